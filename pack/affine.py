@@ -1,0 +1,95 @@
+"""Affine extents: codes, scales and zero points of one expert, to bytes and back, and their reference values.
+
+The reference for every kernel: `AffineMatrix.dequantise` is what a version's weights *are*. Values are exact in
+float32, because a code minus a zero point has at most 12 significant bits and a scale has 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .bits import Codes, join_planes, split_planes
+from .spec import Matrix, Section, Version, affine_extent_size, affine_sections
+
+Bf16Bits = npt.NDArray[np.uint16]
+Buffer = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class AffineMatrix:
+    """One matrix of an affine version.
+
+    Attributes:
+        codes: uint8 [rows, cols], below 2**bits.
+        scale: BF16 bits, uint16 [rows, groups].
+        zero: uint8 [rows, groups] in units of 2**(bits-8), or None for "midpoint".
+        bias: BF16 bits, uint16 [rows], or None.
+    """
+
+    codes: Codes
+    scale: Bf16Bits
+    zero: npt.NDArray[np.uint8] | None
+    bias: Bf16Bits | None = None
+
+    def dequantise(self, version: Version) -> npt.NDArray[np.float32]:
+        """The weights, float32 [rows, cols]: scale * (code - zero)."""
+        bits, cols = version.bits, self.codes.shape[1]
+        if self.zero is None:
+            zero = np.full(self.scale.shape, ((1 << bits) - 1) / 2, np.float32)
+        else:
+            zero = self.zero.astype(np.float32) * np.float32(2.0 ** (bits - 8))
+        group = np.arange(cols) // version.group_size
+        return (self.codes.astype(np.float32) - zero[:, group]) * bf16_to_float32(self.scale)[:, group]
+
+
+def bf16_to_float32(bits: Bf16Bits) -> npt.NDArray[np.float32]:
+    """BF16 bits as float32 values of the same shape."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def encode_affine(
+    matrices: tuple[Matrix, ...], version: Version, values: Sequence[AffineMatrix], out: Buffer | None = None
+) -> Buffer:
+    """The extent of one expert, padding included: uint8 [affine_extent_size].
+
+    Args:
+        matrices: the expert's matrices.
+        version: an affine version.
+        values: one entry a matrix; shapes must agree with `matrices`.
+        out: where to write; a new zeroed array without it. Gaps between sections must already be zero.
+    """
+    if out is None:
+        out = np.zeros(affine_extent_size(matrices, version), np.uint8)
+    packed = [split_planes(v.codes, version.bits) for v in values]
+    for section in affine_sections(matrices, version):
+        v = values[section.matrix]
+        if section.kind.startswith("plane"):
+            array: npt.NDArray[np.generic] = packed[section.matrix][int(section.kind[5:])]
+        else:
+            array = getattr(v, section.kind)
+        if array.shape != section.shape or array.dtype.itemsize != section.item:
+            raise ValueError(f"{section.kind} of {matrices[section.matrix].name}: {array.shape}, not {section.shape}")
+        out[section.offset : section.end] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    return out
+
+
+def section_array(extent: Buffer, section: Section) -> npt.NDArray[np.generic]:
+    """A view of one section, of dtype uint8, uint16 or uint32 after its element size."""
+    return extent[section.offset : section.end].view(f"<u{section.item}").reshape(section.shape)
+
+
+def decode_affine(matrices: tuple[Matrix, ...], version: Version, extent: Buffer) -> list[AffineMatrix]:
+    """The matrices of one extent. Scales, zero points and biases are views of it."""
+    parts: list[dict[str, npt.NDArray[np.generic]]] = [{} for _ in matrices]
+    for section in affine_sections(matrices, version):
+        parts[section.matrix][section.kind] = section_array(extent, section)
+    out = []
+    for m, part in zip(matrices, parts, strict=True):
+        planes = [v for k, v in part.items() if k.startswith("plane")]
+        codes = join_planes(planes, version.bits, m.cols)  # type: ignore[arg-type]
+        out.append(AffineMatrix(codes, part["scale"], part.get("zero"), part.get("bias")))  # type: ignore[arg-type]
+    return out

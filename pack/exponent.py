@@ -1,0 +1,284 @@
+"""The exponent codec, reference form: BF16 weights to a smaller byte string and back, bit for bit.
+
+A trained matrix uses few of BF16's 256 exponents, and those unevenly (about 2.6 bits of entropy), while sign and
+mantissa are noise: the exponents are Huffman-coded, the other eight bits stored as they are. DFloat11 (Zhang et al.,
+2025) showed that this holds for LLMs; the layout here differs from theirs so that a GPU warp, SIMD and a plain loop
+all decode it without a search: 32 independent lanes a tile, code lengths of at most 8 bits, escapes patched afterwards.
+FORMAT.md, "Coded matrices", is what this implements; exponent_jit.py is the compiled path, tested against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import CodecError
+
+TILE = 8192  # weights a tile: 64 quads of 4 weights for each of 32 lanes
+LANES = 32
+SYMBOLS = 16  # 15 exponents and the escape
+ESCAPE = 15
+MAX_CODE = 8  # bits: a decoder looks a symbol up in 256 entries, and four symbols fit one 32-bit window
+HEADER = 64
+LANE_WORDS = 9  # a coded tile begins with its base length and mode, then 32 one-byte deltas
+CODED, RAW = 0, 1
+
+Bits16 = npt.NDArray[np.uint16]
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A matrix's prefix code: exponent[s] and code length[s] of symbol s; length 0 for a symbol that is not used."""
+
+    exponent: Bytes
+    length: Bytes
+
+    def codewords(self) -> npt.NDArray[np.uint8]:
+        """Canonical code words: by length, then by symbol, counting up."""
+        word, words = 0, np.zeros(SYMBOLS, np.uint8)
+        for length in range(1, MAX_CODE + 1):
+            for s in range(SYMBOLS):
+                if self.length[s] == length:
+                    words[s] = word
+                    word += 1
+            word <<= 1
+        return words
+
+    def table(self) -> Bytes:
+        """The decoding table, uint8 [256]: the symbol in the high four bits, its length in the low four."""
+        table = np.zeros(1 << MAX_CODE, np.uint8)
+        for s, word in enumerate(self.codewords()):
+            length = int(self.length[s])
+            if length:
+                start = int(word) << (MAX_CODE - length)
+                table[start : start + (1 << (MAX_CODE - length))] = s << 4 | length
+        return table
+
+
+def make_code(counts: npt.NDArray[np.int64]) -> Code:
+    """The best code for exponents that occur counts[0..255] times, no code word above MAX_CODE bits.
+
+    The 15 most frequent exponents get a symbol each (ties: the smaller exponent), all others the escape.
+    Code lengths by package-merge (Larmore and Hirschberg, 1990).
+    """
+    order = np.lexsort((np.arange(256), -counts))[: SYMBOLS - 1]
+    used = [int(e) for e in order if counts[e] > 0]
+    weight = [int(counts[e]) for e in used]
+    escapes = int(counts.sum()) - sum(weight)
+    symbols = list(range(len(used)))
+    if escapes:
+        symbols.append(ESCAPE)
+        weight.append(escapes)
+    if len(symbols) == 1:  # a complete code needs two words: the spare one is never written
+        used.append((used[0] + 1) % 256)
+        symbols.append(1)
+        weight.append(0)
+    exponent, length = np.zeros(SYMBOLS, np.uint8), np.zeros(SYMBOLS, np.uint8)
+    exponent[: len(used)] = used
+    if not symbols:
+        return Code(exponent, length)
+    leaves = sorted((w, [i]) for i, w in enumerate(weight))
+    packages = leaves
+    for _ in range(MAX_CODE - 1):
+        pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(packages[::2], packages[1::2], strict=False)]
+        packages = sorted(leaves + pairs)
+    for _, members in packages[: 2 * (len(symbols) - 1)]:
+        for i in members:
+            length[symbols[i]] += 1
+    return Code(exponent, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A coded matrix, its parts found and checked: nothing in it points outside its bytes."""
+
+    weights: int
+    code: Code
+    tile_start: Words
+    patch_start: Words
+    patches: Words
+    stream: Words
+    plane: Bytes
+
+    @property
+    def tiles(self) -> int:
+        """Tiles; the last may be partial."""
+        return len(self.tile_start) - 1
+
+    def to_bytes(self) -> Bytes:
+        """The byte string of FORMAT.md."""
+        head = np.zeros(HEADER, np.uint8)
+        head[:16] = np.array([self.weights, self.tiles, len(self.stream), len(self.patches)], "<u4").view(np.uint8)
+        head[32:48], head[48:64] = self.code.exponent, self.code.length
+        parts = [self.tile_start, self.patch_start, self.patches, self.stream]
+        return np.concatenate([head, *(p.astype("<u4").view(np.uint8) for p in parts), self.plane])
+
+
+def coded_size(weights: int, stream_words: int, patches: int) -> int:
+    """Bytes of a coded matrix."""
+    tiles = -(-weights // TILE)
+    return HEADER + 4 * (2 * (tiles + 1) + patches + stream_words) + weights
+
+
+def parse(data: Bytes, weights: int) -> Coded:
+    """Find the parts of a coded matrix and check every count and offset before anything is decoded.
+
+    Args:
+        data: exactly the coded matrix.
+        weights: how many weights the caller expects.
+
+    Raises:
+        CodecError: for anything that would make a decoder read or write outside its buffers.
+    """
+    if len(data) < HEADER:
+        raise CodecError(f"coded matrix has {len(data)} bytes, less than its header of {HEADER}")
+    n, tiles, words, n_patches = (int(v) for v in data[:16].view("<u4"))
+    if n != weights:
+        raise CodecError(f"coded matrix holds {n} weights, not {weights}")
+    if tiles != -(-n // TILE):
+        raise CodecError(f"coded matrix of {n} weights has {tiles} tiles")
+    if coded_size(n, words, n_patches) != len(data):
+        raise CodecError(f"coded matrix has {len(data)} bytes, its header says {coded_size(n, words, n_patches)}")
+    if data[16:32].any():
+        raise CodecError("reserved header bytes are not zero")
+    code = Code(data[32:48], data[48:64])
+    kraft = sum(1 << (MAX_CODE - int(v)) for v in code.length if 0 < v <= MAX_CODE)
+    if (code.length > MAX_CODE).any() or kraft != (1 << MAX_CODE if n else 0):
+        raise CodecError("code lengths do not make a complete prefix code")
+    at = HEADER
+    parts: list[Words] = []
+    for count in (tiles + 1, tiles + 1, n_patches, words):
+        parts.append(data[at : at + 4 * count].view("<u4"))
+        at += 4 * count
+    for name, starts, total in (("tile", parts[0], words), ("patch", parts[1], n_patches)):
+        if starts[0] != 0 or starts[-1] != total or (starts[1:] < starts[:-1]).any():
+            raise CodecError(f"{name} offsets do not run from 0 up to {total}")
+    return Coded(n, code, parts[0], parts[1], parts[2], parts[3], data[at:])
+
+
+def split(bits: Bits16) -> tuple[Bytes, Bytes]:
+    """BF16 bits [n] as exponents [n] and sign-and-mantissa bytes [n] (sign in bit 7)."""
+    return (bits >> np.uint16(7)).astype(np.uint8), ((bits >> 8 & 0x80) | (bits & 0x7F)).astype(np.uint8)
+
+
+def merge(exponents: Bytes, plane: Bytes) -> Bits16:
+    """The inverse of `split`."""
+    sign = (plane.astype(np.uint16) & 0x80) << 8
+    return (sign | exponents.astype(np.uint16) << 7 | (plane & 0x7F)).astype(np.uint16)
+
+
+def lanes(values: Bytes, fill: int) -> Bytes:
+    """A tile's values in lane order, [32, symbols]: quad q of lane j holds values 4*(32*q+j) .. +3."""
+    quads = -(-len(values) // (4 * LANES))
+    padded = np.full(quads * 4 * LANES, fill, np.uint8)
+    padded[: len(values)] = values
+    return padded.reshape(quads, LANES, 4).transpose(1, 0, 2).reshape(LANES, quads * 4)
+
+
+def encode(bits: Bits16) -> Bytes:
+    """Code BF16 bits, uint16 [n], into the byte string of FORMAT.md."""
+    exponents, plane = split(bits.reshape(-1))
+    code = make_code(np.bincount(exponents, minlength=256))
+    words_of = code.codewords().astype(np.int64)
+    symbol_of = np.full(256, ESCAPE, np.uint8)
+    for s in range(SYMBOLS - 2, -1, -1):
+        if code.length[s]:
+            symbol_of[code.exponent[s]] = s
+    fill = int(np.argmax(code.length == code.length[code.length > 0].min())) if len(bits) else 0
+    stream: list[Words] = []
+    patches: list[Words] = []
+    tile_start, patch_start = [0], [0]
+    for at in range(0, len(exponents), TILE):
+        tile = exponents[at : at + TILE]
+        symbols = symbol_of[tile]
+        escaped = np.flatnonzero(symbols == ESCAPE)
+        by_lane = lanes(symbols, fill)
+        length = code.length[by_lane].astype(np.int64)
+        lane_bits = length.sum(axis=1)
+        base, deltas = int(lane_bits.min()), lane_bits - lane_bits.min()
+        coded_words = LANE_WORDS + -(-int(lane_bits.sum()) // 32)
+        raw_words = 1 + -(-len(tile) // 4)
+        if deltas.max() > 255 or coded_words + len(escaped) >= raw_words:
+            raw = np.zeros(4 * (raw_words - 1), np.uint8)
+            raw[: len(tile)] = tile
+            stream.append(np.concatenate([np.array([RAW << 16], "<u4"), raw.view("<u4")]))
+            escaped = escaped[:0]
+        else:
+            run = length.reshape(-1)
+            index = np.arange(run.sum()) - np.repeat(np.cumsum(run) - run, run)
+            word = np.repeat(words_of[by_lane.reshape(-1)], run)
+            bit = word >> (np.repeat(run, run) - 1 - index) & 1
+            packed = np.zeros(4 * (coded_words - LANE_WORDS), np.uint8)
+            packed[: -(-len(bit) // 8)] = np.packbits(bit.astype(np.uint8))
+            head = np.concatenate([np.array([base], "<u4").view(np.uint8), deltas.astype(np.uint8)]).view("<u4")
+            stream.append(np.concatenate([head, packed.view(">u4").astype("<u4")]))
+        patches.append((escaped | tile[escaped].astype(np.int64) << 16).astype(np.uint32))
+        tile_start.append(tile_start[-1] + len(stream[-1]))
+        patch_start.append(patch_start[-1] + len(patches[-1]))
+    none = [np.zeros(0, np.uint32)]
+    return Coded(
+        len(exponents),
+        code,
+        np.array(tile_start, np.uint32),
+        np.array(patch_start, np.uint32),
+        np.concatenate(patches or none),
+        np.concatenate(stream or none),
+        plane,
+    ).to_bytes()
+
+
+def decode(data: Bytes, weights: int) -> Bits16:
+    """BF16 bits, uint16 [weights], of a coded matrix.
+
+    Raises:
+        CodecError: when `data` is not a well-formed coded matrix of that many weights.
+    """
+    coded = parse(data, weights)
+    table = coded.code.table()
+    exponents = np.zeros(weights, np.uint8)
+    for t in range(coded.tiles):
+        tile = exponents[t * TILE : (t + 1) * TILE]
+        words = coded.stream[coded.tile_start[t] : coded.tile_start[t + 1]]
+        patches = coded.patches[coded.patch_start[t] : coded.patch_start[t + 1]]
+        check_tile(t, words, len(tile), patches)
+        if words[0] >> 16 == RAW:
+            tile[:] = words[1:].view(np.uint8)[: len(tile)]
+            continue
+        lane_bits = int(words[0] & 0xFFFF) + words[1:LANE_WORDS].view(np.uint8).astype(np.int64)
+        end = np.cumsum(lane_bits)
+        position = end - lane_bits
+        payload = words[LANE_WORDS:].astype(">u4").view(np.uint8)
+        bit = np.concatenate([np.unpackbits(payload), np.zeros(MAX_CODE * (TILE // LANES + 1), np.uint8)])
+        symbols = np.empty((LANES, -(-len(tile) // (4 * LANES)) * 4), np.uint8)
+        for i in range(symbols.shape[1]):
+            window = np.packbits(bit[position[:, None] + np.arange(MAX_CODE)], axis=1)[:, 0]
+            symbols[:, i] = table[window] >> 4
+            position += table[window] & 15
+        if (position != end).any():
+            raise CodecError(f"tile {t}: lanes do not end where their lengths say")
+        in_order = symbols.reshape(LANES, -1, 4).transpose(1, 0, 2).reshape(-1)[: len(tile)]
+        tile[:] = coded.code.exponent[in_order]
+        tile[patches & 0xFFFF] = patches >> 16
+    return merge(exponents, coded.plane)
+
+
+def check_tile(t: int, words: Words, weights: int, patches: Words) -> None:
+    """Check one tile's mode, lane lengths and patches against its bounds; raises CodecError."""
+    mode = int(words[0] >> 16) if len(words) else -1
+    if mode == RAW:
+        if len(words) != 1 + -(-weights // 4) or words[0] & 0xFFFF or len(patches):
+            raise CodecError(f"tile {t}: raw tile of {weights} weights has {len(words)} words, {len(patches)} patches")
+    elif mode == CODED:
+        if len(words) < LANE_WORDS:
+            raise CodecError(f"tile {t}: coded tile of {len(words)} words")
+        total = LANES * int(words[0] & 0xFFFF) + int(words[1:LANE_WORDS].view(np.uint8).sum())
+        if -(-total // 32) != len(words) - LANE_WORDS:
+            raise CodecError(f"tile {t}: lanes of {total} bits in {len(words) - LANE_WORDS} words")
+        if (patches & 0xFFFF >= weights).any() or (patches >> 24).any():
+            raise CodecError(f"tile {t}: a patch points outside the tile")
+    else:
+        raise CodecError(f"tile {t}: unknown mode")

@@ -1,0 +1,162 @@
+"""Layer files: the extents of one version of one layer, as a safetensors file whose data are whole pages.
+
+Written front to back with the header last, so that one extent at a time is in memory. Read through a file mapping:
+an extent is a view, no bytes are copied. FORMAT.md, "Layer files".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from .affine import Buffer
+from .errors import BundleError
+from .manifest import ExpertFileEntry
+from .safetensors_file import Header, make_header, parse_header
+from .spec import PAGE, ExpertLayer, Version, affine_extent_size, align, extent_name
+
+_FORMAT = "moepack.experts/1"
+_DIGITS = 15  # of a byte offset, at the most: what a header is sized for before the offsets are known
+
+
+def _metadata(version: str, layer: int, digests: list[str]) -> dict[str, str]:
+    return {"format": _FORMAT, "layer": str(layer), "sha256": ",".join(digests), "version": version}
+
+
+class LayerFileWriter:
+    """Writes one layer file. Use as a context manager: what is not closed properly is removed."""
+
+    def __init__(self, path: Path, version: str, layer: ExpertLayer) -> None:
+        self._path, self._version, self._layer = path, version, layer
+        self._temporary = path.with_name(path.name + ".partial")
+        self._sizes: list[int] = []
+        self._digests: list[str] = []
+        self._payload = 0
+        self.entry: ExpertFileEntry | None = None
+        names = {extent_name(e): ("U8", (1,)) for e in range(layer.experts)}
+        longest = make_header(names, _metadata(version, layer.index, ["0" * 64] * layer.experts))
+        self._header_size = align(len(longest) + 3 * _DIGITS * layer.experts, PAGE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._temporary.open("wb")
+        self._file.seek(self._header_size)
+
+    def add(self, extent: Buffer, payload: int) -> None:
+        """Write the next expert's extent, whole pages, of which `payload` bytes are not padding."""
+        if len(extent) % PAGE or len(self._sizes) == self._layer.experts:
+            raise ValueError("an extent is whole pages, and a layer has no more extents than experts")
+        self._file.write(extent.data)
+        self._sizes.append(len(extent))
+        self._digests.append(hashlib.sha256(extent.data).hexdigest())
+        self._payload += payload
+
+    def __enter__(self) -> LayerFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        if len(self._sizes) != self._layer.experts:
+            raise ValueError(f"{len(self._sizes)} extents written, the layer has {self._layer.experts} experts")
+        names = {extent_name(e): ("U8", (size,)) for e, size in enumerate(self._sizes)}
+        header = make_header(names, _metadata(self._version, self._layer.index, self._digests), self._header_size)
+        if len(header) != self._header_size:
+            raise ValueError("the reserved header is too small")
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._temporary.rename(self._path)
+        self.entry = ExpertFileEntry(
+            self._header_size + sum(self._sizes), len(header), hashlib.sha256(header).hexdigest(), self._payload
+        )
+
+
+def read_entry(path: Path, payload: int) -> ExpertFileEntry:
+    """The manifest entry of a layer file that is already there."""
+    with path.open("rb") as f:
+        prefix = f.read(8)
+        header = prefix + f.read(struct.unpack("<Q", prefix)[0])
+    return ExpertFileEntry(path.stat().st_size, len(header), hashlib.sha256(header).hexdigest(), payload)
+
+
+class LayerFile:
+    """A layer file opened for reading, its header checked against the manifest and against the layer.
+
+    Raises:
+        BundleError: when the file is not what the manifest and the format say.
+    """
+
+    def __init__(self, path: Path, location: str, entry: ExpertFileEntry, version: Version, layer: ExpertLayer) -> None:
+        self.location, self.version, self.layer = location, version, layer
+        try:
+            with path.open("rb") as f:
+                if os.fstat(f.fileno()).st_size != entry.size:
+                    raise self._bad("size", f"{os.fstat(f.fileno()).st_size} bytes, the manifest says {entry.size}")
+                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise self._bad("missing", f"cannot be read: {error}") from None
+        head = self._map[: entry.header_size]
+        if hashlib.sha256(head).hexdigest() != entry.header_sha256:
+            raise self._bad("digest", "its header does not match the manifest's digest")
+        if struct.unpack("<Q", head[:8])[0] != entry.header_size - 8:
+            raise self._bad("header", "its header length does not match the manifest")
+        self._check(parse_header(head, entry.size, location))
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def _bad(self, kind: str, message: str) -> BundleError:
+        return BundleError.single(self.location, kind, message)
+
+    def _check(self, header: Header) -> None:
+        layer, version, meta = self.layer, self.version, header.metadata
+        digests = meta.get("sha256", "").split(",")
+        if len(digests) != layer.experts or dict(meta) != _metadata(version.name, layer.index, digests):
+            raise self._bad("header", "its metadata do not belong to this layer and version")
+        self.digests = digests
+        spans: list[tuple[int, int]] = []
+        for e in range(layer.experts):
+            t = header.tensors.get(extent_name(e))
+            if t is None or t.dtype != "U8" or len(t.shape) != 1 or len(header.tensors) != layer.experts:
+                raise self._bad("header", f"expert {e} is missing or not a byte string, or others are there")
+            if t.begin % PAGE or t.end % PAGE or (spans and t.begin != spans[-1][1]):
+                raise self._bad("alignment", f"the extent of expert {e} is not whole pages in order")
+            if not version.is_lossless and t.end - t.begin != affine_extent_size(layer.matrices, version):
+                raise self._bad("size", f"the extent of expert {e} has {t.end - t.begin} bytes")
+            spans.append((t.begin, t.end))
+        self._spans = spans
+
+    def extent(self, expert: int, check_digest: bool = True) -> Buffer:
+        """A read-only view of an expert's extent.
+
+        Raises:
+            BundleError: when its bytes do not match their digest.
+        """
+        begin, end = self._spans[expert]
+        view = self._bytes[begin:end]
+        if check_digest and hashlib.sha256(view.data).hexdigest() != self.digests[expert]:
+            raise BundleError.single(
+                f"{self.location}: layer {self.layer.index}, expert {expert}, version {self.version.name}",
+                "digest",
+                "its bytes do not match their digest",
+            )
+        return view
+
+    def extent_size(self, expert: int) -> int:
+        """Bytes of an expert's extent, padding included."""
+        begin, end = self._spans[expert]
+        return end - begin
+
+    def offset(self, expert: int) -> int:
+        """Where an expert's extent begins in the file, in bytes."""
+        return self._spans[expert][0]

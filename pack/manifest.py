@@ -1,0 +1,328 @@
+"""The manifest: the one document that makes a directory a bundle. Parsed strictly, written canonically.
+
+Canonical form (sorted keys, one-space indent, no floats) is part of the format: any changed byte changes either the
+form or the digest, so a damaged manifest is found before anything it says is believed. Reports every problem at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from .errors import BundleError, Problem
+from .spec import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    GROUP_SIZES,
+    MAX_DIM,
+    MAX_EXPERTS,
+    MAX_EXTENT,
+    MAX_LAYERS,
+    PAGE,
+    VERSION_NAMES,
+    ExpertLayer,
+    Matrix,
+    Version,
+    affine_extent_size,
+    affine_payload,
+    expert_file,
+)
+
+MANIFEST = "manifest.json"
+MAX_BYTES = 64 << 20
+MAX_SIZE = 1 << 48  # of any file
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of the bundle: its size and the SHA-256 of all of it."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFileEntry:
+    """A layer file. Its header's digest stands here, and the header holds the digest of each extent.
+
+    `payload` is the bytes of its extents without alignment padding.
+    """
+
+    size: int
+    header_size: int
+    header_sha256: str
+    payload: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A version for every expert: `versions[layer position][expert]`, and how it came about."""
+
+    name: str
+    versions: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a bundle holds. `provenance` is free-form: strings, integers, lists and objects of them."""
+
+    model: Mapping[str, Any]
+    layers: tuple[ExpertLayer, ...]
+    versions: tuple[Version, ...]
+    files: Mapping[str, FileEntry]
+    expert_files: Mapping[str, ExpertFileEntry]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    allocation: Allocation | None = None
+
+    def version(self, name: str) -> Version:
+        """The version of that name; KeyError where the bundle does not describe it."""
+        for v in self.versions:
+            if v.name == name:
+                return v
+        raise KeyError(name)
+
+    def to_json(self) -> bytes:
+        """The canonical bytes of manifest.json."""
+        files = {k: asdict(v) for k, v in self.files.items()} | {k: asdict(v) for k, v in self.expert_files.items()}
+        document = {
+            "format": FORMAT_NAME,
+            "format_version": FORMAT_VERSION,
+            "model": dict(self.model),
+            "layers": [asdict(layer) for layer in self.layers],
+            "versions": [asdict(v) for v in self.versions],
+            "files": files,
+            "provenance": dict(self.provenance),
+            "allocation": asdict(self.allocation) if self.allocation else None,
+        }
+        document["sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
+        return _canonical(document)
+
+
+def _canonical(document: Any) -> bytes:
+    return (json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode()
+
+
+class _Checker:
+    """Collects problems while fields are read; a wrong field gives a default so that the rest is still checked."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def wrong(self, where: str, kind: str, message: str) -> None:
+        self.problems.append(Problem(f"{MANIFEST}: {where}", kind, message))
+
+    def integer(self, where: str, value: Any, low: int, high: int) -> int:
+        if type(value) is int and low <= value <= high:
+            return value
+        self.wrong(where, "range", f"not an integer from {low} to {high}: {_show(value)}")
+        return low
+
+    def text(self, where: str, value: Any, allowed: Sequence[str] | None = None) -> str:
+        if isinstance(value, str) and (allowed is None or value in allowed):
+            return value
+        self.wrong(where, "value", f"not {'one of ' + ', '.join(allowed) if allowed else 'a string'}: {_show(value)}")
+        return allowed[0] if allowed else ""
+
+    def items(self, where: str, value: Any, most: int) -> list[Any]:
+        if isinstance(value, list) and len(value) <= most:
+            return value
+        self.wrong(where, "type", f"not a list of at most {most}: {_show(value)}")
+        return []
+
+    def object(self, where: str, value: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self.wrong(where, "type", f"not an object: {_show(value)}")
+            return {}
+        if keys is not None and set(value) != set(keys):
+            self.wrong(where, "keys", f"has keys {sorted(value)}, not {sorted(keys)}")
+        return value
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Read manifest.json.
+
+    Raises:
+        BundleError: with every problem found.
+    """
+    if len(data) > MAX_BYTES:
+        raise BundleError.single(MANIFEST, "size", f"{len(data)} bytes, more than {MAX_BYTES}")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BundleError.single(MANIFEST, "json", f"not JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
+        raise BundleError.single(MANIFEST, "format", "not a moepack manifest")
+    if document.get("format_version") != FORMAT_VERSION:
+        raise BundleError.single(
+            MANIFEST,
+            "format-version",
+            f"format version {_show(document.get('format_version'))}; this moepack reads {FORMAT_VERSION}",
+        )
+    digest = document.pop("sha256", None)
+    if digest != hashlib.sha256(_canonical(document)).hexdigest():
+        raise BundleError.single(MANIFEST, "digest", "its digest does not match: damaged or edited")
+    if _canonical({**document, "sha256": digest}) != data:
+        raise BundleError.single(MANIFEST, "canonical", "not in canonical form: damaged or edited")
+    check = _Checker()
+    check.object(
+        "top level",
+        document,
+        ["format", "format_version", "model", "layers", "versions", "files", "provenance", "allocation"],
+    )
+    layers = _layers(check, document.get("layers"))
+    versions = _versions(check, document.get("versions"))
+    files, expert_files = _files(check, document.get("files"))
+    if not check.problems:
+        _layer_files(check, layers, versions, expert_files)
+    manifest = Manifest(
+        check.object("model", document.get("model")),
+        layers,
+        versions,
+        files,
+        expert_files,
+        check.object("provenance", document.get("provenance")),
+        _allocation(check, document.get("allocation"), layers, versions),
+    )
+    if check.problems:
+        raise BundleError(check.problems)
+    return manifest
+
+
+def _layers(check: _Checker, value: Any) -> tuple[ExpertLayer, ...]:
+    out: list[ExpertLayer] = []
+    for i, item in enumerate(check.items("layers", value, MAX_LAYERS)):
+        at = f"layers[{i}]"
+        item = check.object(at, item, ["index", "module", "experts", "matrices"])
+        matrices = []
+        for k, m in enumerate(check.items(f"{at}.matrices", item.get("matrices"), 2)):
+            here = f"{at}.matrices[{k}]"
+            m = check.object(here, m, ["name", "rows", "cols", "bias"])
+            if not isinstance(m.get("bias"), bool):
+                check.wrong(f"{here}.bias", "type", "not true or false")
+            name = check.text(f"{here}.name", m.get("name"), ["down"] if k else ["gate_up", "up"])
+            rows = check.integer(f"{here}.rows", m.get("rows"), 1, MAX_DIM)
+            cols = check.integer(f"{here}.cols", m.get("cols"), 1, MAX_DIM)
+            matrices.append(Matrix(name, rows, cols, m.get("bias") is True))
+        if len(matrices) != 2:
+            check.wrong(f"{at}.matrices", "count", f"{len(matrices)} matrices, not 2")
+        if sum(m.weights * 2 for m in matrices) + 64 * PAGE > MAX_EXTENT:
+            check.wrong(f"{at}.matrices", "overflow", f"an expert of this shape passes {MAX_EXTENT} bytes")
+        index = check.integer(f"{at}.index", item.get("index"), 0, MAX_LAYERS - 1)
+        if out and index <= out[-1].index:
+            check.wrong(f"{at}.index", "order", f"{index} does not come after {out[-1].index}")
+        experts = check.integer(f"{at}.experts", item.get("experts"), 1, MAX_EXPERTS)
+        out.append(ExpertLayer(index, check.text(f"{at}.module", item.get("module")), experts, tuple(matrices)))
+    if not out:
+        check.wrong("layers", "count", "no layer has experts")
+    return tuple(out)
+
+
+def _versions(check: _Checker, value: Any) -> tuple[Version, ...]:
+    out: list[Version] = []
+    for i, item in enumerate(check.items("versions", value, len(VERSION_NAMES))):
+        at = f"versions[{i}]"
+        item = check.object(at, item, ["name", "encoding", "bits", "group_size", "zero"])
+        name = check.text(f"{at}.name", item.get("name"), VERSION_NAMES)
+        if name == "bf16":
+            expected = Version.bf16()
+        else:
+            size = item.get("group_size")
+            expected = Version.affine(int(name[1:]), size if size in GROUP_SIZES else GROUP_SIZES[0])
+        if item != asdict(expected):
+            check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {_show(item)}")
+        out.append(expected)
+    names = [v.name for v in out]
+    if names != [n for n in VERSION_NAMES if n in names] or not names:
+        check.wrong("versions", "order", f"not a list from most to least precise without repeats: {names}")
+    return tuple(out)
+
+
+def safe_path(path: str) -> bool:
+    """Whether `path` is a plain relative POSIX path that stays inside its directory."""
+    parts = PurePosixPath(path).parts
+    return (
+        bool(parts)
+        and str(PurePosixPath(*parts)) == path
+        and not path.startswith("/")
+        and all(p not in ("..", ".") for p in parts)
+        and not set(path) & set('\\:*?"<>|')
+        and path.isprintable()
+    )
+
+
+def _files(check: _Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str, ExpertFileEntry]]:
+    files: dict[str, FileEntry] = {}
+    expert_files: dict[str, ExpertFileEntry] = {}
+    for path, item in check.object("files", value).items():
+        at = f"files[{_show(path)}]"
+        if not safe_path(path) or path == MANIFEST:
+            check.wrong(at, "path", "not a relative path inside the bundle")
+        is_experts = path.startswith("experts/")
+        digest_key = "header_sha256" if is_experts else "sha256"
+        item = check.object(at, item, ["size", digest_key, *(["header_size", "payload"] if is_experts else [])])
+        size = check.integer(f"{at}.size", item.get("size"), 0, MAX_SIZE)
+        digest = check.text(f"{at}.{digest_key}", item.get(digest_key))
+        if not _HEX.fullmatch(digest):
+            check.wrong(at, "digest", "not a SHA-256 in lower-case hexadecimal")
+        if is_experts:
+            header = check.integer(f"{at}.header_size", item.get("header_size"), 8, size)
+            payload = check.integer(f"{at}.payload", item.get("payload"), 0, size)
+            if header % PAGE or (size - header) % PAGE:
+                check.wrong(at, "alignment", f"header or data are not whole pages of {PAGE} bytes")
+            expert_files[path] = ExpertFileEntry(size, header, digest, payload)
+        else:
+            files[path] = FileEntry(size, digest)
+    return files, expert_files
+
+
+def _layer_files(
+    check: _Checker,
+    layers: Sequence[ExpertLayer],
+    versions: Sequence[Version],
+    entries: Mapping[str, ExpertFileEntry],
+) -> None:
+    expected = {expert_file(v.name, layer.index): (v, layer) for v in versions for layer in layers}
+    for path in sorted(set(expected) - set(entries)):
+        check.wrong("files", "missing", f"{path} is not listed")
+    for path in sorted(set(entries) - set(expected)):
+        check.wrong("files", "unexpected", f"{path} belongs to no version and layer")
+    for path, (version, layer) in expected.items():
+        entry = entries.get(path)
+        if entry is None or version.is_lossless:
+            continue
+        extent, payload = affine_extent_size(layer.matrices, version), affine_payload(layer.matrices, version)
+        if entry.size - entry.header_size != layer.experts * extent or entry.payload != layer.experts * payload:
+            check.wrong(f"files[{_show(path)}]", "size", f"not {layer.experts} extents of {extent} bytes")
+
+
+def _allocation(
+    check: _Checker, value: Any, layers: Sequence[ExpertLayer], versions: Sequence[Version]
+) -> Allocation | None:
+    if value is None:
+        return None
+    item = check.object("allocation", value, ["name", "versions"])
+    names = [v.name for v in versions]
+    table = check.items("allocation.versions", item.get("versions"), MAX_LAYERS)
+    if len(table) != len(layers):
+        check.wrong("allocation.versions", "count", f"{len(table)} layers, not {len(layers)}")
+    out = []
+    for i, (row, layer) in enumerate(zip(table, layers, strict=False)):
+        at = f"allocation.versions[{i}]"
+        row = check.items(at, row, layer.experts)
+        if len(row) != layer.experts:
+            check.wrong(at, "count", f"{len(row)} experts, not {layer.experts}")
+        for bad in sorted({_show(v) for v in row if v not in names}):
+            check.wrong(at, "value", f"{bad} is not a version of this bundle")
+        out.append(tuple(str(v) for v in row))
+    return Allocation(check.text("allocation.name", item.get("name")), tuple(out))

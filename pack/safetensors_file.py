@@ -1,0 +1,120 @@
+"""Headers of safetensors files: read with every field checked, written with control over alignment.
+
+The safetensors library reads and writes tensors; it gives neither their offsets in the file, which extents and
+truncation checks need, nor a say in where data begin. Its format: a little-endian 64-bit header length, that many
+bytes of JSON, then the data without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import BundleError
+from .spec import align
+
+MAX_HEADER = 100_000_000  # the limit of the safetensors format
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor: dtype by its name in the format, shape, and bytes [begin, end) counted from the file's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header. `size` counts from the start of the file to the first byte of data."""
+
+    size: int
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of `path` against the file's size.
+
+    Raises:
+        BundleError: with one problem, when the file is not a whole, well-formed safetensors file.
+        OSError: when it cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        prefix = f.read(8)
+        if len(prefix) < 8:
+            raise _bad(path, "truncated", f"{size} bytes, too short for a safetensors file")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER or 8 + length > size:
+            raise _bad(path, "truncated", f"its header claims {length} bytes, the file has {size}")
+        return parse_header(prefix + f.read(length), size, str(path))
+
+
+def parse_header(head: bytes, file_size: int, location: str) -> Header:
+    """Check a header (length prefix included) against the size of its file; see `read_header`."""
+    try:
+        document = json.loads(head[8:])
+    except (ValueError, RecursionError) as error:
+        raise _bad(location, "header", f"header is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise _bad(location, "header", "header is not a JSON object")
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _bad(location, "header", "__metadata__ does not map names to strings")
+    tensors = {name: _entry(location, name, value, len(head)) for name, value in document.items()}
+    at = len(head)
+    for name, t in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if t.begin != at:
+            raise _bad(location, "offsets", f"tensor {name} begins at {t.begin}, the one before it ends at {at}")
+        at = t.end
+    if at != file_size:
+        kind = "truncated" if at > file_size else "trailing"
+        raise _bad(location, kind, f"the file has {file_size} bytes, its header describes {at}")
+    return Header(len(head), tensors, metadata)
+
+
+def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise _bad(location, "header", f"tensor {name} lacks dtype, shape or data_offsets") from None
+    if not all(type(v) is int and 0 <= v < 1 << 48 for v in (*shape, begin, end)) or dtype not in ITEM_BYTES:
+        raise _bad(location, "header", f"tensor {name} has a dtype, shape or offset out of range")
+    expected = ITEM_BYTES[dtype]
+    for d in shape:
+        expected *= d
+    if end - begin != expected:
+        raise _bad(location, "offsets", f"tensor {name} of {expected} bytes spans {end - begin}")
+    return TensorEntry(dtype, shape, base + begin, base + end)
+
+
+def make_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], alignment: int = 8
+) -> bytes:
+    """The header of a file with these tensors (name -> dtype, shape) in this order, padded so that data are aligned."""
+    document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        size = ITEM_BYTES[dtype]
+        for d in shape:
+            size *= d
+        document[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (align(8 + len(text), alignment) - 8 - len(text))
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bad(location: Path | str, kind: str, message: str) -> BundleError:
+    return BundleError.single(str(location), kind, message)

@@ -1,0 +1,181 @@
+"""Frozen descriptors of what a bundle holds and where each byte of an extent stands. Standard library only.
+
+Pure arithmetic: nothing here reads a file, and nothing infers a format from a dtype. `Manifest` (manifest.py) is the
+document that carries these descriptors. Every size is in bytes, every offset counts from the extent's first byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMAT_NAME = "moepack"
+FORMAT_VERSION = 1
+PAGE = 4096  # extents start on it: direct I/O, host registration and file mapping all work in pages
+SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
+VERSION_NAMES = ("bf16", "w4", "w3", "w2", "w1")  # from the most to the least precise
+GROUP_SIZES = (128, 64, 32)
+PLANES = {4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}  # code bits by plane, least significant first
+MAX_DIM = 1 << 24  # rows or columns of a matrix
+MAX_EXPERTS = 1 << 16
+MAX_LAYERS = 1 << 12
+MAX_EXTENT = (1 << 32) - PAGE  # offsets inside an extent are 32 bits wide
+
+
+def align(value: int, to: int) -> int:
+    """The least multiple of `to` that is not below `value`."""
+    return -(-value // to) * to
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One weight matrix of an expert: y = W x + b, with W of shape [rows, cols].
+
+    Rows stand in the order in which the model's gate activation reads them (FORMAT.md, "Matrices").
+    """
+
+    name: str
+    rows: int
+    cols: int
+    bias: bool = False
+
+    @property
+    def weights(self) -> int:
+        """How many weights it has, its bias not counted."""
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """The experts of one decoder layer; all of them have the same matrices.
+
+    Attributes:
+        index: the decoder layer's index in the model.
+        module: the experts module's name in the transformers model.
+        experts: how many.
+        matrices: first the input projection ("gate_up", or "up" where there is no gate), then "down".
+    """
+
+    index: int
+    module: str
+    experts: int
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert."""
+        return sum(m.weights for m in self.matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One encoding of an expert.
+
+    Attributes:
+        name: one of VERSION_NAMES.
+        encoding: "exponent-huffman" (lossless BF16) or "affine" (value = scale * (code - zero), by group).
+        bits: bits of a code; 16 for the lossless encoding.
+        group_size: columns that share a scale and a zero point; 0 for the lossless encoding.
+        zero: "stored", "midpoint" (half the greatest code, not stored), or "none" for the lossless encoding.
+    """
+
+    name: str
+    encoding: str
+    bits: int
+    group_size: int
+    zero: str
+
+    @staticmethod
+    def bf16() -> Version:
+        """The lossless version."""
+        return Version("bf16", "exponent-huffman", 16, 0, "none")
+
+    @staticmethod
+    def affine(bits: int, group_size: int) -> Version:
+        """The version `w<bits>`. One bit has no room for a zero point: its two levels are -scale/2 and +scale/2."""
+        return Version(f"w{bits}", "affine", bits, group_size, "midpoint" if bits == 1 else "stored")
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding gives the checkpoint's own bits."""
+        return self.encoding == "exponent-huffman"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A run of bytes inside an extent: an array of `shape` with elements of `item` bytes, row-major."""
+
+    matrix: int
+    kind: str
+    offset: int
+    shape: tuple[int, ...]
+    item: int
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        n = self.item
+        for d in self.shape:
+            n *= d
+        return n
+
+    @property
+    def end(self) -> int:
+        """The offset after its last byte."""
+        return self.offset + self.size
+
+
+def groups(matrix: Matrix, group_size: int) -> int:
+    """Groups of a row; the last one may be partial."""
+    return -(-matrix.cols // group_size)
+
+
+def plane_words(cols: int, bits: int) -> int:
+    """32-bit words of one row of a plane that holds `bits` bits of every code."""
+    return -(-cols * bits // 32)
+
+
+def affine_sections(matrices: tuple[Matrix, ...], version: Version) -> tuple[Section, ...]:
+    """Where everything stands in an extent of an affine version (FORMAT.md, "Affine extents").
+
+    The layout is the same for every expert of a layer, so a reader computes it once and an extent needs no header.
+    """
+    if version.encoding != "affine":
+        raise ValueError(f"{version.name} is not an affine version")
+    out: list[Section] = []
+    at = 0
+
+    def add(matrix: int, kind: str, shape: tuple[int, ...], item: int) -> None:
+        nonlocal at
+        section = Section(matrix, kind, at, shape, item)
+        out.append(section)
+        at = align(section.end, SECTION)
+
+    for i, m in enumerate(matrices):
+        for p, bits in enumerate(PLANES[version.bits]):
+            add(i, f"plane{p}", (m.rows, plane_words(m.cols, bits)), 4)
+        add(i, "scale", (m.rows, groups(m, version.group_size)), 2)
+        if version.zero == "stored":
+            add(i, "zero", (m.rows, groups(m, version.group_size)), 1)
+        if m.bias:
+            add(i, "bias", (m.rows,), 2)
+    return tuple(out)
+
+
+def affine_payload(matrices: tuple[Matrix, ...], version: Version) -> int:
+    """Bytes of an affine extent that carry something: its sections without the gaps between them."""
+    return sum(s.size for s in affine_sections(matrices, version))
+
+
+def affine_extent_size(matrices: tuple[Matrix, ...], version: Version) -> int:
+    """Bytes of an affine extent in its file, padding included."""
+    return align(affine_sections(matrices, version)[-1].end, PAGE)
+
+
+def expert_file(version: str, layer: int) -> str:
+    """The path of a layer file inside the bundle."""
+    return f"experts/{version}/layer-{layer:03d}.safetensors"
+
+
+def extent_name(expert: int) -> str:
+    """The name of an expert's extent inside its layer file."""
+    return f"expert.{expert:05d}"

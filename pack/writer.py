@@ -1,0 +1,108 @@
+"""Writing a bundle so that it is either whole or not there.
+
+Everything goes into a temporary sibling of the target; files are synced, the manifest is written last, and one rename
+makes the bundle appear. What an error leaves behind is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from .errors import TargetError
+from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
+
+
+def check_target(target: Path) -> None:
+    """Refuse a target that could not become a bundle: raises TargetError."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise TargetError(f"{target}: exists and is not a directory; name a new directory")
+    if target.is_dir() and any(target.iterdir()):
+        raise TargetError(f"{target}: is not empty; name a new directory, or remove it first")
+    parent = target.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise TargetError(f"{target}: cannot be written: {parent} is not a writable directory")
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory to the device."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class BundleWriter:
+    """A bundle being written at `target`. A context manager: leaving it without `finish` removes everything."""
+
+    def __init__(self, target: Path) -> None:
+        check_target(target)
+        self._target = target.absolute()
+        self.root = self._target.with_name(f".{self._target.name}.partial-{secrets.token_hex(4)}")
+        self._files: dict[str, FileEntry] = {}
+        self._expert_files: dict[str, ExpertFileEntry] = {}
+        self._first_made = next((p for p in reversed(self.root.parents) if not p.exists()), None)
+        try:
+            self.root.mkdir(parents=True)
+        except OSError as error:
+            raise TargetError(f"{target}: cannot be written: {error.strerror}") from None
+
+    def path(self, name: str) -> Path:
+        """Where to write the file that will be `name` in the bundle; its directory is made."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def add(self, name: str) -> None:
+        """Take a file that now stands at `path(name)` into the bundle."""
+        path = self.root / name
+        self._files[name] = FileEntry(path.stat().st_size, sha256_of(path))
+
+    def adopt(self, name: str, source: Path, entry: ExpertFileEntry) -> None:
+        """Take a finished layer file into the bundle: a hard link where that works, a copy elsewhere."""
+        path = self.path(name)
+        try:
+            path.hardlink_to(source)
+        except OSError:
+            shutil.copyfile(source, path)
+        self._expert_files[name] = entry
+
+    def finish(self, manifest: Manifest) -> Manifest:
+        """Write the manifest (its files are replaced by those that were added) and make the bundle appear."""
+        from dataclasses import replace
+
+        manifest = replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files))
+        for name in (*self._files, *self._expert_files):
+            sync(self.root / name)
+        with (self.root / MANIFEST).open("wb") as f:
+            f.write(manifest.to_json())
+            f.flush()
+            os.fsync(f.fileno())
+        for directory in (*(p for p in self.root.rglob("*") if p.is_dir()), self.root):
+            sync(directory)
+        check_target(self._target)
+        self.root.rename(self._target)
+        sync(self._target.parent)
+        return manifest
+
+    def __enter__(self) -> BundleWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.root.exists():
+            shutil.rmtree(self.root, ignore_errors=True)
+            if self._first_made is not None and not self._target.exists():
+                shutil.rmtree(self._first_made, ignore_errors=True)

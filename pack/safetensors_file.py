@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,3 +118,39 @@ def make_header(
 
 def _bad(location: Path | str, kind: str, message: str) -> BundleError:
     return BundleError.single(str(location), kind, message)
+
+
+def merge(parts: Sequence[tuple[Path, str]], out: Path, metadata: Mapping[str, str]) -> dict[str, TensorEntry]:
+    """Write the tensors of several files into one, copying bytes without loading them.
+
+    Args:
+        parts: files, each with what is put before its tensors' names. Names must not collide.
+        out: the file to write.
+        metadata: the new file's metadata; the parts' own are dropped.
+
+    Returns:
+        The tensors of the new file.
+    """
+    found: dict[str, tuple[Path, TensorEntry]] = {}
+    for path, prefix in parts:
+        for name, entry in read_header(path).tensors.items():
+            if prefix + name in found:
+                raise ValueError(f"{prefix + name} is in two files")
+            found[prefix + name] = (path, entry)
+    # Wide elements first: every tensor then begins on a multiple of its element size, as the format advises.
+    order = sorted(found, key=lambda name: (-ITEM_BYTES[found[name][1].dtype], name))
+    header = make_header({name: (found[name][1].dtype, found[name][1].shape) for name in order}, metadata)
+    with out.open("wb") as target:
+        target.write(header)
+        for name in order:
+            path, entry = found[name]
+            with path.open("rb") as source:
+                source.seek(entry.begin)
+                left = entry.end - entry.begin
+                while left:
+                    chunk = source.read(min(left, 1 << 24))
+                    if not chunk:
+                        raise _bad(path, "truncated", f"ends inside tensor {name}")
+                    target.write(chunk)
+                    left -= len(chunk)
+    return dict(parse_header(header, out.stat().st_size, str(out)).tensors)

@@ -1,1 +1,1 @@
-"""x"""
+"""Recipes that come with moepack, as package data."""

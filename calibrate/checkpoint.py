@@ -1,0 +1,161 @@
+"""Opening a checkpoint: which files, which tensors, and whether all of it is there. Reads headers, not weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moepack.pack.errors import BundleError, InputError
+from moepack.pack.safetensors_file import Header, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# What travels into the bundle as it is, besides config.json.
+COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_DTYPES = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are all there and whole.
+
+    Attributes:
+        path: its directory.
+        name: what the user called it, for reports.
+        config: the transformers configuration.
+        headers: file name -> checked safetensors header.
+        file_of: tensor name -> file name.
+    """
+
+    path: Path
+    name: str
+    config: Any
+    headers: Mapping[str, Header]
+    file_of: Mapping[str, str]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.end - t.begin for h in self.headers.values() for t in h.tensors.values())
+
+    def fingerprint(self) -> dict[str, str]:
+        """File name -> SHA-256 of its header and size: names the checkpoint without reading its weights."""
+        out = {}
+        for name, header in sorted(self.headers.items()):
+            with (self.path / name).open("rb") as f:
+                digest = hashlib.sha256(f.read(header.size))
+            digest.update(str((self.path / name).stat().st_size).encode())
+            out[name] = digest.hexdigest()
+        return out
+
+
+def open_checkpoint(name: str | Path) -> Checkpoint:
+    """Open a model directory, or download a Hub model by its id.
+
+    Raises:
+        InputError: naming the file that is missing, truncated or not usable.
+    """
+    path = Path(name)
+    if not path.is_dir():
+        path = _download(str(name))
+    config = _config(path)
+    files = _files(path)
+    headers: dict[str, Header] = {}
+    file_of: dict[str, str] = {}
+    for file, expected in files.items():
+        try:
+            headers[file] = read_header(path / file)
+        except OSError as error:
+            raise InputError(
+                f"{path / file}: cannot be read ({error.strerror}): download the checkpoint again"
+            ) from None
+        except BundleError as error:
+            raise InputError(f"{error.problems[0]}: download the checkpoint again") from None
+        lost = sorted(expected - set(headers[file].tensors))
+        if lost:
+            raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {INDEX} places there")
+        file_of.update((tensor, file) for tensor in headers[file].tensors)
+    return Checkpoint(path, str(name).rstrip("/"), config, headers, file_of)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"{name}: no such directory")
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise InputError(f"{name}: neither a directory nor a model on the Hub ({type(error).__name__})") from None
+
+
+def _config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    file = path / "config.json"
+    try:
+        document = json.loads(file.read_text())
+    except OSError:
+        raise InputError(f"{path}: has no config.json: not a model directory") from None
+    except ValueError as error:
+        raise InputError(f"{file}: not JSON: {error}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
+        raise InputError(f"{file}: names no model_type")
+    quantised = document.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        hint = "give moepack the checkpoint it was made from"
+        raise InputError(f"{path}: is already quantised ({method}): {hint}")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError) as error:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if document["model_type"] not in CONFIG_MAPPING:
+            message = f"model_type {document['model_type']!r} is unknown to this transformers: upgrade transformers"
+            raise InputError(f"{file}: {message}") from None
+        raise InputError(f"{file}: {str(error).splitlines()[0]}") from None
+
+
+def _files(path: Path) -> dict[str, set[str]]:
+    """File name -> the tensors that the index places in it."""
+    index = path / INDEX
+    if not index.exists():
+        if (path / SINGLE).exists():
+            return {SINGLE: set()}
+        raise InputError(f"{path}: has neither {SINGLE} nor {INDEX}: moepack reads safetensors checkpoints")
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        files: dict[str, set[str]] = {}
+        for tensor, file in places.items():
+            files.setdefault(file, set()).add(tensor)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise InputError(f"{index}: not an index of safetensors files") from None
+    for file in sorted(files):
+        if Path(file).name != file:
+            raise InputError(f"{index}: names {file!r}, which is not a file of this directory")
+        if not (path / file).exists():
+            raise InputError(f"{path / file}: missing, but {INDEX} names it: download the checkpoint again")
+    return files
+
+
+def source_dtype(checkpoint: Checkpoint, tensors: list[str]) -> str:
+    """The one dtype of these tensors, by its safetensors name.
+
+    Raises:
+        InputError: when they differ or cannot be brought to BF16.
+    """
+    found = {checkpoint.headers[checkpoint.file_of[t]].tensors[t].dtype for t in tensors}
+    if len(found) != 1 or not found <= set(_DTYPES):
+        raise InputError(
+            f"{checkpoint.name}: expert weights are {', '.join(sorted(found))}, not one of {', '.join(_DTYPES)}"
+        )
+    return found.pop()

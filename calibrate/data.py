@@ -1,0 +1,131 @@
+"""Text to token windows of one length: local files or a Hub data set, packed without padding.
+
+Everything goes through `datasets`. Documents are tokenised one by one and joined with the end-of-text token; the
+stream is cut into windows. Which windows are taken depends only on the texts, the tokenizer and the seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import InputError, MissingExtraError
+
+_LOADERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_OVERSAMPLE = 8  # windows looked at for every window taken, so that a seed chooses among much of a large source
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token windows, int64 [samples, length], and the SHA-256 of their bytes."""
+
+    ids: Tensor
+
+    @property
+    def digest(self) -> str:
+        """Names these windows in a manifest."""
+        return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model directory."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: no tokenizer that transformers can load: {str(error).splitlines()[0]}") from None
+
+
+def documents(source: str) -> Iterator[str]:
+    """The documents of a source, in order.
+
+    Args:
+        source: a .txt, .md, .jsonl, .json or .parquet file (rows need a "text" column), or a Hub data set as
+            NAME[:CONFIG[:SPLIT[:COLUMN]]] ("train" and "text" where they are not named).
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError("datasets", "build") from None
+    path = Path(source)
+    local, column = path.suffix in _LOADERS, "text"
+    if local and not path.is_file():
+        raise InputError(f"{source}: no such file")
+    try:
+        if local:
+            kind = _LOADERS[path.suffix]
+            # A text file is one document: its line breaks are part of the text.
+            options = {"sample_by": "document", "keep_linebreaks": True} if kind == "text" else {}
+            data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+        else:
+            name, config, split, wanted = (*source.split(":"), "", "", "")[:4]
+            column = wanted or column
+            data = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+        for row in data:
+            if not isinstance(row.get(column), str):
+                raise InputError(f"{source}: rows have no {column!r} of text; they have {', '.join(sorted(row))}")
+            yield row[column]
+    except InputError:
+        raise
+    except Exception as error:  # the library raises its own, pyarrow's, the Hub's and the operating system's
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        hint = "" if local else " (not a .txt, .jsonl, .json or .parquet file, so taken for a Hub data set)"
+        raise InputError(f"{source}: cannot be read{hint}: {what}") from None
+
+
+def token_stream(source: str, tokenizer: Any) -> Iterator[list[int]]:
+    """Token ids of each document, each followed by the end-of-text token where the tokenizer has one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in documents(source):
+        if text:
+            yield [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
+
+
+def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:
+    """The first `most` windows of a source, int64 [at most `most`, length]; what is left over is dropped."""
+    held: list[int] = []
+    out: list[list[int]] = []
+    for ids in token_stream(source, tokenizer):
+        held += ids
+        while len(held) >= length and len(out) < most:
+            out.append(held[:length])
+            held = held[length:]
+        if len(out) == most:
+            break
+    return torch.tensor(out, dtype=torch.int64).reshape(-1, length)
+
+
+def calibration_windows(sources: Sequence[str], tokenizer: Any, samples: int, length: int, seed: int) -> Windows:
+    """`samples` windows of `length` tokens, as evenly from all sources as they allow, chosen by the seed.
+
+    Sources that hold fewer windows than asked for give what they hold; none is repeated.
+
+    Raises:
+        InputError: when there is no source, or one does not fill a single window.
+    """
+    if not sources:
+        raise InputError("no calibration text: name files with --calibration, or data in the recipe")
+    pools: list[Tensor] = []
+    for source in sources:
+        pool = windows(source, tokenizer, length, most=samples * _OVERSAMPLE)
+        if not len(pool):
+            raise InputError(
+                f"{source}: shorter than one sample of {length} tokens: give more text or a shorter length"
+            )
+        order = list(range(len(pool)))
+        random.Random(f"{seed}/{len(pools)}").shuffle(order)
+        pools.append(pool[order])
+    taken = [0] * len(pools)
+    while sum(taken) < samples and any(t < len(p) for t, p in zip(taken, pools, strict=True)):
+        for i, pool in enumerate(pools):
+            if taken[i] < len(pool) and sum(taken) < samples:
+                taken[i] += 1
+    return Windows(torch.cat([pool[:n] for n, pool in zip(taken, pools, strict=True)]))

@@ -1,0 +1,97 @@
+"""The experts module of transformers, whatever its layout, seen as matrices [rows, cols] and one forward function.
+
+Layouts differ (transposed, gate and up interleaved, biases, no gate); the rows kept are those that the module's own
+gate activation reads, so that `_apply_gate` works on them unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.pack.affine import Bf16Bits
+from moepack.pack.spec import ExpertLayer, Matrix
+
+
+def is_experts_module(module: Any) -> bool:
+    """Whether a module is a family's experts behind transformers' experts interface."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config"))
+
+
+def parameter_names(module: Any) -> dict[str, tuple[str, str | None]]:
+    """Matrix name -> its weight's and its bias's parameter names."""
+    first = "gate_up" if module.has_gate else "up"
+    return {m: (f"{m}_proj", f"{m}_proj_bias" if module.has_bias else None) for m in (first, "down")}
+
+
+def describe(index: int, name: str, module: Any) -> ExpertLayer:
+    """The descriptor of an experts module; its parameters may be on the meta device."""
+    matrices = []
+    for matrix, (weight, _) in parameter_names(module).items():
+        experts, rows, cols = getattr(module, weight).shape
+        if module.is_transposed:
+            rows, cols = cols, rows
+        matrices.append(Matrix(matrix, rows, cols, bool(module.has_bias)))
+    return ExpertLayer(index, name, experts, tuple(matrices))
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The experts of one layer as the checkpoint has them.
+
+    Attributes:
+        layer: the descriptor.
+        weights: one tensor a matrix, [experts, rows, cols] or, where `transposed`, [experts, cols, rows].
+        biases: one tensor a matrix, [experts, rows], or None.
+        transposed: whether the module keeps its matrices transposed.
+    """
+
+    layer: ExpertLayer
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    transposed: bool
+
+    @staticmethod
+    def of(layer: ExpertLayer, module: Any, tensors: Mapping[str, Tensor]) -> ExpertWeights:
+        """Pick a module's experts out of tensors named by parameter."""
+        names = list(parameter_names(module).values())
+        return ExpertWeights(
+            layer,
+            tuple(tensors[w] for w, _ in names),
+            tuple(None if b is None else tensors[b] for _, b in names),
+            bool(module.is_transposed),
+        )
+
+    def matrix(self, expert: int, matrix: int) -> Tensor:
+        """One matrix in BF16, [rows, cols], contiguous. From another dtype it is rounded to nearest."""
+        weight = self.weights[matrix][expert]
+        return (weight.T if self.transposed else weight).to(torch.bfloat16).contiguous()
+
+    def bias(self, expert: int, matrix: int) -> Tensor | None:
+        """One bias in BF16, [rows]."""
+        bias = self.biases[matrix]
+        return None if bias is None else bias[expert].to(torch.bfloat16)
+
+
+def bits_of(tensor: Tensor) -> Bf16Bits:
+    """The bits of a BF16 tensor, uint16 of the same shape."""
+    return tensor.cpu().contiguous().view(torch.uint16).numpy()
+
+
+def hidden(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What an expert's down projection reads: the gated activation of its first projection. x is [tokens, cols]."""
+    out = torch.nn.functional.linear(x, weight, bias)
+    act: Tensor = module._apply_gate(out) if module.has_gate else module.act_fn(out)
+    return act
+
+
+def finish(module: Any, act: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """An expert's output from its gated activation, [tokens, rows]."""
+    out = torch.nn.functional.linear(act, weight, bias)
+    if getattr(module, "has_post_expert_norm", False):
+        out = module.post_expert_norm(out)
+    return out

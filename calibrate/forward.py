@@ -1,0 +1,129 @@
+"""The calibration pass: every batch through one decoder layer, then the next layer.
+
+Before the first layer, one run of the model with every decoder layer replaced by a recorder gives the embeddings'
+output and the keyword arguments that each layer is called with (masks and rotary tables differ between layers of a
+model). All windows have one length and no padding, so one set of arguments serves all batches of a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import InputError
+
+from .stream import StreamedModel
+
+EXPERTS_IMPLEMENTATION = "moepack_observe"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What reached a layer's experts, tokens in the order of the windows.
+
+    Attributes:
+        inputs: [tokens, hidden], in the dtype the model computes with.
+        experts: int32 [tokens, top_k], the experts the router chose.
+        gates: float32 [tokens, top_k], their weights.
+        length: tokens of a window.
+    """
+
+    inputs: Tensor
+    experts: Tensor
+    gates: Tensor
+    length: int
+
+
+class CalibrationPass:
+    """The live activations between two layers, and how to move them on.
+
+    Attributes:
+        hidden: the input of the next layer, one tensor [batch, length, hidden_size] a batch, on the CPU.
+    """
+
+    def __init__(self, stream: StreamedModel, ids: Tensor, batch_size: int, dtype: torch.dtype) -> None:
+        self._stream, self._dtype = stream, dtype
+        self.length = ids.shape[1]
+        self._batches = list(ids.split(batch_size))
+        self.hidden: list[Tensor] = []
+        self._arguments: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def start(self) -> None:
+        """Embed every batch and record how each layer is called. The part outside the layers must be loaded."""
+        stream = self._stream
+        restore = []
+
+        def recorder(index: int) -> Callable[..., Any]:
+            def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                if args:
+                    raise InputError(f"{stream.checkpoint.name}: its decoder layers take positional arguments")
+                if index == 0:
+                    self.hidden.append(hidden_states.to("cpu"))
+                self._arguments.setdefault((index, len(hidden_states)), kwargs)
+                return hidden_states
+
+            return forward
+
+        for i, layer in enumerate(stream.layers):
+            restore.append(layer.forward)
+            layer.forward = recorder(i)
+        try:
+            with torch.inference_mode():
+                for batch in self._batches:
+                    stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
+        finally:
+            for layer, forward in zip(stream.layers, restore, strict=True):
+                layer.forward = forward
+
+    def run_layer(self, index: int, progress: Callable[[int], None] = lambda tokens: None) -> Observation | None:
+        """Move every batch through a loaded layer; returns what its experts saw, or None for a layer without."""
+        layer = self._stream.layers[index]
+        has_experts = index in self._stream.expert_layers
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        with observing(self._stream.experts_module(index) if has_experts else None, seen), torch.inference_mode():
+            for i, hidden in enumerate(self.hidden):
+                arguments = self._arguments[(index, len(hidden))]
+                out = layer(hidden.to(self._stream.device), **arguments)
+                if not isinstance(out, Tensor):
+                    name = self._stream.checkpoint.config.model_type
+                    raise InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
+                self.hidden[i] = out.to("cpu")
+                progress(hidden.shape[0] * hidden.shape[1])
+        if not has_experts:
+            return None
+        inputs, experts, gates = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        return Observation(inputs, experts, gates, self.length)
+
+
+@contextmanager
+def observing(module: Any, seen: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[None]:
+    """Have an experts module append (inputs, experts, gates) of every call to `seen`; None observes nothing."""
+    from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+    if module is None:
+        yield
+        return
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        seen.append(
+            (
+                hidden_states.to("cpu", copy=True),
+                top_k_index.to("cpu", torch.int32),
+                top_k_weights.to("cpu", torch.float32),
+            )
+        )
+        out: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return out
+
+    before = module.config._experts_implementation_internal
+    ExpertsInterface.register(EXPERTS_IMPLEMENTATION, forward)
+    module.config._experts_implementation_internal = EXPERTS_IMPLEMENTATION
+    try:
+        yield
+    finally:
+        module.config._experts_implementation_internal = before

@@ -1,0 +1,233 @@
+"""A transformers model whose weights are in memory one decoder layer at a time.
+
+The skeleton lives on the meta device. `load` brings one part of the checkpoint (a decoder layer, or all that is outside
+them) through transformers' own renaming and conversion; `free` drops it. Nothing here runs the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import ExpertLayer
+
+from .checkpoint import Checkpoint, source_dtype
+from .experts import ExpertWeights, describe, is_experts_module, parameter_names
+
+_TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class StreamedModel:
+    """The skeleton of a checkpoint's model, and the loading of its parts.
+
+    Attributes:
+        model: the transformers model; on meta but for what is loaded.
+        layers: its decoder layers (a ModuleList).
+        expert_layers: layer index -> descriptor, for the layers that have experts.
+        expert_dtype: the dtype of the experts in the checkpoint, by its safetensors name.
+
+    Raises:
+        InputError: for a model without experts, or a checkpoint that lacks a tensor.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.checkpoint, self.device = checkpoint, torch.device(device)
+        config = checkpoint.config
+        try:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        except ValueError as error:
+            raise InputError(f"{checkpoint.name}: {str(error).splitlines()[0]}") from None
+        self.model.eval()
+        experts = {n: m for n, m in self.model.named_modules() if is_experts_module(m)}
+        if not experts:
+            raise InputError(f"{checkpoint.name}: {config.model_type} has no experts: not a Mixture-of-Experts model")
+        found = {re.match(r"(.*?)\.(\d+)\.", name) for name in experts}
+        prefixes = {m.group(1) for m in found if m}
+        if len(prefixes) != 1 or None in found:
+            raise InputError(
+                f"{checkpoint.name}: experts of {config.model_type} are not in one stack of decoder layers"
+            )
+        self.prefix = prefixes.pop()
+        self.layers = self.model.get_submodule(self.prefix)
+        self._experts = {int(name[len(self.prefix) + 1 :].split(".")[0]): name for name in experts}
+        self.expert_layers: dict[int, ExpertLayer] = {
+            i: describe(i, name, experts[name]) for i, name in sorted(self._experts.items())
+        }
+        self._plan()
+        self._materialise_buffers()
+
+    def experts_module(self, layer: int) -> Any:
+        """The experts module of a decoder layer."""
+        return self.model.get_submodule(self._experts[layer])
+
+    def _plan(self) -> None:
+        """Find each checkpoint tensor's target, and give each parameter on meta the dtype it has in the checkpoint."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        state = self.model.state_dict()
+        mapping = self._mapping()
+        renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+        converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        tied = set(self.model.all_tied_weights_keys)
+        self._compute_dtype = {name: self._dtype_for(name) for name in state}
+        self._source_dtype = {name: tensor.dtype for name, tensor in state.items()}
+        self._sources: dict[int | None, list[str]] = {}
+        self.unused: list[str] = []
+        targets: dict[str, list[str]] = {}
+        for key in self.checkpoint.file_of:
+            target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
+            if target not in state and key in state:
+                target, _ = rename_source_key(key, [], [], self.model.base_model_prefix, state)
+            if target in state:
+                if target not in tied:
+                    self._sources.setdefault(self._layer_of(target), []).append(key)
+                    targets.setdefault(target, []).append(key)
+            else:
+                self.unused.append(key)
+        expert_sources: list[str] = []
+        for name in self._experts.values():
+            module = self.model.get_submodule(name)
+            for weight, _ in parameter_names(module).values():
+                expert_sources += targets.get(f"{name}.{weight}", [])
+        if not expert_sources:
+            raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
+        self.expert_dtype = source_dtype(self.checkpoint, expert_sources)
+        for target, keys in targets.items():
+            header = self.checkpoint.headers[self.checkpoint.file_of[keys[0]]]
+            dtype = _TORCH_DTYPE.get(header.tensors[keys[0]].dtype)
+            if dtype is not None and state[target].is_floating_point():
+                self._source_dtype[target] = dtype
+                _set(self.model, target, torch.empty_like(state[target], dtype=dtype))
+        lost = sorted(set(state) - set(targets) - tied)
+        if lost and not any(len(c.target_patterns) > 1 for c in converters):
+            raise InputError(f"{self.checkpoint.name}: the checkpoint has nothing for {lost[0]}: it is not complete")
+
+    def _dtype_for(self, name: str) -> torch.dtype:
+        """The dtype transformers computes with for a parameter of a BF16 model."""
+        plan = self.model._get_dtype_plan(torch.bfloat16)
+        return torch.float32 if any(re.search(pattern, name) for pattern in plan) else torch.bfloat16
+
+    def _mapping(self) -> list[Any]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return list(get_model_conversion_mapping(self.model))
+
+    def _layer_of(self, name: str) -> int | None:
+        match = re.match(re.escape(self.prefix) + r"\.(\d+)\.", name)
+        return int(match.group(1)) if match else None
+
+    def _materialise_buffers(self) -> None:
+        """Give rotary tables and other buffers that no checkpoint holds their values."""
+        for module in self.model.modules():
+            names = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None]
+            if names:
+                for n in names:
+                    buffer = module._buffers[n]
+                    if buffer is not None:
+                        module._buffers[n] = torch.empty_like(buffer, device=self.device)
+                with torch.no_grad():
+                    self.model._init_weights(module)
+
+    def names(self, layer: int | None) -> list[str]:
+        """Names of a part's parameters and persistent buffers, those tied to others left out."""
+        tied = set(self.model.all_tied_weights_keys)
+        return [n for n in self.model.state_dict() if self._layer_of(n) == layer and n not in tied]
+
+    def load(self, layer: int | None) -> dict[str, Tensor]:
+        """Load a decoder layer, or with None all that is outside them, in the checkpoint's own dtypes on the CPU.
+
+        Returns the part's tensors by name; they are also in the model until `free`.
+
+        Raises:
+            InputError: when the checkpoint lacks one of them or has it in another shape.
+        """
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        with contextlib.ExitStack() as stack, _quiet_transformers():
+            handles: dict[str, Any] = {}
+            sources = {}
+            for key in self._sources.get(layer, []):
+                file = self.checkpoint.file_of[key]
+                if file not in handles:
+                    path = self.checkpoint.path / file
+                    handles[file] = stack.enter_context(safe_open(path, framework="pt"))
+                sources[key] = handles[file].get_slice(key)
+            config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
+            info, _ = convert_and_load_state_dict_in_model(self.model, sources, config)
+        if info.mismatched_keys:
+            name, got, want = sorted(info.mismatched_keys)[0]
+            raise InputError(f"{self.checkpoint.name}: {name} has shape {tuple(got)}, its config says {tuple(want)}")
+        if info.conversion_errors:
+            name, error = sorted(info.conversion_errors.items())[0]
+            raise InputError(
+                f"{self.checkpoint.name}: {name} cannot be converted: {str(error).strip().splitlines()[-1]}"
+            )
+        state = self.model.state_dict()
+        out = {name: state[name].detach() for name in self.names(layer)}
+        lost = [name for name, tensor in out.items() if tensor.is_meta]
+        if lost:
+            raise InputError(f"{self.checkpoint.name}: the checkpoint has nothing for {lost[0]}: it is not complete")
+        return out
+
+    def split(self, layer: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ExpertWeights | None]:
+        """A loaded layer as its dense tensors and, where it has them, its experts."""
+        if layer not in self._experts:
+            return dict(tensors), None
+        module, prefix = self.experts_module(layer), self._experts[layer] + "."
+        owned = {prefix + p for pair in parameter_names(module).values() for p in pair if p is not None}
+        dense = {n: t for n, t in tensors.items() if n not in owned}
+        own = {n.removeprefix(prefix): t for n, t in tensors.items() if n in owned}
+        return dense, ExpertWeights.of(self.expert_layers[layer], module, own)
+
+    def to_compute(self, layer: int | None, dtype: torch.dtype) -> None:
+        """Bring a loaded part to the device and to the dtypes transformers would compute with."""
+        for name in self.names(layer):
+            tensor = self.model.get_parameter_or_buffer(name)
+            if tensor.is_floating_point():
+                wanted = torch.float32 if self._compute_dtype[name] == torch.float32 else dtype
+                _set(self.model, name, tensor.detach().to(self.device, wanted))
+            else:
+                _set(self.model, name, tensor.to(self.device))
+
+    def free(self, layer: int | None) -> None:
+        """Put a part back on the meta device; its dtypes are again the checkpoint's."""
+        state = self.model.state_dict()
+        for name in self.names(layer):
+            _set(self.model, name, torch.empty_like(state[name], device="meta", dtype=self._source_dtype[name]))
+
+
+def _set(model: Any, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if leaf in module._parameters:
+        module._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[leaf] = value
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silence its progress bar ("Loading weights") and its load reports: parts are loaded dozens of times."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,107 @@
+"""The work directory: finished pieces of a build, so that a killed one goes on where it stopped.
+
+A piece counts once its marker is there, and a marker is written after its piece is on the device. Settings that change
+the bytes stand in settings.json; a directory made with others is refused, by the name of the setting.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moepack.pack.errors import InputError, TargetError
+from moepack.pack.writer import sync
+
+_SETTINGS = "settings.json"
+
+
+class WorkDirectory:
+    """An open, locked work directory. `stage` is "calibrate" or "quantize", a piece is one layer of a stage."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / "lock").open("w")
+        except OSError as error:
+            raise TargetError(f"{path}: cannot be used as a work directory: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise TargetError(f"{path}: another build is at work here: wait for it, or name another --work") from None
+
+    def close(self) -> None:
+        """Give up the lock."""
+        self._lock.close()
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the last stage that ran here, by stage; empty for a new directory."""
+        try:
+            document = json.loads((self.path / _SETTINGS).read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError):
+            raise TargetError(f"{self.path / _SETTINGS}: cannot be read: use --fresh to start over") from None
+        return document if isinstance(document, dict) else {}
+
+    def begin(self, stage: str, wanted: Mapping[str, Any], fresh: bool) -> None:
+        """Start or resume a stage with these settings.
+
+        Raises:
+            InputError: when finished pieces were made with other settings, naming the first that differs.
+        """
+        have = self.settings()
+        if fresh:
+            have.pop(stage, None)
+            shutil.rmtree(self.path / stage, ignore_errors=True)
+        old = have.get(stage, wanted)
+        for key in sorted(set(old) | set(wanted)):
+            if old.get(key) != wanted.get(key):
+                raise InputError(
+                    f"{self.path}: holds pieces made with another {key}: {_short(old.get(key))}, now "
+                    f"{_short(wanted.get(key))}: use the old setting, another --work, or --fresh"
+                )
+        (self.path / stage).mkdir(exist_ok=True)
+        self.write(self.path / _SETTINGS, json.dumps({**have, stage: dict(wanted)}, indent=1).encode())
+
+    def piece(self, stage: str, layer: int | None, name: str) -> Path:
+        """Where a file of a piece is; layer None is what lies outside the decoder layers."""
+        directory = self.path / stage / ("rest" if layer is None else f"layer-{layer:03d}")
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory / name
+
+    def done(self, stage: str, layer: int | None) -> dict[str, Any] | None:
+        """What `mark` noted of a finished piece, or None."""
+        try:
+            note = json.loads(self.piece(stage, layer, "done.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return note if isinstance(note, dict) else None
+
+    def mark(self, stage: str, layer: int | None, note: Mapping[str, Any]) -> None:
+        """Declare a piece finished: its files are synced first."""
+        directory = self.piece(stage, layer, "done.json").parent
+        for file in directory.iterdir():
+            sync(file)
+        self.write(directory / "done.json", json.dumps(dict(note)).encode())
+        sync(directory)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Replace a small file in one step."""
+        temporary = path.with_name(path.name + ".partial")
+        with temporary.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.rename(path)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 48 else text[:45] + "..."

@@ -1,0 +1,91 @@
+"""The affine grid: what a batch of quantised matrices holds, its values, and rounding to it.
+
+The torch counterpart of `moepack.pack.affine`, whose `AffineMatrix.dequantise` is the reference for `dequantise` here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moepack.pack.affine import AffineMatrix, Bf16Bits
+from moepack.pack.spec import Version
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A batch of matrices in an affine version.
+
+    Attributes:
+        codes: uint8 [experts, rows, cols].
+        scale: bfloat16 [experts, rows, groups].
+        zero: uint8 [experts, rows, groups] in units of 2**(bits-8), or None for "midpoint".
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def select(self, experts: Tensor, other: Quantised) -> Quantised:
+        """This batch with the experts of the mask (bool [experts]) taken from `other`."""
+        pick = experts[:, None, None]
+        zero = None if self.zero is None or other.zero is None else torch.where(pick, other.zero, self.zero)
+        return Quantised(torch.where(pick, other.codes, self.codes), torch.where(pick, other.scale, self.scale), zero)
+
+    def matrix(self, expert: int, bias: Bf16Bits | None = None) -> AffineMatrix:
+        """One expert's matrix as `pack` takes it."""
+        return AffineMatrix(
+            self.codes[expert].cpu().numpy(),
+            self.scale[expert].cpu().contiguous().view(torch.uint16).numpy(),
+            None if self.zero is None else self.zero[expert].cpu().numpy(),
+            bias,
+        )
+
+
+def column_groups(cols: int, group_size: int, device: torch.device) -> Tensor:
+    """The group of every column, int64 [cols]."""
+    return torch.arange(cols, device=device) // group_size
+
+
+def grouped(weight: Tensor, group_size: int, fill: float = 0.0) -> Tensor:
+    """Weights [..., cols] as [..., groups, group_size]; a last partial group is filled up with `fill`."""
+    cols = weight.shape[-1]
+    pad = -cols % group_size
+    if pad:
+        weight = torch.nn.functional.pad(weight, (0, pad), value=fill)
+    return weight.reshape(*weight.shape[:-1], -1, group_size)
+
+
+def zero_values(scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+    """Zero points in units of a code, float32, shaped like `scale`."""
+    if zero is None:
+        return torch.full_like(scale, ((1 << bits) - 1) / 2, dtype=torch.float32)
+    return zero.float() * 2.0 ** (bits - 8)
+
+
+def fix_zero(zero: Tensor, bits: int) -> Tensor:
+    """Real zero points in units of a code to their stored form, uint8."""
+    return (zero * 2.0 ** (8 - bits)).round().clamp(0, 255).to(torch.uint8)
+
+
+def fix_scale(scale: Tensor) -> Tensor:
+    """Real scales to bfloat16. Zero becomes the least normal number, so that a group of zeros can be divided by it."""
+    tiny = torch.finfo(torch.bfloat16).tiny
+    return torch.where(scale == 0, tiny, scale).to(torch.bfloat16)
+
+
+def round_to_grid(weight: Tensor, scale: Tensor, zero: Tensor | None, version: Version) -> Quantised:
+    """The nearest codes for weights float32 [experts, rows, cols], given stored scales and zero points."""
+    group = column_groups(weight.shape[-1], version.group_size, weight.device)
+    z = zero_values(scale, zero, version.bits)[..., group]
+    codes = (weight / scale.float()[..., group] + z).round().clamp(0, (1 << version.bits) - 1)
+    return Quantised(codes.to(torch.uint8), scale, zero)
+
+
+def dequantise(q: Quantised, version: Version) -> Tensor:
+    """The values of a batch, float32 [experts, rows, cols], exact."""
+    group = column_groups(q.codes.shape[-1], version.group_size, q.codes.device)
+    z = zero_values(q.scale, q.zero, version.bits)
+    return (q.codes.float() - z[..., group]) * q.scale.float()[..., group]

@@ -1,0 +1,28 @@
+"""Round to nearest: the reference every other method is held against. Uses no calibration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moepack.pack.spec import Version
+
+from .grid import Quantised, fix_scale, fix_zero, grouped, round_to_grid
+
+
+def quantise(weight: Tensor, version: Version) -> Quantised:
+    """Quantise float32 [experts, rows, cols]; each group's minimum and maximum, and 0, lie within its grid.
+
+    At one bit, where a grid from minimum to maximum would be worse than zeroing the weights, the levels are plus and
+    minus the group's mean magnitude.
+    """
+    if version.zero == "midpoint":
+        used = grouped(torch.ones_like(weight[:1, :1]), version.group_size).sum(-1)
+        scale = fix_scale(2 * grouped(weight.abs(), version.group_size).sum(-1) / used)
+        return round_to_grid(weight, scale, None, version)
+    parts = grouped(weight, version.group_size)
+    low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
+    top = (1 << version.bits) - 1
+    scale = fix_scale((high - low) / top)
+    zero = (-low / scale.float()).round().clamp(0, top)
+    return round_to_grid(weight, scale, fix_zero(zero, version.bits), version)

@@ -1,0 +1,92 @@
+"""Tiny random models of every family the suite covers, saved as checkpoints a user would download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "router_aux_loss_coef": 0.0,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 16,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 8, "num_key_value_heads": 4},
+    "phimoe": {"num_local_experts": 4},
+    "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+    "deepseek_v3": _MLA,
+    "qwen3_next": {
+        "num_experts": 8,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "gpt_oss": {"num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
+    "granitemoe": {"num_local_experts": 4},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_hidden_layers": 3,
+    },
+}
+
+
+def save_tiny(
+    family: str, path: Path, tokenizer: Path | None = None, dtype: torch.dtype = torch.bfloat16, **extra: Any
+) -> Path:
+    """Save a random model of `family` at `path`, with a tokenizer copied from another checkpoint."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family](**{**_BASE, **FAMILIES.get(family, {}), **extra})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "bias" in name:  # random, so that a lost bias shows
+                parameter.normal_(0, 0.1)
+            if parameter.ndim >= 2 and ("bias" in name or "experts" in name):
+                parameter.normal_(0, 0.1)
+    model.to(dtype).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json") if tokenizer else ():
+        (path / name).write_bytes((tokenizer / name).read_bytes())
+    return path

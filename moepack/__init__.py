@@ -1,3 +1,41 @@
-"""moepack: a Mixture-of-Experts model with every expert at several precisions."""
+"""moepack: a Mixture-of-Experts model with every expert at several precisions, served inside a memory budget.
+
+`build` makes a bundle of a checkpoint, `open` reads a bundle, `load` serves one as a transformers model. Importing this
+package is light, and lets `transformers.AutoModelForCausalLM.from_pretrained` load bundles.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from . import hook
 
 __version__ = "0.1.0"
+__all__ = ["BundleError", "InputError", "MoepackError", "__version__", "build", "load", "open"]
+
+if TYPE_CHECKING:
+    from moepack.pack.errors import BundleError, InputError, MoepackError
+    from moepack.pack.reader import open_bundle as open
+    from moepack.runtime.load import load
+
+    from .pipeline import build
+
+_LAZY = {
+    "BundleError": ("moepack.pack.errors", "BundleError"),
+    "InputError": ("moepack.pack.errors", "InputError"),
+    "MoepackError": ("moepack.pack.errors", "MoepackError"),
+    "build": ("moepack.pipeline", "build"),
+    "load": ("moepack.runtime.load", "load"),
+    "open": ("moepack.pack.reader", "open_bundle"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, when it is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'moepack' has no attribute {name!r}")
+    import importlib
+
+    module, attribute = _LAZY[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+hook.install()

@@ -1,0 +1,1 @@
+"""Device code: from packed bytes to numbers. Imports nothing of moepack but `pack`."""

@@ -1,0 +1,5 @@
+"""`python -m moepack`."""
+
+from .cli import main
+
+main()

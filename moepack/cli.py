@@ -1,0 +1,392 @@
+"""The command line: each command parses its arguments and calls one library function.
+
+What is for people goes through rich, to stderr when stdout is not a terminal or with --json; what is for machines
+(JSON, generated text) goes to stdout. An error is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moepack.pack.errors import InputError, MoepackError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .progress import Reporter
+
+app = typer.Typer(
+    name="moepack",
+    help="Pack a Mixture-of-Experts model with every expert at several precisions, and serve it in a memory budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1 ...")]
+Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Throw finished pieces away, or go on from them.")]
+RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--calibration", "-c", help="Text to calibrate on, in place of the recipe's: file or Hub data set."),
+]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="The bundle to make; a new or empty directory.", show_default=False)
+]
+Bundle = Annotated[Path, typer.Argument(help="A bundle's directory.", show_default=False)]
+Checkpoint = Annotated[str, typer.Argument(help="A model directory or a Hub id.", show_default=False)]
+PolicyName = Annotated[
+    str | None,
+    typer.Option("--policy", help="static:VERSION, static:allocation, static:FILE.json; the best version without it."),
+]
+Memory = Annotated[
+    str | None, typer.Option("--device-memory", help="The most that weights may take there: 24GiB, 800MB, 123456.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+
+
+def _console(as_json: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=as_json or not sys.stdout.isatty())
+
+
+def _reporter(quiet: bool) -> Reporter:
+    from .progress import Reporter, RichReporter
+
+    return Reporter() if quiet else RichReporter()
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of a size such as 24GiB, 1.5g or 4096."""
+    if text is None:
+        return None
+    number = text.strip().lower().removesuffix("b")
+    unit = number.lstrip("0123456789.")
+    try:
+        return int(float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()])
+    except (KeyError, ValueError):
+        raise InputError(f"size {text!r} is not a number of bytes, nor one with KB, MiB, GB ... after it") from None
+
+
+def _dtype(name: str) -> str:
+    if name not in ("auto", "float32", "bfloat16", "float16"):
+        raise InputError(f"dtype {name!r} is unknown: auto, float32, bfloat16 or float16")
+    return name
+
+
+def _report(report: Any, as_json: bool) -> None:
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(asdict(report))
+        return
+    console = _console()
+    console.print(f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens", highlight=False)
+    for version, methods in report.methods.items():
+        console.print(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}", highlight=False)
+
+
+@app.command()
+def build(
+    checkpoint: Checkpoint,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The bundle to make; new or empty.", show_default=False)
+    ],
+    recipe: RecipeName = "default",
+    calibration: Texts = None,
+    work: Annotated[
+        Path | None, typer.Option("--work", help="Keep finished pieces here, and resume from them.")
+    ] = None,
+    fresh: Fresh = False,
+    device: Device = "cpu",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a bundle of a checkpoint, in one pass."""
+    from .pipeline import build as run
+
+    with _reporter(quiet) as reporter:
+        report = run(checkpoint, output, recipe, calibration or (), work, fresh, device, reporter)
+    _report(report, as_json)
+
+
+Work = Annotated[Path, typer.Option("--work", help="The work directory.", show_default=False)]
+
+
+@app.command()
+def calibrate(
+    checkpoint: Checkpoint,
+    work: Work,
+    recipe: RecipeName = "default",
+    calibration: Texts = None,
+    fresh: Fresh = False,
+    device: Device = "cpu",
+    quiet: Quiet = False,
+) -> None:
+    """Stage 1: what reaches every expert."""
+    from .pipeline import calibrate as run
+
+    with _reporter(quiet) as reporter:
+        run(checkpoint, work, recipe, calibration or (), fresh, device, reporter)
+
+
+@app.command()
+def quantize(
+    work: Work,
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="In place of the calibrated one's.")] = None,
+    fresh: Fresh = False,
+    device: Device = "cpu",
+    quiet: Quiet = False,
+) -> None:
+    """Stage 2: every expert at every width."""
+    from .pipeline import quantize as run
+
+    with _reporter(quiet) as reporter:
+        run(work, recipe, fresh, device, reporter)
+
+
+@app.command()
+def pack(
+    work: Work,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The bundle to make; new or empty.", show_default=False)
+    ],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Stage 3: the bundle."""
+    from .pipeline import pack as run
+
+    with _reporter(quiet) as reporter:
+        report = run(work, output, reporter)
+    _report(report, as_json)
+
+
+@app.command()
+def inspect(
+    bundle: Bundle,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the loss tables into this .png, .svg or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show versions, bytes, bits per weight and losses."""
+    from . import report
+
+    facts = report.inspect(bundle)
+    if plot is not None:
+        report.plot(bundle, plot)
+    if as_json:
+        _print_json(facts)
+    else:
+        _console().print(report.render(facts))
+
+
+@app.command()
+def verify(
+    bundle: Bundle,
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Compare with it, bit for bit.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check digests, and bits against a checkpoint."""
+    from .verify import verify as run
+
+    with _reporter(quiet) as reporter:
+        problems = run(bundle, checkpoint, reporter)
+    if as_json:
+        listed = [{"location": p.location, "kind": p.kind, "message": p.message} for p in problems]
+        _print_json({"ok": not problems, "problems": listed})
+    else:
+        for problem in problems:
+            typer.echo(f"moepack: {problem}", err=True)
+        if not problems:
+            exact = f", bit-identical with {checkpoint}" if checkpoint else ""
+            _console().print(f"{bundle}: good{exact}", highlight=False)
+    if problems:
+        raise typer.Exit(2)
+
+
+@app.command("eval")
+def evaluate(
+    path: Annotated[Path, typer.Argument(help="A bundle's or a checkpoint's directory.", show_default=False)],
+    data: Annotated[list[str], typer.Option("--data", "-d", help="Text: files or Hub data sets.", show_default=False)],
+    policy: PolicyName = None,
+    device_memory: Memory = None,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Perplexity on text."""
+    from .evaluate import evaluate as run
+
+    with _reporter(quiet) as reporter:
+        size = parse_size(device_memory)
+        result = run(path, data, policy, device, _dtype(dtype), size, length, samples, reporter)
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(asdict(result))
+        return
+    from rich.table import Table
+
+    table = Table("file", "perplexity", "tokens", "tokens/s", title=f"{path}: {result.policy or 'as it is'}")
+    for score in result.files:
+        row = (f"{score.perplexity:.4f}", f"{score.tokens:,}", f"{score.tokens_per_second:,.0f}")
+        table.add_row(Path(score.file).name, *row)
+    _console().print(table)
+
+
+@app.command()
+def generate(
+    path: Annotated[Path, typer.Argument(help="A bundle's or a checkpoint's directory.", show_default=False)],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue.", show_default=False)],
+    policy: PolicyName = None,
+    device_memory: Memory = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="For sampling.")] = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt."""
+    from .evaluate import generate as run
+
+    size = parse_size(device_memory)
+    text = run(path, prompt, policy, device, _dtype(dtype), size, max_new_tokens, temperature, seed)
+    if as_json:
+        _print_json({"prompt": prompt, "text": text, "policy": policy})
+    else:
+        typer.echo(prompt + text)
+
+
+@app.command()
+def push(
+    bundle: Bundle,
+    repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
+    private: Annotated[bool, typer.Option("--private", help="Create it private.")] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="The branch to push to.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Verify a bundle and upload it to the Hub."""
+    from .hub import push as run
+
+    with _reporter(quiet) as reporter:
+        address = run(bundle, repo, private, revision, reporter)
+    if as_json:
+        _print_json({"repo": repo, "commit": address})
+    else:
+        _console().print(f"pushed to {repo}: {address}", highlight=False)
+
+
+@app.command()
+def pull(
+    repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.", show_default=False)],
+    versions: Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")] = "",
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Download a bundle, or some versions of it."""
+    from .hub import pull as run
+
+    wanted = [v.strip() for v in versions.split(",") if v.strip()]
+    with _reporter(quiet) as reporter:
+        path = run(repo, output, wanted, revision, reporter)
+    if as_json:
+        from moepack.pack.reader import open_bundle
+
+        _print_json({"bundle": str(path), "versions": [v.name for v in open_bundle(path).versions]})
+    else:
+        _console().print(f"{path}: complete and verified", highlight=False)
+
+
+@app.command()
+def doctor(
+    directory: Annotated[Path | None, typer.Option("--directory", help="Where to measure disk rates.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what this machine can do."""
+    from .doctor import doctor as run
+
+    facts = run(directory)
+    if as_json:
+        _print_json(facts)
+    else:
+        console = _console()
+        for key, value in facts.items():
+            if isinstance(value, dict):
+                value = ", ".join(f"{k} {_human(k, v)}" for k, v in value.items())
+            console.print(f"{key:<18} {_human(key, value)}", highlight=False)
+    if facts["problems"]:
+        raise typer.Exit(1)
+
+
+def _human(key: str, value: Any) -> str:
+    if isinstance(value, int | float) and "bytes" in key:
+        return f"{value / 2**30:.2f} GiB" + ("/s" if key.endswith("second") else "")
+    if value in (None, [], ""):
+        return "none"
+    return str(value)
+
+
+def _version(show: bool) -> None:
+    if show:
+        from . import __version__
+
+        typer.echo(f"moepack {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script: runs a command and turns the errors that a user can act on into one line."""
+    import logging
+
+    # torch warns here about torchao's enumerations whenever transformers is imported; no user can act on it.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    try:
+        app()
+    except MoepackError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        typer.echo("moepack: interrupted", err=True)
+        sys.exit(130)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}")
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"moepack: {message}", err=True)
+    sys.exit(2)

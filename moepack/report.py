@@ -1,0 +1,148 @@
+"""What a bundle holds: sizes, losses and routing, as numbers, as tables, and as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepack.pack.errors import MissingExtraError
+from moepack.pack.reader import Bundle, open_bundle
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.table import Table
+
+TABLES = "calibration.safetensors"
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """One layer's tables: tokens [experts]; relative and gated losses and method numbers [experts, versions]."""
+
+    index: int
+    tokens: np.ndarray[Any, Any]
+    relative: np.ndarray[Any, Any]
+    gated: np.ndarray[Any, Any]
+    method: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The calibration tables of a bundle; `versions` and `methods` name columns and method numbers."""
+
+    versions: tuple[str, ...]
+    methods: tuple[str, ...]
+    layers: tuple[LayerTables, ...]
+
+
+def read_tables(bundle: Bundle) -> Tables:
+    """Read a bundle's calibration tables."""
+    from safetensors import safe_open
+
+    with safe_open(bundle.path / TABLES, framework="np") as f:
+        meta = f.metadata()
+        layers = tuple(
+            LayerTables(
+                layer.index,
+                *(f.get_tensor(f"layers.{layer.index}.{k}") for k in ("tokens", "relative", "gated", "method")),
+            )
+            for layer in bundle.layers
+        )
+    return Tables(tuple(meta["versions"].split(",")), tuple(meta["methods"].split(",")), layers)
+
+
+def inspect(path: str | Path) -> dict[str, Any]:
+    """The facts of a bundle, ready for JSON."""
+    bundle = open_bundle(path)
+    tables = read_tables(bundle)
+    calibration = bundle.manifest.provenance.get("calibration", {})
+    versions, loss, methods = {}, {}, {}
+    for version in bundle.versions:
+        column = tables.versions.index(version.name)
+        experts = sum(len(t.tokens) for t in tables.layers)
+        versions[version.name] = {
+            "bytes": bundle.version_bytes(version.name),
+            "bits_per_weight": round(bundle.bits_per_weight(version.name), 4),
+            "group_size": version.group_size,
+        }
+        loss[version.name] = float(sum(t.relative[:, column].sum() for t in tables.layers) / experts)
+        counts: dict[str, int] = {}
+        for t in tables.layers:
+            for number in t.method[:, column].tolist():
+                counts[tables.methods[number]] = counts.get(tables.methods[number], 0) + 1
+        methods[version.name] = counts
+    allocation = bundle.manifest.allocation
+    return {
+        "model_type": bundle.manifest.model["model_type"],
+        "moe_layers": len(bundle.layers),
+        "experts": sum(layer.experts for layer in bundle.layers),
+        "expert_weights": bundle.expert_weights,
+        "versions": versions,
+        "loss": loss,
+        "methods": methods,
+        "calibration_tokens": calibration.get("samples", 0) * calibration.get("length", 0),
+        "calibration_sources": calibration.get("sources", []),
+        "starved_experts": sum(int((t.tokens == 0).sum()) for t in tables.layers),
+        "allocation": None if allocation is None else allocation.name,
+        "dense_bytes": sum(
+            e.size for n, e in bundle.manifest.files.items() if n.endswith(".safetensors") and n != TABLES
+        ),
+    }
+
+
+def render(facts: dict[str, Any]) -> Table:
+    """The facts as a table."""
+    from rich.table import Table
+
+    title = (
+        f"{facts['model_type']}: {facts['experts']} experts in {facts['moe_layers']} layers, "
+        f"{facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens"
+    )
+    table = Table("version", "bytes", "bits/weight", "group", "mean relative loss", "made by", title=title)
+    for name, v in facts["versions"].items():
+        made = ", ".join(f"{m} {n}" for m, n in facts["methods"][name].items() if m != "none") or "exact"
+        row = (
+            f"{v['bytes']:,}",
+            f"{v['bits_per_weight']:.3f}",
+            str(v["group_size"] or "-"),
+            f"{facts['loss'][name]:.5f}",
+        )
+        table.add_row(name, *row, made)
+    return table
+
+
+def plot(path: str | Path, out: Path) -> None:
+    """A picture of the loss tables: one panel a version (layers by experts), and tokens by expert beside them."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "build") from None
+    import numpy as np
+
+    bundle = open_bundle(path)
+    tables = read_tables(bundle)
+    lossy = [v.name for v in bundle.versions if not v.is_lossless]
+    widest = max(len(t.tokens) for t in tables.layers)
+    figure = Figure(figsize=(4 + 3.2 * len(lossy), 1.6 + 0.28 * max(6, len(tables.layers))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(lossy) + 1, sharey=True, squeeze=False)[0]
+    grids = [("tokens routed", np.full((len(tables.layers), widest), np.nan))]
+    grids += [(f"{name}: relative output error", np.full((len(tables.layers), widest), np.nan)) for name in lossy]
+    for row, t in enumerate(tables.layers):
+        grids[0][1][row, : len(t.tokens)] = np.maximum(t.tokens, 0.5)
+        for k, name in enumerate(lossy):
+            column = np.maximum(t.relative[:, tables.versions.index(name)], 1e-8)
+            grids[k + 1][1][row, : len(column)] = column
+    for axis, (title, grid) in zip(axes, grids, strict=True):
+        image = axis.imshow(grid, aspect="auto", norm=LogNorm(), cmap="viridis", interpolation="nearest")
+        axis.set(title=title, xlabel="expert")
+        figure.colorbar(image, ax=axis)
+    axes[0].set_ylabel("layer")
+    step = max(1, len(tables.layers) // 12)
+    axes[0].set_yticks(range(0, len(tables.layers), step), [str(t.index) for t in tables.layers[::step]])
+    figure.suptitle(f"{bundle.manifest.model['model_type']}: what each width costs each expert")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)

@@ -35,7 +35,8 @@ class Settings:
         versions: the affine versions wanted.
         min_tokens: an expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 means as many
             as its widest matrix has columns: below a quarter of that GPTQ was seen to lose to rounding to nearest.
-        loss_tokens: the most tokens an expert's losses are measured on, evenly spaced among its own.
+        loss_tokens: the most tokens an expert's losses are measured on, evenly spaced among its own. An expert with
+            fewer than 256 is measured on other tokens of the layer as well, up to 256.
         moments_bytes: the most bytes of second moments in memory at once; one expert's at the least.
     """
 
@@ -164,10 +165,13 @@ def _tokens_of(observation: Observation, expert: int, enough: int, settings: Set
         held = token // _BLOCK % _HELD_OUT == _HELD_OUT - 1
         learn = token[~held]
         compare = torch.cat([token[held], spread[: max(0, _FEW - int(held.sum()))]])
-    if not len(token):
-        return _Tokens(learn, compare, spread, torch.ones(len(spread)), starved)
-    measured = torch.linspace(0, len(token) - 1, min(settings.loss_tokens, len(token))).long()
-    return _Tokens(learn, compare, token[measured], observation.gates[token, slot][measured], starved)
+    # A handful of tokens, learnt from, would show an error of nothing: such an expert is measured on others too.
+    filler = spread[: max(0, _FEW - len(token))]
+    gates = observation.gates[token, slot] if len(token) else observation.gates.mean().reshape(1)
+    chosen = torch.linspace(0, len(token) - 1, min(settings.loss_tokens, len(token))).long()
+    measure = torch.cat([token[chosen], filler])
+    measured_gates = torch.cat([gates[chosen], gates.mean().expand(len(filler))])
+    return _Tokens(learn, compare, measure, measured_gates, starved)
 
 
 def _choose(

@@ -1,7 +1,8 @@
 """GPTQ (Frantar et al., 2022) through the gptqmodel library, one matrix and one width a call.
 
 The library is used below its model classes, which know neither fused experts nor second moments made elsewhere: one
-second-moment matrix, injected, serves every width. Widths 4, 3 and 2; it has no one-bit form (`sign` is ours).
+second-moment matrix, injected, serves every width. Widths 4, 3 and 2; it has no one-bit form (`sign` is ours). Its
+codes and zero points are kept as they are, its scales refitted (`refit`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from moepack.pack.errors import MissingExtraError
 from moepack.pack.spec import Version
 
-from .grid import Quantised, fix_scale, fix_zero, round_to_grid
+from .grid import Quantised, fix_scale, fix_zero
+from .refit import refit_scales
 
 SCALE_SEARCH = 2.0  # norm of the library's scale search; without it, 2-bit output error is 20 to 65 % higher
 DAMP = 0.05  # the library's own default, relative to the mean of the diagonal
@@ -27,11 +29,12 @@ DAMP = 0.05  # the library's own default, relative to the mean of the diagonal
 def quantise(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
     """Quantise float32 [experts, rows, cols]; `moments` are its inputs' mean second moments, [experts, cols, cols]."""
     parts = [_one(w, m, version) for w, m in zip(weight, moments, strict=True)]
-    return Quantised(
+    made = Quantised(
         torch.stack([p.codes[0] for p in parts]),
         torch.stack([p.scale[0] for p in parts]),
         torch.stack([p.zero[0] for p in parts if p.zero is not None]),
     )
+    return refit_scales(weight, moments, made, version)
 
 
 def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
@@ -56,9 +59,8 @@ def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
     scale, zero, values = scale[:, first].float(), zero[:, first].float(), values.float()
     spread = torch.arange(weight.shape[1], device=weight.device) // version.group_size
     codes = (values / scale[:, spread]).round() + zero[:, spread]
-    # Codes are the library's choice; only the scale is rounded after it, by at most one part in 512.
-    fixed = round_to_grid(weight[None], fix_scale(scale)[None], fix_zero(zero, version.bits)[None], version)
-    return Quantised(codes.clamp(0, (1 << version.bits) - 1).to(torch.uint8)[None], fixed.scale, fixed.zero)
+    codes = codes.clamp(0, (1 << version.bits) - 1).to(torch.uint8)
+    return Quantised(codes[None], fix_scale(scale)[None], fix_zero(zero, version.bits)[None])
 
 
 @functools.cache

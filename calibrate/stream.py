@@ -155,7 +155,7 @@ class StreamedModel:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        with contextlib.ExitStack() as stack, _quiet_transformers():
+        with contextlib.ExitStack() as stack, quiet_transformers():
             handles: dict[str, Any] = {}
             sources = {}
             for key in self._sources.get(layer, []):
@@ -218,7 +218,7 @@ def _set(model: Any, name: str, value: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence its progress bar ("Loading weights") and its load reports: parts are loaded dozens of times."""
     from transformers.utils import logging as hf_logging
 

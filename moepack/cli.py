@@ -371,10 +371,9 @@ def _root(
 
 def main() -> None:
     """The console script: runs a command and turns the errors that a user can act on into one line."""
-    import logging
+    from .progress import quiet_libraries
 
-    # torch warns here about torchao's enumerations whenever transformers is imported; no user can act on it.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    quiet_libraries()
     try:
         app()
     except MoepackError as error:

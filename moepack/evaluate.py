@@ -51,11 +51,14 @@ def load_model(path: str | Path, policy: str | None, device: str, dtype: str, de
     """A bundle, or a plain checkpoint, as a transformers model."""
     import torch
 
+    from moepack.calibrate.stream import quiet_transformers
+
     wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     if (Path(path) / MANIFEST).is_file():
         from moepack.runtime.load import load
 
-        return load(path, device, device_memory, policy, wanted)
+        with quiet_transformers():
+            return load(path, device, device_memory, policy, wanted)
     if policy is not None or device_memory is not None:
         raise InputError(f"{path}: not a bundle: a policy and a memory budget need one")
     from transformers import AutoModelForCausalLM
@@ -63,7 +66,8 @@ def load_model(path: str | Path, policy: str | None, device: str, dtype: str, de
     from moepack.calibrate.checkpoint import open_checkpoint
 
     opened = open_checkpoint(path)
-    return AutoModelForCausalLM.from_pretrained(opened.path, dtype=wanted, device_map=device)
+    with quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(opened.path, dtype=wanted, device_map=device)
 
 
 def resident_bytes(model: Any) -> int:

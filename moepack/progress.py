@@ -5,6 +5,7 @@ The pipeline only calls `Reporter`; who shows nothing passes a plain `Reporter()
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
@@ -15,6 +16,12 @@ from typing import Any
 def peak_memory() -> int:
     """The process's peak resident memory so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def quiet_libraries() -> None:
+    """Silence what libraries say of themselves when they are imported, and no user can act on."""
+    # torch warns of torchao's enumerations whenever transformers is imported.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 class Reporter:

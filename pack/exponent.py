@@ -21,7 +21,7 @@ LANES = 32
 SYMBOLS = 16  # 15 exponents and the escape
 ESCAPE = 15
 MAX_CODE = 8  # bits: a decoder looks a symbol up in 256 entries, and four symbols fit one 32-bit window
-HEADER = 64
+HEADER = 48
 LANE_WORDS = 9  # a coded tile begins with its base length and mode, then 32 one-byte deltas
 CODED, RAW = 0, 1
 
@@ -113,7 +113,7 @@ class Coded:
         """The byte string of FORMAT.md."""
         head = np.zeros(HEADER, np.uint8)
         head[:16] = np.array([self.weights, self.tiles, len(self.stream), len(self.patches)], "<u4").view(np.uint8)
-        head[32:48], head[48:64] = self.code.exponent, self.code.length
+        head[16:32], head[32:48] = self.code.exponent, self.code.length
         parts = [self.tile_start, self.patch_start, self.patches, self.stream]
         return np.concatenate([head, *(p.astype("<u4").view(np.uint8) for p in parts), self.plane])
 
@@ -143,9 +143,7 @@ def parse(data: Bytes, weights: int) -> Coded:
         raise CodecError(f"coded matrix of {n} weights has {tiles} tiles")
     if coded_size(n, words, n_patches) != len(data):
         raise CodecError(f"coded matrix has {len(data)} bytes, its header says {coded_size(n, words, n_patches)}")
-    if data[16:32].any():
-        raise CodecError("reserved header bytes are not zero")
-    code = Code(data[32:48], data[48:64])
+    code = Code(data[16:32], data[32:48])
     kraft = sum(1 << (MAX_CODE - int(v)) for v in code.length if 0 < v <= MAX_CODE)
     if (code.length > MAX_CODE).any() or kraft != (1 << MAX_CODE if n else 0):
         raise CodecError("code lengths do not make a complete prefix code")

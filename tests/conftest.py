@@ -1,0 +1,78 @@
+"""Fixtures: the demo model, a bundle of it made once a session, and copies of that bundle to damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moepack.pipeline import build
+from moepack.recipe import parse_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = """
+versions: [bf16, w4, w3, w2, w1]
+quantize: {method: rtn, group_size: 64, loss_tokens: 256}
+calibration: {samples: 16, length: 128, batch_size: 8}
+average_bits: 3
+"""
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    return ROOT / "examples" / "mini-qwen3-moe"
+
+
+@pytest.fixture(scope="session")
+def text() -> Path:
+    return ROOT / "examples" / "text" / "calibration.jsonl"
+
+
+@pytest.fixture(scope="session")
+def evaluation() -> Path:
+    return ROOT / "examples" / "text" / "evaluation.jsonl"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Trained models and workloads that stand beside some checkouts."""
+    path = ROOT.parent / "shared"
+    if not (path / "models").is_dir():
+        pytest.skip("the shared models are not beside this checkout")
+    return path
+
+
+@pytest.fixture(scope="session")
+def bundle(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of the demo model, rounded to nearest. Read only."""
+    path = tmp_path_factory.mktemp("bundles") / "mini"
+    build(demo_model, path, parse_recipe(QUICK, "quick"), [text])
+    return path
+
+
+@pytest.fixture
+def damaged(bundle: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle that a test may damage."""
+    return Path(shutil.copytree(bundle, tmp_path / "damaged"))
+
+
+@pytest.fixture
+def edit_manifest() -> Callable[[Path, Callable[[dict], None]], None]:
+    """Change a manifest and sign it again, so that what is tested is the rule and not the digest."""
+    import hashlib
+
+    def canonical(document: dict) -> bytes:
+        return (json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode()
+
+    def edit(path: Path, change: Callable[[dict], None]) -> None:
+        file = path / "manifest.json"
+        document = json.loads(file.read_text())
+        document.pop("sha256")
+        change(document)
+        document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
+        file.write_bytes(canonical(document))
+
+    return edit

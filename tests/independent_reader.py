@@ -1,0 +1,142 @@
+"""A second reader, written from pack/FORMAT.md alone, with nothing of moepack and no array library. Slow and plain.
+
+It is how the suite knows that the format document suffices. Numbers come out as Python floats and integers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+
+def read_manifest(root: Path) -> dict:
+    raw = (root / "manifest.json").read_bytes()
+    document = json.loads(raw)
+    digest = document.pop("sha256")
+
+    def canonical(value: object) -> bytes:
+        return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode()
+
+    assert hashlib.sha256(canonical(document)).hexdigest() == digest
+    assert canonical({**document, "sha256": digest}) == raw
+    return document
+
+
+def read_extent(root: Path, manifest: dict, version: str, layer: int, expert: int) -> bytes:
+    name = f"experts/{version}/layer-{layer:03d}.safetensors"
+    entry = manifest["files"][name]
+    with (root / name).open("rb") as f:
+        head = f.read(entry["header_size"])
+        assert hashlib.sha256(head).hexdigest() == entry["header_sha256"]
+        header = json.loads(head[8:])
+        begin, end = header[f"expert.{expert:05d}"]["data_offsets"]
+        f.seek(len(head) + begin)
+        data = f.read(end - begin)
+    assert hashlib.sha256(data).hexdigest() == header["__metadata__"]["sha256"].split(",")[expert]
+    assert (len(head) + begin) % 4096 == 0 and len(data) % 4096 == 0
+    return data
+
+
+def bf16(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+
+
+def affine_values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]:
+    bits, size = version["bits"], version["group_size"]
+    at, out = 0, []
+
+    def take(item: int, count: int) -> list[int]:
+        nonlocal at
+        at = -(-at // 64) * 64
+        values = struct.unpack_from(f"<{count}{ {1: 'B', 2: 'H', 4: 'I'}[item] }", extent, at)
+        at += item * count
+        return list(values)
+
+    for m in layer["matrices"]:
+        rows, cols = m["rows"], m["cols"]
+        groups = -(-cols // size)
+        codes = [[0] * cols for _ in range(rows)]
+        shift = 0
+        for p in {4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
+            words = -(-cols * p // 32)
+            plane = take(4, rows * words)
+            for r in range(rows):
+                string = sum(w << 32 * i for i, w in enumerate(plane[r * words : (r + 1) * words]))
+                for c in range(cols):
+                    codes[r][c] |= (string >> c * p & (1 << p) - 1) << shift
+            shift += p
+        scale = [bf16(b) for b in take(2, rows * groups)]
+        if version["zero"] == "stored":
+            zero = [z / 2 ** (8 - bits) for z in take(1, rows * groups)]
+        else:
+            zero = [(2**bits - 1) / 2] * (rows * groups)
+        if m["bias"]:
+            take(2, rows)
+        out.append(
+            [
+                [scale[r * groups + c // size] * (codes[r][c] - zero[r * groups + c // size]) for c in range(cols)]
+                for r in range(rows)
+            ]
+        )
+    return out
+
+
+def lossless_bits(extent: bytes, layer: dict) -> list[list[int]]:
+    out = []
+    for i, m in enumerate(layer["matrices"]):
+        offset, size, _, _ = struct.unpack_from("<4I", extent, 16 * i)
+        out.append(coded_matrix(extent[offset : offset + size], m["rows"] * m["cols"]))
+    return out
+
+
+def coded_matrix(data: bytes, weights: int) -> list[int]:
+    n, tiles, words, n_patches = struct.unpack_from("<4I", data, 0)
+    assert n == weights
+    exponent, length = data[16:32], data[32:48]
+    at = 48
+    parts = []
+    for count in (tiles + 1, tiles + 1, n_patches, words):
+        parts.append(struct.unpack_from(f"<{count}I", data, at))
+        at += 4 * count
+    tile_start, patch_start, patches, stream = parts
+    plane = data[at:]
+    assert len(plane) == n
+    symbol_of, word = {}, 0
+    for bits in range(1, 9):
+        for s in range(16):
+            if length[s] == bits:
+                symbol_of[format(word, f"0{bits}b")] = s
+                word += 1
+        word <<= 1
+    exponents = [0] * n
+    for t in range(tiles):
+        count = min(8192, n - 8192 * t)
+        body = stream[tile_start[t] : tile_start[t + 1]]
+        if body[0] >> 16 == 1:
+            raw = b"".join(struct.pack("<I", w) for w in body[1:])
+            exponents[8192 * t : 8192 * t + count] = raw[:count]
+            continue
+        base = body[0] & 0xFFFF
+        deltas = b"".join(struct.pack("<I", w) for w in body[1:9])
+        bits = "".join(format(w, "032b") for w in body[9:])
+        start = 0
+        quads = -(-count // 128)
+        for lane in range(32):
+            end = start + base + deltas[lane]
+            at = start
+            for q in range(quads):
+                for k in range(4):
+                    code = ""
+                    while code not in symbol_of:
+                        code += bits[at]
+                        at += 1
+                    position = 4 * (32 * q + lane) + k
+                    if position < count:
+                        exponents[8192 * t + position] = exponent[symbol_of[code]]
+            assert at == end
+            start = end
+        for patch in patches[patch_start[t] : patch_start[t + 1]]:
+            exponents[8192 * t + (patch & 0xFFFF)] = patch >> 16
+    return [(p & 0x80) << 8 | e << 7 | p & 0x7F for p, e in zip(plane, exponents, strict=True)]

@@ -1,0 +1,396 @@
+"""Writing and reading bundles: whole or not there, and every rule of the format with a test that breaks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from moepack.pack.errors import BundleError, TargetError
+from moepack.pack.layer_file import LayerFile, LayerFileWriter
+from moepack.pack.manifest import Manifest, parse_manifest, safe_path
+from moepack.pack.reader import open_bundle, verify
+from moepack.pack.safetensors_file import make_header, merge, parse_header, read_header
+from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version
+from moepack.pack.writer import BundleWriter, check_target
+
+Edit = Callable[[Path, Callable[[dict], None]], None]
+LAYER = ExpertLayer(3, "model.layers.3.mlp.experts", 3, (Matrix("gate_up", 8, 64), Matrix("down", 64, 4)))
+
+
+def kinds(error: pytest.ExceptionInfo[BundleError]) -> set[str]:
+    return {p.kind for p in error.value.problems}
+
+
+# --- layer files
+
+
+def write_layer(path: Path, sizes: tuple[int, ...] = (PAGE, 2 * PAGE, PAGE)) -> LayerFileWriter:
+    with LayerFileWriter(path, "bf16", LAYER) as writer:
+        for i, size in enumerate(sizes):
+            writer.add(np.full(size, i + 1, np.uint8), size - 7)
+    return writer
+
+
+def test_layer_file_is_plain_safetensors_and_page_aligned(tmp_path: Path) -> None:
+    entry = write_layer(tmp_path / "x.safetensors").entry
+    assert entry is not None and entry.header_size % PAGE == 0 and entry.payload == 4 * PAGE - 21
+    with safe_open(tmp_path / "x.safetensors", framework="np") as f:
+        assert list(f.keys()) == ["expert.00000", "expert.00001", "expert.00002"]
+        assert (f.get_tensor("expert.00001") == 2).all() and len(f.get_tensor("expert.00001")) == 2 * PAGE
+    file = LayerFile(tmp_path / "x.safetensors", "x", entry, Version.bf16(), LAYER)
+    assert [file.offset(e) % PAGE for e in range(3)] == [0, 0, 0]
+    assert (file.extent(2) == 3).all() and not file.extent(2).flags.writeable
+
+
+def test_layer_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), LayerFileWriter(tmp_path / "x.safetensors", "bf16", LAYER):
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match="1 extents"), LayerFileWriter(tmp_path / "x.safetensors", "bf16", LAYER) as w:
+        w.add(np.zeros(PAGE, np.uint8), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layer_file_of_another_layer_is_refused(tmp_path: Path) -> None:
+    entry = write_layer(tmp_path / "x.safetensors").entry
+    assert entry is not None
+    for version, layer in (
+        (Version.affine(4, 64), LAYER),
+        (Version.bf16(), replace(LAYER, index=4)),
+        (Version.bf16(), replace(LAYER, experts=2)),
+    ):
+        with pytest.raises(BundleError) as error:
+            LayerFile(tmp_path / "x.safetensors", "x", entry, version, layer)
+        assert kinds(error) == {"header"}
+
+
+# --- safetensors headers
+
+
+def header_bytes(document: object, extra: int = 0) -> bytes:
+    text = json.dumps(document).encode()
+    return struct.pack("<Q", len(text) + extra) + text
+
+
+T = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+BAD_HEADERS = {
+    "not json": (b"\x04\0\0\0\0\0\0\0nope", 4, "header"),
+    "not an object": (header_bytes([1]), 4, "header"),
+    "no offsets": (header_bytes({"a": {"dtype": "U8", "shape": [4]}}), 4, "header"),
+    "unknown dtype": (header_bytes({"a": {**T, "dtype": "U3"}}), 4, "header"),
+    "negative shape": (header_bytes({"a": {**T, "shape": [-4]}}), 4, "header"),
+    "overflowing shape": (header_bytes({"a": {**T, "shape": [1 << 60]}}), 4, "header"),
+    "float offset": (header_bytes({"a": {**T, "data_offsets": [0, 4.0]}}), 4, "header"),
+    "size and shape differ": (header_bytes({"a": {**T, "shape": [5]}}), 4, "offsets"),
+    "hole": (header_bytes({"a": {**T, "data_offsets": [1, 5]}}), 5, "offsets"),
+    "overlap": (header_bytes({"a": T, "b": {**T, "data_offsets": [2, 6]}}), 6, "offsets"),
+    "truncated": (header_bytes({"a": T}), 3, "truncated"),
+    "trailing": (header_bytes({"a": T}), 5, "trailing"),
+    "metadata": (header_bytes({"__metadata__": {"a": 1}, "a": T}), 4, "header"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_bad_headers(name: str, tmp_path: Path) -> None:
+    head, data, kind = BAD_HEADERS[name]
+    with pytest.raises(BundleError) as error:
+        parse_header(head, len(head) + data, "f")
+    assert kinds(error) == {kind}
+    (tmp_path / "f").write_bytes(head + bytes(data))
+    with pytest.raises(BundleError):
+        read_header(tmp_path / "f")
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 1 << 40])
+def test_header_length_is_bounded_by_the_file(length: int, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes((struct.pack("<Q", 1 << 62) + b"{}" * 8)[: min(length, 24)])
+    with pytest.raises(BundleError) as error:
+        read_header(tmp_path / "f")
+    assert kinds(error) == {"truncated"}
+
+
+def test_merge_keeps_every_byte(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    a = {"x": np.arange(5, dtype=np.float32), "y": np.arange(3, dtype=np.uint8)}
+    b = {"x": np.arange(7, dtype=np.int64)}
+    save_file(a, tmp_path / "a")
+    save_file(b, tmp_path / "b")
+    entries = merge([(tmp_path / "a", "a."), (tmp_path / "b", "b.")], tmp_path / "out", {"k": "v"})
+    merged = load_file(tmp_path / "out")
+    assert {k: v.tolist() for k, v in merged.items()} == {
+        "a.x": a["x"].tolist(), "a.y": a["y"].tolist(), "b.x": b["x"].tolist(),
+    }  # fmt: skip
+    assert all(e.begin % 8 == 0 for n, e in entries.items() if n == "b.x")
+    with pytest.raises(ValueError, match="two files"):
+        merge([(tmp_path / "a", ""), (tmp_path / "b", "")], tmp_path / "out2", {})
+
+
+def test_header_alignment() -> None:
+    for n in range(40):
+        assert len(make_header({"n" * n: ("U8", (1,))}, {}, PAGE)) % PAGE == 0
+
+
+# --- the writer
+
+
+def test_writer_leaves_nothing_on_error(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "bundle"
+    with pytest.raises(ZeroDivisionError), BundleWriter(target) as writer:
+        writer.path("a/b").write_text("x")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_target_must_be_new_or_empty(tmp_path: Path) -> None:
+    check_target(tmp_path / "new" / "deeper")
+    check_target(tmp_path)
+    (tmp_path / "file").write_text("x")
+    for bad in (tmp_path, tmp_path / "file"):
+        with pytest.raises(TargetError, match=str(bad)):
+            check_target(bad)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(TargetError):
+        check_target(tmp_path / "link")
+
+
+def test_target_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TargetError, match="cannot be written"):
+        check_target(tmp_path / "file" / "bundle")
+    with pytest.raises(TargetError, match="cannot be written"), BundleWriter(tmp_path / "file" / "bundle"):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_target_must_be_writable(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(TargetError, match="cannot be written"):
+        check_target(tmp_path / "bundle")
+
+
+# --- the manifest
+
+
+def test_manifest_round_trip(bundle: Path) -> None:
+    data = (bundle / "manifest.json").read_bytes()
+    manifest = parse_manifest(data)
+    assert manifest.to_json() == data
+    assert [v.name for v in manifest.versions] == ["bf16", "w4", "w3", "w2", "w1"]
+    assert manifest.allocation is not None and len(manifest.allocation.versions) == 4
+
+
+def test_any_changed_byte_of_the_manifest_is_found(bundle: Path) -> None:
+    data = bytearray((bundle / "manifest.json").read_bytes())
+    rng = np.random.default_rng(0)
+    for at in (*range(0, 64), *rng.integers(0, len(data), 200), len(data) - 1):
+        changed = bytearray(data)
+        changed[at] ^= 1 << int(rng.integers(8))
+        with pytest.raises(BundleError):
+            parse_manifest(bytes(changed))
+    for changed in (data + b"\n", data[:-1], data.replace(b'": ', b'":  ', 1)):
+        with pytest.raises(BundleError):
+            parse_manifest(bytes(changed))
+
+
+def _set(*path: object) -> Callable[[object], Callable[[dict], None]]:
+    def with_value(value: object) -> Callable[[dict], None]:
+        def change(document: dict) -> None:
+            where = document
+            for key in path[:-1]:
+                where = where[key]  # type: ignore[index]
+            where[path[-1]] = value  # type: ignore[index]
+
+        return change
+
+    return with_value
+
+
+EXPERT_FILE = "experts/w4/layer-000.safetensors"
+BAD_MANIFESTS: dict[str, tuple[Callable[[dict], None], str]] = {
+    "other format": (_set("format")("zip"), "format"),
+    "later version": (_set("format_version")(2), "format-version"),
+    "missing key": (lambda d: d.pop("provenance"), "keys"),
+    "unknown key": (_set("more")(1), "keys"),
+    "no layers": (_set("layers")([]), "count"),
+    "layers not a list": (_set("layers")({}), "type"),
+    "negative rows": (_set("layers", 0, "matrices", 0, "rows")(-1), "range"),
+    "huge rows": (_set("layers", 0, "matrices", 0, "rows")(1 << 40), "range"),
+    "float rows": (_set("layers", 0, "matrices", 0, "rows")(128.0), "range"),
+    "true rows": (_set("layers", 0, "matrices", 0, "rows")(True), "range"),
+    "overflowing expert": (
+        lambda d: d["layers"][0]["matrices"][0].update(rows=1 << 24, cols=1 << 24), "overflow"
+    ),
+    "one matrix": (lambda d: d["layers"][0]["matrices"].pop(), "count"),
+    "matrix name": (_set("layers", 0, "matrices", 1, "name")("up"), "value"),
+    "bias not boolean": (_set("layers", 0, "matrices", 1, "bias")(0), "type"),
+    "layers out of order": (_set("layers", 1, "index")(0), "order"),
+    "too many experts": (_set("layers", 0, "experts")(1 << 20), "range"),
+    "unknown version": (_set("versions", 1, "name")("w5"), "value"),
+    "group size": (_set("versions", 1, "group_size")(48), "encoding"),
+    "encoding": (_set("versions", 1, "encoding")("secret"), "encoding"),
+    "versions out of order": (lambda d: d["versions"].reverse(), "order"),
+    "path leaves": (lambda d: d["files"].update({"../evil": d["files"]["config.json"]}), "path"),
+    "absolute path": (lambda d: d["files"].update({"/etc/passwd": d["files"]["config.json"]}), "path"),
+    "path with dots": (lambda d: d["files"].update({"a/./b": d["files"]["config.json"]}), "path"),
+    "backslash": (lambda d: d["files"].update({"a\\b": d["files"]["config.json"]}), "path"),
+    "manifest lists itself": (lambda d: d["files"].update({"manifest.json": d["files"]["config.json"]}), "path"),
+    "digest": (_set("files", "config.json", "sha256")("A" * 64), "digest"),
+    "size overflows": (_set("files", "config.json", "size")(1 << 60), "range"),
+    "negative size": (_set("files", "config.json", "size")(-1), "range"),
+    "layer file not listed": (lambda d: d["files"].pop(EXPERT_FILE), "missing"),
+    "layer file of no layer": (
+        lambda d: d["files"].update({"experts/w4/layer-099.safetensors": d["files"][EXPERT_FILE]}), "unexpected"
+    ),
+    "header larger than file": (_set("files", EXPERT_FILE, "header_size")(1 << 40), "range"),
+    "header not whole pages": (_set("files", EXPERT_FILE, "header_size")(4000), "alignment"),
+    "extents do not fit": (lambda d: _grow(d["files"][EXPERT_FILE]), "size"),
+    "allocation too short": (lambda d: d["allocation"]["versions"].pop(), "count"),
+    "allocation row": (lambda d: d["allocation"]["versions"][0].pop(), "count"),
+    "allocation value": (_set("allocation", "versions", 0, 0)("w9"), "value"),
+}  # fmt: skip
+
+
+def _grow(entry: dict) -> None:
+    entry["size"] += PAGE
+
+
+@pytest.mark.parametrize("name", BAD_MANIFESTS)
+def test_bad_manifests(name: str, damaged: Path, edit_manifest: Edit) -> None:
+    change, kind = BAD_MANIFESTS[name]
+    edit_manifest(damaged, change)
+    with pytest.raises(BundleError) as error:
+        open_bundle(damaged)
+    assert kind in kinds(error), [str(p) for p in error.value.problems]
+
+
+def test_all_problems_are_reported_at_once(damaged: Path, edit_manifest: Edit) -> None:
+    def change(document: dict) -> None:
+        document["layers"][0]["matrices"][0]["rows"] = 0
+        document["versions"][1]["group_size"] = 5
+        document["files"]["config.json"]["sha256"] = "x"
+
+    edit_manifest(damaged, change)
+    with pytest.raises(BundleError) as error:
+        open_bundle(damaged)
+    assert kinds(error) >= {"range", "encoding", "digest"}
+    assert "and 2 more" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "good"),
+    [("a", True), ("a/b.c", True), ("", False), (".", False), ("..", False), ("a/../b", False), ("a//b", False),
+     ("a/", False), ("./a", False), ("C:x", False), ("a\nb", False), ("~", True)],
+)  # fmt: skip
+def test_safe_path(path: str, good: bool) -> None:
+    assert safe_path(path) is good
+
+
+# --- the reader
+
+
+def test_not_a_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="not a bundle"):
+        open_bundle(tmp_path)
+    with pytest.raises(BundleError, match="not a bundle"):
+        open_bundle(tmp_path / "absent")
+
+
+def test_missing_and_short_files(damaged: Path) -> None:
+    (damaged / "config.json").unlink()
+    file = damaged / EXPERT_FILE
+    file.write_bytes(file.read_bytes()[:-PAGE])
+    with pytest.raises(BundleError) as error:
+        open_bundle(damaged)
+    assert kinds(error) == {"missing", "size"} and len(error.value.problems) == 2
+
+
+def test_a_version_may_be_absent_but_only_as_a_whole(damaged: Path) -> None:
+    shutil.rmtree(damaged / "experts" / "w4")
+    opened = open_bundle(damaged)
+    assert [v.name for v in opened.versions] == ["bf16", "w3", "w2", "w1"]
+    assert not [p for _, found in verify(opened) for p in found]
+    (damaged / "experts" / "w3" / "layer-001.safetensors").unlink()
+    with pytest.raises(BundleError) as error:
+        open_bundle(damaged)
+    assert kinds(error) == {"missing"}
+    for version in ("bf16", "w3", "w2", "w1"):
+        shutil.rmtree(damaged / "experts" / version)
+    with pytest.raises(BundleError, match="no version"):
+        open_bundle(damaged)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("version", ["bf16", "w4", "w1"])
+def test_flipped_byte_in_an_extent_names_the_expert(version: str, damaged: Path) -> None:
+    name = f"experts/{version}/layer-002.safetensors"
+    opened = open_bundle(damaged)
+    at = opened.layer_file(version, 2).offset(5) + 100
+    flip(damaged / name, at)
+    opened = open_bundle(damaged)
+    opened.extent(version, 2, 4)
+    with pytest.raises(BundleError, match=f"{name}: layer 2, expert 5, version {version}"):
+        opened.extent(version, 2, 5)
+    found = [p for _, problems in verify(open_bundle(damaged)) for p in problems]
+    assert [p.kind for p in found] == ["digest"]
+
+
+def test_flipped_byte_in_padding_and_header(damaged: Path) -> None:
+    file = damaged / EXPERT_FILE
+    flip(file, file.stat().st_size - 1)
+    found = [p for _, problems in verify(open_bundle(damaged)) for p in problems]
+    assert [p.kind for p in found] == ["digest"] and "expert 15" in found[0].location
+    flip(file, file.stat().st_size - 1)
+    for at in (0, 9, 200, 4095):
+        flip(file, at)
+        with pytest.raises(BundleError) as error:
+            open_bundle(damaged).extent("w4", 0, 0)
+        assert kinds(error) == {"digest"}
+        flip(file, at)
+    assert not [p for _, problems in verify(open_bundle(damaged)) for p in problems]
+
+
+def test_flipped_byte_in_a_dense_tensor(damaged: Path) -> None:
+    flip(damaged / "model.safetensors", 70000)
+    found = [p for _, problems in verify(open_bundle(damaged)) for p in problems]
+    assert [(p.location, p.kind) for p in found] == [("model.safetensors", "digest")]
+
+
+def test_well_signed_nonsense_in_a_lossless_extent(damaged: Path, edit_manifest: Edit) -> None:
+    """A digest says who wrote the bytes, not that they decode: the codec's own checks are behind it."""
+    import hashlib
+
+    name = "experts/bf16/layer-000.safetensors"
+    file = damaged / name
+    at = open_bundle(damaged).layer_file("bf16", 0).offset(0)
+    data = bytearray(file.read_bytes())
+    data[at + 64 : at + 68] = struct.pack("<I", 7)  # the coded matrix's count of weights
+    header = read_header(file)
+    extent = header.tensors["expert.00000"]
+    old = open_bundle(damaged).layer_file("bf16", 0).digests[0].encode()
+    new = hashlib.sha256(bytes(data[extent.begin : extent.end])).hexdigest().encode()
+    head = bytes(data[: header.size]).replace(old, new)
+    file.write_bytes(head + bytes(data[header.size :]))
+    edit_manifest(damaged, _set("files", name, "header_sha256")(hashlib.sha256(head).hexdigest()))
+    found = [p for _, problems in verify(open_bundle(damaged)) for p in problems]
+    assert [p.kind for p in found] == ["codec"] and "layer 0, expert 0, version bf16" in found[0].location
+
+
+def test_manifest_dataclass_has_versions_by_name(bundle: Path) -> None:
+    manifest: Manifest = open_bundle(bundle).manifest
+    assert manifest.version("w2").bits == 2
+    with pytest.raises(KeyError):
+        manifest.version("w7")

@@ -1,0 +1,197 @@
+"""The exponent codec: every bit pattern survives, the compiled path writes the reference's bytes, damage is caught."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepack.pack import exponent, exponent_jit
+from moepack.pack.errors import CodecError
+from moepack.pack.exponent import HEADER, TILE, Code, make_code
+
+LENGTHS = [0, 1, 2, 3, 4, 5, 127, 128, 129, 4095, TILE - 1, TILE, TILE + 1, 10007, 3 * TILE]
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def draw(kind: str, n: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if kind == "constant":
+        return np.full(n, rng.integers(1 << 16), np.uint16)
+    if kind == "two":
+        return rng.choice(rng.integers(0, 1 << 16, 2).astype(np.uint16), n)
+    if kind == "gaussian":
+        return bf16(rng.normal(0, 10.0 ** rng.integers(-6, 4), n))
+    if kind == "cauchy":
+        return bf16(rng.standard_cauchy(n))
+    if kind == "lanes":  # lanes of very different lengths: one column block of tiny weights, as pruned models have
+        values = rng.normal(0, 0.02, n)
+        values[(np.arange(n) // 4) % 32 < 3] = rng.standard_cauchy(n)[(np.arange(n) // 4) % 32 < 3] ** 3
+        return bf16(values)
+    if kind == "nan":
+        return (0x7F80 | rng.integers(0, 128, n) | rng.integers(0, 2, n) << 15).astype(np.uint16)
+    return rng.integers(0, 1 << 16, n).astype(np.uint16)
+
+
+KINDS = ["constant", "two", "gaussian", "cauchy", "lanes", "nan", "uniform"]
+
+
+def both_ways(bits: np.ndarray) -> np.ndarray:
+    coded = exponent.encode(bits)
+    assert np.array_equal(exponent_jit.encode(bits), coded)
+    assert np.array_equal(exponent.decode(coded, bits.size), bits)
+    assert np.array_equal(exponent_jit.decode(coded, bits.size), bits)
+    return coded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_round_trip(kind: str, n: int) -> None:
+    both_ways(draw(kind, n, n))
+
+
+def test_every_bit_pattern() -> None:
+    patterns = np.arange(1 << 16).astype(np.uint16)
+    both_ways(patterns)
+    both_ways(np.random.default_rng(0).permutation(patterns))
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 20000), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_round_trip_drawn(kind: str, n: int, seed: int) -> None:
+    bits = draw(kind, n, seed)
+    coded = exponent_jit.encode(bits)
+    assert np.array_equal(exponent.encode(bits), coded)
+    assert np.array_equal(exponent_jit.decode(coded, n), bits)
+
+
+def test_size_on_gaussian_weights() -> None:
+    """Within 1.2 % of sign, mantissa and the exponents' entropy, at an expert's size (2048 by 768)."""
+    bits = draw("gaussian", 2048 * 768, 1)
+    exponents = bits >> 7 & 0xFF
+    p = np.bincount(exponents) / bits.size
+    entropy = -(p[p > 0] * np.log2(p[p > 0])).sum()
+    assert 8 * len(exponent_jit.encode(bits)) / bits.size <= 1.012 * (8 + entropy)
+
+
+@pytest.mark.parametrize("n", [TILE, 10 * TILE, 1 << 20])
+def test_incompressible_grows_by_half_a_percent_at_most(n: int) -> None:
+    assert len(exponent_jit.encode(draw("uniform", n, 2))) <= 1.005 * 2 * n
+
+
+def test_decodes_from_any_offset_and_into_a_slice() -> None:
+    bits = draw("gaussian", 10007, 3)
+    coded = exponent_jit.encode(bits)
+    for shift in (1, 2, 3, 64):
+        room = np.zeros(len(coded) + shift, np.uint8)
+        room[shift:] = coded
+        out = np.zeros(bits.size + 8, np.uint16)
+        exponent_jit.decode_into(room[shift:], out[4:-4])
+        assert np.array_equal(out[4:-4], bits) and not out[:4].any() and not out[-4:].any()
+
+
+def huffman_cost(weights: list[int]) -> int:
+    """Total code bits of an unlimited Huffman code, by the textbook heap."""
+    heap, total = list(weights), 0
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        a, b = heapq.heappop(heap), heapq.heappop(heap)
+        total += a + b
+        heapq.heappush(heap, a + b)
+    return total
+
+
+def test_code_lengths_are_optimal_and_capped() -> None:
+    counts = np.zeros(256, np.int64)
+    counts[100:108] = [5, 9, 12, 13, 16, 45, 3, 7]
+    code = make_code(counts)
+    cost = sum(int(counts[code.exponent[s]]) * int(code.length[s]) for s in range(8))
+    assert cost == huffman_cost([5, 9, 12, 13, 16, 45, 3, 7])
+    counts[:] = 0
+    counts[:15] = [2**k for k in range(15)]  # an unlimited code would need 14 bits
+    capped = make_code(counts)
+    used = capped.length[capped.length > 0]
+    assert used.max() == 8 and sum(2.0 ** -int(v) for v in used) == 1
+
+
+def test_canonical_code_words() -> None:
+    length = np.zeros(16, np.uint8)
+    length[[0, 1, 2, 15]] = [1, 3, 3, 2]
+    assert Code(np.zeros(16, np.uint8), length).codewords()[[0, 15, 1, 2]].tolist() == [0b0, 0b10, 0b110, 0b111]
+
+
+# Damage. Each entry: what is done to a coded matrix of 10007 weights, and a word of the error.
+def _set32(at: int, value: int):
+    def change(data: np.ndarray) -> np.ndarray:
+        data[at : at + 4] = np.array([value], "<u4").view(np.uint8)
+        return data
+
+    return change
+
+
+DAMAGE = {
+    "short": (lambda d: d[: HEADER - 1], "header"),
+    "truncated": (lambda d: d[:-1], "bytes"),
+    "longer": (lambda d: np.concatenate([d, d[:4]]), "bytes"),
+    "weights": (_set32(0, 10008), "weights"),
+    "tiles": (_set32(4, 3), "tiles"),
+    "stream words": (_set32(8, 0xFFFFFFFF), "bytes"),
+    "patches": (_set32(12, 0x7FFFFFFF), "bytes"),
+    "first tile": (_set32(HEADER, 1), "offsets"),
+    "falling tiles": (_set32(HEADER + 4, 0xFFFFFFF0), "offsets"),
+    "code length 9": (lambda d: _byte(d, 32, 9), "prefix code"),
+    "code not complete": (lambda d: _byte(d, 32, 0), "prefix code"),
+}
+
+
+def _byte(data: np.ndarray, at: int, value: int) -> np.ndarray:
+    data[at] = value
+    return data
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("decode", [exponent.decode, exponent_jit.decode], ids=["reference", "compiled"])
+def test_damage_is_refused(name: str, decode) -> None:
+    change, word = DAMAGE[name]
+    data = change(exponent.encode(draw("gaussian", 10007, 4)).copy())
+    with pytest.raises(CodecError, match=word):
+        decode(data, 10007)
+
+
+@pytest.mark.parametrize("change", ["mode", "base", "delta", "patch"])
+@pytest.mark.parametrize("decode", [exponent.decode, exponent_jit.decode], ids=["reference", "compiled"])
+def test_damaged_tile_is_refused(change: str, decode) -> None:
+    data = exponent.encode(draw("cauchy", 10007, 5)).copy()
+    coded = exponent.parse(data, 10007)
+    patches = HEADER + 4 * 2 * (coded.tiles + 1)
+    stream = patches + 4 * len(coded.patches)
+    assert len(coded.patches)
+    if change == "patch":
+        data[patches : patches + 2] = 0xFF
+    else:
+        data[stream + {"mode": 2, "base": 0, "delta": 4}[change]] ^= 0x55
+    with pytest.raises(CodecError, match="tile 0"):
+        decode(data, 10007)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_mutated_streams_never_crash(data: st.DataObject) -> None:
+    """Bit flips and truncation: the compiled path raises its error or returns; it never reads or writes elsewhere."""
+    kind = data.draw(st.sampled_from(KINDS))
+    n = data.draw(st.sampled_from([1, 100, TILE, 9000]))
+    coded = exponent_jit.encode(draw(kind, n, 6)).copy()
+    for _ in range(data.draw(st.integers(1, 4))):
+        coded[data.draw(st.integers(0, len(coded) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    coded = coded[: data.draw(st.sampled_from([len(coded), len(coded) - 1, len(coded) // 2]))]
+    guard = np.full(n + 64, 0xA5A5, np.uint16)
+    with contextlib.suppress(CodecError):
+        exponent_jit.decode_into(coded, guard[32:-32])
+    assert (guard[:32] == 0xA5A5).all() and (guard[-32:] == 0xA5A5).all()

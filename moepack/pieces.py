@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, TargetError
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.spec import ExpertLayer, Version, affine_payload
 
@@ -84,10 +84,15 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors so that the file is whole or absent."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     temporary = path.with_name(path.name + ".partial")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata)
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata)
+    except SafetensorError as error:  # the library reports a full disk so, and not as an OSError
+        temporary.unlink(missing_ok=True)
+        raise TargetError(f"{path}: cannot be written: {error}") from None
     temporary.rename(path)
 
 

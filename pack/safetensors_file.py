@@ -103,7 +103,7 @@ def make_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], alignment: int = 8
 ) -> bytes:
     """The header of a file with these tensors (name -> dtype, shape) in this order, padded so that data are aligned."""
-    document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    document: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     at = 0
     for name, (dtype, shape) in tensors.items():
         size = ITEM_BYTES[dtype]

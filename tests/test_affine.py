@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepack.pack.affine import AffineMatrix, bf16_to_float32, decode_affine, encode_affine
+from moepack.pack.affine import bf16_to_float32, decode_affine, encode_affine
 from moepack.pack.bits import join_planes, pack_plane, split_planes, unpack_plane
 from moepack.pack.spec import (
     PAGE,
@@ -18,6 +18,7 @@ from moepack.pack.spec import (
     affine_payload,
     affine_sections,
 )
+from support import random_matrix
 
 SHAPES = [(1, 1), (3, 31), (3, 32), (3, 33), (5, 64), (2, 127), (2, 129), (7, 2880)]
 
@@ -48,15 +49,6 @@ def test_three_bits_split_low_two_first() -> None:
 def test_planes_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
     assert np.array_equal(join_planes(split_planes(codes, bits), bits, cols), codes)
-
-
-def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:
-    rng = np.random.default_rng(seed)
-    groups = -(-m.cols // version.group_size)
-    zero = rng.integers(0, 256, (m.rows, groups)).astype(np.uint8) if version.zero == "stored" else None
-    bias = rng.integers(0, 1 << 16, m.rows).astype(np.uint16) if m.bias else None
-    scale = (rng.normal(0, 1, (m.rows, groups)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import independent_reader as reader
 from moepack.pack.affine import decode_affine
 from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
-
-_spec = importlib.util.spec_from_file_location("independent_reader", Path(__file__).parent / "independent_reader.py")
-assert _spec is not None and _spec.loader is not None
-reader = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reader)
 
 
 @pytest.mark.parametrize("version", ["w4", "w3", "w2", "w1"])

@@ -1,0 +1,82 @@
+"""Recipes: shipped ones are valid and for models that exist, unknown keys are named with the nearest known one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moepack.pack.errors import InputError
+from moepack.recipe import load_recipe, parse_recipe, shipped
+
+EXPECTED = [
+    "deepseek-v2-lite", "default", "gpt-oss-20b", "mixtral-8x7b", "phi-3.5-moe", "qwen3-30b-a3b", "qwen3-next-80b-a3b",
+]  # fmt: skip
+
+
+def test_shipped() -> None:
+    assert shipped() == EXPECTED
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_shipped_recipes_are_valid(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.calibration.data and recipe.text
+    assert [v.name for v in recipe.version_specs()] == list(recipe.versions)
+
+
+def test_defaults_are_the_default_recipe() -> None:
+    recipe, empty = load_recipe("default"), parse_recipe("", "x")
+    assert (recipe.versions, recipe.quantize) == (empty.versions, empty.quantize)
+    assert recipe.calibration.samples == empty.calibration.samples and recipe.average_bits is None
+
+
+def test_group_sizes_by_version() -> None:
+    recipe = parse_recipe("quantize: {group_size: {w4: 128, w1: 32}}\nversions: [w1, bf16, w4, w2]", "x")
+    assert [(v.name, v.group_size) for v in recipe.version_specs()] == [
+        ("bf16", 0),
+        ("w4", 128),
+        ("w2", 64),
+        ("w1", 32),
+    ]
+
+
+BAD = {
+    "versons: [w4]": "unknown key 'versons': did you mean 'versions'?",
+    "quantize: {metod: gptq}": "quantize: unknown key 'metod': did you mean 'method'?",
+    "calibration: {sample: 3}": "calibration: unknown key 'sample': did you mean 'samples'?",
+    "quantize: {zzzz: 1}": "unknown key 'zzzz': known are method",
+    "versions: [w5]": "unknown version 'w5': did you mean",
+    "versions: [w4, w4]": "each version once",
+    "versions: []": "at least one",
+    "versions: w4": "must be a list",
+    "quantize: {method: gtpq}": "'gtpq' is not one of gptq, hqq, rtn",
+    "quantize: {group_size: 48}": "48 is not one of 128, 64, 32",
+    "quantize: {group_size: {w4: 7}}": "group_size.w4: 7 is not",
+    "quantize: {group_size: {w9: 64}}": "unknown key 'w9'",
+    "quantize: [gptq]": "must be a mapping",
+    "calibration: {samples: 0}": "0 is not an integer of at least 1",
+    "calibration: {samples: 1.5}": "1.5 is not an integer",
+    "calibration: {samples: true}": "True is not an integer",
+    "calibration: {data: text.txt}": "must be a list",
+    "calibration: {dtype: float64}": "'float64' is not one of",
+    "average_bits: 40": "40 is not a number from 1 to 16",
+    "average_bits: yes": "True is not a number",
+    "- a": "must be a mapping",
+    "a: [": "not YAML",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_recipes(text: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_recipe(text, "mine.yaml")
+    assert BAD[text] in str(error.value) and str(error.value).startswith("mine.yaml: ")
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_names(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"did you mean 'qwen3-30b-a3b'"):
+        load_recipe("qwen3-30b")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_recipe(str(tmp_path / "absent.yaml"))

@@ -34,10 +34,16 @@ class Windows:
         return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+
+
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a model directory."""
     from transformers import AutoTokenizer
 
+    # Without these transformers makes up an empty tokenizer of the right class, to which all text is unknown.
+    if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(f"{path}: has no tokenizer: put tokenizer.json there")
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:

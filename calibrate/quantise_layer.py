@@ -37,14 +37,14 @@ class Settings:
             as its widest matrix has columns: below a quarter of that GPTQ was seen to lose to rounding to nearest.
         loss_tokens: the most tokens an expert's losses are measured on, evenly spaced among its own. An expert with
             fewer than 256 is measured on other tokens of the layer as well, up to 256.
-        moments_bytes: the most bytes of second moments in memory at once; one expert's at the least.
+        group_bytes: the most bytes of second moments and working copies in memory at once; one expert's at the least.
     """
 
     method: str
     versions: tuple[Version, ...]
     min_tokens: int = 0
     loss_tokens: int = 4096
-    moments_bytes: int = 1 << 30
+    group_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,9 @@ def quantise_layer(
         device: where to compute.
     """
     matrices = weights.layer.matrices
-    per_expert = 4 * sum(m.cols * m.cols for m in matrices)
-    step = max(1, min(weights.layer.experts, settings.moments_bytes // per_expert))
+    # In float32: moments, and of each weight itself, its dequantised value and two temporaries.
+    per_expert = 4 * sum(m.cols * m.cols + 4 * m.weights for m in matrices)
+    step = max(1, min(weights.layer.experts, settings.group_bytes // per_expert))
     enough = settings.min_tokens or max(m.cols for m in matrices)
     for start in range(0, weights.layer.experts, step):
         group = range(start, min(start + step, weights.layer.experts))

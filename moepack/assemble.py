@@ -13,7 +13,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
-from moepack.pack.spec import ExpertLayer, Matrix, Version, expert_file
+from moepack.pack.spec import ExpertLayer, Matrix, Version, affine_payload, expert_file
 from moepack.pack.writer import BundleWriter
 
 from .card import model_card
@@ -188,6 +188,18 @@ def _methods(work: WorkDirectory, layers: Sequence[ExpertLayer]) -> dict[str, di
     return {v: dict(sorted(c.items())) for v, c in out.items() if c}
 
 
+def check_average_bits(recipe: Recipe, layers: Sequence[ExpertLayer]) -> None:
+    """Refuse, before any work is done, an average that even the smallest version passes."""
+    affine = [v for v in recipe.version_specs() if not v.is_lossless]
+    if recipe.average_bits is None or not affine:
+        return
+    smallest = sum(x.experts * min(affine_payload(x.matrices, v) for v in affine) for x in layers)
+    least = 8 * smallest / sum(x.experts * x.expert_weights for x in layers)
+    if recipe.average_bits < least:
+        message = f"cannot be met: the smallest version takes {least:.3f} bits a weight"
+        raise InputError(f"average_bits {recipe.average_bits} {message}")
+
+
 def _allocation(
     work: WorkDirectory,
     layers: Sequence[ExpertLayer],
@@ -211,10 +223,8 @@ def _allocation(
     weights = sum(layer.experts * layer.expert_weights for layer in layers)
     try:
         chosen = greedy(sizes, losses, average_bits / 8 * weights)
-    except ValueError:
-        least = 8 * sum(min(s) for s in sizes) / weights
-        message = f"average_bits {average_bits} cannot be met: the smallest versions take {least:.2f} bits a weight"
-        raise InputError(message) from None
+    except ValueError as error:
+        raise InputError(f"average_bits {average_bits} cannot be met: {error}") from None
     names = iter(versions[v].name for v in chosen)
     table_of_names = tuple(tuple(next(names) for _ in range(layer.experts)) for layer in layers)
     return Allocation(f"greedy at {average_bits} bits", table_of_names)

@@ -6,6 +6,7 @@ Works with any endpoint that huggingface_hub speaks to (HF_ENDPOINT). A pulled b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from moepack.pack.errors import BundleError, InputError, MoepackError, TargetError
@@ -38,7 +39,7 @@ def push(
         raise BundleError(problems)
     bundle = open_bundle(path)
     names = [*bundle.manifest.files, MANIFEST, *(f"experts/{v.name}/*" for v in bundle.versions)]
-    with _hub_errors(repo):
+    with _hub_errors(repo), reporter.hub_bars():
         api = HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None:
@@ -77,7 +78,7 @@ def pull(
     for name in versions:
         if name not in VERSION_NAMES:
             raise InputError(f"version {name!r} is unknown: there are {', '.join(VERSION_NAMES)}")
-    with _hub_errors(repo):
+    with _hub_errors(repo), reporter.hub_bars():
         remote = Path(hf_hub_download(repo, MANIFEST, revision=revision))
         data = remote.read_bytes()
         manifest = parse_manifest(data)
@@ -91,11 +92,14 @@ def pull(
             if not mine.is_file() or mine.read_bytes() != data:
                 raise TargetError(f"{target}: is not empty, and not this bundle: name a new directory")
         wanted = [*manifest.files, *(f"experts/{name}/*" for name in (versions or have))]
-        reporter.stage(f"download {repo}", 1)
-        snapshot_download(repo, revision=commit, local_dir=target, allow_patterns=[*wanted, MANIFEST])
+        snapshot_download(repo, revision=commit, local_dir=target, allow_patterns=wanted)
+        (target / MANIFEST).write_bytes(data)  # last: without it the directory is not a bundle
     problems = verify(target, reporter=reporter)
     if problems:
-        raise BundleError(problems)
+        for name in {p.location.partition(":")[0] for p in problems}:
+            if name in manifest.files or name in manifest.expert_files:
+                (target / name).unlink(missing_ok=True)
+        raise BundleError([replace(p, message=f"{p.message}; pull again to fetch it anew") for p in problems])
     return target
 
 

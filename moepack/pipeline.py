@@ -20,7 +20,8 @@ from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.writer import check_target
 
 from . import __version__
-from .assemble import Report, assemble
+from .assemble import Report, assemble, check_average_bits
+from .memory import bound_kernel_caches, give_back
 from .pieces import LossTable, load_hidden, load_observation, run_record, save, write_expert
 from .progress import Reporter
 from .recipe import Recipe, load_recipe, parse_recipe
@@ -223,6 +224,7 @@ class Run:
 
     def _begin_quantize(self, fresh: bool) -> None:
         q = self._recipe.quantize
+        check_average_bits(self._recipe, list(self._stream.expert_layers.values()))
         self._work.begin(
             "quantize",
             {
@@ -237,6 +239,7 @@ class Run:
 
     def layers(self, calibrate: bool, quantize: bool, reporter: Reporter) -> None:
         """Go through the decoder layers once. Pieces that are done are not done again."""
+        bound_kernel_caches()
         import torch
 
         from moepack.calibrate.forward import CalibrationPass
@@ -280,6 +283,8 @@ class Run:
                 self._quantise_layer(i, experts, observation or load_observation(work, i), reporter)
             if walk is not None:
                 self._keep_hidden(walk, i)
+            del dense, experts, observation
+            give_back()
         reporter.step("done")
 
     def _observed(self, layer: int) -> bool:

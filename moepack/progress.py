@@ -5,17 +5,14 @@ The pipeline only calls `Reporter`; who shows nothing passes a plain `Reporter()
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import resource
-import sys
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-
-def peak_memory() -> int:
-    """The process's peak resident memory so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+from .memory import peak_memory
 
 
 def quiet_libraries() -> None:
@@ -41,6 +38,14 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """One line worth keeping."""
+
+    @contextlib.contextmanager
+    def hub_bars(self) -> Iterator[None]:
+        """Around a transfer for which huggingface_hub has bars of its own: here, without them."""
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+        disable_progress_bars()
+        yield
 
     def __enter__(self) -> Reporter:
         return self
@@ -114,3 +119,12 @@ class RichReporter(Reporter):
     def note(self, text: str) -> None:
         """See `Reporter`."""
         self._console.print(text, highlight=False)
+
+    @contextlib.contextmanager
+    def hub_bars(self) -> Iterator[None]:
+        """See `Reporter`; here, with huggingface_hub's bars in place of these."""
+        self._progress.stop()
+        try:
+            yield
+        finally:
+            self._progress.start()

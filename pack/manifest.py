@@ -271,14 +271,16 @@ def _files(check: _Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str,
         is_experts = path.startswith("experts/")
         digest_key = "header_sha256" if is_experts else "sha256"
         item = check.object(at, item, ["size", digest_key, *(["header_size", "payload"] if is_experts else [])])
+        found = len(check.problems)
         size = check.integer(f"{at}.size", item.get("size"), 0, MAX_SIZE)
         digest = check.text(f"{at}.{digest_key}", item.get(digest_key))
         if not _HEX.fullmatch(digest):
             check.wrong(at, "digest", "not a SHA-256 in lower-case hexadecimal")
         if is_experts:
-            header = check.integer(f"{at}.header_size", item.get("header_size"), 8, size)
-            payload = check.integer(f"{at}.payload", item.get("payload"), 0, size)
-            if header % PAGE or (size - header) % PAGE:
+            most = size if found == len(check.problems) else MAX_SIZE
+            header = check.integer(f"{at}.header_size", item.get("header_size"), 8, most)
+            payload = check.integer(f"{at}.payload", item.get("payload"), 0, most)
+            if found == len(check.problems) and (header % PAGE or (size - header) % PAGE):
                 check.wrong(at, "alignment", f"header or data are not whole pages of {PAGE} bytes")
             expert_files[path] = ExpertFileEntry(size, header, digest, payload)
         else:

@@ -150,7 +150,7 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel, mon
         torch.rand(4000, 2, generator=torch.Generator().manual_seed(2)),
         100,
     )
-    one_expert = 4 * (128 * 128 + 64 * 64)
+    one_expert = 4 * (128 * 128 + 64 * 64 + 4 * 3 * 128 * 64)
     seen: list[int] = []
     real = module_under_test._quantise_group
 
@@ -161,7 +161,7 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel, mon
     monkeypatch.setattr(module_under_test, "_quantise_group", spy)
     results = []
     for bound in (one_expert // 2, 3 * one_expert, 1 << 30):
-        settings = Settings("gptq", (Version.affine(1, 64),), moments_bytes=bound)
+        settings = Settings("gptq", (Version.affine(1, 64),), group_bytes=bound)
         rows = list(quantise_layer(stream.experts_module(0), experts, observation, settings, torch.device("cpu")))
         results.append(torch.stack([r[0].quantised[0].codes[r[0].index] for r in rows]))
     assert seen == [1] * 16 + [3] * 5 + [1] + [16]

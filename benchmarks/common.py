@@ -1,0 +1,114 @@
+"""What the benchmarks share: the machine's description, the table, the targets, the JSON file, the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something a benchmark is held to; it stands in the output even when it is missed."""
+
+    name: str
+    value: float
+    target: float
+    better: str  # "higher" or "lower"
+
+    @property
+    def met(self) -> bool:
+        """Whether the value reaches the target."""
+        return self.value >= self.target if self.better == "higher" else self.value <= self.target
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the libraries, as far as results depend on them."""
+    model = platform.processor() or platform.machine()
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+            if line.startswith("flags"):
+                flags = set(line.partition(":")[2].split())
+                break
+    except OSError:
+        pass
+    libraries = {}
+    for name in ("moepack", "torch", "transformers", "numba", "numpy", "gptqmodel", "hqq", "zipnn"):
+        try:
+            libraries[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    import torch
+
+    return {
+        "cpu": model,
+        "simd": [f for f in ("avx2", "avx512f", "avx512vbmi", "avx512_bf16") if f in flags],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "libraries": libraries,
+    }
+
+
+def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
+    """The median time of several runs, after one that does not count."""
+    work()
+    times = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write machine, rows and targets there")
+    parser.add_argument("--quick", action="store_true", help="small sizes, under two minutes: to see that it works")
+    return parser
+
+
+def finish(
+    title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], targets: Sequence[Target], out: Path | None
+) -> None:
+    """Print the table and the targets; write the JSON file where one is wanted."""
+    from rich.console import Console
+    from rich.table import Table
+
+    facts = machine()
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(_cell(row.get(c, "")) for c in columns))
+    console.print(table)
+    simd = f", {'/'.join(facts['simd'])}" if facts["simd"] else ""
+    console.print(f"{facts['cpu']}{simd}, {facts['cores']} cores, {facts['memory_gib']} GiB, GPU: {facts['gpu']}")
+    console.print(", ".join(f"{k} {v}" for k, v in facts["libraries"].items()), highlight=False)
+    for t in targets:
+        word = "[green]met[/green]" if t.met else "[red]missed[/red]"
+        sign = ">=" if t.better == "higher" else "<="
+        console.print(f"{word}  {t.name}: {t.value:.4g} ({sign} {t.target:g})", highlight=False)
+    if out is not None:
+        listed = [{**asdict(t), "met": t.met} for t in targets]
+        out.write_text(json.dumps({"machine": facts, "rows": list(rows), "targets": listed}, indent=1) + "\n")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,84 @@
+"""What each version costs in perplexity, against the plain transformers model, in one run.
+
+    python -m benchmarks.quality --checkpoint MODEL --calibration FILE... --data FILE...
+
+Builds a bundle of the checkpoint with `--method`, and one rounded to nearest for comparison, and evaluates every
+version on every file in float32 (so that differences of 0.1 % are not rounding). Without arguments: the model and texts
+in examples/.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Target, arguments, finish
+from moepack.evaluate import evaluate
+from moepack.pipeline import build
+from moepack.progress import RichReporter, quiet_libraries
+from moepack.recipe import parse_recipe
+from moepack.report import inspect
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+LIMITS = {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6.0}  # per cent above the plain model, on each file
+
+
+def main() -> None:
+    """Parse arguments, build, evaluate, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    parser.add_argument("--calibration", action="append", help="text to calibrate on")
+    parser.add_argument("--data", action="append", help="text to evaluate on")
+    parser.add_argument("--method", default="gptq", choices=["gptq", "hqq", "rtn"])
+    parser.add_argument("--samples", type=int, default=384, help="calibration windows")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a calibration window")
+    parser.add_argument("--windows", type=int, default=256, help="windows of 512 tokens to evaluate on, a file")
+    args = parser.parse_args()
+    quiet_libraries()
+    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
+    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    samples, windows = (64, 16) if args.quick else (args.samples, args.windows)
+
+    plain = evaluate(args.checkpoint, data, dtype="float32", samples=windows)
+    names = [Path(f.file).stem for f in plain.files]
+    rows: list[dict[str, Any]] = [
+        {
+            "version": "transformers",
+            "bits/weight": 16.0,
+            **{n: f.perplexity for n, f in zip(names, plain.files, strict=True)},
+        }
+    ]
+    targets = []
+    with tempfile.TemporaryDirectory() as work:
+        for method in dict.fromkeys((args.method, "rtn")):
+            shown = f"calibration: {{samples: {samples}, length: {args.length}, batch_size: 16}}"
+            recipe = parse_recipe(f"quantize: {{method: {method}}}\n{shown}", "benchmark")
+            bundle = Path(work) / method
+            with RichReporter() as reporter:
+                build(args.checkpoint, bundle, recipe, calibration, reporter=reporter)
+            facts = inspect(bundle)
+            for version, described in facts["versions"].items():
+                if method != args.method and version == "bf16":
+                    continue
+                score = evaluate(bundle, data, f"static:{version}", dtype="float32", samples=windows)
+                row: dict[str, Any] = {
+                    "version": version if version == "bf16" else f"{version} {method}",
+                    "bits/weight": described["bits_per_weight"],
+                    "loss": facts["loss"][version],
+                }
+                worst = -math.inf
+                for name, ours, theirs in zip(names, score.files, plain.files, strict=True):
+                    rise = 100 * (ours.perplexity / theirs.perplexity - 1)
+                    row[name], row[f"{name} %"] = ours.perplexity, f"{rise:+.2f}"
+                    worst = max(worst, abs(rise) if version == "bf16" else rise)
+                rows.append(row)
+                if method == args.method and version in LIMITS:
+                    targets.append(Target(f"{version}: worst rise in perplexity, %", worst, LIMITS[version], "lower"))
+    columns = ["version", "bits/weight", "loss", *(c for n in names for c in (n, f"{n} %"))]
+    finish(f"perplexity of {args.checkpoint.name}", columns, rows, targets, args.json)
+
+
+if __name__ == "__main__":
+    main()

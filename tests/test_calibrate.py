@@ -119,7 +119,7 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     x, gates = observation.inputs[token], observation.gates[token, slot]
     if len(x) >= 256:
         pytest.fail("the expert was meant to be measured on others' tokens too")
-    spread = torch.linspace(0, 1199, 256).long()[: 256 - len(x)]
+    spread = torch.linspace(0, 1199, 256).long()[: 256 - len(x)]  # the layer's tokens that it is measured on as well
     x = torch.cat([x, observation.inputs[spread]])
     gates = torch.cat([gates, gates.mean().expand(len(spread))])
 
@@ -152,13 +152,13 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel, mon
     )
     one_expert = 4 * (128 * 128 + 64 * 64 + 4 * 3 * 128 * 64)
     seen: list[int] = []
-    real = module_under_test._quantise_group
 
-    def spy(*args: object) -> object:
-        seen.append(len(args[5]))  # type: ignore[arg-type]
-        return real(*args)  # type: ignore[arg-type]
+    class Spy(module_under_test._Group):
+        def __init__(self, *args: object) -> None:
+            seen.append(len(args[-1]))  # type: ignore[arg-type]
+            super().__init__(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module_under_test, "_quantise_group", spy)
+    monkeypatch.setattr(module_under_test, "_Group", Spy)
     results = []
     for bound in (one_expert // 2, 3 * one_expert, 1 << 30):
         settings = Settings("gptq", (Version.affine(1, 64),), group_bytes=bound)
@@ -170,25 +170,89 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel, mon
     stream.free(0)
 
 
-def test_starved_experts_take_what_is_better_on_held_out_tokens(stream: StreamedModel) -> None:
-    """An expert with 12 tokens must not be made worse by learning from them; one with none cannot learn."""
+@pytest.mark.parametrize("bits", [4, 2, 1])
+def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedModel, bits: int) -> None:
+    """Given 0, 3, 32 or 128 tokens, on tokens that nothing has seen (2 % tolerance)."""
+    from moepack.calibrate.losses import loss, output
+    from moepack.quantize.grid import dequantise
+
     _, experts = stream.split(3, stream.load(3))
     assert experts is not None
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(3000, 128, generator=g) @ torch.randn(128, 128, generator=g) * 0.1
-    chosen = torch.randint(2, 16, (3000, 2), generator=g).to(torch.int32)
-    chosen[torch.arange(12) * 200, 0] = 0
-    observation = Observation(x, chosen, torch.rand(3000, 2, generator=g), 100)
-    version = Version.affine(2, 64)
-    module, cpu = stream.experts_module(3), torch.device("cpu")
-    rows = list(quantise_layer(module, experts, observation, Settings("gptq", (version,), min_tokens=200), cpu))
-    methods = [r[0].method for r in rows]
-    assert methods[1] in ("rtn", "hqq"), "no token reached expert 1"
-    assert set(methods[2:]) == {"gptq"}
-    plain = list(quantise_layer(module, experts, observation, Settings("rtn", (version,)), cpu))
-    for e in (0, 1):
-        assert rows[e][0].loss.relative <= 1.02 * plain[e][0].loss.relative
+    mix = torch.randn(128, 128, generator=g) * 0.1
+    x = torch.randn(6000, 128, generator=g) @ mix
+    chosen = torch.randint(4, 16, (6000, 2), generator=g).to(torch.int32)
+    for expert, count in enumerate((0, 3, 32, 128)):
+        chosen[torch.arange(count) * 40 + expert, 0] = expert
+    observation = Observation(x, chosen, torch.rand(6000, 2, generator=g), 100)
+    version, module, cpu = Version.affine(bits, 64), stream.experts_module(3), torch.device("cpu")
+    made = {
+        method: list(quantise_layer(module, experts, observation, Settings(method, (version,)), cpu))
+        for method in ("gptq", "rtn")
+    }
+    unseen = torch.randn(2000, 128, generator=g) @ mix
+    for expert in range(4):
+        exact = output(module, unseen, [experts.matrix(expert, m).float() for m in range(2)], [None, None])
+        error = {}
+        for method, rows in made.items():
+            item = rows[expert][0]
+            got = output(module, unseen, [dequantise(q, version)[item.index] for q in item.quantised], [None, None])
+            error[method] = loss(exact, got, torch.ones(2000)).relative
+        assert error["gptq"] <= 1.02 * error["rtn"], (expert, error)
     stream.free(3)
+
+
+def test_starved_experts_take_a_fallback_that_does_better(
+    stream: StreamedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a method that ruins everything, starved experts take another; the rest are left with it."""
+    from moepack.calibrate import quantise_layer as module_under_test
+    from moepack.quantize.grid import Quantised
+    from moepack.quantize.methods import quantise
+
+    def ruin(method: str, weight: torch.Tensor, moments: torch.Tensor | None, version: Version) -> Quantised:
+        good = quantise("rtn" if method == "gptq" else method, weight, None, version)
+        return Quantised(good.codes, -good.scale, good.zero) if method == "gptq" else good
+
+    monkeypatch.setattr(module_under_test, "quantise", ruin)
+    _, experts = stream.split(3, stream.load(3))
+    assert experts is not None
+    g = torch.Generator().manual_seed(0)
+    chosen = torch.randint(1, 16, (3000, 2), generator=g).to(torch.int32)
+    observation = Observation(torch.randn(3000, 128, generator=g), chosen, torch.rand(3000, 2, generator=g), 100)
+    settings = Settings("gptq", (Version.affine(2, 64),))
+    rows = list(quantise_layer(stream.experts_module(3), experts, observation, settings, torch.device("cpu")))
+    assert rows[0][0].method in ("rtn", "hqq") and rows[0][0].loss.relative < 1
+    assert {r[0].method for r in rows[1:]} == {"gptq"} and min(r[0].loss.relative for r in rows[1:]) > 1
+    stream.free(3)
+
+
+def test_tokens_that_are_compared_were_not_learnt_from() -> None:
+    from moepack.calibrate.tokens import ExpertTokens, LayerTokens
+
+    o = make_observation()
+    layer = LayerTokens.of(o)
+    assert len(layer.compare) and not set(layer.learn.tolist()) & set(layer.compare.tolist())
+    for e in range(8):
+        tokens = ExpertTokens.of(o, layer, e, enough=1000, most=10**6)
+        routed = torch.where((o.experts == e).any(1))[0].tolist()
+        assert tokens.count == len(routed) and tokens.starved
+        assert not (set(tokens.learn.tolist()) | set(layer.learn.tolist())) & set(tokens.compare.tolist())
+        assert set(tokens.learn.tolist()) <= set(routed)
+        assert tokens.measure.tolist()[: len(routed)] == routed and len(tokens.measure) == len(tokens.gates)
+        rich = ExpertTokens.of(o, layer, e, enough=1, most=5)
+        assert rich.learn.tolist() == routed and not rich.starved
+
+
+def test_shrinking_moments() -> None:
+    from moepack.calibrate.moments import second_moments, shrink
+
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    own, layer = second_moments(x), torch.eye(6)
+    assert torch.allclose(own, sum(torch.outer(v, v) for v in x) / 50, atol=1e-5)
+    assert torch.equal(second_moments(x[:0]), torch.zeros(6, 6))
+    assert torch.allclose(shrink(second_moments(x[:0]), 0, layer, 3.0), layer)
+    assert torch.allclose(shrink(own, 50, layer, 50.0), (own + layer) / 2)
 
 
 # --- data

@@ -1,0 +1,57 @@
+"""The wheel: every module, recipe and document is in it, and it works without the repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's content, built from a copy of the sources so that nothing is left in the repository."""
+    import shutil
+
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    source.mkdir()
+    for name in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    code = (
+        "import sys, setuptools.build_meta as b, os; os.chdir(sys.argv[1]); print('WHEEL', b.build_wheel(sys.argv[2]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(work)], capture_output=True, text=True, check=True
+    )
+    wheel = next(line.split()[1] for line in out.stdout.splitlines() if line.startswith("WHEEL"))
+    with zipfile.ZipFile(work / wheel) as archive:
+        archive.extractall(work / "unpacked")
+    return work / "unpacked"
+
+
+def test_everything_is_in_the_wheel(unpacked: Path) -> None:
+    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "moepack").glob("*") if p.is_file()}
+    for folder in ("pack", "quantize", "calibrate", "runtime", "recipes"):
+        files = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".md", ".yaml")]
+        expected |= {f"moepack/{p.relative_to(ROOT)}" for p in files}
+    found = {str(p.relative_to(unpacked)) for p in (unpacked / "moepack").rglob("*") if p.is_file()}
+    assert found == expected
+
+
+def test_the_wheel_works_without_the_repository(unpacked: Path, bundle: Path, tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
+        f"import moepack; assert moepack.__file__.startswith({str(unpacked)!r})\n"
+        f"from moepack.recipe import load_recipe; load_recipe('default')\n"
+        f"print(moepack.load({str(bundle)!r}, policy='static:w4').moepack.policy)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == "static:w4"

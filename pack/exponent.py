@@ -4,7 +4,7 @@ A trained matrix uses few of BF16's 256 exponents, and those unevenly (about 2.6
 mantissa are noise: the exponents are Huffman-coded, the other eight bits stored as they are. DFloat11 (Zhang et al.,
 2025) showed that this holds for LLMs; the layout here differs from theirs so that a GPU warp, SIMD and a plain loop
 all decode it without a search: 32 independent lanes a tile, code lengths of at most 8 bits, escapes patched afterwards.
-FORMAT.md, "Coded matrices", is what this implements; exponent_jit.py is the compiled path, tested against it.
+FORMAT.md, "Coded matrices", is what this implements; exponent_fast.py is the compiled path, tested against it.
 """
 
 from __future__ import annotations

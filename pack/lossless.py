@@ -1,6 +1,6 @@
 """Extents of the lossless version: each matrix through the exponent codec, biases as they are.
 
-FORMAT.md, "Lossless extents". The codec's compiled path is used; exponent.py is its reference.
+FORMAT.md, "Lossless extents". The codec's fast path is used; exponent.py is its reference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def directory_size(matrices: tuple[Matrix, ...]) -> int:
 
 def encode_lossless(matrices: tuple[Matrix, ...], values: Sequence[LosslessMatrix]) -> tuple[Buffer, int]:
     """The extent of one expert, padding included, and its payload in bytes (without padding)."""
-    from . import exponent_jit
+    from . import exponent_fast
 
     directory = np.zeros((len(matrices), 4), "<u4")
     parts: list[tuple[int, Buffer]] = []
@@ -40,7 +40,7 @@ def encode_lossless(matrices: tuple[Matrix, ...], values: Sequence[LosslessMatri
     for i, (m, value) in enumerate(zip(matrices, values, strict=True)):
         if value.weight.shape != (m.rows, m.cols):
             raise ValueError(f"{m.name} is {value.weight.shape}, not {(m.rows, m.cols)}")
-        chunks = [exponent_jit.encode(value.weight)]
+        chunks = [exponent_fast.encode(value.weight)]
         if m.bias:
             if value.bias is None or value.bias.shape != (m.rows,):
                 raise ValueError(f"{m.name} needs a bias of {m.rows} values")
@@ -81,17 +81,23 @@ def directory(matrices: tuple[Matrix, ...], extent: Buffer) -> list[tuple[Buffer
     return out
 
 
-def decode_lossless(matrices: tuple[Matrix, ...], extent: Buffer) -> list[LosslessMatrix]:
+def decode_lossless(
+    matrices: tuple[Matrix, ...], extent: Buffer, out: Sequence[Bf16Bits] | None = None
+) -> list[LosslessMatrix]:
     """The matrices of one extent; biases are views of it.
+
+    Args:
+        matrices: the expert's matrices.
+        extent: its bytes.
+        out: where the weights go, one uint16 array [rows, cols] a matrix; new ones without it.
 
     Raises:
         CodecError: when the extent is not well formed.
     """
-    from . import exponent_jit
+    from . import exponent_fast
 
-    out = []
-    for m, (data, bias) in zip(matrices, directory(matrices, extent), strict=True):
-        weight = np.empty(m.weights, np.uint16)
-        exponent_jit.decode_into(data, weight)
-        out.append(LosslessMatrix(weight.reshape(m.rows, m.cols), bias))
-    return out
+    parts = directory(matrices, extent)
+    room = [np.empty((m.rows, m.cols), np.uint16) for m in matrices] if out is None else out
+    for weight, (data, _) in zip(room, parts, strict=True):
+        exponent_fast.decode_into(data, weight.reshape(-1))
+    return [LosslessMatrix(weight, bias) for weight, (_, bias) in zip(room, parts, strict=True)]

@@ -1,0 +1,172 @@
+"""The exponent codec, fast form: the same bytes as exponent.py, on all cores, straight into the caller's buffer.
+
+The loops are C where installing found a compiler (exponent_native.py), numba's otherwise (exponent_jit.py); both
+release the GIL. This module prepares tables, checks bounds, and shares tiles among threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import TypeVar
+
+import numpy as np
+
+from .errors import CodecError
+from .exponent import ESCAPE, LANES, SYMBOLS, TILE, Bits16, Bytes, Coded, Words, make_code, parse
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+# What the engines answer after 8 * tile.
+_REASONS = ("", "mode or size", "lane lengths", "patches", "code words")
+_GUARD = 9 * TILE // LANES // 32 + 2  # words a lane of a damaged tile could read past the end of the stream
+_SHARE = 64  # tiles a thread takes at least: 1 MiB of weights, some 200 microseconds
+
+
+@functools.cache
+def engine() -> ModuleType:
+    """The module with the compiled loops: C, or numba where the C form is not there."""
+    try:
+        from . import exponent_native
+    except OSError:
+        from . import exponent_jit
+
+        return exponent_jit
+    return exponent_native
+
+
+@functools.cache
+def engine_name() -> str:
+    """What `engine` found, for reports."""
+    module = engine()
+    if module.__name__.endswith("_jit"):
+        return "numba"
+    return "C, AVX-512" if module.level else "C"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_cores(), thread_name_prefix="moepack-codec")
+
+
+def _shares(tiles: int, threads: int | None) -> list[tuple[int, int]]:
+    """Ranges of tiles, one a thread."""
+    count = max(1, min(threads or _cores(), tiles // _SHARE))
+    edges = [tiles * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def encode(bits: Bits16, threads: int | None = None) -> Bytes:
+    """Code BF16 bits, uint16 [n]; the same bytes as `exponent.encode`, whatever the number of threads.
+
+    Args:
+        bits: BF16 weights as they are in memory.
+        threads: how many to use; all cores without it.
+    """
+    bits = np.ascontiguousarray(bits).reshape(-1)
+    shares = _shares(-(-bits.size // TILE), threads)
+    parts = [bits[a * TILE : b * TILE] for a, b in shares]
+    counts = sum(_map(_histogram, parts), np.zeros(256, np.int64))
+    code = make_code(counts)
+    codewords = code.codewords().astype(np.uint16)
+    entry = np.full(256, 1 << 12 | int(codewords[ESCAPE]) << 4 | int(code.length[ESCAPE]), np.uint16)
+    for s in range(SYMBOLS - 2, -1, -1):
+        if code.length[s]:
+            entry[code.exponent[s]] = codewords[s] << np.uint16(4) | np.uint16(code.length[s])
+    shortest = int(np.argmax(code.length == code.length[code.length > 0].min())) if bits.size else 0
+    fill = int(codewords[shortest]) << 4 | int(code.length[shortest])
+    plane = np.empty(bits.size, np.uint8)
+    coded = _map(lambda s: _encode(bits[s[0] * TILE : s[1] * TILE], entry, fill, plane[s[0] * TILE :]), shares)
+    zero = np.zeros(1, np.uint32)
+    tile_start, patch_start = [zero], [zero]
+    for _, _, tile_end, patch_end in coded:
+        tile_start.append(tile_end + tile_start[-1][-1])
+        patch_start.append(patch_end + patch_start[-1][-1])
+    return Coded(
+        bits.size,
+        code,
+        np.concatenate(tile_start),
+        np.concatenate(patch_start),
+        np.concatenate([c[1] for c in coded]),
+        np.concatenate([c[0] for c in coded]),
+        plane,
+    ).to_bytes()
+
+
+def _histogram(bits: Bits16) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    counts = np.zeros(256, np.int64)
+    engine().histogram(bits, counts)
+    return counts
+
+
+def _encode(bits: Bits16, entry: Bits16, fill: int, plane: Bytes) -> tuple[Words, Words, Words, Words]:
+    """Stream, patches, and their ends by tile."""
+    tiles = -(-bits.size // TILE)
+    tile_end, patch_end = np.empty(tiles, np.uint32), np.empty(tiles, np.uint32)
+    # A tile is written in its coded form only where that is smaller than the raw one, patches included. They are noted
+    # before that is known: room for a whole tile of them.
+    stream, patches = np.empty(tiles * (1 + TILE // 4), np.uint32), np.empty(tiles * (1 + TILE // 4) + TILE, np.uint32)
+    engine().encode(bits, entry, np.uint16(fill), stream, tile_end, patch_end, patches, plane[: bits.size])
+    if not tiles:
+        return stream, patches[:0], tile_end, patch_end
+    return stream[: tile_end[-1]], patches[: patch_end[-1]], tile_end, patch_end
+
+
+def decode_into(data: Bytes, out: Bits16, threads: int | None = None) -> None:
+    """Decode a coded matrix into `out`, uint16 [n], contiguous; nothing else of its size is allocated.
+
+    Args:
+        data: exactly the coded matrix.
+        out: where the weights go.
+        threads: how many to use; all cores without it.
+
+    Raises:
+        CodecError: when `data` is not a well-formed coded matrix of out.size weights; `out` is then partly written.
+    """
+    if out.dtype != np.uint16 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError("decode_into needs a contiguous, writeable uint16 array")
+    if not data.flags.c_contiguous or data.ctypes.data % 4:
+        data = data.copy()  # the engines read words
+    coded = parse(data, out.size)
+    stream = coded.stream
+    after = data[len(data) - out.size - 4 * len(stream) :]
+    if len(after) >= 4 * (len(stream) + _GUARD):
+        # What follows the stream (the plane) may be read as code words by a damaged tile, and is then rejected.
+        stream = after[: 4 * (len(stream) + _GUARD)].view("<u4")
+    else:
+        stream = np.concatenate([stream, np.zeros(_GUARD, np.uint32)])
+    table = coded.code.table()
+    length_of, exponent_of = table & 15, coded.code.exponent[table >> 4]
+
+    def part(share: tuple[int, int]) -> int:
+        return int(
+            engine().decode(
+                length_of, exponent_of, coded.tile_start, coded.patch_start, coded.patches, stream, coded.plane, out,
+                *share,
+            )
+        )  # fmt: skip
+
+    for status in _map(part, _shares(coded.tiles, threads)):
+        if status:
+            raise CodecError(f"tile {status // 8}: bad {_REASONS[status % 8]}")
+
+
+def _map(function: Callable[[A], B], items: Sequence[A]) -> list[B]:
+    """`function` of every item, on the threads where there is more than one."""
+    return [function(items[0])] if len(items) == 1 else list(_pool().map(function, items))
+
+
+def decode(data: Bytes, weights: int) -> Bits16:
+    """BF16 bits, uint16 [weights], of a coded matrix."""
+    out = np.empty(weights, np.uint16)
+    decode_into(data, out)
+    return out

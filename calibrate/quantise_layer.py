@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moepack.pack.spec import Version
 from moepack.quantize.grid import Quantised, dequantise
-from moepack.quantize.methods import NEEDS_MOMENTS, fallbacks, method_for, quantise
+from moepack.quantize.methods import NEEDS_MOMENTS, fallbacks, method_for, quantise, quantise_all
 
 from .experts import ExpertWeights, hidden
 from .forward import Observation
@@ -32,7 +32,7 @@ class Settings:
     """How to quantise.
 
     Attributes:
-        method: "gptq", "hqq" or "rtn".
+        method: "gptq", "hqq", "rtn" or "gptqmodel".
         versions: the affine versions wanted.
         min_tokens: an expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 means as many
             as its widest matrix has columns.
@@ -110,8 +110,11 @@ class _Group:
         moments = self._moments() if set(methods.values()) & NEEDS_MOMENTS else (None, None)
         exact = [self._output(i, self._weights(i), t.measure) for i, t in enumerate(self._tokens)]
         results: list[list[ExpertVersion]] = [[] for _ in self._experts]
+        both = [
+            quantise_all(self._settings.method, w, m, tuple(methods)) for w, m in zip(self._batch, moments, strict=True)
+        ]
         for version, method in methods.items():
-            made = self._quantise(method, self._batch, moments, version)
+            made: Pair = (both[0][version], both[1][version])
             names = [method] * len(self._experts)
             if method in NEEDS_MOMENTS:
                 made, names = self._replace_starved(method, made, version)
@@ -150,12 +153,6 @@ class _Group:
     def _hidden(self, index: int, x: Tensor) -> Tensor:
         return hidden(self._module, x, self._batch[0][index], self._biases[index][0])
 
-    @staticmethod
-    def _quantise(
-        method: str, weights: list[Tensor], moments: tuple[Tensor | None, Tensor | None], version: Version
-    ) -> Pair:
-        return quantise(method, weights[0], moments[0], version), quantise(method, weights[1], moments[1], version)
-
     def _replace_starved(self, method: str, made: Pair, version: Version) -> tuple[Pair, list[str]]:
         """For starved experts, take a fallback where it does better on tokens that were not learnt from."""
         starved = [i for i, t in enumerate(self._tokens) if t.starved]
@@ -166,7 +163,7 @@ class _Group:
         best = self._errors(made, exact, {i: i for i in starved}, version)
         few = [batch[starved] for batch in self._batch]
         for candidate in fallbacks(self._settings.method, version):
-            tried = self._quantise(candidate, few, (None, None), version)
+            tried = quantise(candidate, few[0], None, version), quantise(candidate, few[1], None, version)
             errors = self._errors(tried, exact, {i: k for k, i in enumerate(starved)}, version)
             better = torch.zeros(len(names), dtype=torch.bool, device=self._device)
             for i in starved:

@@ -40,7 +40,7 @@ def write_expert(experts: ExpertWeights, expert: int, row: Sequence[Any], writer
 class LossTable:
     """The losses of one layer, for every expert and version; zero for the lossless one."""
 
-    METHODS = ("none", "gptq", "sign", "hqq", "rtn")
+    METHODS = ("none", "gptq", "sign", "hqq", "rtn", "gptqmodel")
 
     def __init__(self, columns: dict[str, int], arrays: dict[str, torch.Tensor], versions: Sequence[Version]) -> None:
         self._columns, self._arrays, self._versions = columns, arrays, versions

@@ -17,7 +17,7 @@ import yaml
 from moepack.pack.errors import InputError
 from moepack.pack.spec import GROUP_SIZES, VERSION_NAMES, Version
 
-METHODS = ("gptq", "hqq", "rtn")
+METHODS = ("gptq", "hqq", "rtn", "gptqmodel")
 
 
 @dataclass(frozen=True, slots=True)

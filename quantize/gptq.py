@@ -1,85 +1,198 @@
-"""GPTQ (Frantar et al., 2022) through the gptqmodel library, one matrix and one width a call.
+"""GPTQ for a batch of experts at several widths at once.
 
-The library is used below its model classes, which know neither fused experts nor second moments made elsewhere: one
-second-moment matrix, injected, serves every width. Widths 4, 3 and 2; it has no one-bit form (`sign` is ours). Its
-codes and zero points are kept as they are, its scales refitted (`refit`).
+One factor of the second moments serves every width, and one loop over the columns every row, every width and every
+expert of the batch. On top of GPTQ as published (Frantar et al., 2022, section 3), each with what it measured:
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
-import os
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import MissingExtraError
 from moepack.pack.spec import Version
 
+from .factor import Factored, factor
 from .grid import Quantised, fix_scale, fix_zero
-from .refit import refit_scales
+from .lanes import Lanes, search, stored_scale
 
-SCALE_SEARCH = 2.0  # norm of the library's scale search; without it, 2-bit output error is 20 to 65 % higher
-DAMP = 0.05  # the library's own default, relative to the mean of the diagonal
+SWEEPS = 2
+_SUB = 16
+BATCH_BYTES = 1 << 28
 
 
-def quantise(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
-    """Quantise float32 [experts, rows, cols]; `moments` are its inputs' mean second moments, [experts, cols, cols]."""
-    parts = [_one(w, m, version) for w, m in zip(weight, moments, strict=True)]
-    made = Quantised(
-        torch.stack([p.codes[0] for p in parts]),
-        torch.stack([p.scale[0] for p in parts]),
-        torch.stack([p.zero[0] for p in parts if p.zero is not None]),
+def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
+    """Quantise a batch of experts at every width.
+
+    Args:
+        weight: float32 [experts, rows, cols].
+        moments: mean second moments of the inputs, float32 [experts, cols, cols].
+        versions: affine versions.
+    """
+    experts, rows, cols = weight.shape
+    made: dict[Version, list[Quantised]] = {v: [] for v in versions}
+    for size in sorted({v.group_size for v in versions}):
+        alike = [v for v in versions if v.group_size == size]
+        step = max(1, BATCH_BYTES // working_bytes(rows, cols, len(alike)))
+        for start in range(0, experts, step):
+            part = _batch(weight[start : start + step], moments[start : start + step], alike, size)
+            for version, q in zip(alike, part, strict=True):
+                made[version].append(q)
+    return {v: _join(parts) for v, parts in made.items()}
+
+
+def working_bytes(rows: int, cols: int, widths: int) -> int:
+    """Bytes in use at once for one expert: four matrices like its moments, its weights twice, errors and codes."""
+    return 4 * 4 * cols * cols + (2 * 4 + widths * (4 + 1)) * rows * cols
+
+
+def _join(parts: list[Quantised]) -> Quantised:
+    zero = [p.zero for p in parts if p.zero is not None]
+    return Quantised(
+        torch.cat([p.codes for p in parts]), torch.cat([p.scale for p in parts]), torch.cat(zero) if zero else None
     )
-    return refit_scales(weight, moments, made, version)
 
 
-def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
-    config_class, gptq_class = _library()
-    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    config = config_class(
-        bits=version.bits,
-        group_size=version.group_size,
-        sym=False,
-        desc_act=False,
-        mse=SCALE_SEARCH,
-        damp_percent=DAMP,
-        offload_to_disk=False,
-    )
-    with _quiet():
-        task = gptq_class(linear, config)
-        task.quantizer.configure(perchannel=True)
-        task.H, task.nsamples = 2 * moments, 1  # it consumes H; its convention is twice the mean of x x^T
-        values, scale, zero, group, *_ = task.quantize()
-    first = group.long()[:: version.group_size]  # groups come in the library's order of columns, we keep the matrix's
-    scale, zero, values = scale[:, first].float(), zero[:, first].float(), values.float()
-    spread = torch.arange(weight.shape[1], device=weight.device) // version.group_size
-    codes = (values / scale[:, spread]).round() + zero[:, spread]
-    codes = codes.clamp(0, (1 << version.bits) - 1).to(torch.uint8)
-    return Quantised(codes[None], fix_scale(scale)[None], fix_zero(zero, version.bits)[None])
+def _batch(weight: Tensor, moments: Tensor, versions: Sequence[Version], group_size: int) -> list[Quantised]:
+    """Experts that are worked on together, at widths that share a group size."""
+    work = Work(weight, factor(moments, group_size), versions, group_size)
+    work.feed_forward()
+    for _ in range(SWEEPS):
+        work.sweep()
+    return work.result(versions)
 
 
-@functools.cache
-def _library() -> tuple[Any, Any]:
-    """The library's classes. Its import prints a banner and sets environment variables: both are undone."""
-    before = dict(os.environ)
-    try:
-        with _quiet():
-            from gptqmodel.quantization.config import QuantizeConfig
-            from gptqmodel.quantization.gptq import GPTQ
-    except ImportError:
-        raise MissingExtraError("gptqmodel", "build") from None
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return QuantizeConfig, GPTQ
+class Work:
+    """The state: codes uint8 and errors float32 [experts, cols, lanes], grids float32 [experts, groups, lanes]."""
 
+    def __init__(self, weight: Tensor, factored: Factored, versions: Sequence[Version], group_size: int) -> None:
+        experts, self._rows, cols = weight.shape
+        largest = weight.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
+        self._unit = 2.0 ** torch.floor(torch.log2(largest))  # by a power of two, so that nothing is rounded
+        self._factored, self._widths = factored, len(versions)
+        turned = [(w / u)[:, o].T for w, u, o in zip(weight, self._unit, factored.order, strict=True)]
+        self.weight = torch.stack(turned).contiguous()
+        self._lanes = Lanes.of(versions, self._rows, weight.device)
+        lanes = len(versions) * self._rows
+        self.error = weight.new_empty(experts, cols, lanes)  # weight less value
+        self.codes = torch.empty(experts, cols, lanes, dtype=torch.uint8, device=weight.device)
+        self._blocks = [(a, min(a + group_size, cols)) for a in range(0, cols, group_size)]
+        self.scale = weight.new_empty(experts, len(self._blocks), lanes)
+        self.zero = weight.new_empty(experts, len(self._blocks), lanes)
 
-@contextlib.contextmanager
-def _quiet() -> Any:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
+    def feed_forward(self) -> None:
+        """GPTQ's loop: each column takes up what the ones before it got wrong, and is rounded."""
+        feed, weight = self._factored.feed, self._factored.weight
+        for g, (start, end) in enumerate(self._blocks):
+            exact = self.weight[:, start:end].repeat(1, 1, self._widths)
+            block = exact.clone()
+            if start:
+                block.baddbmm_(feed[:, :start, start:end].transpose(1, 2), self.error[:, :start])
+            share = weight[:, start:end] / weight[:, start:end].sum(-1, keepdim=True)
+            scale, zero = search(block, share, self._lanes)
+            self.scale[:, g], self.zero[:, g] = scale, zero
+            inverse = 1 / scale
+            exact += (zero * scale)[:, None]
+            codes, error = torch.empty_like(block), self.error[:, start:end]
+            for a in range(0, end - start, _SUB):
+                b = min(a + _SUB, end - start)
+                for k in range(a, b):
+                    code, wrong = codes[:, k], error[:, k]
+                    torch.addcmul(zero, block[:, k], inverse, out=code)
+                    code.round_().clamp_(min=0).clamp_(max=self._lanes.top)
+                    torch.addcmul(exact[:, k], code, scale, value=-1, out=wrong)
+                    if k + 1 < b:
+                        into = feed[:, start + k, start + k + 1 : start + b, None]
+                        block[:, k + 1 : b].addcmul_(into, wrong[:, None])
+                if b < end - start:
+                    into = feed[:, start + a : start + b, start + b : end].transpose(1, 2)
+                    block[:, b:].baddbmm_(into, error[:, a:b])
+            self.codes[:, start:end] = codes
+
+    def sweep(self) -> None:
+        """Once over the groups: the best grid for the codes, then each column's best code, all the rest held fixed."""
+        moments = self._factored.damped
+        inverse_diagonal = 1 / moments.diagonal(dim1=-2, dim2=-1)
+        for g, (start, end) in enumerate(self._blocks):
+            inside = moments[:, start:end, start:end]
+            slope = moments[:, start:end] @ self.error  # minus half the derivative by the values
+            codes, error = self.codes[:, start:end].float(), self.error[:, start:end]
+            self._regrid(g, codes, slope, error, inside)
+            scale, inverse = self.scale[:, g], 1 / self.scale[:, g]
+            slope *= inverse_diagonal[:, start:end, None]
+            inside = inside * inverse_diagonal[:, start:end, None]
+            better, change = torch.empty_like(codes), torch.empty_like(codes)
+            for a in range(0, end - start, _SUB):
+                b = min(a + _SUB, end - start)
+                for k in range(a, b):
+                    code, step = better[:, k], change[:, k]
+                    torch.addcmul(codes[:, k], slope[:, k], inverse, out=code)
+                    code.round_().clamp_(min=0).clamp_(max=self._lanes.top)
+                    torch.sub(codes[:, k], code, out=step).mul_(scale)
+                    if k + 1 < b:
+                        slope[:, k + 1 : b].addcmul_(inside[:, k + 1 : b, k, None], step[:, None])
+                if b < end - start:
+                    slope[:, b:].baddbmm_(inside[:, b:, a:b], change[:, a:b])
+            error += change
+            self.codes[:, start:end] = better
+
+    def _regrid(self, g: int, codes: Tensor, slope: Tensor, error: Tensor, inside: Tensor) -> None:
+        """Move a group to the best scale and zero point for its codes, or the best scale, or leave it.
+
+        Changes `slope` and `error` along. By a change v of the group's values the error grows by
+        v inside v^T - 2 v slope.
+        """
+        scale, zero = self.scale[:, g], self.zero[:, g]
+        ones = inside.sum(-1)[:, None, :]
+        total = ones.sum(-1)
+        product = inside @ codes
+        cc = (codes * product).sum(1)
+        c1 = (ones @ codes)[:, 0]
+        gc, g1 = (codes * slope).sum(1), slope.sum(1)
+        # value = scale * codes - shift; first both free, the zero point rounded, then the scale alone
+        spread = cc * total - c1 * c1
+        free = scale + (gc * total - g1 * c1) / spread
+        shift = scale * zero - (cc * g1 - c1 * gc) / spread
+        moved = torch.where(torch.isfinite(shift / free), shift / free, zero)
+        moved = self._lanes.stored_zero(moved)
+
+        def fitted(z: Tensor) -> tuple[Tensor, Tensor]:
+            """The best scale for a zero point, as stored, and the change of error."""
+            bb = cc - 2 * z * c1 + z * z * total
+            b_old = cc - (z + zero) * c1 + z * zero * total
+            gb = gc - z * g1
+            s = stored_scale((gb + scale * b_old) / bb, scale)
+            old = cc - 2 * zero * c1 + zero * zero * total
+            quadratic = s * s * bb - 2 * s * scale * b_old + scale * scale * old
+            return s, quadratic - 2 * (s * gb - scale * (gc - zero * g1))
+
+        s1, gain1 = fitted(zero)
+        s2, gain2 = fitted(moved)
+        use2 = (gain2 < gain1) & (gain2 < 0)
+        use1 = ~use2 & (gain1 < 0)
+        new = torch.where(use2, s2, torch.where(use1, s1, scale))
+        new_zero = torch.where(use2, moved, zero)
+        step = (new - scale)[:, None]
+        offset = (new * new_zero - scale * zero)[:, None]
+        error -= codes * step - offset
+        slope -= product * step - ones.transpose(1, 2) * offset
+        self.scale[:, g], self.zero[:, g] = new, new_zero
+
+    def result(self, versions: Sequence[Version]) -> list[Quantised]:
+        """Back in the matrix's own order of columns."""
+        place = self._factored.order.argsort(dim=-1)
+        scale = self.scale * self._unit[:, None, None]
+        out = []
+        for i, version in enumerate(versions):
+            lanes = slice(i * self._rows, (i + 1) * self._rows)
+            codes = torch.stack([c[p].T for c, p in zip(self.codes[..., lanes], place, strict=True)])
+            zero = fix_zero(self.zero[..., lanes], version.bits) if version.zero == "stored" else None
+            out.append(
+                Quantised(
+                    codes.contiguous(),
+                    fix_scale(scale[..., lanes]).transpose(1, 2).contiguous(),
+                    None if zero is None else zero.transpose(1, 2).contiguous(),
+                )
+            )
+        return out

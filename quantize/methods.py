@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from moepack.pack.spec import Version
 
-from . import gptq, hqq, rtn, sign
+from . import gptq, gptqmodel_reference, hqq, rtn
 from .grid import Quantised
 
-METHODS = ("gptq", "hqq", "rtn")
-NEEDS_MOMENTS = frozenset({"gptq", "sign"})
+METHODS = ("gptq", "hqq", "rtn", "gptqmodel")
+NEEDS_MOMENTS = frozenset({"gptq", "sign", "gptqmodel"})
 
 
 def method_for(method: str, version: Version) -> str:
@@ -25,19 +27,33 @@ def fallbacks(method: str, version: Version) -> tuple[str, ...]:
     return ("rtn",) if version.bits == 1 else ("rtn", "hqq")
 
 
-def quantise(method: str, weight: Tensor, moments: Tensor | None, version: Version) -> Quantised:
-    """Quantise a batch of matrices.
+def quantise_all(
+    method: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version]
+) -> dict[Version, Quantised]:
+    """Quantise a batch of matrices at several widths; one call for all of them is what makes `gptq` fast.
 
     Args:
-        method: "gptq", "sign", "hqq" or "rtn".
+        method: "gptq" (ours; "sign" is its one-bit form), "gptqmodel" (the library), "hqq" or "rtn".
         weight: float32 [experts, rows, cols].
         moments: mean second moments of the inputs, float32 [experts, cols, cols]; only for methods that need them.
-        version: an affine version.
+        versions: affine versions.
+
+    Returns:
+        One batch a version, in their order.
     """
-    if method in NEEDS_MOMENTS:
-        if moments is None:
-            raise ValueError(f"{method} needs second moments")
-        return gptq.quantise(weight, moments, version) if method == "gptq" else sign.quantise(weight, moments, version)
-    if method not in METHODS:
+    if method not in METHODS and method not in NEEDS_MOMENTS:
         raise ValueError(f"unknown method {method}")
-    return hqq.quantise(weight, version) if method == "hqq" else rtn.quantise(weight, version)
+    if method not in NEEDS_MOMENTS:
+        one = hqq.quantise if method == "hqq" else rtn.quantise
+        return {v: one(weight, v) for v in versions}
+    if moments is None:
+        raise ValueError(f"{method} needs second moments")
+    library = [v for v in versions if method_for(method, v) == "gptqmodel"]
+    made = gptq.quantise_widths(weight, moments, [v for v in versions if v not in library])
+    made |= {v: gptqmodel_reference.quantise(weight, moments, v) for v in library}
+    return {v: made[v] for v in versions}
+
+
+def quantise(method: str, weight: Tensor, moments: Tensor | None, version: Version) -> Quantised:
+    """Quantise a batch of matrices at one width; see `quantise_all`."""
+    return quantise_all(method, weight, moments, (version,))[version]

@@ -208,13 +208,15 @@ def test_starved_experts_take_a_fallback_that_does_better(
     """With a method that ruins everything, starved experts take another; the rest are left with it."""
     from moepack.calibrate import quantise_layer as module_under_test
     from moepack.quantize.grid import Quantised
-    from moepack.quantize.methods import quantise
+    from moepack.quantize.methods import quantise_all
 
-    def ruin(method: str, weight: torch.Tensor, moments: torch.Tensor | None, version: Version) -> Quantised:
-        good = quantise("rtn" if method == "gptq" else method, weight, None, version)
-        return Quantised(good.codes, -good.scale, good.zero) if method == "gptq" else good
+    def ruin(
+        method: str, weight: torch.Tensor, moments: torch.Tensor | None, versions: list[Version]
+    ) -> dict[Version, Quantised]:
+        good = quantise_all("rtn", weight, None, versions)
+        return {v: Quantised(q.codes, -q.scale, q.zero) for v, q in good.items()}
 
-    monkeypatch.setattr(module_under_test, "quantise", ruin)
+    monkeypatch.setattr(module_under_test, "quantise_all", ruin)
     _, experts = stream.split(3, stream.load(3))
     assert experts is not None
     g = torch.Generator().manual_seed(0)

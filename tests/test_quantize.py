@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from moepack.pack.spec import Version
-from moepack.quantize import gptq, refit, rtn, sign
-from moepack.quantize.grid import Quantised, dequantise, fix_scale
-from moepack.quantize.methods import fallbacks, method_for, quantise
+from moepack.quantize import gptq, gptqmodel_reference, rtn
+from moepack.quantize.factor import factor
+from moepack.quantize.grid import Quantised, column_groups, dequantise, fix_scale
+from moepack.quantize.methods import fallbacks, method_for, quantise, quantise_all
 
 WIDTHS = [4, 3, 2, 1]
 
@@ -38,7 +39,7 @@ def output_error(x: Tensor, weight: Tensor, q: Quantised, version: Version) -> f
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("method", ["rtn", "hqq", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "gptqmodel"])
 @pytest.mark.parametrize(("cols", "group_size"), [(192, 64), (100, 64), (33, 32), (24, 128), (288, 128)])
 def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_size: int) -> None:
     """Every method fills the same descriptor, last groups may be partial, and pack dequantises to the same values."""
@@ -89,47 +90,193 @@ def test_gaussian_weight_errors_are_the_known_ones() -> None:
     assert float(error.square().sum() / w.square().sum()) == pytest.approx(1 - 2 / np.pi, rel=0.03)
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
-def test_gptq_beats_rounding_on_held_out_inputs(bits: int) -> None:
-    version, w, x = Version.affine(bits, 64), weights(), inputs()
-    held_out = inputs(seed=2)
-    made = output_error(held_out, w, gptq.quantise(w, moments(x), version), version)
-    assert made < 0.75 * output_error(held_out, w, rtn.quantise(w, version), version)
+# --- our GPTQ
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_refitting_scales_never_hurts_what_it_minimises(bits: int) -> None:
-    version, w, x = Version.affine(bits, 64), weights(), inputs()
-    for start in (rtn.quantise(w, version), quantise("hqq", w, None, version)):
-        better = refit.refit_scales(w, moments(x), start, version)
-        assert torch.equal(better.codes, start.codes)
-        damped = refit.damp(moments(x), refit.DAMP)
-
-        def quadratic(q: Quantised, h: Tensor = damped) -> Tensor:
-            error = w - dequantise(q, version)
-            return ((error @ h) * error).sum(-1)
-
-        assert (quadratic(better) <= quadratic(start) * (1 + 1e-4)).all()
-        assert quadratic(better).sum() < quadratic(start).sum()
+def mean_error(held_out: Tensor, w: Tensor, q: Quantised, version: Version) -> float:
+    """Geometric mean over experts of the relative output error."""
+    values = dequantise(q, version)
+    out = [((held_out[e] @ (w - values)[e].T).square().sum() / (held_out[e] @ w[e].T).square().sum()) for e in range(2)]
+    return float(torch.stack(out).log().mean().exp())
 
 
-def test_refit_keeps_scales_of_groups_without_a_basis() -> None:
-    """A group whose codes all equal its zero point decides nothing: its system is singular and must not spread NaNs."""
-    version = Version.affine(4, 64)
-    q = rtn.quantise(weights(), version)
-    assert q.zero is not None
-    codes = q.codes.clone()
-    codes[0, 0, :64] = q.zero[0, 0, 0] >> 4
-    out = refit.refit_scales(weights(), moments(inputs()), Quantised(codes, q.scale, q.zero), version)
-    assert torch.isfinite(out.scale.float()).all()
+@pytest.mark.parametrize("cols", [192, 200])
+def test_gptq_is_no_worse_than_the_librarys_and_better_at_few_bits(cols: int) -> None:
+    """The bound is 1.02 at every width; measured here 0.77 to 0.83 at 4 bits, 0.72 to 0.79 at 3, 0.6 at 2."""
+    w, x, held_out = weights(2, 64, cols), inputs(2, 4096, cols), inputs(2, 4096, cols, seed=2)
+    versions = [Version.affine(b, 64) for b in (4, 3, 2)]
+    ours = quantise_all("gptq", w, moments(x), versions)
+    theirs = quantise_all("gptqmodel", w, moments(x), versions)
+    for version, most in zip(versions, (0.95, 0.9, 0.75), strict=True):
+        ratio = mean_error(held_out, w, ours[version], version) / mean_error(held_out, w, theirs[version], version)
+        assert ratio < most, (version.name, ratio)
 
 
-def test_one_bit_is_below_half_and_half_of_plain_signs() -> None:
+def test_gptq_beats_rounding_on_held_out_inputs() -> None:
+    w, x, held_out = weights(), inputs(), inputs(seed=2)
+    for version, q in gptq.quantise_widths(w, moments(x), [Version.affine(b, 64) for b in (4, 3, 2)]).items():
+        made = output_error(held_out, w, q, version)
+        assert made < 0.5 * output_error(held_out, w, rtn.quantise(w, version), version)
+
+
+def test_one_bit_is_a_third_of_plain_signs() -> None:
     version, w = Version.affine(1, 64), weights()
-    made = sign.quantise(w, moments(inputs()), version)
     plain = output_error(inputs(seed=2), w, rtn.quantise(w, version), version)
-    ours = output_error(inputs(seed=2), w, made, version)
-    assert ours < 0.5 and ours < plain / 2
+    ours = output_error(inputs(seed=2), w, quantise("sign", w, moments(inputs()), version), version)
+    assert ours < 0.2 and ours < plain / 3
+
+
+def reference_codes(w: Tensor, damped: Tensor, scale: Tensor, zero: Tensor, top: Tensor) -> Tensor:
+    """Algorithm 1 of the GPTQ paper for one matrix, in float64: the inverse's factor, the error fed into the rest.
+
+    Args:
+        w: [rows, cols]; damped: [cols, cols]; scale, zero: [rows, cols]; top: [rows, 1].
+    """
+    inverse = torch.linalg.inv(damped)
+    upper = torch.linalg.cholesky(inverse).T
+    rest, codes = w.clone(), torch.empty_like(w)
+    for j in range(w.shape[1]):
+        code = (rest[:, j] / scale[:, j] + zero[:, j]).round().clamp(min=0)
+        codes[:, j] = torch.minimum(code, top[:, 0])
+        error = (rest[:, j] - scale[:, j] * (codes[:, j] - zero[:, j])) / upper[j, j]
+        rest[:, j:] -= error[:, None] * upper[j, j:]
+    return codes
+
+
+@pytest.mark.parametrize(("cols", "group_size"), [(96, 32), (72, 32), (40, 64)])
+def test_column_loop_against_the_papers_algorithm(cols: int, group_size: int) -> None:
+    """Given the grids that the loop found, the same codes come out of the textbook algorithm in float64."""
+    w, h = weights(2, 16, cols), moments(inputs(2, 400, cols))
+    versions = [Version.affine(b, group_size) for b in WIDTHS]
+    factored = factor(h, group_size)
+    work = gptq.Work(w, factored, versions, group_size)
+    work.feed_forward()
+    group = column_groups(cols, group_size, w.device)
+    top = (2.0 ** torch.tensor(WIDTHS) - 1).repeat_interleave(16)[:, None].double()
+    for e in range(2):
+        lanes = work.weight[e].T.repeat(4, 1).double()
+        scale, zero = (t[e].T.double()[:, group] for t in (work.scale, work.zero))
+        expected = reference_codes(lanes, factored.damped[e].double(), scale, zero, top)
+        got = work.codes[e].T.double()
+        # A weight within 1e-5 of the middle between two codes may fall either way, and those after it with it.
+        assert (got == expected).double().mean() > 0.995
+        same = (got == expected).all(1)
+        assert same.double().mean() > 0.9
+        assert torch.allclose(work.error[e].T.double(), lanes - scale * (got - zero), atol=1e-5)
+
+
+def test_sweeps_never_raise_the_error_they_minimise() -> None:
+    w, h = weights(2, 32, 200), moments(inputs(2, 400, 200))
+    factored = factor(h, 64)
+    work = gptq.Work(w, factored, [Version.affine(b, 64) for b in WIDTHS], 64)
+    work.feed_forward()
+
+    def error() -> Tensor:
+        return ((factored.damped @ work.error) * work.error).sum(1)
+
+    before = first = error()
+    for _ in range(4):
+        work.sweep()
+        after = error()
+        # Rounding in float32; at four bits the errors are differences of numbers a thousand times their size.
+        assert (after <= before * 1.001 + 1e-5).all()
+        before = after
+    assert (before.sum() < 0.9 * first.sum()) and (work.codes.float().amax() <= 15)
+
+
+@pytest.mark.parametrize("cols", [192, 200, 2880])
+def test_a_batch_is_its_experts_and_widths_one_at_a_time(cols: int) -> None:
+    """Batches, widths together and repeats give the same bundle: matrix products may differ in their last bit only."""
+    experts = 3 if cols < 1000 else 2
+    w = weights(experts, 24, cols) * torch.tensor([1.0, 1e-3, 1e3])[:experts, None, None]
+    x = torch.randn(1, 512, cols, generator=torch.Generator().manual_seed(3))
+    h = moments(x).expand(experts, -1, -1) * torch.tensor([1.0, 1e4, 1e-6])[:experts, None, None]
+    h = h + 0.1 * torch.eye(cols) * h.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    versions = [Version.affine(4, 64), Version.affine(2, 128), Version.affine(1, 64)]
+    together = gptq.quantise_widths(w, h, versions)
+    again = gptq.quantise_widths(w, h, versions)
+    for version in versions:
+        q = together[version]
+        assert torch.equal(q.codes, again[version].codes) and torch.equal(q.scale, again[version].scale)
+        for e in range(experts):
+            one = gptq.quantise_widths(w[e : e + 1], h[e : e + 1], [version])[version]
+            assert (one.codes[0] == q.codes[e]).float().mean() > 0.97
+            close = error_by_moments(w[e], h[e], dequantise(one, version)[0])
+            assert error_by_moments(w[e], h[e], dequantise(q, version)[e]) == pytest.approx(close, rel=0.01)
+
+
+def error_by_moments(w: Tensor, h: Tensor, values: Tensor) -> float:
+    return float((((w - values) @ h) * (w - values)).sum() / ((w @ h) * w).sum())
+
+
+def test_experts_are_split_where_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, h = weights(5), moments(inputs(5, 300))
+    versions = [Version.affine(b, 64) for b in WIDTHS]
+    whole = gptq.quantise_widths(w, h, versions)
+    seen: list[int] = []
+
+    class Spy(gptq.Work):
+        def __init__(self, weight: Tensor, *rest: object) -> None:
+            seen.append(len(weight))
+            super().__init__(weight, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gptq, "Work", Spy)
+    monkeypatch.setattr(gptq, "BATCH_BYTES", 2 * gptq.working_bytes(48, 192, 4))
+    parts = gptq.quantise_widths(w, h, versions)
+    assert seen == [2, 2, 1]
+    for v in versions:
+        assert (parts[v].codes == whole[v].codes).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("kind", ["zero", "dead", "one token", "indefinite", "nan", "inf", "huge", "tiny"])
+def test_moments_that_cannot_be_factored_as_they_are(kind: str) -> None:
+    """Whatever the moments, the weights come out about as good as rounded, and a sane neighbour is untouched."""
+    w = weights()
+    good = moments(inputs())
+    h = good.clone()
+    x = inputs()[0]
+    if kind == "zero":
+        h[0] = 0
+    elif kind == "dead":
+        h[0, 10:90] = 0
+        h[0, :, 10:90] = 0
+    elif kind == "one token":
+        h[0] = x[:1].T @ x[:1]
+    elif kind == "indefinite":
+        h[0] = good[0] - 0.5 * good[0].diagonal().mean() * torch.eye(192)
+    elif kind in ("nan", "inf"):
+        h[0, 3, 5] = float(kind)
+    else:
+        h[0] *= 1e30 if kind == "huge" else 1e-36
+    versions = [Version.affine(b, 64) for b in WIDTHS]
+    made, alone = gptq.quantise_widths(w, h, versions), gptq.quantise_widths(w[1:], good[1:], versions)
+    for version in versions:
+        values = dequantise(made[version], version)
+        rounded = dequantise(rtn.quantise(w, version), version)
+        assert torch.isfinite(values).all()
+        error, plain = ((values - w)[0].square().sum(), (rounded - w)[0].square().sum())
+        # Against white inputs: only the moments that say something may cost weights that they do not care for.
+        assert error < plain * (1.1 if kind in ("zero", "nan", "inf") else 12)
+        if kind == "dead":
+            assert (values - w)[0, :, 10:90].square().sum() < 1.5 * (rounded - w)[0, :, 10:90].square().sum()
+        assert (made[version].codes[1] == alone[version].codes[0]).float().mean() > 0.97
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-12, 1e12])
+def test_weights_of_any_size(size: float) -> None:
+    w, h = weights() * size, moments(inputs())
+    w[0, :, :64] = 0  # a group of zeros
+    for version, q in gptq.quantise_widths(w, h, [Version.affine(b, 64) for b in WIDTHS]).items():
+        values = dequantise(q, version)
+        assert torch.isfinite(values).all()
+        if version.bits > 1:
+            assert (values[0, :, :64].abs() <= 0.05 * size).all()
+        if size:
+            a, b = error_by_moments(w[1] / size, h[1], values[1] / size), {4: 0.01, 3: 0.03, 2: 0.1, 1: 0.3}
+            assert a < b[version.bits]
+
+
+# --- the library
 
 
 def test_gptq_through_the_library_is_the_librarys_codes() -> None:
@@ -140,14 +287,35 @@ def test_gptq_through_the_library_is_the_librarys_codes() -> None:
     version, w, h = Version.affine(3, 64), weights(1), moments(inputs(1))
     linear = torch.nn.Linear(192, 48, bias=False)
     linear.weight.data = w[0].clone()
-    options = {"mse": gptq.SCALE_SEARCH, "damp_percent": gptq.DAMP, "offload_to_disk": False}
+    options = {
+        "mse": gptqmodel_reference.SCALE_SEARCH,
+        "damp_percent": gptqmodel_reference.DAMP,
+        "offload_to_disk": False,
+    }
     config = QuantizeConfig(bits=3, group_size=64, sym=False, desc_act=False, **options)
     task = GPTQ(linear, config)
     task.quantizer.configure(perchannel=True)
     task.H, task.nsamples = 2 * h[0], 1
     values, scale, zero, group, *_ = task.quantize()
     codes = (values / scale[:, group.long()]).round() + zero[:, group.long()]
-    assert torch.equal(gptq.quantise(w, h, version).codes[0], codes.to(torch.uint8))
+    made = gptqmodel_reference.quantise(w, h, version)
+    assert torch.equal(made.codes[0], codes.to(torch.uint8))
+    error = (dequantise(made, version)[0] - values).abs() / scale[:, group.long()]
+    assert error.max() <= 7 / 256  # scales are rounded to eight bits, codes go to seven
+
+
+def test_gptq_needs_no_library() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.modules['gptqmodel'] = sys.modules['hqq'] = None\n"
+        "import torch; from moepack.pack.spec import Version; from moepack.quantize.methods import quantise_all\n"
+        "versions = [Version.affine(b, 64) for b in (4, 3, 2, 1)]\n"
+        "print(len(quantise_all('gptq', torch.randn(1, 4, 64), torch.eye(64)[None], versions)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip() == "4", out.stderr
 
 
 def test_importing_gptqmodel_leaves_the_environment(capfd: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +325,7 @@ def test_importing_gptqmodel_leaves_the_environment(capfd: pytest.CaptureFixture
 
     code = (
         "import os; before = dict(os.environ)\n"
-        "from moepack.quantize import gptq; gptq._library()\n"
+        "from moepack.quantize import gptqmodel_reference as m; m._library()\n"
         "assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
@@ -169,6 +337,7 @@ def test_fallbacks_and_method_names() -> None:
     assert method_for("gptq", Version.affine(1, 64)) == "sign" and method_for("gptq", Version.affine(2, 64)) == "gptq"
     assert method_for("hqq", Version.affine(1, 64)) == "hqq"
     assert fallbacks("gptq", Version.affine(2, 64)) == ("rtn", "hqq") and fallbacks("rtn", Version.affine(2, 64)) == ()
+    assert method_for("gptqmodel", Version.affine(1, 64)) == "sign"
     with pytest.raises(ValueError, match="moments"):
         quantise("gptq", weights(), None, Version.affine(4, 64))
     with pytest.raises(ValueError, match="unknown"):

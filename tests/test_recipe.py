@@ -50,7 +50,7 @@ BAD = {
     "versions: [w4, w4]": "each version once",
     "versions: []": "at least one",
     "versions: w4": "must be a list",
-    "quantize: {method: gtpq}": "'gtpq' is not one of gptq, hqq, rtn",
+    "quantize: {method: gtpq}": "'gtpq' is not one of gptq, hqq, rtn, gptqmodel",
     "quantize: {group_size: 48}": "48 is not one of 128, 64, 32",
     "quantize: {group_size: {w4: 7}}": "group_size.w4: 7 is not",
     "quantize: {group_size: {w9: 64}}": "unknown key 'w9'",

@@ -1,0 +1,82 @@
+"""Second moments to what the engine computes with: an order of the columns, damped moments and their factor.
+
+Whatever the moments are (columns that no input reached, all zeros, not positive definite, not numbers), a factor comes
+out. Knows nothing of widths or grids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of the mean diagonal. 0.005 to 0.1 measure within 3 % of one another at 4 to 2 bits; one bit wants 0.02 or more.
+DAMP = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Factored:
+    """A batch of damped second moments H, their mean diagonal 1, columns in the order they are quantised in.
+
+    Attributes:
+        order: int64 [experts, cols], the matrix's column at each place.
+        damped: float32 [experts, cols, cols], H.
+        feed: float32 [experts, cols, cols], unit upper triangular: M over its diagonal, for H = M M^T with M upper.
+        weight: float32 [experts, cols], M's diagonal squared: what a column's error costs once the columns to come
+            have taken up what they can.
+    """
+
+    order: Tensor
+    damped: Tensor
+    feed: Tensor
+    weight: Tensor
+
+
+def factor(moments: Tensor, group_size: int) -> Factored:
+    """Order, damp and factor mean second moments, float32 [experts, cols, cols].
+
+    Within its group, the column that carries most goes first, while most columns are left to make up for its error.
+    Groups stay where they are, so the order is nowhere stored and costs nothing at run time. Measured: 8 % less error
+    on trained experts of 256 by 256, 20 % on generated ones; the order of groups changes nothing.
+
+    The error of a row, (w - q) H (w - q)^T, is |(w - q) M|^2, and column j of (w - q) M is M_jj times column j of w - q
+    plus what the columns before it feed forward (the form of LDLQ, Chee et al., 2023, which equals GPTQ's): one
+    Cholesky factor, and no inverse.
+    """
+    moments = _unit(moments)
+    order = _order(moments.diagonal(dim1=-2, dim2=-1), group_size)
+    moments = torch.stack([m[o[:, None], o] for m, o in zip(moments, order, strict=True)])
+    damped = moments.clone()
+    amount = torch.full_like(moments[:, 0, 0], DAMP)
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal += amount[:, None]
+    lower, info = torch.linalg.cholesky_ex(damped.flip(-1, -2))
+    while bool((info != 0).any()):  # not positive definite: ten times the damping for those, until it is
+        amount = torch.where(info != 0, amount * 10, amount)
+        diagonal.copy_(moments.diagonal(dim1=-2, dim2=-1) + amount[:, None])
+        lower, info = torch.linalg.cholesky_ex(damped.flip(-1, -2))
+    upper = lower.flip(-1, -2)
+    pivots = upper.diagonal(dim1=-2, dim2=-1)
+    return Factored(order, damped, upper / pivots[:, None, :], pivots.square())
+
+
+def _unit(moments: Tensor) -> Tensor:
+    """Moments with mean diagonal 1; the identity where they are no numbers or say nothing."""
+    mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)
+    # The sum of all is a number only where all are (a sum beyond float32 is as useless).
+    good = (mean > torch.finfo(torch.float32).tiny) & torch.isfinite(mean) & torch.isfinite(moments.sum((1, 2)))
+    eye = torch.eye(moments.shape[-1], device=moments.device)
+    scaled = moments / torch.where(good, mean, 1.0)[:, None, None]
+    # A mean that small or large beside its entries means rubbish: bounded, damping can still make it definite.
+    return torch.where(good[:, None, None], scaled, eye).clamp(-1e6, 1e6)
+
+
+def _order(diagonal: Tensor, group_size: int) -> Tensor:
+    """Columns by falling diagonal within their groups."""
+    cols = diagonal.shape[-1]
+    padded = torch.nn.functional.pad(diagonal, (0, -cols % group_size), value=-torch.inf)
+    place = padded.unflatten(-1, (-1, group_size)).argsort(dim=-1, descending=True, stable=True)
+    first = torch.arange(0, cols, group_size, device=diagonal.device)
+    order: Tensor = (place + first[:, None]).flatten(1)[:, :cols]
+    return order

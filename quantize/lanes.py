@@ -1,0 +1,141 @@
+"""Lanes: the rows of a matrix at several widths, side by side, and the search for a group's grids.
+
+The engine works on transposed matrices [experts, cols, lanes]: one column of weights is one contiguous run of memory,
+and a lane is one row at one width, so that a step along the columns serves all rows and all widths at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moepack.pack.spec import Version
+
+from .grid import fix_scale
+
+STARTS = (1.0, 0.9, 0.8, 0.7, 0.6)
+ROUNDS = 3
+_CHUNK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a core's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What is constant along a lane.
+
+    Attributes:
+        top: float32 [lanes], the largest code.
+        unit: float32 [lanes], steps of a stored zero point in one code.
+        midpoint: bool [lanes], where the zero point is the middle of the codes; None where it is nowhere.
+    """
+
+    top: Tensor
+    unit: Tensor
+    midpoint: Tensor | None
+
+    @staticmethod
+    def of(versions: Sequence[Version], rows: int, device: torch.device) -> Lanes:
+        """Lanes of a matrix's rows, version after version."""
+        bits = torch.tensor([v.bits for v in versions], dtype=torch.float32, device=device).repeat_interleave(rows)
+        middle = torch.tensor([v.zero == "midpoint" for v in versions], device=device).repeat_interleave(rows)
+        has = any(v.zero == "midpoint" for v in versions)
+        return Lanes(2.0**bits - 1, 2.0 ** (8 - bits), middle if has else None)
+
+    def part(self, start: int, end: int) -> Lanes:
+        """Some of them."""
+        middle = None if self.midpoint is None else self.midpoint[start:end]
+        return Lanes(self.top[start:end], self.unit[start:end], middle)
+
+    def stored_zero(self, zero: Tensor) -> Tensor:
+        """Zero points [..., lanes] as their stored form reads, in codes."""
+        stored = (zero * self.unit).round_().clamp_(0, 255).div_(self.unit)
+        return stored if self.midpoint is None else torch.where(self.midpoint, self.top / 2, stored)
+
+
+def stored_scale(scale: Tensor, other: Tensor) -> Tensor:
+    """Scales as their stored form reads, float32; `other` where they are no numbers."""
+    return fix_scale(torch.where(torch.isfinite(scale), scale, other)).float()
+
+
+def search(block: Tensor, weight: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of one group, as stored, of least squared error weighted by column.
+
+    Args:
+        block: float32 [experts, group_size, lanes].
+        weight: float32 [experts, group_size], summing to 1.
+        lanes: what the lanes are.
+
+    Returns:
+        scale, zero (in codes): float32 [experts, lanes].
+    """
+    count = block.shape[-1]
+    step = count if block.is_cuda else max(1, _CHUNK // (block.shape[0] * block.shape[1]))
+    parts = []
+    for a in range(0, count, step):
+        b = min(a + step, count)
+        parts.append(_Search(block[..., a:b], weight, lanes.part(a, b)).run())
+    return torch.cat([p[0] for p in parts], dim=-1), torch.cat([p[1] for p in parts], dim=-1)
+
+
+class _Search:
+    """Some lanes of a group, and the moments of their weights."""
+
+    def __init__(self, block: Tensor, weight: Tensor, lanes: Lanes) -> None:
+        self._block, self._lanes = block, lanes
+        self._share = weight[:, None, :]
+        self._low, self._high = block.amin(1).clamp_(max=0), block.amax(1).clamp_(min=0)
+        self._range = (self._high - self._low) / lanes.top
+        self._weighted = block * weight[..., None]
+        self._mean = self._weighted.sum(1)
+        self._codes = torch.empty_like(block)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        best: tuple[Tensor, ...] = ()
+        for start in STARTS:
+            best = _better(best, self._measure(*self._start(start)))
+        at = best
+        for _ in range(ROUNDS):
+            at = self._measure(*self._fit(*at))
+            best = _better(best, at)
+        return best[1], best[2]
+
+    def _start(self, share: float) -> tuple[Tensor, Tensor]:
+        """The grid over a share of the group's range; for one bit, the mean magnitude."""
+        scale = self._range * share
+        zero = torch.nan_to_num(self._low * share / -scale)
+        if self._lanes.midpoint is not None:
+            scale = torch.where(self._lanes.midpoint, 2 * (self._share @ self._block.abs())[:, 0], scale)
+        return stored_scale(scale, self._range), self._lanes.stored_zero(zero)
+
+    def _measure(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, ...]:
+        """Error (less a constant), scale, zero, and the codes' sums: c, x c and c c."""
+        codes = torch.addcmul(zero[:, None], self._block, (1 / scale)[:, None], out=self._codes)
+        codes.round_().clamp_(min=0).clamp_(max=self._lanes.top)
+        c = (self._share @ codes)[:, 0]
+        xc = (self._weighted * codes).sum(1)
+        cc = (self._share @ codes.square_())[:, 0]
+        error = scale * (scale * (cc - zero * (2 * c - zero)) - 2 * (xc - zero * self._mean))
+        return error, scale, zero, c, xc, cc
+
+    def _fit(self, _: Tensor, scale: Tensor, zero: Tensor, c: Tensor, xc: Tensor, cc: Tensor) -> tuple[Tensor, Tensor]:
+        """The least-squares grid for the codes, where there is one."""
+        slope = (xc - c * self._mean) / (cc - c * c)
+        offset = c - self._mean / slope
+        if self._lanes.midpoint is not None:
+            middle = (xc - zero * self._mean) / (cc - zero * (2 * c - zero))
+            slope = torch.where(self._lanes.midpoint, middle, slope)
+        good = (slope > 0) & torch.isfinite(slope) & torch.isfinite(offset)
+        return (
+            stored_scale(torch.where(good, slope, scale), scale),
+            self._lanes.stored_zero(torch.where(good, offset, zero)),
+        )
+
+
+def _better(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The one of less error, lane by lane."""
+    if not old:
+        return new
+    less = new[0] < old[0]
+    return tuple(torch.where(less, n, o) for n, o in zip(new, old, strict=True))

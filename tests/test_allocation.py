@@ -1,0 +1,150 @@
+"""Allocators: against brute force on small cases, exact where they promise it, never past the budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepack.runtime.allocation import BudgetError, greedy, hull, milp, spent, uniform
+from moepack.runtime.allocation_prefix import prefill_importance, prefix_split
+
+Case = tuple[list[list[float]], list[list[float]], float]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Up to five experts with up to four versions each, in whole pages, and a budget that can be met."""
+    versions = draw(st.integers(1, 4))
+    row = st.lists(st.integers(1, 20), min_size=versions, max_size=versions)
+    sizes = [[4096.0 * s for s in r] for r in draw(st.lists(row, min_size=1, max_size=5))]
+    loss = st.lists(st.integers(0, 1000), min_size=versions, max_size=versions)
+    losses = [[x / 8 for x in draw(loss)] for _ in sizes]
+    least, most = sum(min(r) for r in sizes), sum(max(r) for r in sizes)
+    return sizes, losses, draw(st.integers(int(least), int(most) + 4096))
+
+
+def brute_force(sizes: list[list[float]], losses: list[list[float]], budget: float) -> float:
+    choices = itertools.product(*(range(len(row)) for row in sizes))
+    return min(spent(losses, c) for c in choices if spent(sizes, c) <= budget)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases())
+def test_milp_is_the_best_of_all(case: Case) -> None:
+    sizes, losses, budget = case
+    chosen = milp(sizes, losses, budget)
+    assert spent(sizes, chosen) <= budget
+    assert spent(losses, chosen) == brute_force(sizes, losses, budget)
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases())
+def test_greedy_is_within_one_upgrade_of_the_best(case: Case) -> None:
+    sizes, losses, budget = case
+    chosen = greedy(sizes, losses, budget)
+    assert spent(sizes, chosen) <= budget
+    upgrades = [
+        loss[a] - loss[b]
+        for size, loss in zip(sizes, losses, strict=True)
+        for a, b in itertools.pairwise(hull(size, loss))
+    ]
+    best = brute_force(sizes, losses, budget)
+    assert best <= spent(losses, chosen) <= best + max(upgrades, default=0.0) + 1e-9
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 40), st.integers(2, 5), st.data())
+def test_uniform_is_two_neighbours_and_uses_the_budget_up(experts: int, versions: int, data: st.DataObject) -> None:
+    steps = data.draw(st.lists(st.integers(1, 9), min_size=versions, max_size=versions))
+    row = [float(s) for s in reversed(list(itertools.accumulate(steps)))]
+    sizes = [row] * experts
+    budget = data.draw(st.integers(int(row[-1] * experts), int(row[0] * experts) + 3))
+    chosen = uniform(sizes, budget)
+    assert spent(sizes, chosen) <= budget and chosen == uniform(sizes, budget)
+    base = max(chosen)
+    assert set(chosen) <= {base, base - 1}
+    if set(chosen) != {0}:
+        assert spent(sizes, chosen) + row[base - 1] - row[base] > budget  # not one more would fit
+
+
+def test_uniform_spreads_the_wider_version() -> None:
+    sizes = [[3.0, 2.0]] * 16
+    chosen = uniform(sizes, 2 * 16 + 8)
+    assert chosen.count(0) == 8
+    assert all(chosen[i : i + 4].count(0) == 2 for i in range(0, 16, 4))
+    assert uniform(sizes, 32) == [1] * 16 and uniform(sizes, 48) == [0] * 16
+
+
+def split_by_brute_force(importance: list[float], losses: list[list[float]], increments: int) -> float:
+    """The greatest gain of all assignments whose widths fall with the importance and spend every increment."""
+    order = sorted(range(len(importance)), key=lambda e: -importance[e])
+    best = -math.inf
+    for widths in itertools.product((1, 2, 3, 4), repeat=len(order)):
+        if list(widths) == sorted(widths, reverse=True) and sum(widths) - len(order) == increments:
+            best = max(best, sum(losses[e][0] - losses[e][b - 1] for e, b in zip(order, widths, strict=True)))
+    return best
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_prefix_split_is_the_best_prefix(data: st.DataObject) -> None:
+    """context-aware-cxl-ndp, section 4.2, against every assignment with its structure and its budget."""
+    count = data.draw(st.integers(1, 6))
+    importance = data.draw(st.lists(st.integers(0, 5).map(float), min_size=count, max_size=count))
+    row = st.lists(st.integers(0, 100).map(float), min_size=4, max_size=4)  # not always falling with the width
+    losses = data.draw(st.lists(row, min_size=count, max_size=count))
+    increments = data.draw(st.integers(0, 3 * count))
+    widths = prefix_split(importance, losses, 1 + increments / count)
+    assert sum(widths) - count == increments
+    order = sorted(range(count), key=lambda e: -importance[e])
+    assert [widths[e] for e in order] == sorted(widths, reverse=True)
+    gain = sum(losses[e][0] - losses[e][b - 1] for e, b in enumerate(widths))
+    assert gain == split_by_brute_force(importance, losses, increments)
+
+
+def test_prefix_split_by_hand() -> None:
+    """Four experts at 2.5 bits have six increments: two at 4 bits, or one at 4, one at 3, one at 2, or 3, 3, 2, 2."""
+    even = [[8.0, 4.0, 2.0, 1.0]] * 4
+    assert prefix_split([0.1, 0.4, 0.3, 0.2], even, 2.5) == [2, 3, 3, 2]
+    steep = [[8.0, 7.0, 6.0, 0.0]] * 4
+    assert prefix_split([0.1, 0.4, 0.3, 0.2], steep, 2.5) == [1, 4, 4, 1]
+    assert prefix_split([1.0, 1.0, 1.0], even[:3], 2.5) == [3, 2, 2]  # 4.5 increments are 4
+    for average in (0.5, 4.5):
+        with pytest.raises(ValueError, match="not from 1 to 4"):
+            prefix_split([1.0], even[:1], average)
+
+
+def test_importance_is_the_mean_of_two_shares() -> None:
+    assert prefill_importance([3, 1], [1.0, 1.0]) == [0.625, 0.375]
+    assert prefill_importance([3, 1], [1.0, 3.0], alpha=1.0) == [0.75, 0.25]
+    assert prefill_importance([0, 0], [0.0, 0.0]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("method", [greedy, milp, lambda sizes, losses, budget: uniform(sizes, budget)])
+def test_a_budget_that_cannot_be_met_says_what_would_do(method: object) -> None:
+    sizes, losses = [[8.0, 4.0], [9.0, 5.0]], [[0.0, 1.0], [0.0, 1.0]]
+    with pytest.raises(BudgetError, match="the smallest versions take 9 bytes, the budget is 8") as error:
+        method(sizes, losses, 8.9 - 0.6)  # type: ignore[operator]
+    assert error.value.least == 9
+    assert method(sizes, losses, 9) == [1, 1]  # type: ignore[operator]
+
+
+def test_milp_with_a_thousand_experts() -> None:
+    """A thousand experts of a real shape at five widths: within the budget, at or below greedy, the same every time."""
+    import random
+
+    rng = random.Random(0)
+    sizes = [[3198976.0, 2412544.0, 1826816.0, 1241088.0, 626688.0]] * 1024
+    losses = []
+    for _ in sizes:
+        scale = math.exp(rng.gauss(0, 1.5))
+        losses.append([0.0] + [scale * x * rng.uniform(0.8, 1.2) for x in (0.004, 0.015, 0.06, 0.4)])
+    budget = 1024 * 1.5e6
+    chosen = milp(sizes, losses, budget)
+    assert spent(sizes, chosen) <= budget
+    assert spent(losses, chosen) <= spent(losses, greedy(sizes, losses, budget))
+    assert chosen == milp(sizes, losses, budget)

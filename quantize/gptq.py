@@ -1,7 +1,21 @@
-"""GPTQ for a batch of experts at several widths at once.
+"""GPTQ for a batch of experts at several widths at once: what recipe method `gptq` runs.
 
-One factor of the second moments serves every width, and one loop over the columns every row, every width and every
-expert of the batch. On top of GPTQ as published (Frantar et al., 2022, section 3), each with what it measured:
+One factor of the second moments serves every width, and one loop over the columns every row, width and expert of a
+batch. What it adds to GPTQ (Frantar et al., 2022, section 3), with its gain in output error at 4 / 3 / 2 / 1 bits on
+held-out tokens of trained experts (256 by 256 and 128, groups of 64; the library's own 0.00087, 0.00375, 0.0195, and
+0.207 for signs times the mean magnitude):
+
+- Grids that minimise the error the factor predicts (`lanes`), zero points to a 16th (4 bits) to 64th (2 bits) of a
+  code, and stored values in the loop: 0.00085, 0.00351, 0.0151, 0.088.
+- In its group, the column that carries most goes first (`factor`): 8 % less.
+- Then two sweeps of coordinate descent: over the groups, each group's scale and zero point by least squares, then each
+  column's best code, everything else held fixed. 0.00067, 0.00276, 0.0115, 0.059; a third sweep gains 1 to 3 %, more
+  than the joint least-squares fit of all of a row's scales that it replaces.
+
+Tried and left out: quantising again on the fitted grids without descent (1 %), the order of whole groups (none).
+
+Time, one core at 180 GFLOP/s, gate_up of Qwen3-30B-A3B (1,536 by 2,048), three widths: the products need
+cols^3 / 3 + widths * rows * cols^2 * (1 + 2 * sweeps) = 100 GFLOP, 0.55 s; measured 1.0 s.
 """
 
 from __future__ import annotations
@@ -18,8 +32,10 @@ from .grid import Quantised, fix_scale, fix_zero
 from .lanes import Lanes, search, stored_scale
 
 SWEEPS = 2
-_SUB = 16
-BATCH_BYTES = 1 << 28
+_SUB = 16  # columns whose errors are handed on one by one; further ones get them by matrix product, 16 at a time
+# Memory for the experts worked on together. On a CPU, small experts gain a third from batches of about eight, and
+# those of 2,048 columns lose a little by any.
+BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
 
 
 def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
@@ -27,14 +43,19 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
 
     Args:
         weight: float32 [experts, rows, cols].
-        moments: mean second moments of the inputs, float32 [experts, cols, cols].
-        versions: affine versions.
+        moments: mean second moments of the inputs, float32 [experts, cols, cols]. Any will do: what no input
+            reached, or what is no number, is quantised as if its inputs were white.
+        versions: affine versions; those that share a group size share all the work.
+
+    Returns:
+        One batch a version, on the device of `weight`. Deterministic; an expert's codes do not depend on its batch,
+        but for weights halfway between two codes.
     """
     experts, rows, cols = weight.shape
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
     for size in sorted({v.group_size for v in versions}):
         alike = [v for v in versions if v.group_size == size]
-        step = max(1, BATCH_BYTES // working_bytes(rows, cols, len(alike)))
+        step = max(1, BATCH_BYTES.get(weight.device.type, 1 << 30) // working_bytes(rows, cols, len(alike)))
         for start in range(0, experts, step):
             part = _batch(weight[start : start + step], moments[start : start + step], alike, size)
             for version, q in zip(alike, part, strict=True):

@@ -221,7 +221,7 @@ def test_experts_are_split_where_memory_is_bounded(monkeypatch: pytest.MonkeyPat
             super().__init__(weight, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gptq, "Work", Spy)
-    monkeypatch.setattr(gptq, "BATCH_BYTES", 2 * gptq.working_bytes(48, 192, 4))
+    monkeypatch.setattr(gptq, "BATCH_BYTES", {"cpu": 2 * gptq.working_bytes(48, 192, 4)})
     parts = gptq.quantise_widths(w, h, versions)
     assert seen == [2, 2, 1]
     for v in versions:

@@ -13,13 +13,14 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
-from moepack.pack.spec import ExpertLayer, Matrix, Version, affine_payload, expert_file
+from moepack.pack.spec import ExpertLayer, Matrix, Version, expert_file, extent_name
 from moepack.pack.writer import BundleWriter
 
+from .allocate import LayerCosts, allocate
 from .card import model_card
 from .pieces import run_record
 from .progress import Reporter
-from .recipe import Recipe, parse_recipe
+from .recipe import Allocate, Recipe, parse_recipe
 from .work import WorkDirectory
 
 SHARD = 4 << 30  # bytes of dense tensors in one file, at the most
@@ -61,7 +62,8 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
                 writer.adopt(expert_file(version.name, layer.index), source, entries[layer.index][version.name])
         _config(Path(record["checkpoint"]), writer)
         methods = _methods(work, layers)
-        allocation = _allocation(work, layers, versions, entries, quantised["average_bits"])
+        how = quantised["allocation"]
+        allocation = None if how is None else _allocation(work, layers, versions, Allocate(**how))
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,
@@ -188,53 +190,31 @@ def _methods(work: WorkDirectory, layers: Sequence[ExpertLayer]) -> dict[str, di
     return {v: dict(sorted(c.items())) for v, c in out.items() if c}
 
 
-def check_average_bits(recipe: Recipe, layers: Sequence[ExpertLayer]) -> None:
-    """Refuse, before any work is done, an average that even the smallest version passes."""
-    affine = [v for v in recipe.version_specs() if not v.is_lossless]
-    if recipe.average_bits is None or not affine:
-        return
-    smallest = sum(x.experts * min(affine_payload(x.matrices, v) for v in affine) for x in layers)
-    least = 8 * smallest / sum(x.experts * x.expert_weights for x in layers)
-    if recipe.average_bits < least:
-        message = f"cannot be met: the smallest version takes {least:.3f} bits a weight"
-        raise InputError(f"average_bits {recipe.average_bits} {message}")
-
-
 def _allocation(
-    work: WorkDirectory,
-    layers: Sequence[ExpertLayer],
-    versions: Sequence[Version],
-    entries: Mapping[int, Mapping[str, ExpertFileEntry]],
-    average_bits: float | None,
-) -> Allocation | None:
-    """The recipe's allocation: least expected error (tokens x gated loss) at an average of so many bits a weight."""
-    if average_bits is None:
-        return None
-    from moepack.runtime.allocation import greedy
-
-    sizes: list[list[float]] = []
-    losses: list[list[float]] = []
+    work: WorkDirectory, layers: Sequence[ExpertLayer], versions: Sequence[Version], how: Allocate
+) -> Allocation:
+    """The map that the recipe asks for."""
+    costs = []
     for layer in layers:
-        table, _ = _table(work, layer, "quantize", "losses.safetensors")
-        tokens = _table(work, layer, "calibrate", "statistics.safetensors")[0]["tokens"]
-        size = [entries[layer.index][v.name].payload / layer.experts for v in versions]
-        sizes += [size] * layer.experts
-        losses += [[float(t * x) for x in row] for t, row in zip(tokens, table["gated"], strict=True)]
-    weights = sum(layer.experts * layer.expert_weights for layer in layers)
-    try:
-        chosen = greedy(sizes, losses, average_bits / 8 * weights)
-    except ValueError as error:
-        raise InputError(f"average_bits {average_bits} cannot be met: {error}") from None
-    names = iter(versions[v].name for v in chosen)
-    table_of_names = tuple(tuple(next(names) for _ in range(layer.experts)) for layer in layers)
-    return Allocation(f"greedy at {average_bits} bits", table_of_names)
+        tables, meta = _table(work, layer, "quantize", "losses.safetensors")
+        tables |= _table(work, layer, "calibrate", "statistics.safetensors")[0]
+        columns = [_extents(work.piece("quantize", layer.index, f"{v.name}.safetensors"), layer) for v in versions]
+        sizes = [list(row) for row in zip(*columns, strict=True)]
+        costs.append(LayerCosts.of(tables, meta["versions"].split(","), versions, sizes))
+    return Allocation(str(how), allocate(how, layers, versions, costs))
+
+
+def _extents(path: Path, layer: ExpertLayer) -> list[float]:
+    """Bytes of the extents of a layer file, padding included."""
+    tensors = read_header(path).tensors
+    return [float(tensors[extent_name(e)].end - tensors[extent_name(e)].begin) for e in range(layer.experts)]
 
 
 def _provenance(
     work: WorkDirectory, record: Mapping[str, Any], recipe: Recipe, quantised: Mapping[str, Any]
 ) -> dict[str, Any]:
     tools = {"python": platform.python_version()}
-    for package in ("moepack", "torch", "transformers", "gptqmodel", "hqq"):
+    for package in ("moepack", "torch", "transformers", "gptqmodel", "hqq", "scipy"):
         try:
             tools[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

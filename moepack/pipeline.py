@@ -20,7 +20,8 @@ from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.writer import check_target
 
 from . import __version__
-from .assemble import Report, assemble, check_average_bits
+from .allocate import check_allocation
+from .assemble import Report, assemble
 from .memory import bound_kernel_caches, give_back
 from .pieces import LossTable, load_hidden, load_observation, run_record, save, write_expert
 from .progress import Reporter
@@ -224,15 +225,16 @@ class Run:
 
     def _begin_quantize(self, fresh: bool) -> None:
         q = self._recipe.quantize
-        check_average_bits(self._recipe, list(self._stream.expert_layers.values()))
+        how, versions = self._recipe.allocation, self._recipe.version_specs()
+        check_allocation(how, list(self._stream.expert_layers.values()), versions)
         self._work.begin(
             "quantize",
             {
-                "versions": [asdict(v) for v in self._recipe.version_specs()],
+                "versions": [asdict(v) for v in versions],
                 "method": q.method,
                 "min_tokens": q.min_tokens,
                 "loss_tokens": q.loss_tokens,
-                "average_bits": self._recipe.average_bits,
+                "allocation": None if how is None else asdict(how),
             },
             fresh,
         )

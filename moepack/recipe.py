@@ -19,6 +19,10 @@ from moepack.pack.spec import GROUP_SIZES, VERSION_NAMES, Version
 
 METHODS = ("gptq", "hqq", "rtn", "gptqmodel")
 
+ALLOCATORS = ("milp", "greedy", "prefix_split", "uniform")
+WEIGHTED = ("milp", "greedy")  # the allocators that read a weighted loss
+WEIGHTS = ("gates", "tokens", "none")
+
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
@@ -43,13 +47,32 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class Allocate:
+    """Which version each expert gets in the bundle's own map; see `moepack.allocate.allocate`.
+
+    Attributes:
+        average_bits: bytes of all extents, with tables and padding, as bits an expert weight.
+        method: "milp", "greedy", "prefix_split" or "uniform".
+        weight: of the losses, for the first two: "gates", "tokens" or "none" (`moepack.allocate.expected_losses`).
+    """
+
+    average_bits: float
+    method: str = "milp"
+    weight: str = "gates"
+
+    def __str__(self) -> str:
+        weighted = f", losses weighted by {self.weight}" if self.method in WEIGHTED else ""
+        return f"{self.method} at {self.average_bits:g} bits{weighted}"
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """A validated recipe, and the text it came from."""
 
     versions: tuple[str, ...] = VERSION_NAMES
     quantize: Quantize = field(default_factory=Quantize)
     calibration: Calibration = field(default_factory=Calibration)
-    average_bits: float | None = None
+    allocation: Allocate | None = None
     text: str = ""
 
     def version_specs(self) -> tuple[Version, ...]:
@@ -93,7 +116,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-    top = _mapping(where, {} if document is None else document, ["versions", "quantize", "calibration", "average_bits"])
+    top = _mapping(where, {} if document is None else document, ["versions", "quantize", "calibration", "allocation"])
     versions = tuple(_list(f"{where}: versions", top.get("versions", list(VERSION_NAMES)), VERSION_NAMES))
     if not versions or len(set(versions)) != len(versions):
         raise InputError(f"{where}: versions: name each version once, and at least one")
@@ -122,10 +145,21 @@ def parse_recipe(text: str, where: str) -> Recipe:
         _integer(f"{at}.seed", c.get("seed", 0), 0),
         _choice(f"{at}.dtype", c.get("dtype", "bfloat16"), ("bfloat16", "float32")),
     )
-    bits = top.get("average_bits")
-    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 16):
-        raise InputError(f"{where}: average_bits: {bits!r} is not a number from 1 to 16")
-    return Recipe(versions, quantize, calibration, bits, text)
+    allocation = _allocation(f"{where}: allocation", top["allocation"], versions) if "allocation" in top else None
+    return Recipe(versions, quantize, calibration, allocation, text)
+
+
+def _allocation(at: str, value: Any, versions: Sequence[str]) -> Allocate:
+    a = _mapping(at, value, [f.name for f in fields(Allocate)])
+    bits = a.get("average_bits")
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 20:
+        raise InputError(f"{at}.average_bits: {bits!r} is not a number from 1 to 20")
+    method = _choice(f"{at}.method", a.get("method", "milp"), ALLOCATORS)
+    if method == "prefix_split" and not {"w4", "w3", "w2", "w1"} <= set(versions):
+        raise InputError(f"{at}.method: prefix_split needs the versions w4, w3, w2 and w1")
+    if method not in WEIGHTED and "weight" in a:
+        raise InputError(f"{at}.weight: {method} reads no weighted loss: leave weight out")
+    return Allocate(bits, method, _choice(f"{at}.weight", a.get("weight", "gates"), WEIGHTS))
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
 
 from moepack.pipeline import build
 from moepack.recipe import parse_recipe
@@ -17,7 +22,7 @@ QUICK = """
 versions: [bf16, w4, w3, w2, w1]
 quantize: {method: rtn, group_size: 64, loss_tokens: 256}
 calibration: {samples: 16, length: 128, batch_size: 8}
-average_bits: 3
+allocation: {average_bits: 3}
 """
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepack.allocate import LayerCosts, allocate, bundle_costs, calibrated_importance, expected_losses, total_bytes
+from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import affine_extent_size
+from moepack.recipe import ALLOCATORS, Allocate
 from moepack.runtime.allocation import BudgetError, greedy, hull, milp, spent, uniform
 from moepack.runtime.allocation_prefix import prefill_importance, prefix_split
 
@@ -148,3 +154,74 @@ def test_milp_with_a_thousand_experts() -> None:
     assert spent(sizes, chosen) <= budget
     assert spent(losses, chosen) <= spent(losses, greedy(sizes, losses, budget))
     assert chosen == milp(sizes, losses, budget)
+
+
+# --- over a bundle's tables
+
+
+@pytest.fixture(scope="module")
+def measured(bundle: Path) -> tuple[Bundle, list[LayerCosts]]:
+    opened = open_bundle(bundle)
+    return opened, bundle_costs(opened)
+
+
+def test_sizes_are_whole_extents(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+    opened, costs = measured
+    for position, layer in enumerate(opened.layers):
+        for v, version in enumerate(opened.versions):
+            on_disk = opened.layer_file(version.name, position)
+            assert [row[v] for row in costs[position].sizes] == [
+                len(on_disk.extent(e, check_digest=False)) for e in range(layer.experts)
+            ]
+            if not version.is_lossless:
+                assert {row[v] for row in costs[position].sizes} == {affine_extent_size(layer.matrices, version)}
+
+
+def test_expected_losses(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+    layer = measured[1][0]
+    by_gates, by_tokens = expected_losses(layer, "gates"), expected_losses(layer, "tokens")
+    assert by_tokens[3][2] == (layer.tokens[3] + 1) * layer.mse[3][2] and expected_losses(layer, "none") == layer.mse
+    assert by_gates[3][2] == (layer.tokens[3] + 1) * layer.gated[3][2] < by_tokens[3][2]  # gate weights are at most one
+
+
+@pytest.mark.parametrize("method", ALLOCATORS)
+@pytest.mark.parametrize("bits", [2.7, 3.0, 3.7, 12.0])
+def test_every_allocator_keeps_to_the_bytes(
+    measured: tuple[Bundle, list[LayerCosts]], method: str, bits: float
+) -> None:
+    opened, costs = measured
+    table = allocate(Allocate(bits, method), opened.layers, opened.versions, costs)
+    used, budget = total_bytes(table, opened.versions, costs), bits / 8 * opened.expert_weights
+    widest = max(max(row) - min(row) for layer in costs for row in layer.sizes)
+    assert used <= budget
+    assert used > budget - widest or method == "prefix_split" or {v for row in table for v in row} == {"bf16"}
+    if method == "prefix_split":
+        for row, importance in zip(table, calibrated_importance(costs), strict=True):
+            order = sorted(range(len(row)), key=lambda e: -importance[e])
+            assert [row[e] for e in order] == sorted(row, reverse=True)
+
+
+def test_milp_loses_less_than_the_others(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+    opened, costs = measured
+    losses = []
+    for method in ("milp", "greedy", "prefix_split", "uniform"):
+        table = allocate(Allocate(3.0, method), opened.layers, opened.versions, costs)
+        names = [v.name for v in opened.versions]
+        chosen = [[names.index(v) for v in row] for row in table]
+        losses.append(sum(spent(expected_losses(c, "gates"), r) for c, r in zip(costs, chosen, strict=True)))
+    assert losses[0] <= losses[1] < losses[2] < losses[3]
+
+
+def test_the_least_average_is_named(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+    opened, costs = measured
+    for method in ALLOCATORS:
+        with pytest.raises(
+            InputError, match=r"average_bits 1\.1 cannot be met: the smallest versions take 1\.333 bits"
+        ):
+            allocate(Allocate(1.1, method), opened.layers, opened.versions, costs)
+
+
+def test_the_manifest_says_how(bundle: Path) -> None:
+    allocation = open_bundle(bundle).manifest.allocation
+    assert allocation is not None and allocation.name == "milp at 3 bits, losses weighted by gates"
+    assert str(Allocate(2.5, "uniform")) == "uniform at 2.5 bits"

@@ -286,8 +286,8 @@ def test_bad_recipes_and_text(run: Run, demo_model: Path, recipe: Path, text: Pa
     )
     refused(run(*build, "-r", recipe, "-c", tmp_path / "absent.txt"), "absent.txt", "no such file")
     refused(run(*build, "-r", recipe), "no calibration text")
-    recipe.write_text(RECIPE + "average_bits: 1.1\n")
-    refused(run(*build, "-r", recipe, "-c", text), "average_bits 1.1", "2.375 bits")
+    recipe.write_text(RECIPE + "allocation: {average_bits: 1.1}\n")
+    refused(run(*build, "-r", recipe, "-c", text), "average_bits 1.1", "2.667 bits")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["recipe.yaml", "short.txt"]
 
 

@@ -28,7 +28,7 @@ def test_shipped_recipes_are_valid(name: str) -> None:
 def test_defaults_are_the_default_recipe() -> None:
     recipe, empty = load_recipe("default"), parse_recipe("", "x")
     assert (recipe.versions, recipe.quantize) == (empty.versions, empty.quantize)
-    assert recipe.calibration.samples == empty.calibration.samples and recipe.average_bits is None
+    assert recipe.calibration.samples == empty.calibration.samples and recipe.allocation is None
 
 
 def test_group_sizes_by_version() -> None:
@@ -60,8 +60,16 @@ BAD = {
     "calibration: {samples: true}": "True is not an integer",
     "calibration: {data: text.txt}": "must be a list",
     "calibration: {dtype: float64}": "'float64' is not one of",
-    "average_bits: 40": "40 is not a number from 1 to 16",
-    "average_bits: yes": "True is not a number",
+    "average_bits: 3": "unknown key 'average_bits'",
+    "allocation: 3": "must be a mapping",
+    "allocation: {}": "allocation.average_bits: None is not a number from 1 to 20",
+    "allocation: {average_bits: 40}": "40 is not a number from 1 to 20",
+    "allocation: {average_bits: yes}": "True is not a number",
+    "allocation: {average_bits: 3, methd: milp}": "unknown key 'methd': did you mean 'method'?",
+    "allocation: {average_bits: 3, method: best}": "'best' is not one of milp, greedy, prefix_split, uniform",
+    "allocation: {average_bits: 3, weight: bytes}": "'bytes' is not one of gates, tokens, none",
+    "allocation: {average_bits: 3, method: uniform, weight: none}": "uniform reads no weighted loss",
+    "versions: [w4, w2]\nallocation: {average_bits: 3, method: prefix_split}": "needs the versions w4, w3, w2 and w1",
     "- a": "must be a mapping",
     "a: [": "not YAML",
 }

@@ -1,0 +1,144 @@
+"""What an allocator is worth: perplexity of several allocations of the same bytes, in one run.
+
+    python -m benchmarks.allocation --checkpoint MODEL --calibration FILE... --data FILE...
+
+Builds one bundle, then serves it under one map of versions after another, in float32. `--average-bits` counts bits of
+codes: 2.5 is half the experts at 3 bits and half at 2. The bytes of that mix, with its scales, zero points and padding,
+are the budget of all allocators but `prefix_split`, which gets 2.5 bits of code in every layer, as in its paper. What
+depends on chance is averaged over several seeds. Without arguments: the model and texts in examples/.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Target, arguments, finish
+from moepack.allocate import (
+    LayerCosts,
+    Map,
+    bundle_costs,
+    calibrated_importance,
+    expected_losses,
+    named,
+    split_layers,
+    total_bytes,
+)
+from moepack.evaluate import Evaluation, evaluate
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pipeline import build
+from moepack.progress import RichReporter, quiet_libraries
+from moepack.recipe import WEIGHTS, parse_recipe
+from moepack.runtime.allocation import greedy, milp, spent, uniform
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+RANDOM_PREFIX = "prefix, random order"
+
+
+def mix_bytes(bundle: Bundle, costs: list[LayerCosts], average: float) -> int:
+    """Bytes of the mix of two neighbouring widths whose codes average to so many bits."""
+    low = math.floor(average)
+    share = average - low
+    column = {v.name: i for i, v in enumerate(bundle.versions)}
+    rows = [row for layer in costs for row in layer.sizes]
+    wide = sum(row[column[f"w{low + 1}"]] for row in rows) if share else 0.0
+    return int(share * wide + (1 - share) * sum(row[column[f"w{low}"]] for row in rows))
+
+
+def maps(bundle: Bundle, costs: list[LayerCosts], average: float, seeds: int) -> Iterator[tuple[str, list[Map]]]:
+    """Each allocation by its name; those by chance several times."""
+    versions, budget = bundle.versions, mix_bytes(bundle, costs, average)
+    sizes = [row for layer in costs for row in layer.sizes]
+    losses = {w: [row for layer in costs for row in expected_losses(layer, w)] for w in WEIGHTS}
+    mix = uniform(sizes, budget)
+    yield "uniform mix", [named(mix, versions, costs)]
+    shuffled = [random.Random(seed).sample(mix, len(mix)) for seed in range(seeds)]
+    yield "uniform mix, random experts", [named(m, versions, costs) for m in shuffled]
+    for weight in WEIGHTS:
+        yield f"milp, {weight}", [named(milp(sizes, losses[weight], budget), versions, costs)]
+    yield "greedy, gates", [named(greedy(sizes, losses["gates"], budget), versions, costs)]
+    yield "prefix_split", [split_layers(versions, costs, calibrated_importance(costs), average)]
+    orders = [[[r.random() for _ in c.tokens] for c in costs] for r in map(random.Random, range(seeds))]
+    yield RANDOM_PREFIX, [split_layers(versions, costs, order, average) for order in orders]
+
+
+def main() -> None:
+    """Parse arguments, build, allocate, evaluate, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    parser.add_argument("--calibration", action="append", help="text to calibrate on")
+    parser.add_argument("--data", action="append", help="text to evaluate on")
+    parser.add_argument("--average-bits", type=float, default=2.5, help="of the codes, from 1 to 4")
+    parser.add_argument("--method", default="gptq", help="the recipe's quantize.method")
+    parser.add_argument("--samples", type=int, default=384, help="calibration windows")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a calibration window")
+    parser.add_argument("--windows", type=int, default=128, help="windows of 512 tokens to evaluate on, a file")
+    parser.add_argument("--seeds", type=int, default=3, help="random orders to average over")
+    args = parser.parse_args()
+    if not 1 <= args.average_bits <= 4:
+        parser.error("--average-bits is from 1 to 4")
+    quiet_libraries()
+    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
+    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    samples, windows, seeds = (64, 8, 2) if args.quick else (args.samples, args.windows, args.seeds)
+    shown = f"calibration: {{samples: {samples}, length: {args.length}, batch_size: 16}}"
+    recipe = parse_recipe(f"versions: [w4, w3, w2, w1]\nquantize: {{method: {args.method}}}\n{shown}", "benchmark")
+
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(work) / "bundle"
+        with RichReporter() as reporter:
+            build(args.checkpoint, path, recipe, calibration, reporter=reporter)
+        bundle = open_bundle(path)
+        costs = bundle_costs(bundle)
+        plain = evaluate(args.checkpoint, data, dtype="float32", samples=windows)
+        rows.append(_row("transformers", [plain], None, 16.0, None))
+        for name, tables in maps(bundle, costs, args.average_bits, seeds):
+            scores = []
+            for table in tables:
+                file = Path(work) / "map.json"
+                file.write_text(json.dumps({"versions": table}))
+                scores.append(evaluate(path, data, f"static:{file}", dtype="float32", samples=windows))
+            size = statistics.mean(total_bytes(t, bundle.versions, costs) for t in tables)
+            loss = statistics.mean(_loss(t, bundle, costs) for t in tables)
+            rows.append(_row(name, scores, plain, 8 * size / bundle.expert_weights, loss))
+    files = [Path(f.file).stem for f in plain.files]
+    mean = {r["allocation"]: statistics.geometric_mean(r[f] for f in files) for r in rows}
+    milp_ratio, prefix_ratio = mean["milp, gates"] / mean["uniform mix"], mean["prefix_split"] / mean[RANDOM_PREFIX]
+    targets = [
+        Target("milp: perplexity over that of the uniform mix", milp_ratio, 1, "lower"),
+        Target("prefix_split: perplexity over that of a random order", prefix_ratio, 1, "lower"),
+    ]
+    columns = ["allocation", "bits/weight", "expected loss", *files, "mean %", "worst %"]
+    title = f"perplexity of {args.checkpoint.name}, codes of {args.average_bits:g} bits on average"
+    finish(title, columns, rows, targets, args.json)
+
+
+def _loss(table: Map, bundle: Bundle, costs: list[LayerCosts]) -> float:
+    """The expected loss of a map, weighted by gates."""
+    column = {v.name: i for i, v in enumerate(bundle.versions)}
+    pairs = zip(table, costs, strict=True)
+    return sum(spent(expected_losses(c, "gates"), [column[name] for name in row]) for row, c in pairs)
+
+
+def _row(
+    name: str, scores: list[Evaluation], plain: Evaluation | None, bits: float, loss: float | None
+) -> dict[str, Any]:
+    """One allocation: geometric means over its scores; rises in per cent above the plain model."""
+    row: dict[str, Any] = {"allocation": name, "bits/weight": bits, "expected loss": "" if loss is None else loss}
+    rises = []
+    for i, file in enumerate(scores[0].files):
+        value = statistics.geometric_mean(s.files[i].perplexity for s in scores)
+        row[Path(file.file).stem] = value
+        rises.append(100 * (value / plain.files[i].perplexity - 1) if plain else 0.0)
+    return {**row, "mean %": f"{statistics.mean(rises):+.3f}", "worst %": f"{max(rises):+.3f}"}
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,8 @@ MAX_CODE = 8  # bits: a decoder looks a symbol up in 256 entries, and four symbo
 HEADER = 48
 LANE_WORDS = 9  # a coded tile begins with its base length and mode, then 32 one-byte deltas
 CODED, RAW = 0, 1
+SAMPLED = 1 << 16  # of this many weights on, a quarter makes the code
+BLOCK = 128  # weights a block of the sample
 
 Bits16 = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
@@ -59,16 +61,30 @@ class Code:
         return table
 
 
-def make_code(counts: npt.NDArray[np.int64]) -> Code:
+def sample(bits: Bits16) -> Bits16:
+    """The weights that a matrix's code is made of: all of few; of many, one block of 128 in four, by a fixed hash.
+
+    A quarter of 65,536 says all there is to say about 15 frequencies; counting them all would take as long as coding.
+    The hash keeps the choice from following the rows of a matrix whose columns differ.
+    """
+    if len(bits) < SAMPLED:
+        return bits
+    group = np.arange(len(bits) // BLOCK // 4, dtype=np.uint32)
+    block = 4 * group.astype(np.int64) + (group * np.uint32(2654435761) >> np.uint32(30))
+    return bits[: len(bits) // BLOCK * BLOCK].reshape(-1, BLOCK)[block].reshape(-1)
+
+
+def make_code(counts: npt.NDArray[np.int64], sampled: bool = False) -> Code:
     """The best code for exponents that occur counts[0..255] times, no code word above MAX_CODE bits.
 
-    The 15 most frequent exponents get a symbol each (ties: the smaller exponent), all others the escape.
+    The 15 most frequent exponents get a symbol each (ties: the smaller exponent), all others the escape; where the
+    counts are a sample's, the escape has a code word even if nothing in the sample needs it.
     Code lengths by package-merge (Larmore and Hirschberg, 1990).
     """
     order = np.lexsort((np.arange(256), -counts))[: SYMBOLS - 1]
     used = [int(e) for e in order if counts[e] > 0]
     weight = [int(counts[e]) for e in used]
-    escapes = int(counts.sum()) - sum(weight)
+    escapes = max(int(counts.sum()) - sum(weight), int(sampled))
     symbols = list(range(len(used)))
     if escapes:
         symbols.append(ESCAPE)
@@ -111,11 +127,17 @@ class Coded:
 
     def to_bytes(self) -> Bytes:
         """The byte string of FORMAT.md."""
-        head = np.zeros(HEADER, np.uint8)
-        head[:16] = np.array([self.weights, self.tiles, len(self.stream), len(self.patches)], "<u4").view(np.uint8)
-        head[16:32], head[32:48] = self.code.exponent, self.code.length
+        head = header(self.weights, len(self.stream), len(self.patches), self.code)
         parts = [self.tile_start, self.patch_start, self.patches, self.stream]
         return np.concatenate([head, *(p.astype("<u4").view(np.uint8) for p in parts), self.plane])
+
+
+def header(weights: int, stream_words: int, patches: int, code: Code) -> Bytes:
+    """The first 48 bytes of a coded matrix."""
+    head = np.zeros(HEADER, np.uint8)
+    head[:16] = np.array([weights, -(-weights // TILE), stream_words, patches], "<u4").view(np.uint8)
+    head[16:32], head[32:48] = code.exponent, code.length
+    return head
 
 
 def coded_size(weights: int, stream_words: int, patches: int) -> int:
@@ -180,7 +202,8 @@ def lanes(values: Bytes, fill: int) -> Bytes:
 def encode(bits: Bits16) -> Bytes:
     """Code BF16 bits, uint16 [n], into the byte string of FORMAT.md."""
     exponents, plane = split(bits.reshape(-1))
-    code = make_code(np.bincount(exponents, minlength=256))
+    seen = split(sample(bits.reshape(-1)))[0]
+    code = make_code(np.bincount(seen, minlength=256), len(seen) < len(exponents))
     words_of = code.codewords().astype(np.int64)
     symbol_of = np.full(256, ESCAPE, np.uint8)
     for s in range(SYMBOLS - 2, -1, -1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -17,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from .errors import CodecError
-from .exponent import ESCAPE, LANES, SYMBOLS, TILE, Bits16, Bytes, Coded, Words, make_code, parse
+from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, Bits16, Bytes, Words, header, make_code, parse
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -25,6 +26,7 @@ B = TypeVar("B")
 # What the engines answer after 8 * tile.
 _REASONS = ("", "mode or size", "lane lengths", "patches", "code words")
 _GUARD = 9 * TILE // LANES // 32 + 2  # words a lane of a damaged tile could read past the end of the stream
+_KEPT = 64 << 20  # bytes of scratch a thread keeps at most, three times
 _SHARE = 64  # tiles a thread takes at least: 1 MiB of weights, some 200 microseconds
 
 
@@ -74,9 +76,9 @@ def encode(bits: Bits16, threads: int | None = None) -> Bytes:
     """
     bits = np.ascontiguousarray(bits).reshape(-1)
     shares = _shares(-(-bits.size // TILE), threads)
-    parts = [bits[a * TILE : b * TILE] for a, b in shares]
-    counts = sum(_map(_histogram, parts), np.zeros(256, np.int64))
-    code = make_code(counts)
+    counts = np.zeros(256, np.int64)
+    engine().count(bits, counts)
+    code = make_code(counts, bits.size >= SAMPLED)
     codewords = code.codewords().astype(np.uint16)
     entry = np.full(256, 1 << 12 | int(codewords[ESCAPE]) << 4 | int(code.length[ESCAPE]), np.uint16)
     for s in range(SYMBOLS - 2, -1, -1):
@@ -84,41 +86,44 @@ def encode(bits: Bits16, threads: int | None = None) -> Bytes:
             entry[code.exponent[s]] = codewords[s] << np.uint16(4) | np.uint16(code.length[s])
     shortest = int(np.argmax(code.length == code.length[code.length > 0].min())) if bits.size else 0
     fill = int(codewords[shortest]) << 4 | int(code.length[shortest])
-    plane = np.empty(bits.size, np.uint8)
-    coded = _map(lambda s: _encode(bits[s[0] * TILE : s[1] * TILE], entry, fill, plane[s[0] * TILE :]), shares)
-    zero = np.zeros(1, np.uint32)
-    tile_start, patch_start = [zero], [zero]
-    for _, _, tile_end, patch_end in coded:
-        tile_start.append(tile_end + tile_start[-1][-1])
-        patch_start.append(patch_end + patch_start[-1][-1])
-    return Coded(
-        bits.size,
-        code,
-        np.concatenate(tile_start),
-        np.concatenate(patch_start),
-        np.concatenate([c[1] for c in coded]),
-        np.concatenate([c[0] for c in coded]),
-        plane,
-    ).to_bytes()
-
-
-def _histogram(bits: Bits16) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    counts = np.zeros(256, np.int64)
-    engine().histogram(bits, counts)
-    return counts
-
-
-def _encode(bits: Bits16, entry: Bits16, fill: int, plane: Bytes) -> tuple[Words, Words, Words, Words]:
-    """Stream, patches, and their ends by tile."""
-    tiles = -(-bits.size // TILE)
-    tile_end, patch_end = np.empty(tiles, np.uint32), np.empty(tiles, np.uint32)
+    plane = _room("plane", -(-bits.size // 4)).view(np.uint8)[: bits.size]
     # A tile is written in its coded form only where that is smaller than the raw one, patches included. They are noted
-    # before that is known: room for a whole tile of them.
-    stream, patches = np.empty(tiles * (1 + TILE // 4), np.uint32), np.empty(tiles * (1 + TILE // 4) + TILE, np.uint32)
-    engine().encode(bits, entry, np.uint16(fill), stream, tile_end, patch_end, patches, plane[: bits.size])
-    if not tiles:
-        return stream, patches[:0], tile_end, patch_end
-    return stream[: tile_end[-1]], patches[: patch_end[-1]], tile_end, patch_end
+    # before that is known: room for a whole tile of them more, in every share.
+    bound = 1 + TILE // 4
+    stream = _room("stream", bound * shares[-1][1])
+    patches = _room("patches", bound * shares[-1][1] + TILE * len(shares))
+
+    def part(i: int) -> tuple[Words, Words, Words, Words]:
+        """Stream, patches, and their ends by tile."""
+        a, b = shares[i]
+        tile_end, patch_end = np.zeros(b - a, np.uint32), np.zeros(b - a, np.uint32)
+        s, p = stream[bound * a : bound * b], patches[bound * a + TILE * i : bound * b + TILE * (i + 1)]
+        o = plane[a * TILE : b * TILE]
+        engine().encode(bits[a * TILE : b * TILE], entry, np.uint16(fill), s, tile_end, patch_end, p, o)
+        return s[: tile_end[-1] if b > a else 0], p[: patch_end[-1] if b > a else 0], tile_end, patch_end
+
+    coded = _map(part, range(len(shares)))
+    starts: list[list[Words]] = [[np.zeros(1, np.uint32)], [np.zeros(1, np.uint32)]]
+    for _, _, *ends in coded:
+        for k in range(2):
+            starts[k].append(ends[k] + starts[k][-1][-1])
+    words, n_patches = (int(starts[k][-1][-1]) if bits.size else 0 for k in range(2))
+    parts = [*starts[0], *starts[1], *(c[1] for c in coded), *(c[0] for c in coded)]
+    head = header(bits.size, words, n_patches, code)
+    return np.concatenate([head, *(p.view(np.uint8) for p in parts), plane])
+
+
+_scratch = threading.local()
+
+
+def _room(name: str, size: int) -> Words:
+    """Scratch words of this thread, kept for the next call: fresh memory costs as much as the coding."""
+    room: Words | None = getattr(_scratch, name, None)
+    if room is None or room.size < size:
+        room = np.empty(size, np.uint32)
+        if room.nbytes <= _KEPT:
+            setattr(_scratch, name, room)
+    return room
 
 
 def decode_into(data: Bytes, out: Bits16, threads: int | None = None) -> None:

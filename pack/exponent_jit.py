@@ -9,14 +9,20 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .exponent import CODED, LANE_WORDS, LANES, RAW, TILE
+from .exponent import BLOCK, CODED, LANE_WORDS, LANES, RAW, SAMPLED, TILE
 
 
 @njit(nogil=True, cache=True)
-def histogram(bits, counts):  # type: ignore[no-untyped-def]
-    """Add how often each exponent occurs to counts, int64 [256]."""
-    for i in range(bits.size):
-        counts[(bits[i] >> 7) & 0xFF] += 1
+def count(bits, counts):  # type: ignore[no-untyped-def]
+    """Add how often each exponent occurs in `exponent.sample(bits)` to counts, int64 [256]."""
+    if bits.size < SAMPLED:
+        for i in range(bits.size):
+            counts[(bits[i] >> 7) & 0xFF] += 1
+        return
+    for group in range(bits.size // BLOCK // 4):
+        begin = (4 * group + ((group * 2654435761 & 0xFFFFFFFF) >> 30)) * BLOCK
+        for i in range(begin, begin + BLOCK):
+            counts[(bits[i] >> 7) & 0xFF] += 1
 
 
 @njit(nogil=True, cache=True)

@@ -17,7 +17,7 @@ from .exponent import Bits16, Bytes, Words
 # One name for all Python versions that installing may have built it for; OSError where there is none.
 _library = ctypes.CDLL(str(Path(__file__).with_name(f"_exponent{sysconfig.get_config_var('EXT_SUFFIX')}")))
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_library.moepack_exponent_histogram.argtypes = [_pointer, _number, _pointer]
+_library.moepack_exponent_sample.argtypes = [_pointer, _number, _pointer]
 _library.moepack_exponent_encode.argtypes = [_pointer, _number, _pointer, ctypes.c_uint16, *[_pointer] * 5]
 _library.moepack_exponent_decode.argtypes = [*[_pointer] * 8, _number, _number, _number]
 _library.moepack_exponent_decode.restype = _number
@@ -37,9 +37,9 @@ def _at(array: np.ndarray[Any, Any]) -> int:
     return int(array.ctypes.data)
 
 
-def histogram(bits: Bits16, counts: np.ndarray[Any, Any]) -> None:
-    """Add how often each exponent occurs to counts, int64 [256]."""
-    _library.moepack_exponent_histogram(_at(bits), bits.size, _at(counts))
+def count(bits: Bits16, counts: np.ndarray[Any, Any]) -> None:
+    """Add how often each exponent occurs in `exponent.sample(bits)` to counts, int64 [256]."""
+    _library.moepack_exponent_sample(_at(bits), bits.size, _at(counts))
 
 
 def encode(

@@ -1,0 +1,165 @@
+"""Decode coded matrices on a GPU: compressed bytes in device memory to BF16, many matrices in one launch.
+
+FORMAT.md, "Coded matrices". A program decodes a few tiles, a warp a tile, a lane of the warp a lane of the tile. What
+the matrices are and where stands in a table of descriptors on the device, so that a promotion's experts, of whatever
+shapes, are one launch. Bytes are expected to have passed their digest; even so every index is bounded, nothing is
+written outside `out`, and lanes that do not end where they should are reported.
+
+A weight costs its coded bits read and 2 bytes written: 10.7 / 8 + 2 = 3.3 bytes, which is the floor on the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moepack.pack.exponent import Bytes, Code, coded_size
+
+TILES = 4  # tiles, and warps, of a program
+
+_TILE: tl.constexpr = tl.constexpr(8192)
+_ROW: tl.constexpr = tl.constexpr(128)  # weights the lanes of a tile decode in one step
+_HEADER_WORDS: tl.constexpr = tl.constexpr(12)
+_LANE_WORDS: tl.constexpr = tl.constexpr(9)
+_FIELDS: tl.constexpr = tl.constexpr(5)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    matrix = tl.program_id(1)
+    n = tl.load(descriptors + matrix * _FIELDS + 2)
+    tiles = (n + _TILE - 1) // _TILE
+    tile = tl.program_id(0) * K + tl.arange(0, K).to(tl.int64)
+    if tl.program_id(0) * K < tiles:
+        words = tl.load(descriptors + matrix * _FIELDS).to(tl.pointer_type(tl.uint32))
+        out = tl.load(descriptors + matrix * _FIELDS + 1).to(tl.pointer_type(tl.uint16))
+        stream_words = tl.load(descriptors + matrix * _FIELDS + 3)
+        n_patches = tl.load(descriptors + matrix * _FIELDS + 4)
+        table = tables + matrix * 256
+        live = tile < tiles
+        starts = words + _HEADER_WORDS
+        patch_starts = starts + tiles + 1
+        patches = patch_starts + tiles + 1
+        stream = patches + n_patches
+        plane = stream + stream_words
+        first = tl.load(starts + tile, mask=live, other=0).to(tl.int64)
+        head = tl.load(stream + first, mask=live & (first < stream_words), other=0)
+        raw = (head >> 16) == 1
+        size = tl.minimum(n - tile * _TILE, _TILE)  # weights of each tile
+        size = tl.where(live, size, 0)
+
+        lane = tl.arange(0, 32)
+        last = stream_words - 1
+        at = first[:, None] + 1 + (lane >> 2)[None, :]
+        deltas = tl.load(stream + tl.minimum(at, last), mask=live[:, None], other=0)
+        delta = (deltas >> ((lane & 3) * 8)[None, :].to(tl.uint32)) & 0xFF
+        length = (head & 0xFFFF)[:, None].to(tl.int32) + delta.to(tl.int32)
+        end = tl.cumsum(length, 1)
+        position = end - length
+        payload = first + _LANE_WORDS
+        rest = tl.zeros([K, 32], dtype=tl.int64)
+        rows = (tl.max(size) + _ROW - 1) // _ROW
+        for q in range(0, rows):
+            i = q * _ROW + lane[None, :] * 4
+            here = i < size[:, None]
+            coded = (size[:, None] > q * _ROW) & (lane >= 0)[None, :]  # fill included
+            word = payload[:, None] + (position >> 5)
+            w0 = tl.load(stream + tl.minimum(word, last), mask=coded, other=0)
+            w1 = tl.load(stream + tl.minimum(word + 1, last), mask=coded, other=0)
+            shift = (position & 31).to(tl.uint32)
+            window = (w0 << shift) | ((w1 >> 1) >> (31 - shift))
+            exponents = tl.zeros([K, 32], dtype=tl.uint32)
+            for k in tl.static_range(4):
+                entry = tl.load(table + (window >> 24).to(tl.int32))  # exponent << 8 | code length
+                step = (entry & 15).to(tl.uint32)
+                window = window << step
+                position += tl.where(coded, step.to(tl.int32), 0)
+                exponents = exponents | ((entry >> 8).to(tl.uint32) << (8 * k))
+            as_bytes = first[:, None] + 1 + (i >> 2)
+            plain = tl.load(stream + tl.minimum(as_bytes, last), mask=here & raw[:, None], other=0)
+            exponents = tl.where(raw[:, None], plain, exponents)
+            p = tl.load(plane + ((tile * _TILE)[:, None] + i) // 4, mask=here, other=0)
+            low = (p & 0x7F7F7F7F) | ((exponents << 7) & 0x80808080)
+            high = (p & 0x80808080) | ((exponents >> 1) & 0x7F7F7F7F)
+            a = (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
+            b = ((low >> 16) & 0xFF) | (((high >> 16) & 0xFF) << 8) | ((low >> 24) << 16) | ((high >> 24) << 24)
+            four = a.to(tl.int64) | (b.to(tl.int64) << 32)
+            whole = i + 4 <= size[:, None]
+            to = ((tile * _TILE)[:, None] + i) // 4
+            tl.store(out.to(tl.pointer_type(tl.int64)) + to, four, mask=whole)
+            rest = tl.where(here & (i + 4 > size[:, None]), four, rest)
+        for k in tl.static_range(3):  # a last quad of fewer than four weights
+            i = (size[:, None] // 4) * 4 + k + lane[None, :] * 0
+            mine = (((size[:, None] // 4) % 32) == lane[None, :]) & (i < size[:, None])
+            tl.store(out + (tile * _TILE)[:, None] + i, (rest >> (16 * k)).to(tl.uint16), mask=mine)
+        wrong = (position != end) & ~raw[:, None] & live[:, None]
+        bad = tl.max(tl.max(wrong.to(tl.int32), 1), 0)
+        if bad != 0:
+            tl.store(status + matrix, 1)
+        tl.debug_barrier()  # patches overwrite what the loop above stored
+        begin = tl.load(patch_starts + tile, mask=live, other=0).to(tl.int64)
+        count = tl.load(patch_starts + tile + 1, mask=live, other=0).to(tl.int64) - begin
+        count = tl.minimum(count, n_patches - begin)
+        for start in range(0, tl.max(count), 32):
+            nth = start + lane[None, :]
+            given = nth < count[:, None]
+            patch = tl.load(patches + begin[:, None] + nth, mask=given, other=0)
+            where = (patch & 0xFFFF).to(tl.int64)
+            given = given & (where < size[:, None])
+            index = (tile * _TILE)[:, None] + where
+            p = tl.load(plane.to(tl.pointer_type(tl.uint8)) + index, mask=given, other=0).to(tl.uint32)
+            value = ((p & 0x80) << 8) | (((patch >> 16) & 0xFF) << 7) | (p & 0x7F)
+            tl.store(out + index, value.to(tl.uint16), mask=given)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One coded matrix to decode.
+
+    Attributes:
+        coded: its bytes on the device, uint8, beginning on a multiple of 4 and readable up to the next one.
+        header: its first 48 bytes on the host, of a matrix that `pack.exponent.parse` accepted.
+        out: where its weights go, bfloat16 on the same device, contiguous, beginning on a multiple of 8 bytes.
+    """
+
+    coded: Tensor
+    header: Bytes
+    out: Tensor
+
+
+def decode(jobs: Sequence[Job]) -> Tensor:
+    """Decode matrices in one launch on the current stream; nothing waits.
+
+    Returns:
+        int32 [jobs] on the device: 0, or 1 for a matrix whose lanes did not end where they should.
+
+    Raises:
+        ValueError: for buffers that do not fit the header, or are not aligned.
+    """
+    rows, tables, most = [], [], 0
+    for job in jobs:
+        n, tiles, words, patches = (int(v) for v in job.header[:16].view("<u4"))
+        if job.out.numel() != n or job.out.dtype != torch.bfloat16 or not job.out.is_contiguous():
+            raise ValueError(f"a coded matrix of {n} weights needs a contiguous bfloat16 tensor of as many")
+        if job.coded.numel() != coded_size(n, words, patches) or job.coded.dtype != torch.uint8:
+            raise ValueError(f"the coded matrix has {job.coded.numel()} bytes, not {coded_size(n, words, patches)}")
+        if job.coded.data_ptr() % 4 or job.out.data_ptr() % 8:
+            raise ValueError("coded bytes begin on a multiple of 4, weights on a multiple of 8 bytes")
+        code = Code(job.header[16:32], job.header[32:48])
+        table = code.table()
+        tables.append(code.exponent[table >> 4].astype(np.int32) << 8 | (table & 15))
+        rows.append([job.coded.data_ptr(), job.out.data_ptr(), n, words, patches])
+        most = max(most, tiles)
+    device = jobs[0].out.device
+    status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+    if most:
+        descriptors = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+        entries = torch.from_numpy(np.stack(tables)).to(device, non_blocking=True)
+        _decode[(triton.cdiv(most, TILES), len(jobs))](descriptors, entries, status, K=TILES, num_warps=TILES)
+    return status

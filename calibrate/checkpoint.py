@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import BundleError, InputError
-from moepack.pack.safetensors_file import Header, read_header
+from moepack.pack.safetensors_file import Header, TensorEntry, read_header
+from moepack.pack.spec import EXPERT_DTYPES
+
+from .encoded import Encoded, Scheme, find_encoded, read_scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -19,7 +22,6 @@ COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_DTYPES = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Checkpoint:
         config: the transformers configuration.
         headers: file name -> checked safetensors header.
         file_of: tensor name -> file name.
+        encoded: the weights that are stored as codes and scales, by the names of their values.
     """
 
     path: Path
@@ -39,6 +42,24 @@ class Checkpoint:
     config: Any
     headers: Mapping[str, Header]
     file_of: Mapping[str, str]
+    encoded: Mapping[str, Encoded] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of the tensors as an unquantised checkpoint would have them."""
+        parts = {name for e in self.encoded.values() for name in (e.codes, e.scales)}
+        return [*(name for name in self.file_of if name not in parts), *self.encoded]
+
+    def dtype(self, weight: str) -> str:
+        """The dtype of a weight as it is read, by its safetensors name: BF16 for an encoded one."""
+        return "BF16" if weight in self.encoded else self._entry(weight).dtype
+
+    def stored_dtype(self, weight: str) -> str:
+        """The dtype of a weight as it is stored: of an encoded one, its scheme."""
+        return self.encoded[weight].scheme.name if weight in self.encoded else self._entry(weight).dtype
+
+    def _entry(self, tensor: str) -> TensorEntry:
+        return self.headers[self.file_of[tensor]].tensors[tensor]
 
     @property
     def bytes(self) -> int:
@@ -65,7 +86,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     path = Path(name)
     if not path.is_dir():
         path = _download(str(name))
-    config = _config(path)
+    config, scheme = _config(path)
     files = _files(path)
     headers: dict[str, Header] = {}
     file_of: dict[str, str] = {}
@@ -82,22 +103,28 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         if lost:
             raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {INDEX} places there")
         file_of.update((tensor, file) for tensor in headers[file].tensors)
-    return Checkpoint(path, str(name).rstrip("/"), config, headers, file_of)
+    tensors = {n: t for h in headers.values() for n, t in h.tensors.items()}
+    encoded = find_encoded(path, scheme, tensors)
+    return Checkpoint(path, str(name).rstrip("/"), config, headers, file_of, encoded)
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RemoteEntryNotFoundError
 
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"{name}: no such directory")
     try:
+        hf_hub_download(name, "config.json")
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]))
+    except RemoteEntryNotFoundError:
+        raise InputError(f"{name}: has no config.json: not a model repository") from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(f"{name}: neither a directory nor a model on the Hub ({type(error).__name__})") from None
 
 
-def _config(path: Path) -> Any:
+def _config(path: Path) -> tuple[Any, Scheme | None]:
+    """The transformers configuration, of the model that is not quantised, and how the checkpoint is."""
     from transformers import AutoConfig
 
     file = path / "config.json"
@@ -109,13 +136,9 @@ def _config(path: Path) -> Any:
         raise InputError(f"{file}: not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
-    quantised = document.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        hint = "give moepack the checkpoint it was made from"
-        raise InputError(f"{path}: is already quantised ({method}): {hint}")
+    scheme = read_scheme(path, document.get("quantization_config"))
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError) as error:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -123,6 +146,9 @@ def _config(path: Path) -> Any:
             message = f"model_type {document['model_type']!r} is unknown to this transformers: upgrade transformers"
             raise InputError(f"{file}: {message}") from None
         raise InputError(f"{file}: {str(error).splitlines()[0]}") from None
+    if scheme is not None:
+        del config.quantization_config
+    return config, scheme
 
 
 def _files(path: Path) -> dict[str, set[str]]:
@@ -147,15 +173,14 @@ def _files(path: Path) -> dict[str, set[str]]:
     return files
 
 
-def source_dtype(checkpoint: Checkpoint, tensors: list[str]) -> str:
-    """The one dtype of these tensors, by its safetensors name.
+def source_dtype(checkpoint: Checkpoint, weights: list[str]) -> str:
+    """The one dtype in which these weights are stored, by its name in the manifest.
 
     Raises:
         InputError: when they differ or cannot be brought to BF16.
     """
-    found = {checkpoint.headers[checkpoint.file_of[t]].tensors[t].dtype for t in tensors}
-    if len(found) != 1 or not found <= set(_DTYPES):
-        raise InputError(
-            f"{checkpoint.name}: expert weights are {', '.join(sorted(found))}, not one of {', '.join(_DTYPES)}"
-        )
+    found = {checkpoint.stored_dtype(w) for w in weights}
+    if len(found) != 1 or not found <= set(EXPERT_DTYPES):
+        known = ", ".join(EXPERT_DTYPES)
+        raise InputError(f"{checkpoint.name}: expert weights are {', '.join(sorted(found))}, not one of {known}")
     return found.pop()

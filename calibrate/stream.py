@@ -20,6 +20,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
 
 from .checkpoint import Checkpoint, source_dtype
+from .encoded import Decoded
 from .experts import ExpertWeights, describe, is_experts_module, parameter_names
 
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -32,7 +33,7 @@ class StreamedModel:
         model: the transformers model; on meta but for what is loaded.
         layers: its decoder layers (a ModuleList).
         expert_layers: layer index -> descriptor, for the layers that have experts.
-        expert_dtype: the dtype of the experts in the checkpoint, by its safetensors name.
+        expert_dtype: the dtype of the experts in the checkpoint, one of `moepack.pack.spec.EXPERT_DTYPES`.
 
     Raises:
         InputError: for a model without experts, or a checkpoint that lacks a tensor.
@@ -85,7 +86,7 @@ class StreamedModel:
         self._sources: dict[int | None, list[str]] = {}
         self.unused: list[str] = []
         targets: dict[str, list[str]] = {}
-        for key in self.checkpoint.file_of:
+        for key in self.checkpoint.weights:
             target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
             if target not in state and key in state:
                 target, _ = rename_source_key(key, [], [], self.model.base_model_prefix, state)
@@ -104,8 +105,7 @@ class StreamedModel:
             raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
         self.expert_dtype = source_dtype(self.checkpoint, expert_sources)
         for target, keys in targets.items():
-            header = self.checkpoint.headers[self.checkpoint.file_of[keys[0]]]
-            dtype = _TORCH_DTYPE.get(header.tensors[keys[0]].dtype)
+            dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
             if dtype is not None and state[target].is_floating_point():
                 self._source_dtype[target] = dtype
                 _set(self.model, target, torch.empty_like(state[target], dtype=dtype))
@@ -147,6 +147,8 @@ class StreamedModel:
     def load(self, layer: int | None) -> dict[str, Tensor]:
         """Load a decoder layer, or with None all that is outside them, in the checkpoint's own dtypes on the CPU.
 
+        What is stored as codes and scales is decoded to BF16 (encoded.py).
+
         Returns the part's tensors by name; they are also in the model until `free`.
 
         Raises:
@@ -156,14 +158,8 @@ class StreamedModel:
         from transformers.modeling_utils import LoadStateDictConfig
 
         with contextlib.ExitStack() as stack, quiet_transformers():
-            handles: dict[str, Any] = {}
-            sources = {}
-            for key in self._sources.get(layer, []):
-                file = self.checkpoint.file_of[key]
-                if file not in handles:
-                    path = self.checkpoint.path / file
-                    handles[file] = stack.enter_context(safe_open(path, framework="pt"))
-                sources[key] = handles[file].get_slice(key)
+            reader = _Reader(self.checkpoint, stack)
+            sources = {key: reader.weight(key) for key in self._sources.get(layer, [])}
             config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
             info, _ = convert_and_load_state_dict_in_model(self.model, sources, config)
         if info.mismatched_keys:
@@ -206,6 +202,26 @@ class StreamedModel:
         state = self.model.state_dict()
         for name in self.names(layer):
             _set(self.model, name, torch.empty_like(state[name], device="meta", dtype=self._source_dtype[name]))
+
+
+class _Reader:
+    """Lazy slices of a checkpoint's weights; its files stay open as long as the stack."""
+
+    def __init__(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> None:
+        self._checkpoint, self._stack = checkpoint, stack
+        self._handles: dict[str, Any] = {}
+
+    def weight(self, name: str) -> Any:
+        """What gives the weight when it is indexed: as it is stored, or decoded to BF16."""
+        pair = self._checkpoint.encoded.get(name)
+        return self._slice(name) if pair is None else Decoded(pair, self._slice(pair.codes), self._slice(pair.scales))
+
+    def _slice(self, tensor: str) -> Any:
+        file = self._checkpoint.file_of[tensor]
+        if file not in self._handles:
+            path = self._checkpoint.path / file
+            self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._handles[file].get_slice(tensor)
 
 
 def _set(model: Any, name: str, value: Tensor) -> None:

@@ -47,14 +47,42 @@ class Evaluation:
     forward_waits: int = 0
 
 
-def load_model(path: str | Path, policy: str | None, device: str, dtype: str, device_memory: int | None = None) -> Any:
-    """A bundle, or a plain checkpoint, as a transformers model."""
+def locate(path: str | Path) -> tuple[str | Path, bool]:
+    """A bundle or checkpoint by its directory or Hub id: where transformers finds it, and whether it is a bundle.
+
+    Of a checkpoint on the Hub the directory it was downloaded to; a bundle there keeps its id, and is fetched when it
+    is loaded.
+
+    Raises:
+        InputError: when it is neither a directory nor on the Hub, or a checkpoint that is not whole.
+    """
+    if Path(path).exists():
+        return path, (Path(path) / MANIFEST).is_file()
+    name = str(path)
+    if not name.startswith((".", "/", "~")) and name.count("/") <= 1:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        try:
+            hf_hub_download(name, MANIFEST)
+            return name, True
+        except (HfHubHTTPError, HFValidationError, OSError):
+            pass  # no bundle: what else it is, or why it cannot be had, comes out below
+    from moepack.calibrate.checkpoint import open_checkpoint
+
+    return open_checkpoint(name).path, False
+
+
+def load_model(
+    path: str | Path, is_bundle: bool, policy: str | None, device: str, dtype: str, device_memory: int | None = None
+) -> Any:
+    """A bundle, or a plain checkpoint, as a transformers model; `path` and `is_bundle` as `locate` gives them."""
     import torch
 
     from moepack.calibrate.stream import quiet_transformers
 
     wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    if (Path(path) / MANIFEST).is_file():
+    if is_bundle:
         from moepack.runtime.load import load
 
         with quiet_transformers():
@@ -92,7 +120,7 @@ def evaluate(
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
     Args:
-        path: a bundle's or a checkpoint's directory.
+        path: a bundle or a checkpoint: its directory, or its Hub id.
         data: files or Hub data sets.
         policy: how a bundle is served; see `moepack.load`.
         device: where to run.
@@ -109,8 +137,10 @@ def evaluate(
     reporter = reporter or Reporter()
     if not data:
         raise InputError("no text to evaluate on: name files with --data")
-    model = load_model(path, policy, device, dtype, device_memory)
-    tokenizer = load_tokenizer(Path(path))
+    with reporter.hub_bars():
+        source, is_bundle = locate(path)
+        model = load_model(source, is_bundle, policy, device, dtype, device_memory)
+        tokenizer = load_tokenizer(Path(source))
     length = min(length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or length)
     pools = [windows(source, tokenizer, length, samples) for source in data]
     for source, pool in zip(data, pools, strict=True):
@@ -168,8 +198,10 @@ def generate(
 
     from moepack.calibrate.data import load_tokenizer
 
-    model = load_model(path, policy, device, dtype, device_memory)
-    tokenizer = load_tokenizer(Path(path))
+    with Reporter().hub_bars():
+        source, is_bundle = locate(path)
+        model = load_model(source, is_bundle, policy, device, dtype, device_memory)
+        tokenizer = load_tokenizer(Path(source))
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
     if not ids.numel():
         raise InputError("the prompt is empty")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import MissingExtraError
 from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import EXPERT_DTYPES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +76,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     allocation = bundle.manifest.allocation
     return {
         "model_type": bundle.manifest.model["model_type"],
+        "expert_dtype": bundle.manifest.model["expert_dtype"],
         "moe_layers": len(bundle.layers),
         "experts": sum(layer.experts for layer in bundle.layers),
         "expert_weights": bundle.expert_weights,
@@ -99,7 +101,9 @@ def render(facts: dict[str, Any]) -> Table:
         f"{facts['model_type']}: {facts['experts']} experts in {facts['moe_layers']} layers, "
         f"{facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens"
     )
-    table = Table("version", "bytes", "bits/weight", "group", "mean relative loss", "made by", title=title)
+    exact = f"bf16 holds {EXPERT_DTYPES[facts['expert_dtype']]}" if "bf16" in facts["versions"] else None
+    columns = ("version", "bytes", "bits/weight", "group", "mean relative loss", "made by")
+    table = Table(*columns, title=title, caption=exact)
     for name, v in facts["versions"].items():
         made = ", ".join(f"{m} {n}" for m, n in facts["methods"][name].items() if m != "none") or "exact"
         row = (

@@ -16,6 +16,7 @@ from typing import Any
 
 from .errors import BundleError, Problem
 from .spec import (
+    EXPERT_DTYPES,
     FORMAT_NAME,
     FORMAT_VERSION,
     GROUP_SIZES,
@@ -185,8 +186,10 @@ def parse_manifest(data: bytes) -> Manifest:
     files, expert_files = _files(check, document.get("files"))
     if not check.problems:
         _layer_files(check, layers, versions, expert_files)
+    model = check.object("model", document.get("model"))
+    check.text("model.expert_dtype", model.get("expert_dtype"), list(EXPERT_DTYPES))
     manifest = Manifest(
-        check.object("model", document.get("model")),
+        model,
         layers,
         versions,
         files,

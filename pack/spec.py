@@ -15,6 +15,14 @@ SECTION = 64  # sections start on it: one cache line, and the widest vector load
 VERSION_NAMES = ("bf16", "w4", "w3", "w2", "w1")  # from the most to the least precise
 GROUP_SIZES = (128, 64, 32)
 PLANES = {4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}  # code bits by plane, least significant first
+# Of the checkpoint, with what the `bf16` version holds of it.
+EXPERT_DTYPES = {
+    "BF16": "the checkpoint's own bits",
+    "F16": "the checkpoint's FP16 weights rounded to BF16",
+    "F32": "the checkpoint's FP32 weights rounded to BF16",
+    "F8_E4M3": "the bits of the checkpoint's FP8 codes times their blocks' scales, rounded to BF16",
+    "MXFP4": "the checkpoint's MXFP4 values, which BF16 holds exactly",
+}
 MAX_DIM = 1 << 24  # rows or columns of a matrix
 MAX_EXPERTS = 1 << 16
 MAX_LAYERS = 1 << 12

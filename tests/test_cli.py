@@ -218,7 +218,12 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no model_type": (lambda c: edit_json(c / CONFIG, model_type=None), ("model_type",)),
     "dense model": (make_dense, ("not a Mixture-of-Experts model",)),
     "already quantised": (
-        lambda c: edit_json(c / CONFIG, quantization_config={"quant_method": "fp8"}), ("already quantised (fp8)",)
+        lambda c: edit_json(c / CONFIG, quantization_config={"quant_method": "awq"}),
+        ("already quantised (awq)", "give it the checkpoint this was made from"),
+    ),
+    "FP8 without blocks": (
+        lambda c: edit_json(c / CONFIG, quantization_config={"quant_method": "fp8"}),
+        ("already quantised (fp8 without weight_block_size)",),
     ),
     "no weights": (lambda c: (c / "model.safetensors").unlink(), ("model.safetensors",)),
     "truncated weights": (lambda c: truncate(c / "model.safetensors"), ("model.safetensors", "download")),

@@ -94,14 +94,41 @@ def test_build_from_a_hub_id(client: Client, demo_model: Path, text: Path, tmp_p
     assert verify(tmp_path / "b", demo_model) == []
 
 
-def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, tmp_path: Path) -> None:
+def test_eval_and_generate_by_hub_id(client: Client, bundle: Path, demo_model: Path, evaluation: Path) -> None:
+    """Bundles and plain checkpoints; the same numbers as from their directories."""
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    client.hub.files["someone/model"] = {p.name: p.read_bytes() for p in demo_model.iterdir()}
+    options = ("-d", evaluation, "--length", "32", "--samples", "2", "-q", "--json")
+    for name, path, policy in (
+        ("someone/mini", bundle, ("--policy", "static:w2")),
+        ("someone/model", demo_model, ()),
+    ):
+        scores = []
+        for source in (name, path):
+            out = client("eval", source, *options, *policy)
+            assert out.returncode == 0, out.stderr
+            scores.append(json.loads(out.stdout))
+        assert scores[0]["perplexity"] == scores[1]["perplexity"]
+        assert scores[0]["policy"] == scores[1]["policy"] == (policy[1] if policy else None)
+    words = ("--prompt", "The river", "--max-new-tokens", "3")
+    texts = [client("generate", source, *words).stdout for source in ("someone/mini", bundle)]
+    assert texts[0] == texts[1] and texts[0].startswith("The river")
+
+
+def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: Path, tmp_path: Path) -> None:
     def fails(word: str, *arguments: str | Path) -> None:
         out = client(*arguments)
         lines = [line for line in out.stderr.splitlines() if line.strip()]
         assert out.returncode == 2 and len(lines) == 1 and word in lines[0], (out.stderr, out.stdout)
 
     fails("no such repository", "pull", "no/where", "-o", tmp_path / "a", "-q")
+    data = ("-d", text, "-q")
+    fails("neither a directory nor a model on the Hub", "eval", "no/where", *data)
+    fails("neither a directory nor a model on the Hub", "generate", "no/where", "--prompt", "a")
+    fails("neither a directory nor a model on the Hub", "build", "no/where", "-o", tmp_path / "a", "-c", text, "-q")
+    fails("no such directory", "eval", "./no/where", *data)
     client.hub.files["someone/other"] = {"README.md": b"hello"}
+    fails("has no config.json", "eval", "someone/other", *data)
     fails("not a moepack bundle", "pull", "someone/other", "-o", tmp_path / "a", "-q")
     fails("version 'w9' is unknown", "pull", "someone/other", "-o", tmp_path / "a", "--versions", "w9", "-q")
     assert client("push", bundle, "someone/mini", "-q").returncode == 0

@@ -11,6 +11,7 @@ magnitude (`rtn`'s). Times are medians, methods taking turns; gptqmodel runs onc
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -220,7 +221,7 @@ def main() -> None:
         held.extend(targets(name, errors, seconds, is_generated))
 
     for r, c in shapes:
-        add(f"generated {r}x{c}", lambda r=r, c=c: iter([generated(r, c)]), args.runs, True)  # type: ignore[misc]
+        add(f"generated {r}x{c}", functools.partial(lambda *shape: iter([generated(*shape)]), r, c), args.runs, True)
     name = args.checkpoint.name
     add(name, lambda: of_checkpoint(args.checkpoint, calibration, data, windows, every), 1, False)
     title = f"Relative output error on held-out tokens (geometric means), groups of {GROUP}; time of w4 + w3 + w2"

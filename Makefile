@@ -38,7 +38,7 @@ $(VENV)/.build-installed: pyproject.toml $(wildcard */*.c) | $(VENV)/.base
 	touch $@
 
 $(VENV)/.dev-installed: pyproject.toml $(wildcard */*.c) | $(VENV)/.base
-	$(PY) -m uv pip install -q --python $(PY) -e '.[build,dev,bench]' || $(PY) -m pip install -q -e '.[build,dev,bench]'
+	$(PY) -m uv pip install -q --python $(PY) -e '.[build,dev,bench,ray]' || $(PY) -m pip install -q -e '.[build,dev,bench,ray]'
 	touch $@ $(VENV)/.build-installed
 
 clean:

@@ -6,8 +6,8 @@ gate activation reads, so that `_apply_gate` works on them unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,19 @@ class ExpertWeights:
             tuple(None if b is None else tensors[b] for _, b in names),
             bool(module.is_transposed),
         )
+
+    def select(self, experts: range) -> ExpertWeights:
+        """Some of the experts, as views."""
+        return self._map(lambda t: t[experts.start : experts.stop], len(experts))
+
+    def copied(self) -> ExpertWeights:
+        """The same in memory of their own: pickling a view would send all that it is a view of."""
+        return self._map(torch.clone, self.layer.experts)
+
+    def _map(self, function: Callable[[Tensor], Tensor], experts: int) -> ExpertWeights:
+        weights = tuple(function(w) for w in self.weights)
+        biases = tuple(None if b is None else function(b) for b in self.biases)
+        return replace(self, layer=replace(self.layer, experts=experts), weights=weights, biases=biases)
 
     def matrix(self, expert: int, matrix: int) -> Tensor:
         """One matrix in BF16, [rows, cols], contiguous. From another dtype it is rounded to nearest."""

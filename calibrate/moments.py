@@ -14,15 +14,23 @@ every n from 3 to 1000 and every width. With K = d/2 the 2-bit error is 0.070 at
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+KINDS = ("routed", "gated", "all")  # which tokens make an expert's moments; see `second_moments` and quantise_layer.py
 PRIOR = 0.5  # K over the width of the model's hidden state
 NEGLIGIBLE = 8  # at this many times K the layer's part changes no error by 1 %, and is not computed
 
 
-def second_moments(inputs: Tensor) -> Tensor:
-    """The mean of x x^T over inputs [tokens, cols], float32 [cols, cols]; zero where there is no token."""
-    return inputs.T @ inputs / max(1, len(inputs))
+def second_moments(inputs: Tensor, gates: Tensor | None = None) -> Tensor:
+    """The mean of x x^T over inputs [tokens, cols], float32 [cols, cols]; zero where there is no token.
+
+    With gates [tokens], the mean weighted by them: H = (X c) X^T of MoEQuant (Hu et al., 2025, section 4.2).
+    """
+    if gates is None:
+        return inputs.T @ inputs / max(1, len(inputs))
+    total = gates.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return (inputs * gates[:, None]).T @ inputs / total
 
 
 def shrink(own: Tensor, tokens: int, layer: Tensor, prior: float) -> Tensor:

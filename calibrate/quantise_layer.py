@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import Version
+from moepack.pack.spec import ExpertLayer, Version
 from moepack.quantize.grid import Quantised, dequantise
 from moepack.quantize.methods import NEEDS_MOMENTS, fallbacks, method_for, quantise, quantise_all
 
@@ -25,6 +25,7 @@ from .moments import NEGLIGIBLE, PRIOR, second_moments, shrink
 from .tokens import ExpertTokens, LayerTokens
 
 Pair = tuple[Quantised, Quantised]
+GROUP = 16  # experts of a group at the most: what is lost when a build is killed, and a unit of work for a cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Settings:
         loss_tokens: the most tokens an expert's losses are measured on, evenly spaced among its own. An expert with
             fewer than 256 is measured on other tokens of the layer as well, up to 256: on a handful that it learnt
             from, its error would come out near zero.
+        moments: what an expert's second moments are made of: "routed", the tokens routed to it; "gated", the same,
+            weighted by their gates (MoEQuant); "all", every token of the layer.
         group_bytes: the most bytes of second moments and working copies in memory at once; one expert's at the least.
     """
 
@@ -46,6 +49,7 @@ class Settings:
     versions: tuple[Version, ...]
     min_tokens: int = 0
     loss_tokens: int = 4096
+    moments: str = "routed"
     group_bytes: int = 1 << 30
 
 
@@ -61,26 +65,46 @@ class ExpertVersion:
     index: int
 
 
-def quantise_layer(
-    module: Any, weights: ExpertWeights, observation: Observation, settings: Settings, device: torch.device
+def expert_groups(layer: ExpertLayer, settings: Settings) -> list[range]:
+    """The experts that are quantised together: as many as `group_bytes` holds, GROUP at the most.
+
+    Part of what determines the bytes (a batch's products round as a batch's), so it follows from the settings alone,
+    not from the machine.
+    """
+    # In float32: moments, and of each weight itself, its dequantised value and two temporaries.
+    per_expert = 4 * sum(m.cols * m.cols + 4 * m.weights for m in layer.matrices)
+    step = max(1, min(GROUP, settings.group_bytes // per_expert))
+    return [range(start, min(start + step, layer.experts)) for start in range(0, layer.experts, step)]
+
+
+def quantise_group(
+    module: Any,
+    weights: ExpertWeights,
+    experts: range,
+    observation: Observation,
+    settings: Settings,
+    device: torch.device,
 ) -> Iterator[list[ExpertVersion]]:
-    """Quantise a layer's experts in order; yields, for each, one entry a version of `settings.versions`.
+    """Quantise some experts of a layer in order; yields, for each, one entry a version of `settings.versions`.
 
     Args:
         module: the layer's experts module, for its gate activation only.
-        weights: its weights, from the checkpoint.
-        observation: what the calibration tokens brought to it.
+        weights: the weights of these experts, from the checkpoint.
+        experts: which of the layer's they are.
+        observation: what the calibration tokens brought to the layer.
         settings: how.
         device: where to compute.
     """
-    matrices = weights.layer.matrices
-    # In float32: moments, and of each weight itself, its dequantised value and two temporaries.
-    per_expert = 4 * sum(m.cols * m.cols + 4 * m.weights for m in matrices)
-    step = max(1, min(weights.layer.experts, settings.group_bytes // per_expert))
     layer = LayerTokens.of(observation)
-    for start in range(0, weights.layer.experts, step):
-        experts = range(start, min(start + step, weights.layer.experts))
-        yield from _Group(module, weights, observation, layer, settings, device, experts).run()
+    yield from _Group(module, weights, observation, layer, settings, device, experts).run()
+
+
+def quantise_layer(
+    module: Any, weights: ExpertWeights, observation: Observation, settings: Settings, device: torch.device
+) -> Iterator[list[ExpertVersion]]:
+    """Quantise all of a layer's experts in order, a group at a time; see `quantise_group`."""
+    for experts in expert_groups(weights.layer, settings):
+        yield from quantise_group(module, weights.select(experts), experts, observation, settings, device)
 
 
 class _Group:
@@ -101,8 +125,9 @@ class _Group:
         self._hidden_size = weights.layer.matrices[0].cols
         enough = settings.min_tokens or max(m.cols for m in weights.layer.matrices)
         self._tokens = [ExpertTokens.of(observation, layer, e, enough, settings.loss_tokens) for e in experts]
-        self._batch = [torch.stack([weights.matrix(e, m).to(device, torch.float32) for e in experts]) for m in range(2)]
-        self._biases = [[_float(weights.bias(e, m), device) for m in range(2)] for e in experts]
+        own = range(len(experts))
+        self._batch = [torch.stack([weights.matrix(e, m).to(device, torch.float32) for e in own]) for m in range(2)]
+        self._biases = [[_float(weights.bias(e, m), device) for m in range(2)] for e in own]
 
     def run(self) -> Iterator[list[ExpertVersion]]:
         """Quantise at every width and measure."""
@@ -141,8 +166,12 @@ class _Group:
         of_layer = second_moments(common)
         parts: list[list[Tensor]] = [[], []]
         for i, tokens in enumerate(self._tokens):
-            x = self._inputs(tokens.learn)
-            own = [second_moments(x), second_moments(self._hidden(i, x))]
+            x, gates = self._inputs(tokens.learn), None
+            if self._settings.moments == "all":
+                x = common
+            elif self._settings.moments == "gated":
+                gates = tokens.learn_gates.to(self._device)
+            own = [second_moments(x, gates), second_moments(self._hidden(i, x), gates)]
             if len(x) < NEGLIGIBLE * prior:
                 around = [of_layer, second_moments(self._hidden(i, common))]
                 own = [shrink(a, len(x), b, prior) for a, b in zip(own, around, strict=True)]

@@ -48,6 +48,7 @@ class ExpertTokens:
     Attributes:
         count: tokens routed to it.
         learn: what its second moments are made of: all of them, or, where `starved`, those that are not held out.
+        learn_gates: gate weights of `learn`, float32.
         compare: for a starved expert, what its methods are compared on: its own held-out tokens, then the layer's.
         measure: what its losses are measured on: its own, evenly spaced, then others where it has fewer than FEW.
         gates: gate weights of `measure`, float32; for others' tokens the mean of its own, or the layer's.
@@ -56,6 +57,7 @@ class ExpertTokens:
 
     count: int
     learn: Tensor
+    learn_gates: Tensor
     compare: Tensor
     measure: Tensor
     gates: Tensor
@@ -75,6 +77,7 @@ class ExpertTokens:
         return ExpertTokens(
             len(token),
             token[~held] if starved else token,
+            gates[~held] if starved else gates,
             torch.cat([own, layer.compare[: max(0, FEW - len(own))]]) if starved else own,
             torch.cat([token[chosen], others]),
             torch.cat([gates[chosen], mean.expand(len(others))]),

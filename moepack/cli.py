@@ -32,6 +32,8 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1 ...")]
+EngineName = Annotated[str, typer.Option("--engine", help="Where experts are quantised: local, or ray for a cluster.")]
+Address = Annotated[str | None, typer.Option("--address", help="The Ray cluster; without it one is started here.")]
 Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Throw finished pieces away, or go on from them.")]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")]
 Texts = Annotated[
@@ -118,6 +120,8 @@ def build(
     ] = None,
     fresh: Fresh = False,
     device: Device = "cpu",
+    engine: EngineName = "local",
+    address: Address = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -125,7 +129,9 @@ def build(
     from .pipeline import build as run
 
     with _reporter(quiet) as reporter:
-        report = run(checkpoint, output, recipe, calibration or (), work, fresh, device, reporter)
+        report = run(
+            checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter=reporter
+        )
     _report(report, as_json)
 
 
@@ -155,13 +161,15 @@ def quantize(
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="In place of the calibrated one's.")] = None,
     fresh: Fresh = False,
     device: Device = "cpu",
+    engine: EngineName = "local",
+    address: Address = None,
     quiet: Quiet = False,
 ) -> None:
     """Stage 2: every expert at every width."""
     from .pipeline import quantize as run
 
     with _reporter(quiet) as reporter:
-        run(work, recipe, fresh, device, reporter)
+        run(work, recipe, fresh, device, engine, address, reporter)
 
 
 @app.command()

@@ -23,8 +23,10 @@ from moepack.pack.writer import check_target
 from . import __version__
 from .allocate import check_allocation
 from .assemble import Report, assemble
+from .engine import Engine, Local, open_engine
+from .groups import GroupTask, bare, load_group, loss_metadata, observation_digest, save_group
 from .memory import bound_kernel_caches, give_back
-from .pieces import LossTable, load_hidden, load_observation, run_record, save, write_expert
+from .pieces import load_hidden, load_observation, run_record, save
 from .progress import Reporter
 from .recipe import Recipe, load_recipe, parse_recipe
 from .work import WorkDirectory
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
     from moepack.calibrate.stream import StreamedModel
+    from moepack.pack.spec import Version
 
 
 def build(
@@ -45,6 +48,8 @@ def build(
     work: str | Path | None = None,
     fresh: bool = False,
     device: str = "cpu",
+    engine: str = "local",
+    address: str | None = None,
     reporter: Reporter | None = None,
 ) -> Report:
     """Make a bundle of a checkpoint.
@@ -58,6 +63,8 @@ def build(
             the output, removed afterwards, without it.
         fresh: throw away what `work` holds.
         device: where to compute, as torch names it.
+        engine: where experts are quantised: "local", or "ray" for a Ray cluster; the bytes are the same.
+        address: the Ray cluster's; without it one is started on this machine.
         reporter: who is told of progress.
 
     Raises:
@@ -71,7 +78,8 @@ def build(
     directory = WorkDirectory(with_work)
     try:
         run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter)
-        run.layers(calibrate=True, quantize=True, reporter=reporter)
+        with contextlib.closing(open_engine(engine, address)) as where:
+            run.layers(calibrate=True, quantize=True, reporter=reporter, engine=where)
         return assemble(directory, target, reporter)
     finally:
         directory.close()
@@ -113,6 +121,8 @@ def quantize(
     recipe: str | Recipe | None = None,
     fresh: bool = False,
     device: str = "cpu",
+    engine: str = "local",
+    address: str | None = None,
     reporter: Reporter | None = None,
 ) -> None:
     """The second stage: every expert at every width, from a calibrated work directory. See `build`."""
@@ -120,7 +130,8 @@ def quantize(
     directory = WorkDirectory(Path(work))
     try:
         run = Run.resume(directory, load_recipe(recipe) if isinstance(recipe, str) else recipe, fresh, device)
-        run.layers(calibrate=False, quantize=True, reporter=reporter)
+        with contextlib.closing(open_engine(engine, address)) as where:
+            run.layers(calibrate=False, quantize=True, reporter=reporter, engine=where)
     finally:
         directory.close()
 
@@ -140,9 +151,14 @@ class Run:
     """The stages' common ground: the checkpoint's skeleton, the recipe, the work directory."""
 
     def __init__(
-        self, directory: WorkDirectory, stream: StreamedModel, recipe: Recipe, ids: torch.Tensor | None
+        self,
+        directory: WorkDirectory,
+        stream: StreamedModel,
+        recipe: Recipe,
+        ids: torch.Tensor | None,
     ) -> None:
         self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
+        self._engine: Engine = Local()
 
     @staticmethod
     def start(
@@ -236,13 +252,15 @@ class Run:
                 "method": q.method,
                 "min_tokens": q.min_tokens,
                 "loss_tokens": q.loss_tokens,
+                "moments": q.moments,
                 "allocation": None if how is None else asdict(how),
             },
             fresh,
         )
 
-    def layers(self, calibrate: bool, quantize: bool, reporter: Reporter) -> None:
-        """Go through the decoder layers once. Pieces that are done are not done again."""
+    def layers(self, calibrate: bool, quantize: bool, reporter: Reporter, engine: Engine | None = None) -> None:
+        """Go through the decoder layers once, with `engine` in place of the local one. What is done is not redone."""
+        self._engine = engine or self._engine
         bound_kernel_caches()
         import torch
 
@@ -336,26 +354,53 @@ class Run:
             self._work.piece("calibrate", layer - 1, "hidden.safetensors").unlink(missing_ok=True)
 
     def _quantise_layer(self, index: int, experts: ExpertWeights, observation: Observation, reporter: Reporter) -> None:
-        from moepack.calibrate.quantise_layer import Settings, quantise_layer
+        """Make every group that is not there yet, then the layer's files of all of them."""
+        import torch
 
-        layer, versions = experts.layer, self._recipe.version_specs()
-        q = self._recipe.quantize
-        affine = tuple(v for v in versions if not v.is_lossless)
-        settings = Settings(q.method, affine, q.min_tokens, q.loss_tokens)
-        table = LossTable.empty(layer, versions)
-        reporter.inner("experts", layer.experts)
+        versions, work = self._recipe.version_specs(), self._work
+        tasks = self._tasks(index, experts, versions)
+        observed = observation_digest(observation)
+        kept = [work.object(task.address(observed)) for task in tasks]
+        missing = [i for i, path in enumerate(kept) if not path.exists()]
+        reporter.inner("experts", experts.layer.experts)
+        reporter.advance(sum(len(t.experts) for i, t in enumerate(tasks) if i not in missing))
+        for i, made in zip(missing, self._engine.run([tasks[i] for i in missing], observation), strict=True):
+            save_group(made, kept[i])
+            reporter.advance(len(tasks[i].experts))
+        losses: list[dict[str, torch.Tensor]] = []
         with contextlib.ExitStack() as stack:
             writers = {
                 v.name: stack.enter_context(
-                    LayerFileWriter(self._work.piece("quantize", index, f"{v.name}.safetensors"), v.name, layer)
+                    LayerFileWriter(work.piece("quantize", index, f"{v.name}.safetensors"), v.name, experts.layer)
                 )
                 for v in versions
             }
-            module = self._stream.experts_module(index)
-            device = self._stream.device
-            for expert, row in enumerate(quantise_layer(module, experts, observation, settings, device)):
-                write_expert(experts, expert, row, writers)
-                table.add(expert, row)
-                reporter.advance()
-        save(self._work.piece("quantize", index, "losses.safetensors"), table.tensors(), table.metadata())
-        self._work.mark("quantize", index, {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}})
+            for path in kept:
+                group = load_group(path)
+                losses.append(group.losses)
+                for name, writer in writers.items():
+                    for extent, payload in zip(group.extents[name], group.payloads[name], strict=True):
+                        writer.add(extent, payload)
+        table = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
+        save(work.piece("quantize", index, "losses.safetensors"), table, loss_metadata(versions))
+        work.mark("quantize", index, {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}})
+        for path in kept:
+            path.unlink()
+
+    def _tasks(self, index: int, experts: ExpertWeights, versions: tuple[Version, ...]) -> list[GroupTask]:
+        import torch
+
+        from moepack.calibrate.quantise_layer import Settings, expert_groups
+
+        q = self._recipe.quantize
+        affine = tuple(v for v in versions if not v.is_lossless)
+        settings = Settings(q.method, affine, q.min_tokens, q.loss_tokens, q.moments)
+        module, device, threads = (
+            bare(self._stream.experts_module(index)),
+            str(self._stream.device),
+            torch.get_num_threads(),
+        )
+        return [
+            GroupTask(module, experts.select(g), index, g, versions, settings, device, threads)
+            for g in expert_groups(experts.layer, settings)
+        ]

@@ -17,6 +17,7 @@ import yaml
 from moepack.pack.errors import InputError
 from moepack.pack.spec import GROUP_SIZES, VERSION_NAMES, Version
 
+MOMENTS = ("routed", "gated", "all")
 METHODS = ("gptq", "hqq", "rtn", "gptqmodel")
 
 ALLOCATORS = ("milp", "greedy", "prefix_split", "uniform")
@@ -32,6 +33,7 @@ class Quantize:
     group_size: int | Mapping[str, int] = 64
     min_tokens: int = 0
     loss_tokens: int = 4096
+    moments: str = "routed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         size,
         _integer(f"{at}.min_tokens", q.get("min_tokens", 0), 0),
         _integer(f"{at}.loss_tokens", q.get("loss_tokens", 4096), 1),
+        _choice(f"{at}.moments", q.get("moments", "routed"), MOMENTS),
     )
     at = f"{where}: calibration"
     c = _mapping(at, top.get("calibration", {}), [f.name for f in fields(Calibration)])

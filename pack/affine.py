@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .bits import Codes, join_planes, split_planes
+from .bits import Codes, from_blocks, join_planes, split_planes, to_blocks
 from .spec import Matrix, Section, Version, affine_extent_size, affine_sections
 
 Bf16Bits = npt.NDArray[np.uint16]
@@ -64,6 +64,9 @@ def encode_affine(
     """
     if out is None:
         out = np.zeros(affine_extent_size(matrices, version), np.uint8)
+    for m, v in zip(matrices, values, strict=True):
+        if v.codes.shape != (m.rows, m.cols):
+            raise ValueError(f"{m.name}: codes are {v.codes.shape}, not {(m.rows, m.cols)}")
     packed = [split_planes(v.codes, version.bits) for v in values]
     for section in affine_sections(matrices, version):
         v = values[section.matrix]
@@ -71,6 +74,8 @@ def encode_affine(
             array: npt.NDArray[np.generic] = packed[section.matrix][int(section.kind[5:])]
         else:
             array = getattr(v, section.kind)
+            if section.kind != "bias":
+                array = to_blocks(array)
         if array.shape != section.shape or array.dtype.itemsize != section.item:
             raise ValueError(f"{section.kind} of {matrices[section.matrix].name}: {array.shape}, not {section.shape}")
         out[section.offset : section.end] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
@@ -83,13 +88,15 @@ def section_array(extent: Buffer, section: Section) -> npt.NDArray[np.generic]:
 
 
 def decode_affine(matrices: tuple[Matrix, ...], version: Version, extent: Buffer) -> list[AffineMatrix]:
-    """The matrices of one extent. Scales, zero points and biases are views of it."""
+    """The matrices of one extent. Biases are views of it."""
     parts: list[dict[str, npt.NDArray[np.generic]]] = [{} for _ in matrices]
     for section in affine_sections(matrices, version):
         parts[section.matrix][section.kind] = section_array(extent, section)
     out = []
     for m, part in zip(matrices, parts, strict=True):
         planes = [v for k, v in part.items() if k.startswith("plane")]
-        codes = join_planes(planes, version.bits, m.cols)  # type: ignore[arg-type]
-        out.append(AffineMatrix(codes, part["scale"], part.get("zero"), part.get("bias")))  # type: ignore[arg-type]
+        codes = join_planes(planes, version.bits, m.rows, m.cols)  # type: ignore[arg-type]
+        scale = from_blocks(part["scale"], m.rows)
+        zero = from_blocks(part["zero"], m.rows) if "zero" in part else None
+        out.append(AffineMatrix(codes, scale, zero, part.get("bias")))  # type: ignore[arg-type]
     return out

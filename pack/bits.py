@@ -1,21 +1,40 @@
-"""Planes of packed codes: `bits` bits a code, little-endian, rows padded with zero bits to whole 32-bit words.
+"""Blocks of rows, and planes of packed codes: `bits` bits a code, rows filled up with zero bits to whole 32-bit words.
 
-Knows nothing of scales or of sections; FORMAT.md, "Planes", is what it implements.
+Knows nothing of scales or of sections; FORMAT.md, "Affine extents", is what it implements.
 """
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
-from .spec import PLANES, plane_words
+from .spec import BLOCK_ROWS, PLANES, plane_words
 
 Codes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
 
+Number = TypeVar("Number", bound=np.generic)
+
+
+def to_blocks(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
+    """Values [rows, n] as blocks [ceil(rows / 16), n, 16]: a block's rows stand side by side, missing rows are zero."""
+    rows, n = values.shape
+    blocks = -(-rows // BLOCK_ROWS)
+    if rows % BLOCK_ROWS:
+        values = np.concatenate([values, np.zeros((blocks * BLOCK_ROWS - rows, n), values.dtype)])
+    return np.ascontiguousarray(values.reshape(blocks, BLOCK_ROWS, n).transpose(0, 2, 1))
+
+
+def from_blocks(blocks: npt.NDArray[Number], rows: int) -> npt.NDArray[Number]:
+    """The inverse of `to_blocks`: values [rows, n]."""
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1)).reshape(-1, blocks.shape[1])[:rows]
+
+
 def pack_plane(values: Codes, bits: int) -> Words:
-    """Pack `values` [rows, cols], each below 2**bits (bits in {1, 2, 4}), into words [rows, ceil(cols*bits/32)].
+    """Pack `values` [rows, cols], each below 2**bits (bits in {1, 2, 4}), into words [blocks, ceil(cols*bits/32), 16].
 
     Column c of a row stands at bits c*bits .. c*bits+bits-1 of the row's little-endian bit string.
     """
@@ -27,14 +46,14 @@ def pack_plane(values: Codes, bits: int) -> Words:
     packed = padded[:, 0::per_byte].copy()
     for i in range(1, per_byte):
         packed |= padded[:, i::per_byte] << np.uint8(i * bits)
-    return packed.view("<u4")
+    return to_blocks(packed.view("<u4"))
 
 
-def unpack_plane(words: Words, bits: int, cols: int) -> Codes:
+def unpack_plane(words: Words, bits: int, rows: int, cols: int) -> Codes:
     """The inverse of `pack_plane`: values [rows, cols]."""
-    packed = np.ascontiguousarray(words).view(np.uint8)
+    packed = from_blocks(words, rows).view(np.uint8)
     per_byte = 8 // bits
-    out = np.empty((packed.shape[0], packed.shape[1] * per_byte), np.uint8)
+    out = np.empty((rows, packed.shape[1] * per_byte), np.uint8)
     mask = np.uint8((1 << bits) - 1)
     for i in range(per_byte):
         out[:, i::per_byte] = (packed >> np.uint8(i * bits)) & mask
@@ -51,11 +70,11 @@ def split_planes(codes: Codes, bits: int) -> list[Words]:
     return planes
 
 
-def join_planes(planes: list[Words], bits: int, cols: int) -> Codes:
+def join_planes(planes: list[Words], bits: int, rows: int, cols: int) -> Codes:
     """The inverse of `split_planes`: codes [rows, cols]."""
-    codes = np.zeros((planes[0].shape[0], cols), np.uint8)
+    codes = np.zeros((rows, cols), np.uint8)
     shift = 0
     for words, width in zip(planes, PLANES[bits], strict=True):
-        codes |= unpack_plane(words, width, cols) << np.uint8(shift)
+        codes |= unpack_plane(words, width, rows, cols) << np.uint8(shift)
         shift += width
     return codes

@@ -14,6 +14,7 @@ PAGE = 4096  # extents start on it: direct I/O, host registration and file mappi
 SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
 VERSION_NAMES = ("bf16", "w4", "w3", "w2", "w1")  # from the most to the least precise
 GROUP_SIZES = (128, 64, 32)
+BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector there is
 PLANES = {4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}  # code bits by plane, least significant first
 # Of the checkpoint, with what the `bf16` version holds of it.
 EXPERT_DTYPES = {
@@ -137,6 +138,11 @@ def groups(matrix: Matrix, group_size: int) -> int:
     return -(-matrix.cols // group_size)
 
 
+def row_blocks(matrix: Matrix) -> int:
+    """Blocks of BLOCK_ROWS rows; the last one may be filled up."""
+    return -(-matrix.rows // BLOCK_ROWS)
+
+
 def plane_words(cols: int, bits: int) -> int:
     """32-bit words of one row of a plane that holds `bits` bits of every code."""
     return -(-cols * bits // 32)
@@ -159,11 +165,12 @@ def affine_sections(matrices: tuple[Matrix, ...], version: Version) -> tuple[Sec
         at = align(section.end, SECTION)
 
     for i, m in enumerate(matrices):
+        blocks, by_group = row_blocks(m), groups(m, version.group_size)
         for p, bits in enumerate(PLANES[version.bits]):
-            add(i, f"plane{p}", (m.rows, plane_words(m.cols, bits)), 4)
-        add(i, "scale", (m.rows, groups(m, version.group_size)), 2)
+            add(i, f"plane{p}", (blocks, plane_words(m.cols, bits), BLOCK_ROWS), 4)
+        add(i, "scale", (blocks, by_group, BLOCK_ROWS), 2)
         if version.zero == "stored":
-            add(i, "zero", (m.rows, groups(m, version.group_size)), 1)
+            add(i, "zero", (blocks, by_group, BLOCK_ROWS), 1)
         if m.bias:
             add(i, "bias", (m.rows,), 2)
     return tuple(out)

@@ -54,31 +54,31 @@ def affine_values(extent: bytes, layer: dict, version: dict) -> list[list[list[f
         at += item * count
         return list(values)
 
+    def blocks(item: int, rows: int, n: int) -> list[list[int]]:
+        flat = take(item, -(-rows // 16) * n * 16)
+        return [[flat[(r // 16 * n + i) * 16 + r % 16] for i in range(n)] for r in range(rows)]
+
     for m in layer["matrices"]:
         rows, cols = m["rows"], m["cols"]
         groups = -(-cols // size)
         codes = [[0] * cols for _ in range(rows)]
         shift = 0
         for p in {4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
-            words = -(-cols * p // 32)
-            plane = take(4, rows * words)
+            plane = blocks(4, rows, -(-cols * p // 32))
             for r in range(rows):
-                string = sum(w << 32 * i for i, w in enumerate(plane[r * words : (r + 1) * words]))
+                string = sum(w << 32 * i for i, w in enumerate(plane[r]))
                 for c in range(cols):
                     codes[r][c] |= (string >> c * p & (1 << p) - 1) << shift
             shift += p
-        scale = [bf16(b) for b in take(2, rows * groups)]
+        scale = [[bf16(b) for b in row] for row in blocks(2, rows, groups)]
         if version["zero"] == "stored":
-            zero = [z / 2 ** (8 - bits) for z in take(1, rows * groups)]
+            zero = [[z / 2 ** (8 - bits) for z in row] for row in blocks(1, rows, groups)]
         else:
-            zero = [(2**bits - 1) / 2] * (rows * groups)
+            zero = [[(2**bits - 1) / 2] * groups] * rows
         if m["bias"]:
             take(2, rows)
         out.append(
-            [
-                [scale[r * groups + c // size] * (codes[r][c] - zero[r * groups + c // size]) for c in range(cols)]
-                for r in range(rows)
-            ]
+            [[scale[r][c // size] * (codes[r][c] - zero[r][c // size]) for c in range(cols)] for r in range(rows)]
         )
     return out
 

@@ -28,27 +28,37 @@ SHAPES = [(1, 1), (3, 31), (3, 32), (3, 33), (5, 64), (2, 127), (2, 129), (7, 28
 def test_plane_round_trip(bits: int, rows: int, cols: int) -> None:
     values = np.random.default_rng(rows * cols + bits).integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
     words = pack_plane(values, bits)
-    assert words.shape == (rows, -(-cols * bits // 32)) and words.dtype == np.uint32
-    assert np.array_equal(unpack_plane(words, bits, cols), values)
+    assert words.shape == (-(-rows // 16), -(-cols * bits // 32), 16) and words.dtype == np.uint32
+    assert np.array_equal(unpack_plane(words, bits, rows, cols), values)
 
 
 def test_plane_bit_order() -> None:
     """Column c stands at bits c*p of the row, low bits first: 1, 2, 3 ... in nibbles read backwards in hexadecimal."""
-    assert pack_plane(np.array([[1, 2, 3, 4, 5, 6, 7, 8, 9]], np.uint8), 4).tolist() == [[0x87654321, 0x9]]
-    assert pack_plane(np.array([[1, 0, 0, 1]], np.uint8), 1).tolist() == [[0b1001]]
-    assert pack_plane(np.array([[3, 0, 1]], np.uint8), 2).tolist() == [[0b010011]]
+    for values, bits, words in (
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 4, [0x87654321, 0x9]),
+        ([1, 0, 0, 1], 1, [0b1001]),
+        ([3, 0, 1], 2, [0b010011]),
+    ):
+        packed = pack_plane(np.array([values], np.uint8), bits)
+        assert packed[0, :, 0].tolist() == words and not packed[0, :, 1:].any()
+
+
+def test_a_block_holds_sixteen_rows_side_by_side() -> None:
+    packed = pack_plane(np.arange(18, dtype=np.uint8)[:, None] % 16 * np.ones((1, 9), np.uint8), 4)
+    assert packed.shape == (2, 2, 16)
+    assert packed[0, 1].tolist() == list(range(16)) and packed[1, 1].tolist() == [0, 1] + [0] * 14
 
 
 def test_three_bits_split_low_two_first() -> None:
     low, high = split_planes(np.array([[0b110, 0b011]], np.uint8), 3)
-    assert low.tolist() == [[0b1110]] and high.tolist() == [[0b01]]
+    assert low[0, 0, 0] == 0b1110 and high[0, 0, 0] == 0b01
 
 
 @given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.integers(1, 200), st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
 def test_planes_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
-    assert np.array_equal(join_planes(split_planes(codes, bits), bits, cols), codes)
+    assert np.array_equal(join_planes(split_planes(codes, bits), bits, rows, cols), codes)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])

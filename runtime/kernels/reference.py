@@ -12,14 +12,17 @@ from moepack.pack.spec import PLANES, Matrix, Section, Version
 
 
 def section(extent: Tensor, s: Section) -> Tensor:
-    """One section of an extent (uint8, on any device) as a tensor: uint8, bfloat16 for 2-byte items, bytes for words.
+    """One section of an extent (uint8, on any device): a bias as BF16 [rows], others [rows padded to 16, ...].
 
-    Planes come as uint8 [rows, 4 * words]: the packing is little-endian, so bytes in order hold codes in order.
+    Planes come as uint8 [rows, 4 * words]: the packing is little-endian, so bytes in order hold codes in order. Scales
+    are BF16 [rows, groups], zeros uint8 [rows, groups].
     """
     raw = extent[s.offset : s.end]
-    if s.item == 2:
-        return raw.view(torch.bfloat16).view(s.shape)
-    return raw.view(*s.shape[:-1], s.shape[-1] * s.item)
+    if len(s.shape) == 1:
+        return raw.view(torch.bfloat16)
+    blocks, n, side = s.shape
+    rows = raw.view(blocks, n, side, s.item).transpose(1, 2).reshape(blocks * side, n * s.item)
+    return rows.view(torch.bfloat16) if s.item == 2 else rows
 
 
 def unpack(plane: Tensor, bits: int, cols: int) -> Tensor:
@@ -57,4 +60,4 @@ def dequantise(
         zero = torch.full_like(scale, ((1 << version.bits) - 1) / 2)
     size = version.group_size
     spread = [t.repeat_interleave(size, dim=1)[:, : matrix.cols] for t in (zero, scale)]
-    return codes.float().sub_(spread[0]).mul_(spread[1]).to(dtype)
+    return codes.float().sub_(spread[0]).mul_(spread[1])[: matrix.rows].to(dtype)

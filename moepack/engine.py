@@ -7,6 +7,8 @@ of threads included. The cluster's machines need moepack[build,ray] and the same
 from __future__ import annotations
 
 import logging
+import re
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -75,6 +77,7 @@ class OnRay:
         except ImportError:
             raise MissingExtraError("ray", "ray") from None
         self._ray, self._started = ray, not ray.is_initialized()
+        _reach(address)
         if self._started:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
@@ -108,3 +111,14 @@ class OnRay:
         """Leave the cluster; end it if it was started here."""
         if self._started:
             self._ray.shutdown()
+
+
+def _reach(address: str | None) -> None:
+    """Connect to a cluster's port: Ray itself tries an address where nobody listens for minutes."""
+    at = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or "")
+    if at is None:
+        return
+    try:
+        socket.create_connection((at.group(1), int(at.group(2))), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"Ray at {address}: nobody answers there: {error}") from None

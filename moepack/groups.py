@@ -157,8 +157,12 @@ def save_group(made: GroupMade, path: Path) -> None:
     tensors = {f"losses.{k}": v for k, v in made.losses.items()}
     for name, extents in made.extents.items():
         tensors[f"payloads.{name}"] = torch.tensor(made.payloads[name], dtype=torch.int64)
-        tensors |= {f"extents.{name}.{i}": torch.from_numpy(extent) for i, extent in enumerate(extents)}
+        tensors |= {f"extents.{name}.{i}": torch.from_numpy(_writeable(extent)) for i, extent in enumerate(extents)}
     save(path, tensors)
+
+
+def _writeable(extent: Buffer) -> Buffer:
+    return extent if extent.flags.writeable else extent.copy()  # a view of Ray's object store is not
 
 
 def load_group(path: Path) -> GroupMade:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from moepack.pack.affine import AffineMatrix
@@ -16,3 +18,8 @@ def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:
     bias = rng.integers(0, 1 << 16, m.rows).astype(np.uint16) if m.bias else None
     scale = (rng.normal(0, 1, (m.rows, groups)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file under a directory, by its relative path."""
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}

@@ -1,7 +1,8 @@
 """The experts' forward over versions: handles, and the function behind transformers' experts interface.
 
-A layer's handles say which version of each expert is active; the forward pass reads them and nothing else. Weights of
-an affine version are dequantised for the tokens at hand and dropped.
+A layer's handles say which version of each expert is active; the forward pass reads them and nothing else. On a CPU
+compiled kernels read extents as they are (cpu.py); without those, weights are dequantised for the tokens at hand and
+dropped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +19,9 @@ from moepack.pack.affine import Bf16Bits
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Section, Version, affine_sections
 
-from .kernels.reference import dequantise, section
+from . import backends
+from .kernels.forms import Form, handle, make_forms, resident_size
+from .kernels.reference import dequantise
 from .store import BackingStore
 
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
@@ -29,57 +33,85 @@ class Handle:
 
     Attributes:
         version: its encoding.
-        extent: uint8 extent of an affine version; None for the lossless one.
-        weights: BF16 matrices [rows, cols] of the lossless version; empty for an affine one.
-        biases: one BF16 vector [rows] or None a matrix.
+        extent: uint8: an affine version's extent as it is stored, or the decoded matrices of the lossless one
+            (kernels/forms.py), beginning on a multiple of 64.
+        weights: BF16 views [rows, cols] of a lossless version's matrices; empty for an affine one.
+        biases: one BF16 view [rows] or None a matrix.
     """
 
     version: Version
-    extent: Tensor | None
+    extent: Tensor
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
 
     @property
     def resident_bytes(self) -> int:
         """Bytes it takes on its device."""
-        tensors = [self.extent] if self.extent is not None else [*self.weights, *self.biases]
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return self.extent.numel()
 
 
 class LayerExperts:
-    """The handles of one layer."""
+    """The handles of one layer.
+
+    Attributes:
+        handles: what is active, by expert: it keeps the extents alive.
+        table: what kernels index, uint64 [experts]: an extent's address and its version's number.
+    """
 
     def __init__(self, store: BackingStore, position: int, versions: Sequence[str], device: torch.device) -> None:
+        manifest = store.bundle.manifest
         self.layer: ExpertLayer = store.bundle.layers[position]
         self.device = device
-        self._sections: dict[str, list[dict[str, Section]]] = {}
-        for name in dict.fromkeys(versions):
-            version = store.bundle.manifest.version(name)
-            if not version.is_lossless:
-                by_matrix: list[dict[str, Section]] = [{} for _ in self.layer.matrices]
-                for s in affine_sections(self.layer.matrices, version):
-                    by_matrix[s.matrix][s.kind] = s
-                self._sections[name] = by_matrix
-        self.handles = [self._make(store, position, e, name) for e, name in enumerate(versions)]
+        self.versions = tuple(manifest.versions)
+        self._forms: dict[str, tuple[Form, ...]] = {v.name: make_forms(self.layer.matrices, v) for v in self.versions}
+        self._number = {v.name: i for i, v in enumerate(self.versions)}
+        self._sections = {v.name: _sections(self.layer, v) for v in self.versions if not v.is_lossless}
+        self.table = np.zeros(self.layer.experts, np.uint64)
+        self.handles: list[Handle] = []
+        for e, name in enumerate(versions):
+            made = self._make(store, position, e, name)
+            self.handles.append(made)
+            self._publish(e, made)
+        self.native = backends.native_layer(self.layer, self.versions, device)
 
     def _make(self, store: BackingStore, position: int, expert: int, name: str) -> Handle:
         version = store.bundle.manifest.version(name)
+        forms, matrices = self._forms[name], self.layer.matrices
+        weights: tuple[Tensor, ...] = ()
         if version.is_lossless:
-            decoded = store.lossless(position, expert)
-            weights = tuple(_bf16(m.weight, self.device) for m in decoded)
-            biases = tuple(None if m.bias is None else _bf16(m.bias, self.device) for m in decoded)
-            return Handle(version, None, weights, biases)
-        extent = store.extent(name, position, expert, self.device)
-        parts = [by_kind.get("bias") for by_kind in self._sections[name]]
-        return Handle(version, extent, (), tuple(None if p is None else section(extent, p) for p in parts))
+            extent = torch.zeros(resident_size(matrices, version), dtype=torch.uint8, device=self.device)
+            for m, f, decoded in zip(matrices, forms, store.lossless(position, expert), strict=True):
+                _view(extent, f.low, m.weights).view(m.rows, m.cols).copy_(_bf16(decoded.weight))
+                if decoded.bias is not None:
+                    _view(extent, f.bias, m.rows).copy_(_bf16(decoded.bias))
+            weights = tuple(
+                _view(extent, f.low, m.weights).view(m.rows, m.cols) for m, f in zip(matrices, forms, strict=True)
+            )
+        else:
+            extent = store.extent(name, position, expert, self.device)
+        biases = tuple(
+            None if f.bias < 0 else _view(extent, f.bias, m.rows) for m, f in zip(matrices, forms, strict=True)
+        )
+        return Handle(version, extent, weights, biases)
+
+    def publish(self, expert: int, made: Handle) -> None:
+        """Make another version of an expert the active one: one pointer changes, and nothing else.
+
+        The caller keeps the handle before it alive until no forward pass can still be reading it.
+        """
+        self._publish(expert, made)
+        self.handles[expert] = made
+
+    def _publish(self, expert: int, made: Handle) -> None:
+        self.table[expert] = handle(made.extent.data_ptr(), self._number[made.version.name])
 
     def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
         """One matrix of an expert's active version, [rows, cols] in `dtype`."""
-        handle = self.handles[expert]
-        if handle.extent is None:
-            return handle.weights[matrix].to(dtype)
-        sections = self._sections[handle.version.name][matrix]
-        return dequantise(handle.extent, sections, self.layer.matrices[matrix], handle.version, dtype)
+        made = self.handles[expert]
+        if made.weights:
+            return made.weights[matrix].to(dtype)
+        sections = self._sections[made.version.name][matrix]
+        return dequantise(made.extent, sections, self.layer.matrices[matrix], made.version, dtype)
 
     def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor | None:
         """One bias of an expert's active version, [rows] in `dtype`."""
@@ -92,8 +124,19 @@ class LayerExperts:
         return sum(h.resident_bytes for h in self.handles)
 
 
-def _bf16(bits: Bf16Bits, device: torch.device) -> Tensor:
-    return torch.from_numpy(bits.copy() if not bits.flags.writeable else bits).view(torch.bfloat16).to(device)
+def _sections(layer: ExpertLayer, version: Version) -> list[dict[str, Section]]:
+    by_matrix: list[dict[str, Section]] = [{} for _ in layer.matrices]
+    for s in affine_sections(layer.matrices, version):
+        by_matrix[s.matrix][s.kind] = s
+    return by_matrix
+
+
+def _view(extent: Tensor, at: int, count: int) -> Tensor:
+    return extent[at : at + 2 * count].view(torch.bfloat16)
+
+
+def _bf16(bits: Bf16Bits) -> Tensor:
+    return torch.from_numpy(bits.copy() if not bits.flags.writeable else bits).view(torch.bfloat16)
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -112,6 +155,17 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if hidden_states.device != experts.device:
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
+    if experts.native is not None:
+        from .cpu import forward
+
+        return forward(self, experts, hidden_states, top_k_index, top_k_weights)
+    return reference_forward(self, experts, hidden_states, top_k_index, top_k_weights)
+
+
+def reference_forward(
+    module: Any, experts: LayerExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`experts_forward` in plain torch on any device: each expert's weights dequantised for its tokens."""
     tokens, top_k = top_k_index.shape
     flat = top_k_index.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -122,7 +176,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         if count:
             slots = order[start : start + count]
             x = hidden_states[slots // top_k]
-            out[slots] = _one(self, experts, expert, x)
+            out[slots] = _one(module, experts, expert, x)
             start += count
     weighted = out * top_k_weights.reshape(-1, 1)
     return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)

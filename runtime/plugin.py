@@ -18,10 +18,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moepack.pack.errors import BundleError, InputError, Problem
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import affine_extent_size
 from moepack.pack.writer import sha256_of
 
 from .experts import IMPLEMENTATION, LayerExperts, experts_forward
+from .kernels.forms import resident_size
 from .policies import Versions, parse_policy, static_map
 from .store import BackingStore
 
@@ -122,15 +122,11 @@ class Serving:
 
 def expert_bytes(bundle: Bundle, table: Versions) -> int:
     """Bytes of device memory the experts take under a map; the lossless version is resident decoded."""
-    total = 0
-    for layer, versions in zip(bundle.layers, table, strict=True):
-        for name in versions:
-            version = bundle.manifest.version(name)
-            if version.is_lossless:
-                total += sum(2 * (m.weights + (m.rows if m.bias else 0)) for m in layer.matrices)
-            else:
-                total += affine_extent_size(layer.matrices, version)
-    return total
+    return sum(
+        resident_size(layer.matrices, bundle.manifest.version(name))
+        for layer, versions in zip(bundle.layers, table, strict=True)
+        for name in versions
+    )
 
 
 def _bundle_of(model: Any, checkpoint_files: Any) -> Bundle:

@@ -5,6 +5,7 @@ This form maps the bundle's files and copies what is asked for. It decides nothi
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +21,15 @@ class BackingStore:
         self.bundle = bundle
 
     def extent(self, version: str, position: int, expert: int, device: torch.device) -> Tensor:
-        """A copy of one extent on `device`, uint8 [bytes].
+        """A copy of one extent on `device`, uint8 [bytes], beginning on a multiple of 64.
 
         Raises:
             BundleError: when its bytes do not match their digest.
         """
         view = self.bundle.extent(version, position, expert)
-        return torch.from_numpy(view.copy()).to(device)
+        room = torch.empty(len(view), dtype=torch.uint8)  # begins on a multiple of 64, which kernels rely on
+        np.copyto(room.numpy(), view)
+        return room.to(device)
 
     def lossless(self, position: int, expert: int) -> list[LosslessMatrix]:
         """The decoded lossless version of one expert.

@@ -1,0 +1,79 @@
+"""The experts' forward on a CPU with compiled kernels: routing in, weighted sum out.
+
+Experts with few tokens run straight from their packed bytes, all in one call a matrix. Those with many have tiles of
+their weights unpacked into a buffer that stays in cache, and torch multiplies. backends.py says what few means.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .kernels.affine_native import DTYPES, combine, product, unpack
+
+if TYPE_CHECKING:
+    from .experts import LayerExperts
+
+TILE = 256  # rows unpacked at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
+
+
+def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`experts_forward` on a CPU; arguments and result as there."""
+    tokens = len(hidden)
+    x = (hidden if hidden.dtype in DTYPES else hidden.float()).detach().contiguous()
+    out = torch.empty(tokens, hidden.shape[-1], dtype=x.dtype)
+    if not tokens:
+        return out.to(hidden.dtype)
+    index = top_k_index.long().contiguous()
+    limit = backends.direct_limit(x.dtype)
+    many = _many(index, experts.layer.experts, limit) if tokens > limit else []
+    h = _matrix(experts, 0, x, index, many, limit)
+    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+    y = _matrix(experts, 1, h.contiguous(), index, many, limit)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y.to(x.dtype)).contiguous()
+    combine(y, index, top_k_weights.detach().float().contiguous(), experts.layer.experts, out)
+    return out.to(hidden.dtype)
+
+
+def _many(index: Tensor, experts: int, limit: int) -> list[tuple[int, Tensor]]:
+    """The experts with more than `limit` slots, and their slots in order."""
+    flat = index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=experts)[:experts].tolist()
+    out, start = [], 0
+    for expert, count in enumerate(counts):
+        if count > limit:
+            out.append((expert, order[start : start + count]))
+        start += count
+    return out
+
+
+def _matrix(
+    experts: LayerExperts, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limit: int
+) -> Tensor:
+    """One matrix of every slot: [slots, rows], float32 unless experts have many tokens and x is narrower."""
+    assert experts.native is not None
+    m, slots = experts.layer.matrices[matrix], index.numel()
+    out = torch.empty(slots, m.rows, dtype=x.dtype if many else torch.float32)
+    if sum(len(s) for _, s in many) < slots:
+        product(experts.native, matrix, experts.table, x, index, out, limit)
+    share = slots // len(x)
+    for expert, where in many:
+        mine = x[where // share]
+        made, bias = experts.handles[expert], experts.bias(expert, matrix, x.dtype)
+        if made.weights:
+            out[where] = torch.nn.functional.linear(mine, made.weights[matrix].to(x.dtype), bias)
+            continue
+        result = torch.empty(len(where), m.rows, dtype=x.dtype)
+        number = experts.native.numbers[made.version.name]
+        for first in range(0, m.rows, TILE):
+            rows = min(TILE, m.rows - first)
+            tile = torch.empty(m.cols, -(-rows // 16) * 16, dtype=x.dtype)
+            unpack(experts.native, matrix, number, made.extent, tile, first)
+            torch.mm(mine, tile[:, :rows], out=result[:, first : first + rows])
+        out[where] = result if bias is None else result.add_(bias)
+    return out

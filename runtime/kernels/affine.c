@@ -1,0 +1,571 @@
+/* Experts' products on a CPU, straight from their extents: y = W x + b for all (expert, activations) pairs of one matrix
+ * of a layer, whatever versions its experts are in, in one call on some threads. FORMAT.md, "Affine extents".
+ *
+ * The caller vouches for every address and size. Sums are float32 and made in one order, so neither threads nor the
+ * experts beside it change a result's bits. The loops are in affine_rows.h, for AVX-512, for AVX2 and in plain C; which of
+ * them runs is chosen at the first call. A thread pool is kept here, or the caller's (OpenMP's) is used.
+ */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define BLOCK 16 /* rows whose words stand side by side */
+#define UNIT 64  /* rows that one step of work makes */
+#define QUAD 4.0f /* tables of four one-bit codes are for codes worth 4: the high plane of three bits */
+#define CACHE (24 << 20) /* bytes of prepared activations at a time */
+#define UNROLL _Pragma("GCC unroll 16")
+
+/* One matrix in one version: where its parts begin in an extent. Of BF16 (`bits` 16) `low` is the matrix, row-major. */
+typedef struct {
+    int64_t bits, group, stored, low, high, scale, zero, bias; /* bias: -1 without one */
+} Form;
+
+/* One product. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */
+typedef struct {
+    int64_t rows, cols, experts, slots, share; /* slot s reads activation s / share */
+    int64_t x_bf16, out_bf16, threads, limit;  /* experts with more than `limit` slots are left out */
+    const void *x;
+    const int64_t *index; /* the expert of every slot; one past the last adds nothing and leaves the output alone */
+    void *out;            /* [slots, rows] */
+    const uint64_t *handles;
+    const Form *forms;
+} Side;
+
+/* Weights of rows [from, to) of one matrix of an affine version, transposed: out[c * ld + row - from]. `from` is a multiple
+ * of 16; whole blocks are written. */
+typedef struct {
+    int64_t cols, from, to, ld, out_bf16, threads;
+    const uint8_t *base;
+    const Form *form;
+    void *out;
+} Unpack;
+
+/* One activation, widened; its sums over 32, 64 and 128 columns; its tables, where a version at hand reads them. */
+typedef struct {
+    float *x, *sums[3], *quads, *pairs;
+} Prepared;
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static inline float widen(uint16_t bits) {
+    uint32_t word = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
+static inline uint16_t narrow(float value) { /* to nearest, ties to even; NaN stays one */
+    uint32_t word;
+    memcpy(&word, &value, 4);
+    if ((word & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(word >> 16 | 0x40);
+    return (uint16_t)((word + 0x7FFF + (word >> 16 & 1)) >> 16);
+}
+
+/* n results for one slot from row `row` on, `stride` apart: bias added, stored. */
+static inline void put(const Side *m, const Form *f, const uint8_t *base, int64_t slot, int64_t row, int64_t n,
+                       const float *from, int stride) {
+    const uint16_t *bias = f->bias < 0 ? 0 : (const uint16_t *)(base + f->bias) + row;
+    int64_t at = slot * m->rows + row;
+    for (int64_t i = 0; i < n; i++) {
+        float value = bias ? from[i * stride] + widen(bias[i]) : from[i * stride];
+        if (m->out_bf16)
+            ((uint16_t *)m->out)[at + i] = narrow(value);
+        else
+            ((float *)m->out)[at + i] = value;
+    }
+}
+
+static const float quad_of[4][16] = {
+#define Q(a, b) QUAD * a / 2, QUAD * b / 2
+    {Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1)},
+    {Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1)},
+    {Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1), Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1)},
+    {Q(-1, -1), Q(-1, -1), Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1), Q(1, 1), Q(1, 1)},
+};
+static const float pair_of[2][16] = {
+    {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f},
+    {-1.5f, -1.5f, -1.5f, -1.5f, -.5f, -.5f, -.5f, -.5f, .5f, .5f, .5f, .5f, 1.5f, 1.5f, 1.5f, 1.5f},
+};
+
+static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f,
+                                   -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f};
+static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
+
+/* ---- plain C */
+#define NAME(x) x##_c
+#define INLINE static inline __attribute__((always_inline))
+#define CALLED static
+#define L 1
+#define RB 4
+#define TB 2
+#define F float
+#define I uint32_t
+#define T16 const float *
+#define LOADI(p) (*(p))
+#define LOADF(p) (*(p))
+#define STOREF(p, v) (*(p) = (v))
+#define LOADT(p) (p)
+#define SET(v) (v)
+#define ADD(a, b) ((a) + (b))
+#define MUL(a, b) ((a) * (b))
+#define FMA(a, b, c) ((a) * (b) + (c))
+#define NFMA(a, b, c) ((c) - (a) * (b))
+#define SUM(a) (a)
+#define DROP(w, n) ((w) >> (n))
+#define LOOKUP(t, w) ((t)[(w) & 15])
+#define CODE4(w) ((float)(int)((w) & 15) - 7.5f)
+#define BF16(p) widen(*(p))
+#define STOREB(p, v) (*(p) = narrow(v))
+#define BYTES(p) ((float)*(p))
+#define STREAM(p) (void)(p)
+#include "affine_rows.h"
+#include "affine_undefine.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAVE_X86 1
+#include <immintrin.h>
+
+/* ---- AVX2 */
+typedef struct {
+    __m256 low, high;
+} Table8;
+#define NAME(x) x##_avx2
+#define INLINE __attribute__((target("avx2,fma"))) static inline __attribute__((always_inline))
+#define CALLED __attribute__((target("avx2,fma"))) static
+#define L 8
+#define RB 4
+#define TB 2
+#define F __m256
+#define I __m256i
+#define T16 Table8
+#define LOADI(p) _mm256_loadu_si256((const __m256i *)(p))
+#define LOADF(p) _mm256_loadu_ps(p)
+#define STOREF(p, v) _mm256_storeu_ps(p, v)
+#define LOADT(p) ((Table8){_mm256_loadu_ps(p), _mm256_loadu_ps((p) + 8)})
+#define SET(v) _mm256_set1_ps(v)
+#define ADD(a, b) _mm256_add_ps(a, b)
+#define MUL(a, b) _mm256_mul_ps(a, b)
+#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define NFMA(a, b, c) _mm256_fnmadd_ps(a, b, c)
+#define SUM(a) sum_avx2(a)
+#define DROP(w, n) _mm256_srli_epi32(w, n)
+#define LOOKUP(t, w) look_up_avx2(t, w)
+#define CODE4(w) _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(w, _mm256_set1_epi32(15))), _mm256_set1_ps(7.5f))
+#define BF16(p) \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define STOREB(p, v) store_bf16_avx2(p, v)
+#define BYTES(p) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
+#define STREAM(p) _mm_prefetch((const char *)(p) + AHEAD, _MM_HINT_T0)
+#define AHEAD 1024
+
+INLINE __m256 look_up_avx2(Table8 t, __m256i w) { /* a permutation takes 3 bits; the fourth chooses between two */
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, w), _mm256_permutevar8x32_ps(t.high, w),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(w, 28)));
+}
+
+INLINE void store_bf16_avx2(uint16_t *to, __m256 v) { /* as narrow(), of numbers */
+    __m256i w = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(w, 16), _mm256_set1_epi32(1));
+    w = _mm256_srli_epi32(_mm256_add_epi32(w, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(w, w), 8);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
+}
+
+INLINE float sum_avx2(__m256 a) {
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+#include "affine_rows.h"
+#include "affine_undefine.h"
+
+/* ---- AVX-512 */
+#define NAME(x) x##_avx512
+#define INLINE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static inline __attribute__((always_inline))
+#define CALLED __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static
+#define L 16
+#define RB 4
+#define TB 4
+#define F __m512
+#define I __m512i
+#define T16 __m512
+#define LOADI(p) _mm512_loadu_si512(p)
+#define LOADF(p) _mm512_loadu_ps(p)
+#define STOREF(p, v) _mm512_storeu_ps(p, v)
+#define LOADT(p) _mm512_loadu_ps(p)
+#define SET(v) _mm512_set1_ps(v)
+#define ADD(a, b) _mm512_add_ps(a, b)
+#define MUL(a, b) _mm512_mul_ps(a, b)
+#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define NFMA(a, b, c) _mm512_fnmadd_ps(a, b, c)
+#define SUM(a) _mm512_reduce_add_ps(a)
+#define DROP(w, n) _mm512_srli_epi32(w, n)
+#define LOOKUP(t, w) _mm512_permutexvar_ps(w, t)
+#define CODE4(w) \
+    _mm512_permutexvar_ps(w, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, \
+                                            4.5f, 5.5f, 6.5f, 7.5f))
+#define BF16(p) \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define STOREB(p, v) _mm256_storeu_si256((__m256i *)(p), narrow_avx512(v))
+#define BYTES(p) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
+#define STREAM(p) _mm_prefetch((const char *)(p) + AHEAD, _MM_HINT_T0)
+
+INLINE __m256i narrow_avx512(__m512 v) { /* as narrow(), of numbers; the processor's own conversion drops denormal ones */
+    __m512i w = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
+    w = _mm512_add_epi32(w, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(w, 16));
+}
+#include "affine_rows.h"
+#include "affine_undefine.h"
+#endif
+
+typedef struct {
+    void (*prepare)(const Side *, const void *, Prepared *);
+    void (*rows)(const Side *, const Form *, const uint8_t *, int64_t, int64_t, const Prepared *const *, const int64_t *,
+                 int64_t);
+    void (*unpack)(const Unpack *, int64_t, uint8_t *);
+} Loops;
+
+static Loops loops = {prepare_c, rows_c, unpack_rows_c};
+
+/* Use instruction sets up to `limit`: 0 plain C, 1 AVX2, 2 AVX-512. Returns the one taken. */
+int moepack_affine_level(int limit) {
+    int best = 0;
+    loops = (Loops){prepare_c, rows_c, unpack_rows_c};
+#ifdef HAVE_X86
+    if (limit > 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        best = 1, loops = (Loops){prepare_avx2, rows_avx2, unpack_rows_avx2};
+    if (limit > 1 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        best = 2, loops = (Loops){prepare_avx512, rows_avx512, unpack_rows_avx512};
+#endif
+    return best;
+}
+
+/* ---- threads: the caller's OpenMP (GOMP_parallel, so that one set of threads serves torch and us), or our own */
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+static Parallel borrowed = 0;
+
+void moepack_affine_threads(Parallel parallel) { borrowed = parallel; }
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    void (*work)(void *);
+    void *argument;
+    int started, wanted;
+    atomic_uint round;
+    atomic_int left;
+} Pool;
+
+static Pool pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* one call at a time has the pool; another runs on its own thread */
+
+static void *worker(void *number) {
+    unsigned seen = 0;
+    for (;;) {
+        for (int spin = 0; spin < 20000 && atomic_load_explicit(&pool.round, memory_order_acquire) == seen; spin++)
+#ifdef HAVE_X86
+            _mm_pause();
+#else
+            ;
+#endif
+        pthread_mutex_lock(&pool.lock);
+        while (atomic_load(&pool.round) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+        seen = atomic_load(&pool.round);
+        int mine = (int)(intptr_t)number < pool.wanted;
+        void (*work)(void *) = pool.work;
+        void *argument = pool.argument;
+        pthread_mutex_unlock(&pool.lock);
+        if (mine) {
+            work(argument);
+            atomic_fetch_sub(&pool.left, 1);
+        }
+    }
+    return 0;
+}
+
+static void after_fork(void) { /* a child has none of its parent's threads */
+    pool = (Pool){.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    pthread_mutex_init(&busy, 0);
+}
+
+/* `work` on `threads` threads at once; every call of it must be ready to find nothing left to do. */
+static void parallel(void (*work)(void *), void *argument, int threads) {
+    if (threads < 2) {
+        work(argument);
+        return;
+    }
+    if (borrowed) {
+        borrowed(work, argument, (unsigned)threads, 0);
+        return;
+    }
+    if (pthread_mutex_trylock(&busy)) {
+        work(argument);
+        return;
+    }
+    static int registered;
+    if (!registered) registered = !pthread_atfork(0, 0, after_fork);
+    pthread_mutex_lock(&pool.lock);
+    while (pool.started < threads - 1) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, worker, (void *)(intptr_t)pool.started)) break;
+        pthread_detach(thread);
+        pool.started++;
+    }
+    pool.work = work, pool.argument = argument;
+    pool.wanted = threads - 1 < pool.started ? threads - 1 : pool.started;
+    atomic_store(&pool.left, pool.wanted);
+    atomic_fetch_add_explicit(&pool.round, 1, memory_order_release);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    work(argument);
+    while (atomic_load(&pool.left)) {
+#ifdef HAVE_X86
+        _mm_pause();
+#endif
+    }
+    pthread_mutex_unlock(&busy);
+}
+
+/* ---- one product */
+typedef struct {
+    const uint8_t *base;
+    const Form *form;
+    int64_t first, count; /* its slots in `order` */
+} Job;
+
+typedef struct {
+    int64_t job, from, to; /* units */
+} Task;
+
+typedef struct {
+    const Side *m;
+    const Job *jobs;
+    const Task *tasks;
+    const int64_t *order, *source;  /* slots by expert; of each prepared activation, which it is */
+    const Prepared *const *of_slot; /* beside `order` */
+    Prepared *prepared;
+    int64_t n_tasks, n_prepared;
+    atomic_llong next, next_prepared;
+} Run;
+
+static void prepare_all(void *argument) {
+    Run *run = argument;
+    const Side *m = run->m;
+    int64_t size = m->cols * (m->x_bf16 ? 2 : 4), i;
+    while ((i = atomic_fetch_add_explicit(&run->next_prepared, 1, memory_order_relaxed)) < run->n_prepared)
+        loops.prepare(m, (const uint8_t *)m->x + run->source[i] * size, run->prepared + i);
+}
+
+static void run_tasks(void *argument) {
+    Run *run = argument;
+    const Side *m = run->m;
+    int64_t i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n_tasks) {
+        const Task *task = run->tasks + i;
+        const Job *job = run->jobs + task->job;
+        for (int64_t u = task->from; u < task->to; u++) {
+            int64_t row = u * UNIT, end = row + UNIT < m->rows ? row + UNIT : m->rows;
+            loops.rows(m, job->form, job->base, row, end, run->of_slot + job->first, run->order + job->first, job->count);
+        }
+    }
+}
+
+typedef struct {
+    uint8_t *at;
+    size_t size;
+} Arena;
+
+static Arena kept; /* grows to what calls need; its lock is `arena_lock` */
+static pthread_mutex_t arena_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int grow(Arena *arena, size_t size) {
+    if (arena->size >= size) return 0;
+    free(arena->at);
+    arena->at = 0, arena->size = 0;
+    void *at;
+    if (posix_memalign(&at, 4096, size)) return 1;
+    arena->at = at, arena->size = size;
+    return 0;
+}
+
+#define NEEDS_QUADS 1
+#define NEEDS_PAIRS 2
+
+static size_t prepared_size(const Side *m, int needs) {
+    size_t padded = 32 * (size_t)ceil_div(m->cols, 32);
+    size_t floats = padded + 3 * (padded / 32 + 16) + (needs & NEEDS_QUADS ? 4 * padded : 0) +
+                    (needs & NEEDS_PAIRS ? 8 * padded : 0);
+    return 4 * ((floats + 15) / 16 * 16);
+}
+
+static void place(const Side *m, int needs, uint8_t *at, Prepared *p) {
+    size_t padded = 32 * (size_t)ceil_div(m->cols, 32);
+    float *next = (float *)at;
+    p->x = next, next += padded;
+    p->quads = needs & NEEDS_QUADS ? next : 0, next += needs & NEEDS_QUADS ? 4 * padded : 0;
+    p->pairs = needs & NEEDS_PAIRS ? next : 0, next += needs & NEEDS_PAIRS ? 8 * padded : 0;
+    for (int k = 0; k < 3; k++) p->sums[k] = next, next += padded / 32 + 16;
+}
+
+/* Jobs [first, last): their activations, then their rows. */
+static int some_jobs(const Side *m, const Job *jobs, int64_t first, int64_t last, const int64_t *order, int64_t *seat,
+                     Arena *arena) {
+    int64_t activations = ceil_div(m->slots, m->share), n = 0, begin = jobs[first].first;
+    int64_t slots = jobs[last - 1].first + jobs[last - 1].count - begin, units = ceil_div(m->rows, UNIT);
+    int64_t most = slots < activations ? slots : activations, cost = 0;
+    int64_t max_tasks = (last - first) * units;
+    /* seat: of each activation, 0 or 1 + its place among the prepared; entries that are used are 0 again at the end */
+    size_t head = sizeof(Prepared) * (size_t)most + sizeof(int64_t) * 2 * (size_t)most +
+                  sizeof(void *) * (size_t)slots + sizeof(Task) * (size_t)max_tasks;
+    size_t room = (head + 63) / 64 * 64 + prepared_size(m, 3) * (size_t)most;
+    if (grow(arena, room)) return 1;
+    uint8_t *at = arena->at;
+    Prepared *prepared = (Prepared *)at;
+    int64_t *source = (int64_t *)(prepared + most), *needs = source + most;
+    const Prepared **of_slot = (const Prepared **)(needs + most);
+    Task *tasks = (Task *)(of_slot + slots);
+    at += (head + 63) / 64 * 64;
+    for (int64_t j = first; j < last; j++) {
+        int64_t bits = jobs[j].form->bits;
+        int64_t need = bits == 1 ? NEEDS_QUADS : bits == 2 ? NEEDS_PAIRS : bits == 3 ? NEEDS_QUADS | NEEDS_PAIRS : 0;
+        cost += units * jobs[j].count;
+        for (int64_t i = 0; i < jobs[j].count; i++) {
+            int64_t which = order[jobs[j].first + i] / m->share;
+            if (!seat[which]) source[n] = which, needs[n] = 0, seat[which] = ++n;
+            needs[seat[which] - 1] |= need;
+            of_slot[jobs[j].first - begin + i] = prepared + seat[which] - 1;
+        }
+    }
+    for (int64_t i = 0; i < n; i++) {
+        place(m, (int)needs[i], at, prepared + i);
+        at += prepared_size(m, (int)needs[i]);
+        seat[source[i]] = 0;
+    }
+    int64_t share = cost / (m->threads * 8) + 1, n_tasks = 0; /* work of one task, so that the last ones even out */
+    for (int64_t j = first; j < last; j++) {
+        int64_t step = m->threads < 2 ? units : share / jobs[j].count + 1;
+        for (int64_t u = 0; u < units; u += step)
+            tasks[n_tasks++] = (Task){j, u, u + step < units ? u + step : units};
+    }
+    Run run = {.m = m, .jobs = jobs, .tasks = tasks, .order = order, .source = source, .prepared = prepared};
+    run.of_slot = of_slot - begin, run.n_tasks = n_tasks, run.n_prepared = n;
+    atomic_init(&run.next, 0);
+    atomic_init(&run.next_prepared, 0);
+    parallel(prepare_all, &run, n < m->threads ? (int)n : (int)m->threads);
+    parallel(run_tasks, &run, n_tasks < m->threads ? (int)n_tasks : (int)m->threads);
+    return 0;
+}
+
+/* Returns 0, or 1 when memory is short. */
+int moepack_affine_product(const Side *m) {
+    int64_t activations = ceil_div(m->slots, m->share);
+    int64_t *count = calloc((size_t)(m->experts + 1 + m->slots + activations), sizeof(int64_t));
+    Job *jobs = malloc((size_t)(m->experts + 1) * sizeof(Job));
+    if (!count || !jobs) {
+        free(count), free(jobs);
+        return 1;
+    }
+    int64_t *order = count + m->experts + 1, *seat = order + m->slots, n = 0, at = 0;
+    for (int64_t s = 0; s < m->slots; s++)
+        if (m->index[s] >= 0 && m->index[s] < m->experts) count[m->index[s]]++;
+    for (int64_t e = 0; e < m->experts; e++) {
+        int64_t here = count[e];
+        count[e] = -1;
+        if (!here || here > m->limit) continue;
+        const uint8_t *base = (const uint8_t *)(m->handles[e] & ~(uint64_t)63);
+        jobs[n++] = (Job){base, m->forms + (m->handles[e] & 63), at, here};
+        count[e] = at;
+        at += here;
+    }
+    for (int64_t s = 0; s < m->slots; s++) {
+        int64_t e = m->index[s];
+        if (e >= 0 && e < m->experts && count[e] >= 0) order[count[e]++] = s;
+    }
+    Arena own = {0, 0}, *arena = &own;
+    int mine = !pthread_mutex_trylock(&arena_lock), failed = 0;
+    if (mine) arena = &kept;
+    size_t each = prepared_size(m, 3);
+    for (int64_t j = 0; j < n && !failed;) { /* as many experts at a time as their prepared activations have room */
+        int64_t end = j, slots = 0;
+        while (end < n && (end == j || (size_t)(slots + jobs[end].count) * each <= CACHE)) slots += jobs[end++].count;
+        failed = some_jobs(m, jobs, j, end, order, seat, arena);
+        j = end;
+    }
+    if (mine)
+        pthread_mutex_unlock(&arena_lock);
+    else
+        free(own.at);
+    free(count), free(jobs);
+    return failed;
+}
+
+/* ---- weights, for products of many tokens that another library makes */
+typedef struct {
+    const Unpack *m;
+    atomic_llong next;
+} UnpackRun;
+
+static void unpack_all(void *argument) {
+    UnpackRun *run = argument;
+    const Unpack *m = run->m;
+    int64_t row;
+    while ((row = m->from + UNIT * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->to)
+        for (int64_t r = row; r < row + UNIT && r < m->to; r += BLOCK)
+            loops.unpack(m, r, (uint8_t *)m->out + (r - m->from) * (m->out_bf16 ? 2 : 4));
+}
+
+void moepack_affine_unpack(const Unpack *m) {
+    UnpackRun run = {.m = m};
+    atomic_init(&run.next, 0);
+    int64_t units = ceil_div(m->to - m->from, UNIT);
+    parallel(unpack_all, &run, units < m->threads ? (int)units : (int)m->threads);
+}
+
+/* ---- a token's experts, weighted and added in the order of its slots */
+typedef struct {
+    int64_t tokens, top_k, cols, experts, from_bf16, out_bf16, threads;
+    const void *from;     /* [tokens * top_k, cols] */
+    const int64_t *index; /* slots of experts past the last are left out */
+    const float *gates;
+    void *out; /* [tokens, cols] */
+} Combine;
+
+typedef struct {
+    const Combine *m;
+    atomic_llong next;
+} CombineRun;
+
+static void combine_all(void *argument) {
+    enum { PART = 512 };
+    CombineRun *run = argument;
+    const Combine *m = run->m;
+    int64_t parts = ceil_div(m->cols, PART), i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < parts * m->tokens) {
+        int64_t token = i / parts, first = i % parts * PART, n = m->cols - first < PART ? m->cols - first : PART;
+        float sum[PART] = {0};
+        for (int64_t s = token * m->top_k; s < (token + 1) * m->top_k; s++) {
+            if (m->index[s] < 0 || m->index[s] >= m->experts) continue;
+            int64_t at = s * m->cols + first;
+            float gate = m->gates[s];
+            if (m->from_bf16)
+                for (int64_t c = 0; c < n; c++) sum[c] += gate * widen(((const uint16_t *)m->from)[at + c]);
+            else
+                for (int64_t c = 0; c < n; c++) sum[c] += gate * ((const float *)m->from)[at + c];
+        }
+        int64_t at = token * m->cols + first;
+        if (m->out_bf16)
+            for (int64_t c = 0; c < n; c++) ((uint16_t *)m->out)[at + c] = narrow(sum[c]);
+        else
+            memcpy((float *)m->out + at, sum, sizeof(float) * (size_t)n);
+    }
+}
+
+void moepack_affine_combine(const Combine *m) {
+    CombineRun run = {.m = m};
+    atomic_init(&run.next, 0);
+    parallel(combine_all, &run, m->tokens * m->cols < 32768 ? 1 : (int)m->threads);
+}

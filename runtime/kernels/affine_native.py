@@ -1,0 +1,227 @@
+"""Experts' products on a CPU by affine.c, where installing could compile it; ImportError or OSError where it is not.
+
+Called through ctypes, which releases the GIL. Tensors must live on the CPU and be contiguous; addresses and sizes are
+the caller's word. Work runs on torch's own OpenMP threads where they are GNU's, else on threads that the library keeps:
+two sets of threads on the same cores would wait for one another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.pack.spec import Matrix, Version
+
+from .forms import make_forms
+
+# One name for all Python versions that installing may have built it for; OSError where there is none.
+_library = ctypes.CDLL(str(Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")))
+_word, _pointer = ctypes.c_int64, ctypes.c_void_p
+LEVELS = ("plain C", "AVX2", "AVX-512")
+BEST = len(LEVELS) - 1
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Side(ctypes.Structure):
+    _fields_ = [
+        *((name, _word) for name in ("rows", "cols", "experts", "slots", "share")),
+        *((name, _word) for name in ("x_bf16", "out_bf16", "threads", "limit")),
+        *((name, _pointer) for name in ("x", "index", "out", "handles", "forms")),
+    ]
+
+
+class _Unpack(ctypes.Structure):
+    _fields_ = [
+        *((name, _word) for name in ("cols", "first", "last", "ld", "out_bf16", "threads")),
+        *((name, _pointer) for name in ("base", "form", "out")),
+    ]
+
+
+class _Combine(ctypes.Structure):
+    _fields_ = [
+        *((name, _word) for name in ("tokens", "top_k", "cols", "experts", "from_bf16", "out_bf16", "threads")),
+        *((name, _pointer) for name in ("source", "index", "gates", "out")),
+    ]
+
+
+def use_level(limit: int = BEST) -> int:
+    """Let the library use instruction sets up to `limit`, an index into LEVELS; returns the one it took."""
+    return int(_library.moepack_affine_level(limit))
+
+
+def use_openmp(wanted: bool = True) -> bool:
+    """Run on the GNU OpenMP threads that this process already has; returns whether there are any."""
+    start = None
+    if wanted:
+        try:
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            loaded = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
+            start = getattr(ctypes.CDLL(min(loaded)), "GOMP_parallel", None) if len(loaded) == 1 else None
+        except OSError:
+            start = None
+    _library.moepack_affine_threads(ctypes.cast(start, _pointer) if start is not None else None)
+    return start is not None
+
+
+_library.moepack_affine_threads.argtypes = [_pointer]
+_library.moepack_affine_threads.restype = None
+level = use_level()
+openmp = use_openmp()
+
+
+class LayerForms:
+    """The matrices of a layer's experts in all versions that the layer may use: what kernels read beside handles.
+
+    Attributes:
+        matrices: the experts' matrices.
+        numbers: each version's number in a handle.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], versions: Sequence[Version]) -> None:
+        self.matrices = tuple(matrices)
+        self.numbers = {v.name: i for i, v in enumerate(versions)}
+        forms = [make_forms(self.matrices, v) for v in versions]
+        self._rows = [np.array([f[i].row() for f in forms], np.int64) for i in range(len(self.matrices))]
+
+    def address(self, matrix: int, version: int = 0) -> int:
+        """Where the forms of one matrix begin, at that of a version."""
+        return int(self._rows[matrix].ctypes.data) + version * self._rows[matrix].strides[0]
+
+
+def product(
+    forms: LayerForms,
+    matrix: int,
+    handles: npt.NDArray[np.uint64],
+    x: Tensor,
+    index: Tensor,
+    out: Tensor,
+    limit: int = 1 << 62,
+    threads: int | None = None,
+) -> None:
+    """y = W x + b of every slot: out[s] is the product of expert index[s] and x[s // (slots / activations)].
+
+    Args:
+        forms: the layer's.
+        matrix: which of an expert's matrices.
+        handles: the handle table, uint64 [experts].
+        x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
+        index: int64 [slots] or [activations, slots / activations]; an expert past the last is left out.
+        out: float32 or bfloat16 [slots, rows]; rows of slots that are left out are not written.
+        limit: experts with more slots than that are left out.
+        threads: how many; torch's number without it.
+
+    Raises:
+        ValueError: for tensors of other shapes or dtypes, or that are not contiguous.
+        MemoryError: when there is no room for activations.
+    """
+    m = forms.matrices[matrix]
+    slots = index.numel()
+    if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, len(x)):
+        raise ValueError(f"{m.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
+    if x.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64 or handles.dtype != np.uint64:
+        raise ValueError(f"{m.name}: x {x.dtype}, out {out.dtype}, index {index.dtype}")
+    if not (x.is_contiguous() and out.is_contiguous() and index.is_contiguous() and handles.flags.c_contiguous):
+        raise ValueError(f"{m.name}: a tensor is not contiguous")
+    side = _Side(
+        m.rows,
+        m.cols,
+        len(handles),
+        slots,
+        slots // len(x),
+        x.dtype == torch.bfloat16,
+        out.dtype == torch.bfloat16,
+        threads or torch.get_num_threads(),
+        limit,
+        x.data_ptr(),
+        index.data_ptr(),
+        out.data_ptr(),
+        handles.ctypes.data,
+        forms.address(matrix),
+    )
+    if _library.moepack_affine_product(ctypes.byref(side)):
+        raise MemoryError(f"no memory for {len(x)} activations")
+
+
+def unpack(
+    forms: LayerForms,
+    matrix: int,
+    version: int,
+    extent: Tensor,
+    out: Tensor,
+    first: int = 0,
+    threads: int | None = None,
+) -> None:
+    """Weights of an affine version, transposed: out[c, r] is that of row first + r and column c.
+
+    Args:
+        forms: the layer's.
+        matrix: which of an expert's matrices.
+        version: its number.
+        extent: uint8, the whole extent.
+        out: float32 or bfloat16 [cols, n], contiguous, n a multiple of 16; rows past the matrix come as zeros.
+        first: a multiple of 16.
+        threads: how many; torch's number without it.
+
+    Raises:
+        ValueError: for an `out` that does not fit.
+    """
+    m = forms.matrices[matrix]
+    last = first + out.shape[1]
+    if first % 16 or last % 16 or last >= m.rows + 16 or len(out) != m.cols or not out.is_contiguous():
+        raise ValueError(f"{m.name}: rows {first} to {last} do not fit {tuple(out.shape)}")
+    if out.dtype not in DTYPES:
+        raise ValueError(f"{m.name}: weights come in float32 or bfloat16, not {out.dtype}")
+    call = _Unpack(
+        m.cols,
+        first,
+        last,
+        out.shape[1],
+        out.dtype == torch.bfloat16,
+        threads or torch.get_num_threads(),
+        extent.data_ptr(),
+        forms.address(matrix, version),
+        out.data_ptr(),
+    )
+    _library.moepack_affine_unpack(ctypes.byref(call))
+
+
+def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, threads: int | None = None) -> None:
+    """out[t] = sum over a token's slots, in order and in float32, of gate times y; other ranks' experts add nothing.
+
+    Args:
+        y: float32 or bfloat16 [tokens * top_k, hidden].
+        index: int64 [tokens, top_k].
+        gates: float32 [tokens, top_k].
+        experts: how many there are; slots of an index past them are left out.
+        out: float32 or bfloat16 [tokens, hidden].
+        threads: how many; torch's number without it.
+    """
+    tokens, top_k = index.shape
+    tensors = (y, index, gates, out)
+    if y.shape != (tokens * top_k, out.shape[1]) or gates.shape != index.shape or len(out) != tokens:
+        raise ValueError(f"y {tuple(y.shape)}, index {tuple(index.shape)} and out {tuple(out.shape)} do not fit")
+    if gates.dtype != torch.float32 or y.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64:
+        raise ValueError(f"y {y.dtype}, index {index.dtype}, gates {gates.dtype}, out {out.dtype}")
+    if not all(t.is_contiguous() for t in tensors):
+        raise ValueError("a tensor is not contiguous")
+    call = _Combine(
+        tokens,
+        top_k,
+        out.shape[1],
+        experts,
+        y.dtype == torch.bfloat16,
+        out.dtype == torch.bfloat16,
+        threads or torch.get_num_threads(),
+        y.data_ptr(),
+        index.data_ptr(),
+        gates.data_ptr(),
+        out.data_ptr(),
+    )
+    _library.moepack_affine_combine(ctypes.byref(call))

@@ -1,0 +1,269 @@
+/* One instruction set's loops over experts' rows; affine.c includes this once a set, having defined
+ *
+ *   NAME(x), INLINE, CALLED          x with the set's suffix; how inner and outer functions are declared
+ *   L                                lanes of a vector: 16, 8 or 1 (rows of a packed matrix, columns of a BF16 one)
+ *   F, I, T16                        L floats; L 32-bit words; a table of 16 floats
+ *   LOADI, LOADF, STOREF, LOADT, SET loads, a store, a table's load, a broadcast
+ *   ADD, MUL, FMA, NFMA, SUM         a + b, a * b, a * b + c, c - a * b, the sum of the lanes
+ *   DROP(words, n)                   words shifted right by n bits
+ *   LOOKUP(table, words)             table[word & 15]
+ *   CODE4(words)                     (word & 15) - 7.5
+ *   BF16(at), BYTES(at)              L BF16 numbers or bytes as floats
+ *   STOREB(at, v)                    a store of L floats rounded to BF16
+ *   RB, TB                           vectors of rows, and activations, that one pass holds in registers
+ *   STREAM(at)                       a hint to fetch the line at `at`
+ *
+ * The inner step of a packed product is a look-up: the 16 values that 4 bits of codes can add to a sum are made once an
+ * activation, and 4 bits of 16 rows fetch from them in one permutation: 64 one-bit or 32 two-bit weights in three
+ * instructions. 4-bit codes fetch the code itself and multiply. Codes count from the middle of their range, so that a zero
+ * point corrects little: scale * (sum code * x - zero * sum x).
+ */
+
+/* Words [from, to) of one plane of R vectors of rows, against T activations. `values` has a table for each 4 bits of a
+ * row, or, of 4-bit codes, the activation itself. */
+INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
+                        const float *const *values, F acc[RB][TB]) {
+    for (int64_t w = from; w < to; w++) {
+        I v[RB];
+        UNROLL for (int r = 0; r < R; r++) {
+            v[r] = LOADI(words[r] + w * BLOCK);
+            STREAM(words[r] + w * BLOCK);
+        }
+        UNROLL for (int i = 0; i < 8; i++) {
+            if (codes) {
+                F c[RB];
+                UNROLL for (int r = 0; r < R; r++) c[r] = CODE4(v[r]);
+                UNROLL for (int t = 0; t < T; t++) {
+                    F x = SET(values[t][w * 8 + i]);
+                    UNROLL for (int r = 0; r < R; r++) acc[r][t] = FMA(c[r], x, acc[r][t]);
+                }
+            } else {
+                UNROLL for (int t = 0; t < T; t++) {
+                    T16 table = LOADT(values[t] + (w * 8 + i) * 16);
+                    UNROLL for (int r = 0; r < R; r++) acc[r][t] = ADD(acc[r][t], LOOKUP(table, v[r]));
+                }
+            }
+            if (i < 7) {
+                UNROLL for (int r = 0; r < R; r++) v[r] = DROP(v[r], 4);
+            }
+        }
+    }
+}
+
+/* R vectors of rows from `row` on, for T activations, into out[r * T + t]. */
+INLINE void NAME(packed)(const int bits, const int R, const int T, const Side *m, const Form *f, const uint8_t *base,
+                         int64_t row, const Prepared *const *x, float *out) {
+    const int64_t groups = ceil_div(m->cols, f->group), per_word = bits == 3 ? 16 : 32 / bits;
+    const int64_t low_words = ceil_div(m->cols, per_word), high_words = ceil_div(m->cols, 32);
+    const int64_t step = f->group / per_word, high_step = f->group / 32;
+    const uint32_t *low[RB], *high[RB];
+    const uint16_t *scale[RB];
+    const uint8_t *zero[RB];
+    const float *values[TB], *quads[TB], *sums[TB];
+    F total[RB][TB];
+    UNROLL for (int r = 0; r < R; r++) {
+        int64_t block = (row + r * L) / BLOCK, lane = (row + r * L) % BLOCK;
+        low[r] = (const uint32_t *)(base + f->low) + block * low_words * BLOCK + lane;
+        high[r] = (const uint32_t *)(base + f->high) + block * high_words * BLOCK + lane;
+        scale[r] = (const uint16_t *)(base + f->scale) + block * groups * BLOCK + lane;
+        zero[r] = base + f->zero + block * groups * BLOCK + lane;
+        UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
+    }
+    UNROLL for (int t = 0; t < T; t++) {
+        values[t] = bits == 4 ? x[t]->x : bits == 1 ? x[t]->quads : x[t]->pairs;
+        quads[t] = x[t]->quads;
+        sums[t] = x[t]->sums[f->group / 64];
+    }
+    const F unit = SET(1.0f / (1 << (8 - bits))), middle = SET(-(float)((1 << bits) - 1) / 2);
+    for (int64_t g = 0; g < groups; g++) {
+        F acc[RB][TB];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SET(0.0f);
+        int64_t to = (g + 1) * step < low_words ? (g + 1) * step : low_words;
+        NAME(plane)(bits == 4, R, T, low, g * step, to, values, acc);
+        if (bits == 3) {
+            to = (g + 1) * high_step < high_words ? (g + 1) * high_step : high_words;
+            NAME(plane)(0, R, T, high, g * high_step, to, quads, acc);
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            F s = BF16(scale[r] + g * BLOCK);
+            if (bits == 1) s = MUL(s, SET(1 / QUAD));
+            if (f->stored) {
+                F z = FMA(BYTES(zero[r] + g * BLOCK), unit, middle);
+                if (bits == 1) z = MUL(z, SET(QUAD));
+                UNROLL for (int t = 0; t < T; t++) acc[r][t] = NFMA(z, SET(sums[t][g]), acc[r][t]);
+            }
+            UNROLL for (int t = 0; t < T; t++) total[r][t] = FMA(s, acc[r][t], total[r][t]);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) STOREF(out + (r * T + t) * L, total[r][t]);
+}
+
+/* R rows of a BF16 matrix for T activations, into out[r * T + t]. */
+INLINE void NAME(plain)(const int R, const int T, const Side *m, const Form *f, const uint8_t *base, int64_t row,
+                        const Prepared *const *x, float *out) {
+    const uint16_t *w[RB];
+    F acc[RB][TB];
+    const int64_t whole = m->cols - m->cols % L;
+    UNROLL for (int r = 0; r < R; r++) {
+        w[r] = (const uint16_t *)(base + f->low) + (row + r) * m->cols;
+        UNROLL for (int t = 0; t < T; t++) acc[r][t] = SET(0.0f);
+    }
+    for (int64_t c = 0; c < whole; c += L) {
+        F v[RB];
+        UNROLL for (int r = 0; r < R; r++) {
+            v[r] = BF16(w[r] + c);
+            STREAM(w[r] + c);
+        }
+        UNROLL for (int t = 0; t < T; t++) {
+            F a = LOADF(x[t]->x + c);
+            UNROLL for (int r = 0; r < R; r++) acc[r][t] = FMA(v[r], a, acc[r][t]);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) {
+        float sum = SUM(acc[r][t]);
+        for (int64_t c = whole; c < m->cols; c++) sum += widen(w[r][c]) * x[t]->x[c];
+        out[r * T + t] = sum;
+    }
+}
+
+#define PACKED(bits, R, T) NAME(packed)(bits, R, T, m, f, base, at, x, part)
+#define BY_BITS(R, T) \
+    switch (f->bits) { \
+    case 1: PACKED(1, R, T); break; \
+    case 2: PACKED(2, R, T); break; \
+    case 3: PACKED(3, R, T); break; \
+    default: PACKED(4, R, T); break; \
+    }
+
+/* Rows [row, end), at most 64 and beginning on a block, for T activations. `done` says where results go. */
+#define ROWS(T) \
+    CALLED void NAME(rows_##T)(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t end, \
+                               const Prepared *const *x, const int64_t *slot) { \
+        float part[RB * T * L]; \
+        int64_t at = row; \
+        if (f->bits == 16) { \
+            for (; at + RB <= end; at += RB) { \
+                NAME(plain)(RB, T, m, f, base, at, x, part); \
+                for (int t = 0; t < T; t++) put(m, f, base, slot[t], at, RB, part + t, T); \
+            } \
+            for (; at < end; at++) { \
+                NAME(plain)(1, T, m, f, base, at, x, part); \
+                for (int t = 0; t < T; t++) put(m, f, base, slot[t], at, 1, part + t, T); \
+            } \
+            return; \
+        } \
+        while (at < end) { \
+            int r = at + (RB - 1) * L < end ? RB : 1; \
+            if (r == RB) { \
+                BY_BITS(RB, T) \
+            } else { \
+                BY_BITS(1, T) \
+            } \
+            for (int k = 0; k < r; k++) \
+                for (int t = 0; t < T; t++) { \
+                    int64_t first = at + k * L; \
+                    put(m, f, base, slot[t], first, end - first < L ? end - first : L, part + (k * T + t) * L, 1); \
+                } \
+            at += r * L; \
+        } \
+    }
+
+ROWS(1)
+ROWS(2)
+ROWS(4)
+
+CALLED void NAME(rows)(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t end,
+                       const Prepared *const *x, const int64_t *slot, int64_t n) {
+    int64_t t = 0;
+    if (TB >= 4)
+        for (; t + 4 <= n; t += 4) NAME(rows_4)(m, f, base, row, end, x + t, slot + t);
+    for (; t + 2 <= n; t += 2) NAME(rows_2)(m, f, base, row, end, x + t, slot + t);
+    for (; t < n; t++) NAME(rows_1)(m, f, base, row, end, x + t, slot + t);
+}
+
+/* One activation: widened, padded with zeros to whole 32s; its sums by group; its tables. */
+CALLED void NAME(prepare)(const Side *m, const void *from, Prepared *p) {
+    const int64_t cols = m->cols, padded = 32 * ceil_div(cols, 32);
+    int64_t c = 0;
+    if (m->x_bf16)
+        for (; c + L <= cols; c += L) STOREF(p->x + c, BF16((const uint16_t *)from + c));
+    else
+        for (; c + L <= cols; c += L) STOREF(p->x + c, LOADF((const float *)from + c));
+    for (; c < padded; c++)
+        p->x[c] = c >= cols ? 0.0f : m->x_bf16 ? widen(((const uint16_t *)from)[c]) : ((const float *)from)[c];
+    for (int64_t g = 0; g < padded / 32; g++) {
+        F sum = SET(0.0f);
+        for (int i = 0; i < 32; i += L) sum = ADD(sum, LOADF(p->x + 32 * g + i));
+        p->sums[0][g] = SUM(sum);
+    }
+    for (int k = 1; k < 3; k++)
+        for (int64_t g = 0; g < ceil_div(padded, 32 << k); g++) {
+            const float *finer = p->sums[k - 1] + 2 * g;
+            p->sums[k][g] = finer[0] + (2 * g + 1 < ceil_div(padded, 16 << k) ? finer[1] : 0.0f);
+        }
+    for (int part = 0; part < 16; part += L) {
+        if (p->quads) {
+            F a = LOADF(quad_of[0] + part), b = LOADF(quad_of[1] + part);
+            F d = LOADF(quad_of[2] + part), e = LOADF(quad_of[3] + part);
+            for (c = 0; c < padded; c += 4) {
+                F y = FMA(a, SET(p->x[c]), MUL(b, SET(p->x[c + 1])));
+                F z = FMA(d, SET(p->x[c + 2]), MUL(e, SET(p->x[c + 3])));
+                STOREF(p->quads + 4 * c + part, ADD(y, z));
+            }
+        }
+        if (p->pairs) {
+            F a = LOADF(pair_of[0] + part), b = LOADF(pair_of[1] + part);
+            for (c = 0; c < padded; c += 2)
+                STOREF(p->pairs + 8 * c + part, FMA(a, SET(p->x[c]), MUL(b, SET(p->x[c + 1]))));
+        }
+    }
+}
+/* Weights of L rows from `row` on, column after column, `ld` numbers apart: scale * (code - zero), each step exact. */
+INLINE void NAME(unpack)(const int bits, const Unpack *m, int64_t row, uint8_t *out) {
+    const Form *f = m->form;
+    const int p = bits == 3 ? 2 : bits, per_word = 32 / p;
+    const int64_t groups = ceil_div(m->cols, f->group), block = row / BLOCK, lane = row % BLOCK;
+    const uint32_t *low = (const uint32_t *)(m->base + f->low) + block * ceil_div(m->cols, per_word) * BLOCK + lane;
+    const uint32_t *high = (const uint32_t *)(m->base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
+    const uint16_t *scale = (const uint16_t *)(m->base + f->scale) + block * groups * BLOCK + lane;
+    const uint8_t *zero = m->base + f->zero + block * groups * BLOCK + lane;
+    const F unit = SET(1.0f / (1 << (8 - bits))), middle = SET(-(float)((1 << bits) - 1) / 2);
+    const T16 twos = LOADT(two_bits);
+    const T16 ones = LOADT(one_bit);
+    for (int64_t c = 0; c < m->cols;) {
+        const int64_t g = c / f->group, word = c / per_word;
+        const F s = BF16(scale + g * BLOCK);
+        const F z = f->stored ? FMA(BYTES(zero + g * BLOCK), unit, middle) : SET(0.0f);
+        I w = LOADI(low + word * BLOCK), h = w;
+        if (bits == 3) {
+            h = LOADI(high + c / 32 * BLOCK);
+            if (c % 32) h = DROP(h, 16);
+        }
+        for (int i = 0; i < per_word && c < m->cols; i++, c++) {
+            F code = bits == 4 ? CODE4(w) : bits == 1 ? LOOKUP(ones, w) : LOOKUP(twos, w);
+            w = DROP(w, p);
+            if (bits == 3) {
+                code = FMA(LOOKUP(ones, h), SET(4.0f), code);
+                h = DROP(h, 1);
+            }
+            F value = MUL(s, NFMA(z, SET(1.0f), code));
+            if (m->out_bf16)
+                STOREB((uint16_t *)out + c * m->ld, value);
+            else
+                STOREF((float *)out + c * m->ld, value);
+        }
+    }
+}
+
+CALLED void NAME(unpack_rows)(const Unpack *m, int64_t row, uint8_t *out) {
+    for (int64_t r = 0; r < BLOCK; r += L, out += L * (m->out_bf16 ? 2 : 4)) switch (m->form->bits) {
+        case 1: NAME(unpack)(1, m, row + r, out); break;
+        case 2: NAME(unpack)(2, m, row + r, out); break;
+        case 3: NAME(unpack)(3, m, row + r, out); break;
+        default: NAME(unpack)(4, m, row + r, out); break;
+        }
+}
+
+#undef PACKED
+#undef BY_BITS
+#undef ROWS

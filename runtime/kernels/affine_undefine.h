@@ -1,0 +1,27 @@
+/* Undoes what affine.c defined for one instruction set. */
+#undef NAME
+#undef INLINE
+#undef CALLED
+#undef L
+#undef RB
+#undef TB
+#undef F
+#undef I
+#undef T16
+#undef LOADI
+#undef LOADF
+#undef STOREF
+#undef LOADT
+#undef SET
+#undef ADD
+#undef MUL
+#undef FMA
+#undef NFMA
+#undef SUM
+#undef DROP
+#undef LOOKUP
+#undef CODE4
+#undef BF16
+#undef BYTES
+#undef STREAM
+#undef STOREB

@@ -1,0 +1,88 @@
+"""What a kernel is told of a layer: where each part of a matrix begins in an extent of each version; handles.
+
+Pure arithmetic over `pack.spec`, plus the layout of a lossless expert once decoded: its own matter, for it is never a
+file. A handle is one 64-bit number, the extent's address with the version's number below it, so that publishing another
+version of an expert is one store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moepack.pack.spec import SECTION, Matrix, Version, affine_extent_size, affine_sections, align
+
+VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves these free
+FIELDS = ("bits", "group", "stored", "low", "high", "scale", "zero", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One matrix in one version: byte offsets into an extent, as the kernels read them; -1 where there is no bias.
+
+    Of the lossless version `bits` is 16 and `low` is where the BF16 matrix [rows, cols] begins, row-major.
+    """
+
+    bits: int
+    group: int
+    stored: int
+    low: int
+    high: int
+    scale: int
+    zero: int
+    bias: int
+
+    def row(self) -> tuple[int, ...]:
+        """The fields in the order in which kernels read them."""
+        return tuple(getattr(self, name) for name in FIELDS)
+
+
+def resident_size(matrices: Sequence[Matrix], version: Version) -> int:
+    """Bytes that an expert takes on its device: an extent as it is stored, or the lossless version decoded."""
+    if not version.is_lossless:
+        return affine_extent_size(tuple(matrices), version)
+    at = 0
+    for m in matrices:
+        at = align(at + 2 * m.weights, SECTION)
+        at = align(at + 2 * m.rows, SECTION) if m.bias else at
+    return at
+
+
+def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]:
+    """The form of every matrix of an expert in one version."""
+    out = []
+    if version.is_lossless:
+        at = 0
+        for m in matrices:
+            weight, at = at, align(at + 2 * m.weights, SECTION)
+            bias, at = (at, align(at + 2 * m.rows, SECTION)) if m.bias else (-1, at)
+            out.append(Form(16, 0, 0, weight, 0, 0, 0, bias))
+        return tuple(out)
+    by_matrix: list[dict[str, int]] = [{} for _ in matrices]
+    for s in affine_sections(tuple(matrices), version):
+        by_matrix[s.matrix][s.kind] = s.offset
+    for at_of in by_matrix:
+        out.append(
+            Form(
+                version.bits,
+                version.group_size,
+                int(version.zero == "stored"),
+                at_of["plane0"],
+                at_of.get("plane1", 0),
+                at_of["scale"],
+                at_of.get("zero", 0),
+                at_of.get("bias", -1),
+            )
+        )
+    return tuple(out)
+
+
+def handle(address: int, version: int) -> int:
+    """The entry of a handle table for an extent at `address` in the layer's version number `version`.
+
+    Raises:
+        ValueError: when the address does not leave the low bits free, or the number does not fit them.
+    """
+    if address % (1 << VERSION_BITS) or not 0 <= version < 1 << VERSION_BITS:
+        raise ValueError(f"an extent begins on a multiple of 64 and has a version below 64, not {address}, {version}")
+    return address | version

@@ -1,0 +1,299 @@
+"""The compiled CPU kernels against float64 at every width, group and instruction set; and against pack's weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from moepack.pack.affine import AffineMatrix, bf16_to_float32, encode_affine
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.kernels import affine_native as native
+from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+
+# Matrices of Qwen3-30B-A3B, Mixtral, DeepSeek-V2-Lite, Phi-3.5-MoE, gpt-oss: true columns, fewer rows; and shapes that
+# divide nothing.
+SHAPES = [
+    (96, 2048), (80, 768), (32, 4096), (32, 14336), (64, 1408), (32, 6400), (96, 2880),
+    (1, 1), (17, 31), (33, 100), (65, 33), (130, 257), (79, 191),
+]  # fmt: skip
+# float32 sums of a few thousand terms; a BF16 result has 8 significant bits (2**-9 relative, and what went in exactly)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+LEVELS = range(native.use_level() + 1)
+
+
+@pytest.fixture(autouse=True)
+def best_level() -> object:
+    yield
+    native.use_level()
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values.astype(np.float32)).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def random_expert(m: Matrix, version: Version, seed: int) -> AffineMatrix:
+    """Like a trained matrix: scales of one size, some negative; zero points about the middle of the codes."""
+    rng = np.random.default_rng(seed)
+    shape = (m.rows, -(-m.cols // max(version.group_size, 1)))
+    scale = bf16(rng.uniform(0.01, 0.03, shape) * rng.choice([-1, 1, 1, 1], shape))
+    zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
+    bias = bf16(rng.normal(0, 0.1, m.rows)) if m.bias else None
+    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
+
+
+@dataclass
+class Layer:
+    """Experts of one matrix in given versions: what kernels read, and the weights and biases as float64."""
+
+    forms: native.LayerForms
+    table: np.ndarray
+    extents: list[torch.Tensor]
+    weights: list[np.ndarray]
+    biases: list[np.ndarray | None]
+
+
+def make_layer(m: Matrix, versions: list[Version], of_expert: list[int], seed: int = 0) -> Layer:
+    extents, weights, biases, table = [], [], [], []
+    for e, number in enumerate(of_expert):
+        version = versions[number]
+        room = torch.zeros(resident_size((m,), version), dtype=torch.uint8)
+        if version.is_lossless:
+            (form,) = make_forms((m,), version)
+            w = bf16(np.random.default_rng(seed + e).normal(0, 0.02, (m.rows, m.cols)))
+            room[form.low : form.low + 2 * m.weights] = torch.from_numpy(w.view(np.uint8).reshape(-1).copy())
+            value, bias = bf16_to_float32(w), None
+            if m.bias:
+                b = bf16(np.random.default_rng(seed + e).normal(0, 0.1, m.rows))
+                room[form.bias : form.bias + 2 * m.rows] = torch.from_numpy(b.view(np.uint8).copy())
+                bias = b
+        else:
+            made = random_expert(m, version, seed + e)
+            encode_affine((m,), version, [made], room.numpy())
+            value, bias = made.dequantise(version), made.bias
+        extents.append(room)
+        weights.append(value.astype(np.float64))
+        biases.append(None if bias is None else bf16_to_float32(bias).astype(np.float64))
+        table.append(handle(room.data_ptr(), number))
+    return Layer(native.LayerForms((m,), versions), np.array(table, np.uint64), extents, weights, biases)
+
+
+def expected(layer: Layer, x: torch.Tensor, index: torch.Tensor) -> np.ndarray:
+    """float64 [slots, rows]; rows of slots whose expert does not exist are zero."""
+    flat = index.reshape(-1).tolist()
+    share = len(flat) // len(x)
+    out = np.zeros((len(flat), len(layer.weights[0])))
+    values = x.double().numpy()
+    for s, e in enumerate(flat):
+        if e < len(layer.weights):
+            out[s] = layer.weights[e] @ values[s // share]
+            if layer.biases[e] is not None:
+                out[s] += layer.biases[e]
+    return out
+
+
+def relative(got: torch.Tensor, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got.double().numpy() - want) / np.linalg.norm(want))
+
+
+def activations(n: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """With a mean, which is what makes zero points matter."""
+    return (torch.randn(n, cols, generator=torch.Generator().manual_seed(seed)) + 0.3).to(dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+def test_products_against_float64(bits: int, group_size: int, level: int) -> None:
+    """Every shape; one token, and as many as take all tile sizes (4 + 2 + 1)."""
+    assert native.use_level(level) == level
+    version = Version.affine(bits, group_size)
+    for k, (rows, cols) in enumerate(SHAPES):
+        m = Matrix("m", rows, cols, bias=bool(k % 2))
+        layer = make_layer(m, [version], [0, 0], seed=k)
+        index = torch.tensor([[0], [1], [1], [1], [1], [1], [1], [1]])
+        for dtype in TOLERANCE:
+            x = activations(len(index), cols, dtype)
+            want = expected(layer, x, index)
+            for out_dtype in TOLERANCE:
+                out = torch.full((len(index), rows), torch.nan, dtype=out_dtype)
+                native.product(layer.forms, 0, layer.table, x, index, out, threads=1)
+                for row in (slice(0, 1), slice(1, None)):
+                    assert relative(out[row], want[row]) <= TOLERANCE[out_dtype], (rows, cols, dtype, out_dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_plain_bf16_experts(level: int, dtype: torch.dtype) -> None:
+    native.use_level(level)
+    for k, (rows, cols) in enumerate(SHAPES):
+        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [Version.bf16()], [0, 0], seed=k)
+        index = torch.tensor([[0], [1], [1], [1], [1], [1], [1], [1]])
+        x = activations(len(index), cols, dtype)
+        out = torch.full((len(index), rows), torch.nan)
+        native.product(layer.forms, 0, layer.table, x, index, out)
+        assert relative(out, expected(layer, x, index)) <= 1e-5, (rows, cols)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_unpacked_weights_are_packs(bits: int, group_size: int, level: int, dtype: torch.dtype) -> None:
+    """Bit for bit, signs of zero included: exact in float32, rounded once in BF16."""
+    native.use_level(level)
+    version = Version.affine(bits, group_size)
+    for k, (rows, cols) in enumerate(SHAPES):
+        m = Matrix("m", rows, cols, bias=True)
+        layer = make_layer(m, [version], [0], seed=k)
+        first = 16 if rows > 32 else 0
+        tile = torch.full((cols, -(-(rows - first) // 16) * 16), torch.nan, dtype=dtype)
+        native.unpack(layer.forms, 0, 0, layer.extents[0], tile, first)
+        want = torch.from_numpy(layer.weights[0]).float().to(dtype)
+        got = tile.T[: rows - first]
+        as_bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(got.contiguous().view(as_bits), want[first:].contiguous().view(as_bits)), (rows, cols)
+
+
+VERSIONS = [Version.bf16(), *(Version.affine(b, g) for b, g in ((4, 128), (3, 64), (2, 32), (1, 64)))]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_five_versions_in_one_call(level: int) -> None:
+    """Experts without tokens, with one and with many, sentinels, biases; several activations a slot and the reverse."""
+    native.use_level(level)
+    layer = make_layer(Matrix("m", 70, 200, bias=True), VERSIONS, [e % 5 for e in range(12)])
+    generator = torch.Generator().manual_seed(3)
+    index = torch.randint(0, 9, (11, 3), generator=generator)  # 9 to 11 have no tokens
+    index[2, 1] = index[7, 0] = 12
+    for share in (3, 1):
+        x = activations(index.numel() // share, 200, torch.float32)
+        out = torch.full((index.numel(), 70), 7.0)
+        native.product(layer.forms, 0, layer.table, x, index, out)
+        want = expected(layer, x, index)
+        absent = (index.reshape(-1) == 12).numpy()
+        assert (out[absent] == 7).all() and relative(out[~absent], want[~absent]) <= 1e-5
+
+
+def test_neither_threads_nor_company_change_a_bit() -> None:
+    layer = make_layer(Matrix("m", 200, 300), VERSIONS, [e % 5 for e in range(20)])
+    index = torch.randint(0, 20, (9, 4), generator=torch.Generator().manual_seed(1))
+    x = activations(9, 300, torch.bfloat16)
+
+    def run(threads: int) -> torch.Tensor:
+        out = torch.empty(36, 200)
+        native.product(layer.forms, 0, layer.table, x, index, out, threads=threads)
+        return out
+
+    one = run(1)
+    try:
+        for borrowed in (True, False):
+            native.use_openmp(borrowed)
+            for threads in (2, 3, 7):
+                assert all(torch.equal(run(threads), one) for _ in range(5))
+    finally:
+        native.use_openmp()
+    alone = torch.empty(1, 200)
+    for s, e in enumerate(index.reshape(-1).tolist()):
+        if (index == e).sum() == 1:
+            native.product(layer.forms, 0, layer.table, x[s // 4 : s // 4 + 1], index.reshape(-1)[s : s + 1], alone)
+            assert torch.equal(alone[0], one[s])
+
+
+@pytest.mark.parametrize("borrowed", [True, False])
+def test_calls_from_several_threads_at_once(borrowed: bool) -> None:
+    layer = make_layer(Matrix("m", 128, 256), VERSIONS, [e % 5 for e in range(10)])
+    index = torch.arange(10)[None]
+    x = activations(1, 256, torch.float32)
+    want = torch.empty(10, 128)
+    native.product(layer.forms, 0, layer.table, x, index, want, threads=1)
+    wrong = []
+
+    def work() -> None:
+        out = torch.empty(10, 128)
+        for _ in range(100):
+            native.product(layer.forms, 0, layer.table, x, index, out.fill_(0), threads=2)
+            if not torch.equal(out, want):
+                wrong.append(1)
+
+    try:
+        native.use_openmp(borrowed)
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        native.use_openmp()
+    assert not wrong
+
+
+def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
+    code = (
+        "import os, sys, torch\n"
+        f"sys.path.insert(0, {str(__import__('pathlib').Path(__file__).parent)!r})\n"
+        "import test_kernels as t\n"
+        "t.native.use_openmp(False)\n"
+        "layer = t.make_layer(t.Matrix('m', 300, 256), t.VERSIONS, [0, 1, 2, 3, 4])\n"
+        "x, index = t.activations(1, 256, torch.float32), torch.arange(5)[None]\n"
+        "def run():\n"
+        "    out = torch.empty(5, 300)\n"
+        "    t.native.product(layer.forms, 0, layer.table, x, index, out, threads=2)\n"
+        "    return out\n"
+        "first = run()\n"
+        "child = os.fork()\n"
+        "if not child: os._exit(0 if all(torch.equal(run(), first) for _ in range(20)) else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_limit_leaves_busy_experts_out() -> None:
+    layer = make_layer(Matrix("m", 20, 64), VERSIONS, [1, 2])
+    index = torch.tensor([[0], [1], [1], [1]])
+    x = activations(4, 64, torch.float32)
+    out = torch.full((4, 20), 7.0)
+    native.product(layer.forms, 0, layer.table, x, index, out, limit=2)
+    assert (out[1:] == 7).all() and relative(out[:1], expected(layer, x, index)[:1]) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_combine(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(12, 1300, generator=generator).to(dtype)
+    y[5] = torch.nan  # a sentinel's row was never written
+    index = torch.arange(12).reshape(4, 3) % 11
+    index[1, 2] = 12
+    gates = torch.rand(4, 3, generator=generator)
+    out = torch.empty(4, 1300, dtype=dtype)
+    native.combine(y, index, gates, 12, out)
+    weights = gates.clone()
+    weights[1, 2] = 0
+    want = (y.nan_to_num().double().view(4, 3, -1) * weights[..., None].double()).sum(1)
+    assert relative(out, want.numpy()) <= TOLERANCE[dtype]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layer = make_layer(Matrix("m", 20, 64), VERSIONS, [1, 2])
+    x, index, out = torch.zeros(2, 64), torch.tensor([[0], [1]]), torch.empty(2, 20)
+    table = layer.table
+    for bad in (
+        (table, x[:, :32], index, out),
+        (table, x, index, out[:1]),
+        (table, x, index.int(), out),
+        (table, x.half(), index, out),
+        (table, x, index, torch.empty(20, 2).T),
+        (table.astype(np.int64), x, index, out),
+        (table, torch.zeros(3, 64), index, out),
+    ):
+        with pytest.raises(ValueError, match="m:"):
+            native.product(layer.forms, 0, *bad)
+    with pytest.raises(ValueError, match="do not fit"):
+        native.unpack(layer.forms, 0, 1, layer.extents[0], torch.empty(64, 20))
+    with pytest.raises(ValueError, match="multiple of 64"):
+        handle(8, 0)

@@ -1,13 +1,16 @@
-"""Does a build's memory grow with the model's depth? Two generated checkpoints with equal layers, 4 and 24 of them.
+"""A build's memory and time. Each build runs in a process of its own.
 
-    python -m benchmarks.build
+    python -m benchmarks.build              does memory grow with depth?
+    python -m benchmarks.build --true-size  two layers of Qwen3-30B-A3B's shape: memory by part, time for 48 layers
 
-Each is built in a process of its own, rounded to nearest (a quantiser's own memory does not depend on depth); the table
-shows each process's peak resident memory beside what one layer takes.
+The first builds two generated checkpoints with equal layers, 4 and 24 of them, rounded to nearest (a quantiser's own
+memory does not depend on depth). The second makes every width of 256 experts (2048, 768) by GPTQ, and compares peak
+memory with what must be there and with the dry run's estimate; it takes tens of minutes on two cores.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, arguments, finish
+from moepack.report import inspect
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _BUILD = """
@@ -23,13 +27,22 @@ import sys
 from moepack.pipeline import build
 from moepack.memory import peak_memory
 from moepack.recipe import parse_recipe
-recipe = parse_recipe("quantize: {method: rtn, loss_tokens: 256}\\ncalibration: {samples: 32, length: 256}", "b")
-build(sys.argv[1], sys.argv[2], recipe, [sys.argv[3]])
+build(sys.argv[1], sys.argv[2], parse_recipe(sys.argv[4], "benchmark"), [sys.argv[3]])
 print(peak_memory())
 """
+_ESTIMATE = """
+import json, sys
+from dataclasses import asdict
+from moepack.estimate import estimate
+from moepack.recipe import parse_recipe
+print(json.dumps(asdict(estimate(sys.argv[1], sys.argv[2], parse_recipe(sys.argv[4], "benchmark"), [sys.argv[3]]))))
+"""
+_ROUNDED = "quantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 32, length: 256}"
+_SAMPLES, _LENGTH = 64, 512
+_FULL = f"calibration: {{samples: {_SAMPLES}, length: {_LENGTH}, batch_size: 8}}"
 
 
-def generate(path: Path, layers: int, hidden: int, experts: int, expert_size: int) -> int:
+def generate(path: Path, layers: int, hidden: int, experts: int, expert_size: int, top_k: int = 4) -> int:
     """Save a random Qwen3-MoE checkpoint, a shard a layer or so; returns the bytes of one layer."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -37,7 +50,7 @@ def generate(path: Path, layers: int, hidden: int, experts: int, expert_size: in
     config = Qwen3MoeConfig(
         vocab_size=4096, hidden_size=hidden, intermediate_size=2 * hidden, moe_intermediate_size=expert_size,
         num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8,
-        num_experts=experts, num_experts_per_tok=4, max_position_embeddings=2048, tie_word_embeddings=True,
+        num_experts=experts, num_experts_per_tok=top_k, max_position_embeddings=2048, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -53,9 +66,57 @@ def generate(path: Path, layers: int, hidden: int, experts: int, expert_size: in
     return layer
 
 
+def run(code: str, checkpoint: Path, bundle: Path, recipe: str) -> tuple[str, float]:
+    """The last line a process of its own prints, and its seconds."""
+    text = str(EXAMPLES / "text" / "calibration.jsonl")
+    began = time.monotonic()
+    command = [sys.executable, "-c", code, str(checkpoint), str(bundle), text, recipe]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    return out.stdout.splitlines()[-1], time.monotonic() - began
+
+
+def true_size(out: Path | None) -> None:
+    """Two layers of Qwen3-30B-A3B's shape."""
+    hidden, experts, size = 2048, 128, 768
+    with tempfile.TemporaryDirectory() as work:
+        checkpoint = Path(work) / "checkpoint"
+        layer = generate(checkpoint, 2, hidden, experts, size, top_k=8)
+        expected = json.loads(run(_ESTIMATE, checkpoint, Path(work) / "bundle", _FULL)[0])
+        peak_text, seconds = run(_BUILD, checkpoint, Path(work) / "bundle", _FULL)
+        inspected = inspect(Path(work) / "bundle")
+    peak = int(peak_text)
+    tokens = _SAMPLES * _LENGTH
+    parts = {
+        "one layer in BF16": layer,
+        "its second moments": 4 * experts * (hidden**2 + size**2),
+        "activations of the calibration set": 2 * tokens * hidden * 2,
+    }
+    floor, estimated = sum(parts.values()), sum(expected["memory"].values())
+    guessed = sum(expected["seconds"].values())
+    rows = [{"what": name, "MiB": value / 2**20} for name, value in parts.items()]
+    rows += [{"what": "all three", "MiB": floor / 2**20}, {"what": "peak of the build", "MiB": peak / 2**20}]
+    rows += [{"what": f"estimated: {name}", "MiB": value / 2**20} for name, value in expected["memory"].items()]
+    rows += [{"what": "estimated peak", "MiB": estimated / 2**20}]
+    rows += [{"what": "time of the build", "seconds": seconds}, {"what": "estimated time", "seconds": guessed}]
+    rows += [{"what": "projected time of 48 such layers", "seconds": seconds * 24}]
+    exact = all(inspected["versions"][v]["bytes"] == b for v, b in expected["versions"].items())
+    targets = [
+        Target("peak memory over layer, moments and activations", peak / floor, 1.3, "lower"),
+        Target("versions whose bytes the dry run did not foretell", float(not exact), 0, "lower"),
+        Target("peak memory, estimate off by a factor of", max(peak / estimated, estimated / peak), 2, "lower"),
+        Target("time, estimate off by a factor of", max(seconds / guessed, guessed / seconds), 2, "lower"),
+    ]
+    finish("two layers of Qwen3-30B-A3B's shape, every width", ["what", "MiB", "seconds"], rows, targets, out)
+
+
 def main() -> None:
     """Generate, build, print."""
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--true-size", action="store_true", help="two layers of Qwen3-30B-A3B's shape")
+    args = parser.parse_args()
+    if args.true_size:
+        true_size(args.json)
+        return
     hidden, experts, size = (256, 16, 128) if args.quick else (512, 32, 512)
     rows: list[dict[str, Any]] = []
     for layers in (4, 24):
@@ -63,12 +124,8 @@ def main() -> None:
             checkpoint = Path(work) / "checkpoint"
             layer = generate(checkpoint, layers, hidden, experts, size)
             total = sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
-            text = str(EXAMPLES / "text" / "calibration.jsonl")
-            command = [sys.executable, "-c", _BUILD, str(checkpoint), f"{work}/bundle", text]
-            began = time.monotonic()
-            out = subprocess.run(command, capture_output=True, text=True, check=True)
-            seconds = time.monotonic() - began
-        sizes = {"checkpoint MiB": total, "layer MiB": layer, "peak MiB": int(out.stdout.split()[-1])}
+            peak, seconds = run(_BUILD, checkpoint, Path(work) / "bundle", _ROUNDED)
+        sizes = {"checkpoint MiB": total, "layer MiB": layer, "peak MiB": int(peak)}
         rows.append({"layers": layers, **{k: v / 2**20 for k, v in sizes.items()}, "seconds": seconds})
     growth = rows[1]["peak MiB"] / rows[0]["peak MiB"]
     targets = [Target("peak memory, 24 layers over 4", growth, 1.15, "lower")]

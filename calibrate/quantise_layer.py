@@ -71,10 +71,14 @@ def expert_groups(layer: ExpertLayer, settings: Settings) -> list[range]:
     Part of what determines the bytes (a batch's products round as a batch's), so it follows from the settings alone,
     not from the machine.
     """
-    # In float32: moments, and of each weight itself, its dequantised value and two temporaries.
-    per_expert = 4 * sum(m.cols * m.cols + 4 * m.weights for m in layer.matrices)
-    step = max(1, min(GROUP, settings.group_bytes // per_expert))
+    step = max(1, min(GROUP, settings.group_bytes // group_memory(layer, settings)))
     return [range(start, min(start + step, layer.experts)) for start in range(0, layer.experts, step)]
+
+
+def group_memory(layer: ExpertLayer, settings: Settings) -> int:
+    """Bytes one expert of a group takes in memory: moments and weights in float32, and every width's codes."""
+    widths = len(settings.versions)
+    return sum(4 * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
 
 
 def quantise_group(

@@ -122,12 +122,24 @@ def build(
     device: Device = "cpu",
     engine: EngineName = "local",
     address: Address = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make nothing: say what bytes, memory and time it would take.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Make a bundle of a checkpoint, in one pass."""
     from .pipeline import build as run
 
+    if dry_run:
+        from dataclasses import asdict
+
+        from .estimate import estimate, render
+
+        with _reporter(quiet) as reporter:
+            expected = estimate(checkpoint, output, recipe, calibration or (), device, reporter)
+        _print_json(asdict(expected)) if as_json else _console().print(render(expected))
+        return
     with _reporter(quiet) as reporter:
         report = run(
             checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter=reporter

@@ -48,7 +48,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "memory_free_bytes": psutil.virtual_memory().available,
         "devices": _devices(),
         "codec": _codec(),
-        "disk": _disk(directory or Path(tempfile.gettempdir())),
+        "disk": disk_rates(directory or Path(tempfile.gettempdir())),
         "problems": problems,
     }
 
@@ -93,7 +93,7 @@ def _codec() -> dict[str, Any]:
     }
 
 
-def _disk(directory: Path) -> dict[str, Any]:
+def disk_rates(directory: Path) -> dict[str, Any]:
     """Rates of writing (synced) and reading back 64 MiB, in bytes a second; reading may come from the page cache."""
     size = 64 << 20
     facts: dict[str, Any] = {"directory": str(directory), "free_bytes": shutil.disk_usage(directory).free}

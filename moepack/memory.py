@@ -11,6 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def resident_memory() -> int:
+    """The process's resident memory now, in bytes."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def peak_memory() -> int:
     """The process's peak resident memory so far, in bytes."""
     try:  # getrusage's peak survives exec: it would count the parent's memory at the fork

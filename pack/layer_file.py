@@ -29,6 +29,13 @@ def _metadata(version: str, layer: int, digests: list[str]) -> dict[str, str]:
     return {"format": _FORMAT, "layer": str(layer), "sha256": ",".join(digests), "version": version}
 
 
+def header_size(version: str, layer: ExpertLayer) -> int:
+    """Bytes of a layer file before its first extent, whole pages; it does not depend on the extents' sizes."""
+    names = {extent_name(e): ("U8", (1,)) for e in range(layer.experts)}
+    longest = make_header(names, _metadata(version, layer.index, ["0" * 64] * layer.experts))
+    return align(len(longest) + 3 * _DIGITS * layer.experts, PAGE)
+
+
 class LayerFileWriter:
     """Writes one layer file. Use as a context manager: what is not closed properly is removed."""
 
@@ -39,9 +46,7 @@ class LayerFileWriter:
         self._digests: list[str] = []
         self._payload = 0
         self.entry: ExpertFileEntry | None = None
-        names = {extent_name(e): ("U8", (1,)) for e in range(layer.experts)}
-        longest = make_header(names, _metadata(version, layer.index, ["0" * 64] * layer.experts))
-        self._header_size = align(len(longest) + 3 * _DIGITS * layer.experts, PAGE)
+        self._header_size = header_size(version, layer)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._temporary.open("wb")
         self._file.seek(self._header_size)

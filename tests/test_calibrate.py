@@ -170,9 +170,9 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel, mon
     stream.free(0)
 
 
-@pytest.mark.parametrize("bits", [4, 2, 1])
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedModel, bits: int) -> None:
-    """Given 0, 3, 32 or 128 tokens, on tokens that nothing has seen (2 % tolerance)."""
+    """Given 0, 3, 32, 128 or 512 tokens, on tokens that nothing has seen (2 % tolerance)."""
     from moepack.calibrate.losses import loss, output
     from moepack.quantize.grid import dequantise
 
@@ -181,9 +181,9 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
     g = torch.Generator().manual_seed(0)
     mix = torch.randn(128, 128, generator=g) * 0.1
     x = torch.randn(6000, 128, generator=g) @ mix
-    chosen = torch.randint(4, 16, (6000, 2), generator=g).to(torch.int32)
-    for expert, count in enumerate((0, 3, 32, 128)):
-        chosen[torch.arange(count) * 40 + expert, 0] = expert
+    chosen = torch.randint(5, 16, (6000, 2), generator=g).to(torch.int32)
+    for expert, count in enumerate((0, 3, 32, 128, 512)):
+        chosen[torch.arange(count) * 11 + expert, 0] = expert
     observation = Observation(x, chosen, torch.rand(6000, 2, generator=g), 100)
     version, module, cpu = Version.affine(bits, 64), stream.experts_module(3), torch.device("cpu")
     made = {
@@ -191,7 +191,7 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
         for method in ("gptq", "rtn")
     }
     unseen = torch.randn(2000, 128, generator=g) @ mix
-    for expert in range(4):
+    for expert in range(5):
         exact = output(module, unseen, [experts.matrix(expert, m).float() for m in range(2)], [None, None])
         error = {}
         for method, rows in made.items():
@@ -200,6 +200,40 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
             error[method] = loss(exact, got, torch.ones(2000)).relative
         assert error["gptq"] <= 1.02 * error["rtn"], (expert, error)
     stream.free(3)
+
+
+def test_what_moments_are_made_of(stream: StreamedModel) -> None:
+    """Routed tokens, the same weighted by their gates, or every token of the layer: against sums written out."""
+    from moepack.calibrate import quantise_layer as module_under_test
+    from moepack.calibrate.tokens import LayerTokens
+
+    _, experts = stream.split(1, stream.load(1))
+    assert experts is not None
+    g = torch.Generator().manual_seed(0)
+    chosen = torch.stack([torch.zeros(3000), torch.randint(1, 16, (3000,), generator=g)], 1).to(torch.int32)
+    x, gates = torch.randn(3000, 128, generator=g), torch.rand(3000, 2, generator=g)
+    observation = Observation(x, chosen, gates, 100)
+    layer = LayerTokens.of(observation)
+    made = {}
+    for kind in ("routed", "gated", "all"):
+        settings = Settings("gptq", (Version.affine(2, 64),), moments=kind)
+        group = module_under_test._Group(
+            stream.experts_module(1),
+            experts.select(range(2)),
+            observation,
+            layer,
+            settings,
+            torch.device("cpu"),
+            range(2),
+        )
+        made[kind] = group._moments()[0]
+    routed, c = x.double(), gates[:, 0].double()  # every token's first choice is expert 0
+    assert torch.allclose(made["routed"][0].double(), routed.T @ routed / 3000, atol=1e-4)
+    assert torch.allclose(made["gated"][0].double(), (routed * c[:, None]).T @ routed / c.sum(), atol=1e-4)
+    learn = x[layer.learn].double()
+    assert torch.allclose(made["all"][0].double(), learn.T @ learn / len(learn), atol=1e-4)
+    assert torch.equal(made["all"][0], made["all"][1])
+    stream.free(1)
 
 
 def test_starved_experts_take_a_fallback_that_does_better(

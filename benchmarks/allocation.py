@@ -5,7 +5,8 @@
 Builds one bundle, then serves it under one map of versions after another, in float32. `--average-bits` counts bits of
 codes: 2.5 is half the experts at 3 bits and half at 2. The bytes of that mix, with its scales, zero points and padding,
 are the budget of all allocators but `prefix_split`, which gets 2.5 bits of code in every layer, as in its paper. What
-depends on chance is averaged over several seeds. Without arguments: the model and texts in examples/.
+depends on chance is averaged over several seeds. The mix made by gptqmodel and by HQQ stands beside. Without arguments:
+the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -75,7 +76,6 @@ def main() -> None:
     parser.add_argument("--calibration", action="append", help="text to calibrate on")
     parser.add_argument("--data", action="append", help="text to evaluate on")
     parser.add_argument("--average-bits", type=float, default=2.5, help="of the codes, from 1 to 4")
-    parser.add_argument("--method", default="gptq", help="the recipe's quantize.method")
     parser.add_argument("--samples", type=int, default=384, help="calibration windows")
     parser.add_argument("--length", type=int, default=256, help="tokens of a calibration window")
     parser.add_argument("--windows", type=int, default=128, help="windows of 512 tokens to evaluate on, a file")
@@ -88,26 +88,37 @@ def main() -> None:
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
     samples, windows, seeds = (64, 8, 2) if args.quick else (args.samples, args.windows, args.seeds)
     shown = f"calibration: {{samples: {samples}, length: {args.length}, batch_size: 16}}"
-    recipe = parse_recipe(f"versions: [w4, w3, w2, w1]\nquantize: {{method: {args.method}}}\n{shown}", "benchmark")
+
+    def made_by(method: str, into: Path) -> Bundle:
+        recipe = parse_recipe(f"versions: [w4, w3, w2, w1]\nquantize: {{method: {method}}}\n{shown}", "benchmark")
+        with RichReporter() as reporter:
+            build(args.checkpoint, into, recipe, calibration, reporter=reporter)
+        return open_bundle(into)
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        path = Path(work) / "bundle"
-        with RichReporter() as reporter:
-            build(args.checkpoint, path, recipe, calibration, reporter=reporter)
-        bundle = open_bundle(path)
+
+        def score(bundle: Bundle, table: Map) -> Evaluation:
+            file = Path(work) / "map.json"
+            file.write_text(json.dumps({"versions": table}))
+            return evaluate(bundle.path, data, f"static:{file}", dtype="float32", samples=windows)
+
+        bundle = made_by("gptq", Path(work) / "gptq")
         costs = bundle_costs(bundle)
         plain = evaluate(args.checkpoint, data, dtype="float32", samples=windows)
         rows.append(_row("transformers", [plain], None, 16.0, None))
         for name, tables in maps(bundle, costs, args.average_bits, seeds):
-            scores = []
-            for table in tables:
-                file = Path(work) / "map.json"
-                file.write_text(json.dumps({"versions": table}))
-                scores.append(evaluate(path, data, f"static:{file}", dtype="float32", samples=windows))
+            scores = [score(bundle, table) for table in tables]
             size = statistics.mean(total_bytes(t, bundle.versions, costs) for t in tables)
             loss = statistics.mean(_loss(t, bundle, costs) for t in tables)
             rows.append(_row(name, scores, plain, 8 * size / bundle.expert_weights, loss))
+        for method in ("gptqmodel", "hqq"):
+            other = made_by(method, Path(work) / method)
+            name, tables = next(maps(other, bundle_costs(other), args.average_bits, seeds))
+            size, loss = total_bytes(tables[0], other.versions, costs), _loss(tables[0], other, bundle_costs(other))
+            rows.append(
+                _row(f"{name}, {method}", [score(other, tables[0])], plain, 8 * size / other.expert_weights, loss)
+            )
     files = [Path(f.file).stem for f in plain.files]
     mean = {r["allocation"]: statistics.geometric_mean(r[f] for f in files) for r in rows}
     milp_ratio, prefix_ratio = mean["milp, gates"] / mean["uniform mix"], mean["prefix_split"] / mean[RANDOM_PREFIX]

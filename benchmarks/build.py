@@ -38,7 +38,7 @@ from moepack.recipe import parse_recipe
 print(json.dumps(asdict(estimate(sys.argv[1], sys.argv[2], parse_recipe(sys.argv[4], "benchmark"), [sys.argv[3]]))))
 """
 _ROUNDED = "quantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 32, length: 256}"
-_SAMPLES, _LENGTH = 64, 512
+_SAMPLES, _LENGTH = 32, 512
 _FULL = f"calibration: {{samples: {_SAMPLES}, length: {_LENGTH}, batch_size: 8}}"
 
 

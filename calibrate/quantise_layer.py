@@ -50,7 +50,7 @@ class Settings:
     min_tokens: int = 0
     loss_tokens: int = 4096
     moments: str = "routed"
-    group_bytes: int = 1 << 30
+    group_bytes: int = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)

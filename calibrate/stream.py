@@ -96,6 +96,7 @@ class StreamedModel:
                     targets.setdefault(target, []).append(key)
             else:
                 self.unused.append(key)
+        self._merged = {target for target, keys in targets.items() if len(keys) > 1}
         expert_sources: list[str] = []
         for name in self._experts.values():
             module = self.model.get_submodule(name)
@@ -170,6 +171,11 @@ class StreamedModel:
             raise InputError(
                 f"{self.checkpoint.name}: {name} cannot be converted: {str(error).strip().splitlines()[-1]}"
             )
+        for name in self.names(layer):
+            tensor = self.model.get_parameter_or_buffer(name)
+            # A tensor of one source is a view of the mapped file, and would keep all that was read of it in memory.
+            if not tensor.is_meta and name not in self._merged:
+                _set(self.model, name, tensor.detach().clone())
         state = self.model.state_dict()
         out = {name: state[name].detach() for name in self.names(layer)}
         lost = [name for name, tensor in out.items() if tensor.is_meta]

@@ -170,7 +170,8 @@ def load_group(path: Path) -> GroupMade:
     from safetensors.torch import load_file
 
     tensors = load_file(path)
-    losses = {k.removeprefix("losses."): v for k, v in tensors.items() if k.startswith("losses.")}
+    # Copied: they outlive the extents, and would keep the mapped file in memory.
+    losses = {k.removeprefix("losses."): v.clone() for k, v in tensors.items() if k.startswith("losses.")}
     payloads = {k.removeprefix("payloads."): v.tolist() for k, v in tensors.items() if k.startswith("payloads.")}
     extents: dict[str, list[Buffer]] = {
         name: [tensors[f"extents.{name}.{i}"].numpy() for i in range(len(sizes))] for name, sizes in payloads.items()

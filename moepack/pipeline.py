@@ -366,6 +366,7 @@ class Run:
         reporter.advance(sum(len(t.experts) for i, t in enumerate(tasks) if i not in missing))
         for i, made in zip(missing, self._engine.run([tasks[i] for i in missing], observation), strict=True):
             save_group(made, kept[i])
+            give_back()
             reporter.advance(len(tasks[i].experts))
         losses: list[dict[str, torch.Tensor]] = []
         with contextlib.ExitStack() as stack:

@@ -7,9 +7,9 @@ are mixed as if the layer's were K tokens more:
     M = (n * M_expert + K * M_layer) / (n + K),   K = d / 2.
 
 The rule is the posterior mean of a covariance under a prior worth K observations (inverse Wishart; Haff, 1980). K was
-measured on trained experts with 256 and 128 columns, as output error on held-out tokens: from d/4 to d it is flat at
-every n from 3 to 1000 and every width. With K = d/2 the 2-bit error is 0.070 at n = 3 (unshrunk 0.149, rounding 0.162),
-0.067 at 128 (0.090) and 0.058 at 1000 (0.059).
+measured on trained experts with 256 and 128 columns, quantised by gptqmodel, as output error on held-out tokens: from
+d/4 to d it is flat at every n from 3 to 1000 and every width. With K = d/2 the 2-bit error is 0.070 at n = 3 (unshrunk
+0.149, rounding 0.162), 0.067 at 128 (0.090) and 0.058 at 1000 (0.059).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-KINDS = ("routed", "gated", "all")  # which tokens make an expert's moments; see `second_moments` and quantise_layer.py
 PRIOR = 0.5  # K over the width of the model's hidden state
 NEGLIGIBLE = 8  # at this many times K the layer's part changes no error by 1 %, and is not computed
 
@@ -25,7 +24,7 @@ NEGLIGIBLE = 8  # at this many times K the layer's part changes no error by 1 %,
 def second_moments(inputs: Tensor, gates: Tensor | None = None) -> Tensor:
     """The mean of x x^T over inputs [tokens, cols], float32 [cols, cols]; zero where there is no token.
 
-    With gates [tokens], the mean weighted by them: H = (X c) X^T of MoEQuant (Hu et al., 2025, section 4.2).
+    With gates [tokens], the mean weighted by them: H = (X c) X^T, MoEQuant's affinity guidance (Hu et al., 2025).
     """
     if gates is None:
         return inputs.T @ inputs / max(1, len(inputs))

@@ -28,6 +28,8 @@ def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Ten
     if not tokens:
         return out.to(hidden.dtype)
     index = top_k_index.long().contiguous()
+    gates = top_k_weights.detach()
+    gates = gates if gates.dtype in DTYPES else gates.float()
     limit = backends.direct_limit(x.dtype)
     many = _many(index, experts.layer.experts, limit) if tokens > limit else []
     h = _matrix(experts, 0, x, index, many, limit)
@@ -35,7 +37,7 @@ def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Ten
     y = _matrix(experts, 1, h.contiguous(), index, many, limit)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()
-    combine(y, index, top_k_weights.detach().float().contiguous(), experts.layer.experts, out)
+    combine(y, index, gates.contiguous(), experts.layer.experts, out)
     return out.to(hidden.dtype)
 
 
@@ -55,10 +57,13 @@ def _many(index: Tensor, experts: int, limit: int) -> list[tuple[int, Tensor]]:
 def _matrix(
     experts: LayerExperts, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limit: int
 ) -> Tensor:
-    """One matrix of every slot: [slots, rows], float32 unless experts have many tokens and x is narrower."""
+    """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
+
+    Finer than that would serve no one: a token near two experts then goes to the other than in the plain model.
+    """
     assert experts.native is not None
     m, slots = experts.layer.matrices[matrix], index.numel()
-    out = torch.empty(slots, m.rows, dtype=x.dtype if many else torch.float32)
+    out = torch.empty(slots, m.rows, dtype=x.dtype)
     if sum(len(s) for _, s in many) < slots:
         product(experts.native, matrix, experts.table, x, index, out, limit)
     share = slots // len(x)

@@ -46,7 +46,10 @@ class _Unpack(ctypes.Structure):
 
 class _Combine(ctypes.Structure):
     _fields_ = [
-        *((name, _word) for name in ("tokens", "top_k", "cols", "experts", "from_bf16", "out_bf16", "threads")),
+        *(
+            (name, _word)
+            for name in ("tokens", "top_k", "cols", "experts", "from_bf16", "out_bf16", "round", "threads")
+        ),
         *((name, _pointer) for name in ("source", "index", "gates", "out")),
     ]
 
@@ -195,10 +198,13 @@ def unpack(
 def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, threads: int | None = None) -> None:
     """out[t] = sum over a token's slots, in order and in float32, of gate times y; other ranks' experts add nothing.
 
+    Where y and the gates are both bfloat16 a weighted row is rounded to it before it is added, as a model's own forward
+    does: without that, tokens near two experts would go to the other than in the plain model.
+
     Args:
         y: float32 or bfloat16 [tokens * top_k, hidden].
         index: int64 [tokens, top_k].
-        gates: float32 [tokens, top_k].
+        gates: float32 or bfloat16 [tokens, top_k].
         experts: how many there are; slots of an index past them are left out.
         out: float32 or bfloat16 [tokens, hidden].
         threads: how many; torch's number without it.
@@ -207,7 +213,8 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
     tensors = (y, index, gates, out)
     if y.shape != (tokens * top_k, out.shape[1]) or gates.shape != index.shape or len(out) != tokens:
         raise ValueError(f"y {tuple(y.shape)}, index {tuple(index.shape)} and out {tuple(out.shape)} do not fit")
-    if gates.dtype != torch.float32 or y.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64:
+    wide = gates.float()
+    if gates.dtype not in DTYPES or y.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64:
         raise ValueError(f"y {y.dtype}, index {index.dtype}, gates {gates.dtype}, out {out.dtype}")
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError("a tensor is not contiguous")
@@ -218,10 +225,19 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
         experts,
         y.dtype == torch.bfloat16,
         out.dtype == torch.bfloat16,
+        y.dtype == gates.dtype == torch.bfloat16,
         threads or torch.get_num_threads(),
         y.data_ptr(),
         index.data_ptr(),
-        gates.data_ptr(),
+        wide.data_ptr(),
         out.data_ptr(),
     )
     _library.moepack_affine_combine(ctypes.byref(call))
+
+
+def read(addresses: npt.NDArray[np.uint64], size: int, threads: int | None = None) -> None:
+    """Read `size` bytes at each address and do nothing with them: what benchmarks hold a kernel's time against."""
+    count = threads or torch.get_num_threads()
+    _library.moepack_affine_read(
+        ctypes.c_void_p(addresses.ctypes.data), _word(len(addresses)), _word(size), _word(count)
+    )

@@ -20,15 +20,15 @@
  */
 
 /* Words [from, to) of one plane of R vectors of rows, against T activations. `values` has a table for each 4 bits of a
- * row, or, of 4-bit codes, the activation itself. */
+ * row, or, of 4-bit codes, the activation itself; `all` is how many words a row has. */
 INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
-                        const float *const *values, F acc[RB][TB]) {
+                        int64_t all, const float *const *values, const uint8_t *ahead, F acc[RB][TB]) {
     for (int64_t w = from; w < to; w++) {
         I v[RB];
-        UNROLL for (int r = 0; r < R; r++) {
-            v[r] = LOADI(words[r] + w * BLOCK);
-            STREAM(words[r] + w * BLOCK);
-        }
+        const uint32_t *soon = w + LEAD < all ? words[0] + (w + LEAD) * BLOCK
+                                              : (const uint32_t *)ahead + (w + LEAD - all) * BLOCK;
+        UNROLL for (int r = 0; r < R; r++) v[r] = LOADI(words[r] + w * BLOCK);
+        UNROLL for (int r = 0; r < R; r++) STREAM(soon + (words[r] - words[0]));
         UNROLL for (int i = 0; i < 8; i++) {
             if (codes) {
                 F c[RB];
@@ -52,7 +52,7 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
 
 /* R vectors of rows from `row` on, for T activations, into out[r * T + t]. */
 INLINE void NAME(packed)(const int bits, const int R, const int T, const Side *m, const Form *f, const uint8_t *base,
-                         int64_t row, const Prepared *const *x, float *out) {
+                         int64_t row, const Prepared *const *x, const Ahead *ahead, float *out) {
     const int64_t groups = ceil_div(m->cols, f->group), per_word = bits == 3 ? 16 : 32 / bits;
     const int64_t low_words = ceil_div(m->cols, per_word), high_words = ceil_div(m->cols, 32);
     const int64_t step = f->group / per_word, high_step = f->group / 32;
@@ -79,11 +79,13 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Side *m
         F acc[RB][TB];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SET(0.0f);
         int64_t to = (g + 1) * step < low_words ? (g + 1) * step : low_words;
-        NAME(plane)(bits == 4, R, T, low, g * step, to, values, acc);
+        NAME(plane)(bits == 4, R, T, low, g * step, to, low_words, values, ahead->low, acc);
         if (bits == 3) {
             to = (g + 1) * high_step < high_words ? (g + 1) * high_step : high_words;
-            NAME(plane)(0, R, T, high, g * high_step, to, quads, acc);
+            NAME(plane)(0, R, T, high, g * high_step, to, high_words, quads, ahead->high, acc);
         }
+        UNROLL for (int b = 0; b < 2 * R * L; b += 64) STREAM(ahead->scale + 2 * R * L * g + b);
+        if (f->stored) STREAM(ahead->zero + R * L * g);
         UNROLL for (int r = 0; r < R; r++) {
             F s = BF16(scale[r] + g * BLOCK);
             if (bits == 1) s = MUL(s, SET(1 / QUAD));
@@ -100,7 +102,7 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Side *m
 
 /* R rows of a BF16 matrix for T activations, into out[r * T + t]. */
 INLINE void NAME(plain)(const int R, const int T, const Side *m, const Form *f, const uint8_t *base, int64_t row,
-                        const Prepared *const *x, float *out) {
+                        const Prepared *const *x, const Ahead *ahead, float *out) {
     const uint16_t *w[RB];
     F acc[RB][TB];
     const int64_t whole = m->cols - m->cols % L;
@@ -110,10 +112,10 @@ INLINE void NAME(plain)(const int R, const int T, const Side *m, const Form *f, 
     }
     for (int64_t c = 0; c < whole; c += L) {
         F v[RB];
-        UNROLL for (int r = 0; r < R; r++) {
-            v[r] = BF16(w[r] + c);
-            STREAM(w[r] + c);
-        }
+        const int64_t then = c + 32 * LEAD;
+        const uint16_t *soon = then < m->cols ? w[0] + then : (const uint16_t *)ahead->low + (then - m->cols);
+        UNROLL for (int r = 0; r < R; r++) STREAM(soon + r * m->cols);
+        UNROLL for (int r = 0; r < R; r++) v[r] = BF16(w[r] + c);
         UNROLL for (int t = 0; t < T; t++) {
             F a = LOADF(x[t]->x + c);
             UNROLL for (int r = 0; r < R; r++) acc[r][t] = FMA(v[r], a, acc[r][t]);
@@ -126,7 +128,7 @@ INLINE void NAME(plain)(const int R, const int T, const Side *m, const Form *f, 
     }
 }
 
-#define PACKED(bits, R, T) NAME(packed)(bits, R, T, m, f, base, at, x, part)
+#define PACKED(bits, R, T) NAME(packed)(bits, R, T, m, f, base, at, x, &ahead, part)
 #define BY_BITS(R, T) \
     switch (f->bits) { \
     case 1: PACKED(1, R, T); break; \
@@ -136,26 +138,30 @@ INLINE void NAME(plain)(const int R, const int T, const Side *m, const Form *f, 
     }
 
 /* Rows [row, end), at most 64 and beginning on a block, for T activations. `done` says where results go. */
-#define ROWS(T) \
+#define ROWS(T, R) \
     CALLED void NAME(rows_##T)(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t end, \
-                               const Prepared *const *x, const int64_t *slot) { \
+                               const Prepared *const *x, const int64_t *slot, const Next *next) { \
         float part[RB * T * L]; \
         int64_t at = row; \
         if (f->bits == 16) { \
-            for (; at + RB <= end; at += RB) { \
-                NAME(plain)(RB, T, m, f, base, at, x, part); \
-                for (int t = 0; t < T; t++) put(m, f, base, slot[t], at, RB, part + t, T); \
+            for (; at + R <= end; at += R) { \
+                Ahead ahead = at + 2 * R <= end ? look_ahead(m, f, base, at + R) \
+                                                : look_ahead(m, next->form, next->base, next->row); \
+                NAME(plain)(R, T, m, f, base, at, x, &ahead, part); \
+                for (int t = 0; t < T; t++) put(m, f, base, slot[t], at, R, part + t, T); \
             } \
             for (; at < end; at++) { \
-                NAME(plain)(1, T, m, f, base, at, x, part); \
+                Ahead ahead = look_ahead(m, f, base, at); \
+                NAME(plain)(1, T, m, f, base, at, x, &ahead, part); \
                 for (int t = 0; t < T; t++) put(m, f, base, slot[t], at, 1, part + t, T); \
             } \
             return; \
         } \
         while (at < end) { \
-            int r = at + (RB - 1) * L < end ? RB : 1; \
-            if (r == RB) { \
-                BY_BITS(RB, T) \
+            Ahead ahead = look_ahead(m, next->form, next->base, next->row + at - row); \
+            int r = at + (R - 1) * L < end ? R : 1; \
+            if (r == R) { \
+                BY_BITS(R, T) \
             } else { \
                 BY_BITS(1, T) \
             } \
@@ -168,17 +174,17 @@ INLINE void NAME(plain)(const int R, const int T, const Side *m, const Form *f, 
         } \
     }
 
-ROWS(1)
-ROWS(2)
-ROWS(4)
+ROWS(1, RB)
+ROWS(2, R2)
+ROWS(4, R4)
 
 CALLED void NAME(rows)(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t end,
-                       const Prepared *const *x, const int64_t *slot, int64_t n) {
+                       const Prepared *const *x, const int64_t *slot, int64_t n, const Next *next) {
     int64_t t = 0;
     if (TB >= 4)
-        for (; t + 4 <= n; t += 4) NAME(rows_4)(m, f, base, row, end, x + t, slot + t);
-    for (; t + 2 <= n; t += 2) NAME(rows_2)(m, f, base, row, end, x + t, slot + t);
-    for (; t < n; t++) NAME(rows_1)(m, f, base, row, end, x + t, slot + t);
+        for (; t + 4 <= n; t += 4) NAME(rows_4)(m, f, base, row, end, x + t, slot + t, next);
+    for (; t + 2 <= n; t += 2) NAME(rows_2)(m, f, base, row, end, x + t, slot + t, next);
+    for (; t < n; t++) NAME(rows_1)(m, f, base, row, end, x + t, slot + t, next);
 }
 
 /* One activation: widened, padded with zeros to whole 32s; its sums by group; its tables. */

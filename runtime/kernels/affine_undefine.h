@@ -5,6 +5,8 @@
 #undef L
 #undef RB
 #undef TB
+#undef R2
+#undef R4
 #undef F
 #undef I
 #undef T16

@@ -1,0 +1,350 @@
+"""Experts from their packed bytes beside torch's BF16 experts and the time that reading their bytes takes, in one run.
+
+    python -m benchmarks.kernels [--shape NAME ...] [--threads N] [--checkpoint MODEL]
+
+A layer's experts forward, routing to weighted sum, on a CPU: decode with 1, 4 and 16 tokens, prefill with 512. torch's
+side is a loop over the experts that have tokens, two F.linear each, on resident BF16 weights. The floor is the bytes of
+the experts that have tokens over the rate at which the same threads read such bytes and do nothing else. All sides take
+turns; medians. Decode walks through more experts than caches hold. `--checkpoint` (by default the model in examples/) is built
+into a bundle, rounded to nearest, and served end to end beside transformers' own experts implementations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import Target, arguments, finish
+from moepack.pack.affine import AffineMatrix, encode_affine
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SHAPES = {  # hidden, intermediate, experts, top_k
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "DeepSeek-V2-Lite": (2048, 1408, 64, 6),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "Mixtral-8x7B": (4096, 14336, 8, 2),
+}
+VERSIONS = (Version.bf16(), *(Version.affine(bits, 128) for bits in (4, 3, 2, 1)))
+CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
+SPEEDUP = {"w4": (1.5, 2.5), "w3": (1.5, 2.5), "w2": (2.0, 4.0), "w1": (2.0, 4.0)}  # must hold, ambition
+
+
+class Pool:
+    """Many experts of one version: copies of one, each in its own memory."""
+
+    def __init__(self, matrices: tuple[Matrix, ...], version: Version, count: int) -> None:
+        self.version, self.size = version, resident_size(matrices, version)
+        self.memory = torch.empty(count, -(-self.size // 64) * 64, dtype=torch.uint8)
+        rng = np.random.default_rng(0)
+        one = np.zeros(self.memory.shape[1], np.uint8)
+        if version.is_lossless:
+            for m, f in zip(matrices, make_forms(matrices, version), strict=True):
+                values = torch.from_numpy(rng.standard_normal(m.weights, np.float32) * np.float32(0.02))
+                one[f.low : f.low + 2 * m.weights] = values.bfloat16().view(torch.uint8).numpy()
+        else:
+            encode_affine(matrices, version, [_random(m, version, rng) for m in matrices], one[: self.size])
+        self.memory.copy_(torch.from_numpy(one))
+        self.addresses = np.array([row.data_ptr() for row in self.memory], np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+
+def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix:
+    shape = (m.rows, -(-m.cols // version.group_size))
+    scale = torch.from_numpy(rng.uniform(0.005, 0.01, shape)).bfloat16().view(torch.uint16).numpy()
+    zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
+    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero)
+
+
+class Layer:
+    """What the forward reads of a layer: handles that a benchmark moves from expert to expert."""
+
+    def __init__(self, matrices: tuple[Matrix, ...], experts: int) -> None:
+        from moepack.runtime.kernels.affine_native import LayerForms
+
+        self.layer = ExpertLayer(0, "experts", experts, matrices)
+        self.device = torch.device("cpu")
+        self.native = LayerForms(matrices, VERSIONS)
+        self.table = np.zeros(experts, np.uint64)
+        self.handles: list[Any] = [None] * experts
+        self._made: dict[tuple[str, int], Any] = {}
+
+    def use(self, expert: int, pool: Pool, which: int) -> None:
+        """Let an expert be the pool's number `which`."""
+        key = (pool.version.name, which)
+        if key not in self._made:
+            extent = pool.memory[which][: pool.size]
+            forms, weights = make_forms(self.layer.matrices, pool.version), ()
+            if pool.version.is_lossless:
+                weights = tuple(
+                    extent[f.low : f.low + 2 * m.weights].view(torch.bfloat16).view(m.rows, m.cols)
+                    for m, f in zip(self.layer.matrices, forms, strict=True)
+                )
+            address = handle(int(pool.addresses[which]), self.native.numbers[pool.version.name])
+            self._made[key] = (address, SimpleNamespace(version=pool.version, extent=extent, weights=weights))
+        self.table[expert], self.handles[expert] = self._made[key]
+
+    def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> None:
+        """None: these experts have no biases."""
+
+
+class Module:
+    """The part of a transformers experts module that the forward calls."""
+
+    has_gate = True
+
+    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def torch_forward(weights: list[Any], x: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """BF16 experts as plain torch runs them: sorted once, two F.linear an expert."""
+    tokens, top_k = index.shape
+    flat = index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=len(weights)).tolist()
+    out = x.new_empty(tokens * top_k, x.shape[-1])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            slots = order[start : start + count]
+            h = torch.nn.functional.linear(x[slots // top_k], weights[expert][0])
+            gate, up = h.chunk(2, dim=-1)
+            out[slots] = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weights[expert][1])
+            start += count
+    return (out * gates.reshape(-1, 1)).view(tokens, top_k, -1).sum(dim=1).to(x.dtype)
+
+
+def routed(tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    """Distinct experts for every token."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+
+
+def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool) -> list[dict[str, Any]]:
+    """A row a version, and one for a layer whose experts are in all five."""
+    from moepack.runtime.cpu import forward
+    from moepack.runtime.kernels.affine_native import read
+
+    hidden, inner, experts, top_k = SHAPES[shape]
+    matrices = (Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner))
+    if tokens == 1 and mixed:
+        top_k = min(experts, 10)  # two of each version
+    index = routed(tokens, experts, top_k)
+    used = sorted(set(index.reshape(-1).tolist()))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+    gates = torch.full(index.shape, 1 / top_k)
+    pools = {}
+    for v in VERSIONS:
+        least = len(used) * 2 if tokens < 64 else len(used)
+        size = resident_size(matrices, v)
+        pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)))
+    module, work = Module(), {}
+
+    def layer_of(versions: list[str]) -> Callable[[int], object]:
+        layer = Layer(matrices, experts)
+
+        def run(i: int) -> object:
+            for k, e in enumerate(used):
+                pool = pools[versions[k]]
+                layer.use(e, pool, (i * len(used) + k) % len(pool))
+            began = time.perf_counter()
+            forward(module, layer, x, index, gates)  # type: ignore[arg-type]
+            spent.append(time.perf_counter() - began)
+            return None
+
+        spent: list[float] = []
+        run.spent = spent  # type: ignore[attr-defined]
+        return run
+
+    def torch_run() -> Callable[[int], object]:
+        layer = Layer(matrices, experts)
+        spent: list[float] = []
+
+        def run(i: int) -> None:
+            weights: list[Any] = [None] * experts
+            for k, e in enumerate(used):
+                layer.use(e, pools["bf16"], (i * len(used) + k + len(used)) % len(pools["bf16"]))
+                weights[e] = layer.handles[e].weights
+            began = time.perf_counter()
+            torch_forward(weights, x, index, gates)
+            spent.append(time.perf_counter() - began)
+
+        run.spent = spent  # type: ignore[attr-defined]
+        return run
+
+    def reading(pool: Pool) -> Callable[[int], object]:
+        spent: list[float] = []
+
+        def run(i: int) -> None:
+            at = (np.arange(len(used)) + (i * 2 + 1) * len(used)) % len(pool)
+            addresses = pool.addresses[at]
+            began = time.perf_counter()
+            read(addresses, pool.size)
+            spent.append(time.perf_counter() - began)
+
+        run.spent = spent  # type: ignore[attr-defined]
+        return run
+
+    for name, pool in pools.items():
+        work[name] = layer_of([name] * len(used))
+        work[f"read {name}"] = reading(pool)
+    if mixed:
+        names = itertools.cycle(pools)
+        spread = [next(names) for _ in used]
+        work["mixed"] = layer_of(spread)
+    work["torch"] = torch_run()
+    with torch.inference_mode():
+        for i in range(runs + 1):
+            for one in work.values():
+                one(i)
+    seconds = {name: statistics.median(one.spent[1:]) for name, one in work.items()}  # type: ignore[attr-defined]
+    rows = []
+    for name, pool in pools.items():
+        rows.append(_row(shape, name, tokens, seconds[name], seconds["torch"], seconds[f"read {name}"]))
+        rows[-1]["MB"] = pool.size * len(used) / 1e6
+    if mixed:
+        share = {name: spread.count(name) / len(used) for name in pools}
+        floor = sum(share[name] * seconds[f"read {name}"] for name in pools)
+        rows.append(_row(shape, "mixed", tokens, seconds["mixed"], seconds["torch"], floor))
+        rows[-1]["over uniform"] = seconds["mixed"] / sum(share[name] * seconds[name] for name in pools)
+    return rows
+
+
+def _row(shape: str, version: str, tokens: int, ours: float, theirs: float, floor: float) -> dict[str, Any]:
+    return {
+        "shape": shape,
+        "version": version,
+        "tokens": tokens,
+        "ours us": ours * 1e6,
+        "torch BF16 us": theirs * 1e6,
+        "bytes floor us": floor * 1e6,
+        "speed-up": theirs / ours,
+        "over floor": ours / floor,
+    }
+
+
+def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[list[dict[str, Any]], list[Target]]:
+    """Decode and prefill tokens a second of a bundle and of transformers' experts implementations."""
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import DynamicCache
+
+    import moepack
+    from moepack.pipeline import build
+    from moepack.progress import quiet_libraries
+    from moepack.recipe import parse_recipe
+
+    quiet_libraries()
+    models: dict[str, Any] = {}
+    for name in ("eager", "batched_mm", "grouped_mm"):
+        models[f"transformers {name}"] = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.bfloat16, experts_implementation=name
+        )
+    with tempfile.TemporaryDirectory() as work:
+        recipe = "quantize: {method: rtn}\ncalibration: {samples: 8, length: 128, batch_size: 4}\n"
+        text = str(EXAMPLES / "text" / "calibration.jsonl")
+        build(checkpoint, Path(work) / "bundle", parse_recipe(recipe, "benchmark"), [text])
+        for version in versions:
+            models[version] = moepack.load(Path(work) / "bundle", policy=f"static:{version}")
+        ids = torch.randint(1, 4000, (1, 512), generator=torch.Generator().manual_seed(0))
+        steps = 16
+        times: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in models}
+        with torch.inference_mode():
+            for _ in range(runs + 1):
+                for name, model in models.items():
+                    cache = DynamicCache(config=model.config)
+                    began = time.perf_counter()
+                    model(ids, past_key_values=cache)
+                    times[name]["prefill"].append(time.perf_counter() - began)
+                    for _ in range(steps):
+                        began = time.perf_counter()
+                        model(ids[:, :1], past_key_values=cache)
+                        times[name]["decode"].append(time.perf_counter() - began)
+    rates = {
+        name: {
+            "decode": 1 / statistics.median(t["decode"][steps:]),
+            "prefill": ids.shape[1] / statistics.median(t["prefill"][1:]),
+        }
+        for name, t in times.items()
+    }
+    rows, targets = [], []
+    best = {what: max(r[what] for n, r in rates.items() if n.startswith("transf")) for what in ("decode", "prefill")}
+    for name, rate in rates.items():
+        rows.append(
+            {
+                "shape": checkpoint.name,
+                "version": name,
+                "decode tokens/s": rate["decode"],
+                "prefill tokens/s": rate["prefill"],
+            }
+        )
+        if name in versions:
+            least = {"decode": 1.0, "prefill": 0.9}
+            for what, target in least.items():
+                label = f"{checkpoint.name}, {name}: {what} tokens/s over transformers' fastest"
+                targets.append(Target(label, rate[what] / best[what], target, "higher"))
+    return rows, targets
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    """The targets that a table of layers is held to."""
+    targets = []
+    for r in rows:
+        name = f"{r['shape']}, {r['version']}, {r['tokens']} tokens"
+        if r["tokens"] == 1 and r["version"] in SPEEDUP:
+            least, ambition = SPEEDUP[r["version"]]
+            targets.append(Target(f"{name}: over torch's BF16", r["speed-up"], least, "higher"))
+            targets.append(Target(f"{name}: over torch's BF16, ambition", r["speed-up"], ambition, "higher"))
+            targets.append(Target(f"{name}: time over the bytes floor", r["over floor"], 2.0, "lower"))
+            targets.append(Target(f"{name}: time over the bytes floor, ambition", r["over floor"], 1.3, "lower"))
+        if r["version"] == "mixed":
+            targets.append(Target(f"{name}: time over the uniform layers'", r["over uniform"], 1.15, "lower"))
+        if r["tokens"] >= 64 and r["version"] in SPEEDUP:
+            targets.append(Target(f"{name}: over torch's BF16", r["speed-up"], 0.9, "higher"))
+    return targets
+
+
+def main() -> None:
+    """Parse arguments, measure, print."""
+    parser: argparse.ArgumentParser = arguments(__doc__)
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: Qwen3-30B-A3B")
+    parser.add_argument("--tokens", action="append", type=int, help="default: 1, 4, 16 and 512")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    try:
+        from moepack.runtime.kernels.affine_native import LEVELS, level, openmp
+    except (ImportError, OSError):
+        raise SystemExit("the CPU kernels were not compiled: install moepack where there is a C compiler") from None
+    rows: list[dict[str, Any]] = []
+    for shape in args.shape or ["Qwen3-30B-A3B"]:
+        for tokens in args.tokens or ((1, 16) if args.quick else (1, 4, 16, 512)):
+            runs = (8 if args.quick else 40) if tokens < 64 else 5
+            rows += measure(shape, tokens, runs, CACHES // 8 if args.quick else CACHES, True)
+    targets = judged(rows)
+    more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
+    columns = ["shape", "version", "tokens", "MB", "ours us", "torch BF16 us", "bytes floor us", "speed-up",
+               "over floor", "over uniform", "decode tokens/s", "prefill tokens/s"]  # fmt: skip
+    title = f"experts' forward, {LEVELS[level]}, {args.threads} threads ({'torch' if openmp else 'own'} pool)"
+    finish(title, columns, rows + more, targets + held, args.json)
+
+
+if __name__ == "__main__":
+    main()

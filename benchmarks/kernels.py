@@ -5,8 +5,8 @@
 A layer's experts forward, routing to weighted sum, on a CPU: decode with 1, 4 and 16 tokens, prefill with 512. torch's
 side is a loop over the experts that have tokens, two F.linear each, on resident BF16 weights. The floor is the bytes of
 the experts that have tokens over the rate at which the same threads read such bytes and do nothing else. All sides take
-turns; medians. Decode walks through more experts than caches hold. `--checkpoint` (by default the model in examples/) is built
-into a bundle, rounded to nearest, and served end to end beside transformers' own experts implementations.
+turns; medians. Decode walks through more experts than caches hold. `--checkpoint` (default: the one in examples/) is
+built into a bundle, rounded to nearest, and served end to end beside transformers' own experts implementations.
 """
 
 from __future__ import annotations

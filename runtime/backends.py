@@ -1,12 +1,19 @@
-"""Which kernel runs what: a table of (device, version, tokens an expert) to kernel.
+"""Which kernel runs what: a table of (device, version, tokens an expert) to kernel, filled by a short autotune.
 
-Decides nothing about which version an expert has.
+A CPU multiplies an expert straight from its packed bytes up to some number of tokens, and from there on unpacks tiles
+of weights for torch's own matrix product. Where that turns depends on the machine, so it is measured once and kept in a
+file of the user's cache. Decides nothing about which version an expert has.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,20 +22,103 @@ from moepack.pack.spec import ExpertLayer, Version
 if TYPE_CHECKING:
     from .kernels.affine_native import LayerForms
 
-DIRECT_LIMIT = {torch.float32: 16, torch.bfloat16: 16}
+# Tokens up to which an expert runs from its packed bytes, by the dtype of activations: one AVX-512 core with AMX for
+# torch's BF16 products. Used until `autotune` has measured this machine.
+DEFAULTS = {"float32": 32, "bfloat16": 16}
+CANDIDATES = (4, 8, 16, 32, 64, 128)
+
+
+def backend(device: torch.device) -> str:
+    """What runs experts on a device: "native" (affine.c), "triton", or "reference" (plain torch)."""
+    if device.type == "cpu":
+        return "native" if _native() is not None else "reference"
+    if device.type == "cuda":
+        try:
+            from .kernels import affine_triton  # noqa: F401
+        except ImportError:
+            return "reference"
+        return "triton"
+    return "reference"
+
+
+@functools.cache
+def _native() -> Any:
+    try:
+        from .kernels import affine_native
+    except (ImportError, OSError):
+        return None
+    return affine_native
 
 
 def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> LayerForms | None:
     """What the compiled CPU kernels read of a layer; None elsewhere, or where they were not compiled."""
-    if device.type != "cpu":
-        return None
-    try:
-        from .kernels.affine_native import LayerForms
-    except (ImportError, OSError):
-        return None
-    return LayerForms(layer.matrices, versions)
+    native = _native() if device.type == "cpu" else None
+    return None if native is None else native.LayerForms(layer.matrices, versions)
 
 
 def direct_limit(dtype: torch.dtype) -> int:
     """The most tokens with which an expert still runs straight from its packed bytes."""
-    return DIRECT_LIMIT[dtype]
+    return _limits()[str(dtype).removeprefix("torch.")]
+
+
+@functools.cache
+def _limits() -> dict[str, int]:
+    try:
+        kept = json.loads(_file().read_text())
+        limits = {name: int(kept["limits"][name]) for name in DEFAULTS}
+        if kept["machine"] == _machine() and all(n in CANDIDATES for n in limits.values()):
+            return limits
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return dict(DEFAULTS)
+
+
+def _file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "moepack" / "kernels.json"
+
+
+def _machine() -> str:
+    native = _native()
+    level = "none" if native is None else native.LEVELS[native.level]
+    return f"{platform.machine()} {platform.node()} {level} torch {torch.__version__} {torch.get_num_threads()} threads"
+
+
+def autotune() -> dict[str, int]:
+    """Measure where unpacking begins to pay, for each dtype of activations; keep it for later runs. Some seconds.
+
+    Returns:
+        the limits, by dtype; the defaults where there are no compiled kernels.
+    """
+    if _native() is None:
+        return dict(DEFAULTS)
+    from .autotune import measure_limit
+
+    limits = {name: measure_limit(getattr(torch, name), CANDIDATES) for name in DEFAULTS}
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        part = _file().with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps({"machine": _machine(), "limits": limits}) + "\n")
+        part.replace(_file())
+    except OSError:
+        pass  # a home that cannot be written: measured again next time
+    _limits.cache_clear()
+    return limits
+
+
+def table() -> list[dict[str, str]]:
+    """The backend table: a row for each device, version and range of tokens, with the kernel that runs it."""
+    native, rows = _native(), []
+    if native is None:
+        rows.append({"device": "cpu", "version": "all", "tokens": "any", "kernel": "dequantise, torch (not compiled)"})
+    else:
+        level = native.LEVELS[native.level]
+        for dtype, limit in _limits().items():
+            for version, many in (("w4, w3, w2, w1", "unpack tiles, torch matmul"), ("bf16", "torch matmul")):
+                for tokens, kernel in ((f"1-{limit}", f"fused, {level}"), (f"{limit + 1}-", many)):
+                    rows.append({"device": f"cpu, {dtype}", "version": version, "tokens": tokens, "kernel": kernel})
+    if torch.cuda.is_available():
+        kind = backend(torch.device("cuda"))
+        for tokens, tile in (("1-16", "decode"), ("17-", "prefill")):
+            rows.append({"device": "cuda", "version": "all", "tokens": tokens, "kernel": f"{kind}, {tile} tiles"})
+    return rows

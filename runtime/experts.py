@@ -1,8 +1,7 @@
 """The experts' forward over versions: handles, and the function behind transformers' experts interface.
 
-A layer's handles say which version of each expert is active; the forward pass reads them and nothing else. On a CPU
-compiled kernels read extents as they are (cpu.py); without those, weights are dequantised for the tokens at hand and
-dropped.
+A layer's handles say which version of each expert is active; the forward pass reads them and nothing else. Kernels
+read extents as they are (cpu.py, gpu.py); without those, weights are dequantised for the tokens at hand and dropped.
 """
 
 from __future__ import annotations
@@ -67,12 +66,14 @@ class LayerExperts:
         self._number = {v.name: i for i, v in enumerate(self.versions)}
         self._sections = {v.name: _sections(self.layer, v) for v in self.versions if not v.is_lossless}
         self.table = np.zeros(self.layer.experts, np.uint64)
+        self._on_device: Tensor | None = None
         self.handles: list[Handle] = []
         for e, name in enumerate(versions):
             made = self._make(store, position, e, name)
             self.handles.append(made)
             self._publish(e, made)
         self.native = backends.native_layer(self.layer, self.versions, device)
+        self.backend = backends.backend(device)
 
     def _make(self, store: BackingStore, position: int, expert: int, name: str) -> Handle:
         version = store.bundle.manifest.version(name)
@@ -103,7 +104,20 @@ class LayerExperts:
         self.handles[expert] = made
 
     def _publish(self, expert: int, made: Handle) -> None:
-        self.table[expert] = handle(made.extent.data_ptr(), self._number[made.version.name])
+        word = handle(made.extent.data_ptr(), self._number[made.version.name])
+        self.table[expert] = word
+        if self._on_device is not None:
+            self._on_device[expert] = word
+
+    def forms(self, matrix: int) -> list[Form]:
+        """One matrix's form in every version, by the version's number."""
+        return [self._forms[v.name][matrix] for v in self.versions]
+
+    def device_table(self) -> Tensor:
+        """The handle table on the device, int64 [experts]; publishing writes to it in place."""
+        if self._on_device is None:
+            self._on_device = torch.from_numpy(self.table.view(np.int64).copy()).to(self.device)
+        return self._on_device
 
     def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
         """One matrix of an expert's active version, [rows, cols] in `dtype`."""
@@ -155,10 +169,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if hidden_states.device != experts.device:
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
-    if experts.native is not None:
+    if experts.backend == "native":
         from .cpu import forward
 
         return forward(self, experts, hidden_states, top_k_index, top_k_weights)
+    if experts.backend == "triton":
+        from . import gpu
+
+        return gpu.forward(self, experts, hidden_states, top_k_index, top_k_weights)
     return reference_forward(self, experts, hidden_states, top_k_index, top_k_weights)
 
 

@@ -1,0 +1,216 @@
+"""Experts' products on a GPU, straight from their extents: a grouped product, one launch a version.
+
+FORMAT.md, "Affine extents". Programs find an expert's extent through the handle table and leave at once where its
+version is not the launch's, so all launches of a layer share one routing geometry. Everything is decided on the device:
+nothing here waits for it, and a CUDA graph may capture it. Codes count from the middle of their range, which BF16 holds
+exactly, so tensor cores multiply codes, not rounded weights; scales and zero points are applied to each group's sums in
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moepack.pack.spec import Matrix
+
+from .forms import Form
+
+_BLOCK: tl.constexpr = tl.constexpr(16)  # rows that stand side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What one program makes: `tokens` slots of one expert times `rows` rows; `columns` at a time of a BF16 matrix."""
+
+    tokens: int
+    rows: int
+    columns: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+DECODE = Tiling(16, 32)  # few rows, so that one token's eight experts fill a GPU
+PREFILL = Tiling(64, 128, warps=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Which slots each block of programs takes; the same for every version and matrix of a layer's pass.
+
+    Attributes:
+        order: int32 [slots]: slots by expert, in order; those of experts past the last come last.
+        expert, first, count: int32 [blocks]: a block's expert, its first place in `order`, and how many; 0 for none.
+        tokens: slots of a block, at most.
+    """
+
+    order: Tensor
+    expert: Tensor
+    first: Tensor
+    count: Tensor
+    tokens: int
+
+
+def route(index: Tensor, experts: int, tokens: int) -> Geometry:
+    """Sort slots by expert and cut them into blocks, on the device and without waiting.
+
+    Args:
+        index: int64 [tokens, top_k]; an expert past the last adds nothing.
+        experts: how many there are.
+        tokens: slots of a block.
+    """
+    flat = index.reshape(-1).clamp(0, experts)
+    slots = flat.numel()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    begins = torch.cumsum(counts, 0) - counts
+    blocks = (counts[:experts] + tokens - 1) // tokens
+    ends = torch.cumsum(blocks, 0)
+    number = torch.arange(min(slots, experts) + slots // tokens, device=flat.device)  # enough for any routing
+    expert = torch.searchsorted(ends, number, right=True)
+    safe = expert.clamp(max=experts - 1)
+    within = (number - (ends[safe] - blocks[safe])) * tokens
+    count = torch.where(expert < experts, (counts[safe] - within).clamp(0, tokens), 0)
+    as_int = [t.to(torch.int32) for t in (order, safe, begins[safe] + within, count)]
+    return Geometry(as_int[0], as_int[1], as_int[2], as_int[3], tokens)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _plane(base, offset, cols, row, here, g, P: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits of one plane for one group: int32 [ROWS, GROUP]."""
+    words = (cols * P + 31) // 32
+    w = g * (GROUP * P // 32) + tl.arange(0, GROUP * P // 32)
+    at = ((row // _BLOCK)[:, None] * words + w[None, :]) * _BLOCK + (row % _BLOCK)[:, None]
+    plane = (base + offset).to(tl.pointer_type(tl.uint32))
+    v = tl.load(plane + at, mask=here[:, None] & (w < words)[None, :], other=0)
+    shift = (tl.arange(0, 32 // P) * P).to(tl.uint32)
+    codes = (v[:, :, None] >> shift[None, None, :]) & ((1 << P) - 1)
+    return tl.reshape(codes.to(tl.int32), [ROWS, GROUP])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _group(  # type: ignore[no-untyped-def]
+    base, low, high, scale, zero, cols, row, here, g, x, sums, total,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add one group's share to total [TOKENS, ROWS]."""
+    if BITS == 16:
+        k = g * GROUP + tl.arange(0, GROUP)
+        weights = (base + low).to(tl.pointer_type(tl.bfloat16))
+        at = row.to(tl.int64)[:, None] * cols + k[None, :]
+        w = tl.load(weights + at, mask=here[:, None] & (k < cols)[None, :], other=0.0)
+        return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+    else:
+        if BITS == 3:
+            codes = _plane(base, low, cols, row, here, g, 2, GROUP, ROWS)
+            codes = codes + 4 * _plane(base, high, cols, row, here, g, 1, GROUP, ROWS)
+        else:
+            codes = _plane(base, low, cols, row, here, g, BITS, GROUP, ROWS)
+        middle: tl.constexpr = ((1 << BITS) - 1) / 2
+        c = (codes.to(tl.float32) - middle).to(x.dtype)
+        part = tl.dot(x, tl.trans(c), input_precision="ieee")
+        groups = (cols + GROUP - 1) // GROUP
+        at = ((row // _BLOCK) * groups + g) * _BLOCK + row % _BLOCK
+        s = tl.load((base + scale).to(tl.pointer_type(tl.bfloat16)) + at, mask=here, other=0.0).to(tl.float32)
+        if STORED:
+            z = tl.load((base + zero).to(tl.pointer_type(tl.uint8)) + at, mask=here, other=0).to(tl.float32)
+            z = z * (1.0 / (1 << (8 - BITS))) - middle
+            part = part - sums[:, None] * z[None, :]
+        return total + part * s[None, :]
+
+
+@triton.jit
+def _bias(base, offset, row, here):  # type: ignore[no-untyped-def]
+    return tl.load((base + offset).to(tl.pointer_type(tl.bfloat16)) + row, mask=here, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(  # type: ignore[no-untyped-def]
+    handles, order, block_expert, block_first, block_count, x, out,
+    rows, cols, share, version, low, high, scale, zero, bias,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    count = tl.load(block_count + block)
+    word = tl.load(handles + tl.load(block_expert + block))
+    if (count > 0) & ((word & 63) == version):
+        base = (word - (word & 63)).to(tl.pointer_type(tl.uint8))
+        lane = tl.arange(0, TOKENS)
+        live = lane < count
+        slot = tl.load(order + tl.load(block_first + block) + lane, mask=live, other=0).to(tl.int64)
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        made = rows // 2 if GATED else rows  # rows of the result
+        here = row < made
+        from_x = x + (slot // share)[:, None] * cols
+        total = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
+        up = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
+        for g in range(0, (cols + GROUP - 1) // GROUP):
+            k = g * GROUP + tl.arange(0, GROUP)
+            xs = tl.load(from_x + k[None, :], mask=live[:, None] & (k < cols)[None, :], other=0.0)
+            if WIDEN:
+                xs = xs.to(tl.float32)
+            sums = tl.sum(xs.to(tl.float32), 1)
+            total = _group(base, low, high, scale, zero, cols, row, here, g, xs, sums, total, BITS, GROUP, STORED, ROWS)
+            if GATED:
+                up = _group(
+                    base, low, high, scale, zero, cols, row + made, here, g, xs, sums, up, BITS, GROUP, STORED, ROWS
+                )
+        if BIAS:
+            total += _bias(base, bias, row, here)[None, :]
+            if GATED:
+                up += _bias(base, bias, row + made, here)[None, :]
+        if GATED:
+            total = total * (1.0 / (1.0 + tl.exp(-total))) * up
+        to = out + slot[:, None] * made + row[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & here[None, :])
+
+
+def product(
+    matrix: Matrix,
+    forms: Sequence[Form],
+    handles: Tensor,
+    geometry: Geometry,
+    x: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    gated: bool = False,
+) -> None:
+    """y = W x + b of every slot, one launch a version on the current stream; nothing waits.
+
+    Args:
+        matrix: the experts' matrix.
+        forms: its form in every version that a handle may name, by the version's number.
+        handles: int64 [experts] on the device.
+        geometry: from `route`, with the tiling's `tokens`.
+        x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
+        out: [slots, rows], or [slots, rows / 2] gated; rows of slots of absent experts are not written.
+        tiling: what a program makes.
+        gated: make silu(gate) * up of the two halves of the rows.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit.
+    """
+    slots, made = len(geometry.order), matrix.rows // 2 if gated else matrix.rows
+    if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
+        raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
+    if x.dtype not in (torch.float32, torch.bfloat16) or handles.dtype != torch.int64 or matrix.rows % (1 + gated):
+        raise ValueError(f"{matrix.name}: x {x.dtype}, handles {handles.dtype}, {matrix.rows} rows")
+    if geometry.tokens != tiling.tokens or not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
+    # Triton's interpreter multiplies the bits of BF16 numbers, not the numbers: there, and there alone, in float32.
+    grid = (len(geometry.expert), triton.cdiv(made, tiling.rows))
+    for number, f in enumerate(forms):
+        _product[grid](
+            handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
+            matrix.rows, matrix.cols, slots // len(x), number, f.low, f.high, f.scale, f.zero, max(f.bias, 0),
+            BITS=f.bits, GROUP=f.group or tiling.columns, STORED=bool(f.stored), BIAS=f.bias >= 0, GATED=gated,
+            TOKENS=tiling.tokens, ROWS=tiling.rows, WIDEN=not x.is_cuda,
+            num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip

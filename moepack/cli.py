@@ -349,11 +349,22 @@ def pull(
 @app.command()
 def doctor(
     directory: Annotated[Path | None, typer.Option("--directory", help="Where to measure disk rates.")] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Measure and show which kernel runs what.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what this machine can do."""
     from .doctor import doctor as run
+    from .doctor import kernels as measure
 
+    if kernels:
+        rows = measure()
+        if as_json:
+            _print_json({"kernels": rows})
+        else:
+            for row in rows:
+                shown = f"{row['device']:<16} {row['version']:<16} {row['tokens']:>6} tokens an expert: {row['kernel']}"
+                _console().print(shown, highlight=False)
+        return
     facts = run(directory)
     if as_json:
         _print_json(facts)

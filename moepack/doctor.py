@@ -53,6 +53,14 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
     }
 
 
+def kernels() -> list[dict[str, str]]:
+    """The backend table, measured anew: which kernel runs which version on which device, by tokens an expert."""
+    from moepack.runtime import backends
+
+    backends.autotune()
+    return backends.table()
+
+
 def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(p) for p in version.split("+")[0].split(".") if p.isdigit())
 

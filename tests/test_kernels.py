@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,12 @@ import torch
 
 from moepack.pack.affine import AffineMatrix, bf16_to_float32, encode_affine
 from moepack.pack.spec import Matrix, Version
-from moepack.runtime.kernels import affine_native as native
 from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+
+try:
+    from moepack.runtime.kernels import affine_native as native
+except OSError:
+    pytest.skip("the kernels were not compiled: there was no C compiler", allow_module_level=True)
 
 # Matrices of Qwen3-30B-A3B, Mixtral, DeepSeek-V2-Lite, Phi-3.5-MoE, gpt-oss: true columns, fewer rows; and shapes that
 # divide nothing.
@@ -297,3 +302,75 @@ def test_what_does_not_fit_is_refused() -> None:
         native.unpack(layer.forms, 0, 1, layer.extents[0], torch.empty(64, 20))
     with pytest.raises(ValueError, match="multiple of 64"):
         handle(8, 0)
+
+
+def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moepack.runtime import backends
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    backends._limits.cache_clear()
+    assert backends._limits() == backends.DEFAULTS
+    limits = backends.autotune()
+    assert all(limits[name] in backends.CANDIDATES for name in backends.DEFAULTS)
+    backends._limits.cache_clear()
+    assert backends._limits() == limits and backends.direct_limit(torch.float32) == limits["float32"]
+    shown = {(row["version"], row["tokens"]) for row in backends.table()}
+    assert ("bf16", f"1-{limits['bfloat16']}") in shown
+    for spoilt in ("", "[]", '{"machine": "another", "limits": {}}'):
+        (tmp_path / "moepack" / "kernels.json").write_text(spoilt)
+        backends._limits.cache_clear()
+        assert backends._limits() == backends.DEFAULTS
+    monkeypatch.undo()
+    backends._limits.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: int) -> None:
+    """Few tokens and many, in all versions: what a machine without a compiler computes. BF16 rounds three times."""
+    import moepack
+    from moepack.runtime import cpu
+    from moepack.runtime.experts import LayerExperts, reference_forward
+    from moepack.runtime.store import BackingStore
+
+    model = moepack.load(bundle, dtype=dtype, policy="static:w2")
+    module = model.model.layers[1].mlp.experts
+    names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]
+    experts = LayerExperts(BackingStore(model.moepack.bundle), 1, names, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 128, generator=generator).to(dtype)
+    index = torch.stack([torch.randperm(17, generator=generator)[:4] for _ in range(tokens)])
+    index[: tokens // 2, 0] = 3  # one busy expert
+    gates = torch.rand(tokens, 4, generator=generator).to(dtype)
+    with torch.inference_mode():
+        want = reference_forward(module, experts, x, index, gates)
+        got = cpu.forward(module, experts, x, index, gates)
+        assert torch.equal(got, cpu.forward(module, experts, x, index, gates))
+        assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
+        before, other = experts.table.copy(), model.model.layers[1].mlp.experts._moepack.handles[0]
+        experts.publish(0, other)
+        changed = experts.table != before
+        assert changed.tolist() == [True] + [False] * 15
+        want = reference_forward(module, experts, x, index, gates)
+        got = cpu.forward(module, experts, x, index, gates)
+        assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_without_the_extension_the_fallback_serves(bundle: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['moepack.runtime.kernels.affine_native'] = None\n"
+        "import moepack, torch\n"
+        f"model = moepack.load({str(bundle)!r}, dtype=torch.float32, policy='static:w3')\n"
+        "assert model.model.layers[0].mlp.experts._moepack.backend == 'reference'\n"
+        "print(float(model(torch.arange(1, 20)[None]).logits.double().norm()))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    import moepack
+
+    model = moepack.load(bundle, dtype=torch.float32, policy="static:w3")
+    assert model.model.layers[0].mlp.experts._moepack.backend == "native"
+    with torch.inference_mode():
+        norm = float(model(torch.arange(1, 20)[None]).logits.double().norm())
+    assert norm == pytest.approx(float(out.stdout), rel=1e-5)

@@ -339,6 +339,12 @@ def main() -> None:
             runs = (8 if args.quick else 40) if tokens < 64 else 5
             rows += measure(shape, tokens, runs, CACHES // 8 if args.quick else CACHES, True)
     targets = judged(rows)
+    if torch.cuda.is_available():
+        from benchmarks import kernels_gpu
+
+        for shape in args.shape or ["Qwen3-30B-A3B"]:
+            on_gpu, wanted = kernels_gpu.measure(shape, SHAPES[shape], VERSIONS, 5 if args.quick else 30)
+            rows, targets = rows + on_gpu, targets + wanted
     more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
     columns = ["shape", "version", "tokens", "MB", "ours us", "torch BF16 us", "bytes floor us", "speed-up",
                "over floor", "over uniform", "decode tokens/s", "prefill tokens/s"]  # fmt: skip

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Tokens up to which an expert runs from its packed bytes, by the dtype of activations: one AVX-512 core with AMX for
 # torch's BF16 products. Used until `autotune` has measured this machine.
 DEFAULTS = {"float32": 32, "bfloat16": 16}
-CANDIDATES = (4, 8, 16, 32, 64, 128)
+CANDIDATES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
 def backend(device: torch.device) -> str:

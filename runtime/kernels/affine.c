@@ -138,6 +138,7 @@ static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.
 #define LOADT(p) (p)
 #define SET(v) (v)
 #define ADD(a, b) ((a) + (b))
+#define SUB(a, b) ((a) - (b))
 #define MUL(a, b) ((a) * (b))
 #define FMA(a, b, c) ((a) * (b) + (c))
 #define NFMA(a, b, c) ((c) - (a) * (b))
@@ -147,6 +148,7 @@ static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.
 #define CODE4(w) ((float)(int)((w) & 15) - 7.5f)
 #define BF16(p) widen(*(p))
 #define STOREB(p, v) (*(p) = narrow(v))
+#define STOREB2(p, v, w) (STOREB(p, v), STOREB((p) + 1, w))
 #define BYTES(p) ((float)*(p))
 #define STREAM(p) (void)(p)
 #include "affine_rows.h"
@@ -177,6 +179,7 @@ typedef struct {
 #define LOADT(p) ((Table8){_mm256_loadu_ps(p), _mm256_loadu_ps((p) + 8)})
 #define SET(v) _mm256_set1_ps(v)
 #define ADD(a, b) _mm256_add_ps(a, b)
+#define SUB(a, b) _mm256_sub_ps(a, b)
 #define MUL(a, b) _mm256_mul_ps(a, b)
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define NFMA(a, b, c) _mm256_fnmadd_ps(a, b, c)
@@ -187,6 +190,7 @@ typedef struct {
 #define BF16(p) \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define STOREB(p, v) store_bf16_avx2(p, v)
+#define STOREB2(p, v, w) (STOREB(p, v), STOREB((p) + 8, w))
 #define BYTES(p) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 
@@ -228,6 +232,7 @@ INLINE float sum_avx2(__m256 a) {
 #define LOADT(p) _mm512_loadu_ps(p)
 #define SET(v) _mm512_set1_ps(v)
 #define ADD(a, b) _mm512_add_ps(a, b)
+#define SUB(a, b) _mm512_sub_ps(a, b)
 #define MUL(a, b) _mm512_mul_ps(a, b)
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define NFMA(a, b, c) _mm512_fnmadd_ps(a, b, c)
@@ -239,14 +244,23 @@ INLINE float sum_avx2(__m256 a) {
                                             4.5f, 5.5f, 6.5f, 7.5f))
 #define BF16(p) \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define STOREB2(p, v, w) store_bf16_avx512(p, v, w)
 #define STOREB(p, v) _mm256_storeu_si256((__m256i *)(p), narrow_avx512(v))
 #define BYTES(p) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 
-INLINE __m256i narrow_avx512(__m512 v) { /* as narrow(), of numbers; the processor's own conversion drops denormal ones */
+/* As narrow(), of numbers, the results in the high halves; the processor's own conversion drops denormal ones. */
+INLINE __m512i rounded_avx512(__m512 v) {
     __m512i w = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
-    w = _mm512_add_epi32(w, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(w, 16));
+    return _mm512_add_epi32(w, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+}
+
+INLINE __m256i narrow_avx512(__m512 v) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_avx512(v), 16)); }
+
+INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
+    const __m512i high = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23,
+                                          21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(rounded_avx512(v), high, rounded_avx512(w)));
 }
 #include "affine_rows.h"
 #include "affine_undefine.h"
@@ -256,7 +270,7 @@ typedef struct {
     void (*prepare)(const Side *, const void *, Prepared *);
     void (*rows)(const Side *, const Form *, const uint8_t *, int64_t, int64_t, const Prepared *const *, const int64_t *,
                  int64_t, const Next *);
-    void (*unpack)(const Unpack *, int64_t, uint8_t *);
+    void (*unpack)(const Unpack *, int64_t, int64_t, uint8_t *);
 } Loops;
 
 static Loops loops = {prepare_c, rows_c, unpack_rows_c};
@@ -549,8 +563,8 @@ static void unpack_all(void *argument) {
     const Unpack *m = run->m;
     int64_t row;
     while ((row = m->from + UNIT * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->to)
-        for (int64_t r = row; r < row + UNIT && r < m->to; r += BLOCK)
-            loops.unpack(m, r, (uint8_t *)m->out + (r - m->from) * (m->out_bf16 ? 2 : 4));
+        loops.unpack(m, row, row + UNIT < m->to ? UNIT : m->to - row,
+                     (uint8_t *)m->out + (row - m->from) * (m->out_bf16 ? 2 : 4));
 }
 
 void moepack_affine_unpack(const Unpack *m) {

@@ -4,12 +4,12 @@
  *   L                                lanes of a vector: 16, 8 or 1 (rows of a packed matrix, columns of a BF16 one)
  *   F, I, T16                        L floats; L 32-bit words; a table of 16 floats
  *   LOADI, LOADF, STOREF, LOADT, SET loads, a store, a table's load, a broadcast
- *   ADD, MUL, FMA, NFMA, SUM         a + b, a * b, a * b + c, c - a * b, the sum of the lanes
+ *   ADD, SUB, MUL, FMA, NFMA, SUM    a + b, a - b, a * b, a * b + c, c - a * b, the sum of the lanes
  *   DROP(words, n)                   words shifted right by n bits
  *   LOOKUP(table, words)             table[word & 15]
  *   CODE4(words)                     (word & 15) - 7.5
  *   BF16(at), BYTES(at)              L BF16 numbers or bytes as floats
- *   STOREB(at, v)                    a store of L floats rounded to BF16
+ *   STOREB(at, v), STOREB2(at, v, w) a store of L floats, or of twice L, rounded to BF16
  *   RB, TB                           vectors of rows, and activations, that one pass holds in registers
  *   STREAM(at)                       a hint to fetch the line at `at`
  *
@@ -224,52 +224,84 @@ CALLED void NAME(prepare)(const Side *m, const void *from, Prepared *p) {
         }
     }
 }
-/* Weights of L rows from `row` on, column after column, `ld` numbers apart: scale * (code - zero), each step exact. */
-INLINE void NAME(unpack)(const int bits, const Unpack *m, int64_t row, uint8_t *out) {
+/* Weights of R vectors of rows from `row` on, column after column, `ld` numbers apart: scale * (code - zero), exact. */
+INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t row, uint8_t *out) {
     const Form *f = m->form;
     const int p = bits == 3 ? 2 : bits, per_word = 32 / p;
-    const int64_t groups = ceil_div(m->cols, f->group), block = row / BLOCK, lane = row % BLOCK;
-    const uint32_t *low = (const uint32_t *)(m->base + f->low) + block * ceil_div(m->cols, per_word) * BLOCK + lane;
-    const uint32_t *high = (const uint32_t *)(m->base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
-    const uint16_t *scale = (const uint16_t *)(m->base + f->scale) + block * groups * BLOCK + lane;
-    const uint8_t *zero = m->base + f->zero + block * groups * BLOCK + lane;
+    const int64_t groups = ceil_div(m->cols, f->group);
     const F unit = SET(1.0f / (1 << (8 - bits))), middle = SET(-(float)((1 << bits) - 1) / 2);
     const T16 twos = LOADT(two_bits);
     const T16 ones = LOADT(one_bit);
+    const uint32_t *low[2], *high[2];
+    const uint16_t *scale[2];
+    const uint8_t *zero[2];
+    UNROLL for (int r = 0; r < R; r++) {
+        int64_t block = (row + r * L) / BLOCK, lane = (row + r * L) % BLOCK;
+        low[r] = (const uint32_t *)(m->base + f->low) + block * ceil_div(m->cols, per_word) * BLOCK + lane;
+        high[r] = (const uint32_t *)(m->base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
+        scale[r] = (const uint16_t *)(m->base + f->scale) + block * groups * BLOCK + lane;
+        zero[r] = m->base + f->zero + block * groups * BLOCK + lane;
+    }
     for (int64_t c = 0; c < m->cols;) {
-        const int64_t g = c / f->group, word = c / per_word;
-        const F s = BF16(scale + g * BLOCK);
-        const F z = f->stored ? FMA(BYTES(zero + g * BLOCK), unit, middle) : SET(0.0f);
-        I w = LOADI(low + word * BLOCK), h = w;
-        if (bits == 3) {
-            h = LOADI(high + c / 32 * BLOCK);
-            if (c % 32) h = DROP(h, 16);
-        }
-        for (int i = 0; i < per_word && c < m->cols; i++, c++) {
-            F code = bits == 4 ? CODE4(w) : bits == 1 ? LOOKUP(ones, w) : LOOKUP(twos, w);
-            w = DROP(w, p);
+        const int64_t g = c / f->group, word = c / per_word, end = c + per_word < m->cols ? c + per_word : m->cols;
+        F s[2], less[2];
+        I w[2], h[2];
+        UNROLL for (int r = 0; r < R; r++) {
+            s[r] = BF16(scale[r] + g * BLOCK);
+            less[r] = f->stored ? MUL(s[r], FMA(BYTES(zero[r] + g * BLOCK), unit, middle)) : SET(0.0f);
+            w[r] = h[r] = LOADI(low[r] + word * BLOCK);
             if (bits == 3) {
-                code = FMA(LOOKUP(ones, h), SET(4.0f), code);
-                h = DROP(h, 1);
+                h[r] = LOADI(high[r] + c / 32 * BLOCK);
+                if (c % 32) h[r] = DROP(h[r], 16);
             }
-            F value = MUL(s, NFMA(z, SET(1.0f), code));
-            if (m->out_bf16)
-                STOREB((uint16_t *)out + c * m->ld, value);
+        }
+        for (; c < end; c++) {
+            F value[2];
+            UNROLL for (int r = 0; r < R; r++) {
+                F code = bits == 4 ? CODE4(w[r]) : bits == 1 ? LOOKUP(ones, w[r]) : LOOKUP(twos, w[r]);
+                w[r] = DROP(w[r], p);
+                if (bits == 3) {
+                    code = FMA(LOOKUP(ones, h[r]), SET(4.0f), code);
+                    h[r] = DROP(h[r], 1);
+                }
+                value[r] = SUB(MUL(s[r], code), less[r]); /* both products and the difference fit a float */
+            }
+            if (m->out_bf16 && R == 2)
+                STOREB2((uint16_t *)out + c * m->ld, value[0], value[1]);
             else
-                STOREF((float *)out + c * m->ld, value);
+                UNROLL for (int r = 0; r < R; r++) {
+                    if (m->out_bf16)
+                        STOREB((uint16_t *)out + c * m->ld + r * L, value[r]);
+                    else
+                        STOREF((float *)out + c * m->ld + r * L, value[r]);
+                }
         }
     }
 }
 
-CALLED void NAME(unpack_rows)(const Unpack *m, int64_t row, uint8_t *out) {
-    for (int64_t r = 0; r < BLOCK; r += L, out += L * (m->out_bf16 ? 2 : 4)) switch (m->form->bits) {
-        case 1: NAME(unpack)(1, m, row + r, out); break;
-        case 2: NAME(unpack)(2, m, row + r, out); break;
-        case 3: NAME(unpack)(3, m, row + r, out); break;
-        default: NAME(unpack)(4, m, row + r, out); break;
-        }
+#define UNPACK(R) \
+    switch (m->form->bits) { \
+    case 1: NAME(unpack)(1, R, m, row + r, at); break; \
+    case 2: NAME(unpack)(2, R, m, row + r, at); break; \
+    case 3: NAME(unpack)(3, R, m, row + r, at); break; \
+    default: NAME(unpack)(4, R, m, row + r, at); break; \
+    }
+
+/* Rows [row, row + n), n a multiple of 16: two vectors at a time, which of BF16 fill a line. */
+CALLED void NAME(unpack_rows)(const Unpack *m, int64_t row, int64_t n, uint8_t *out) {
+    const int64_t size = m->out_bf16 ? 2 : 4;
+    int64_t r = 0;
+    for (; r + 2 * L <= n; r += 2 * L) {
+        uint8_t *at = out + r * size;
+        UNPACK(2)
+    }
+    for (; r < n; r += L) {
+        uint8_t *at = out + r * size;
+        UNPACK(1)
+    }
 }
 
+#undef UNPACK
 #undef PACKED
 #undef BY_BITS
 #undef ROWS

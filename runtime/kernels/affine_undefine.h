@@ -27,3 +27,5 @@
 #undef BYTES
 #undef STREAM
 #undef STOREB
+#undef STOREB2
+#undef SUB

@@ -39,7 +39,7 @@ print(json.dumps(asdict(estimate(sys.argv[1], sys.argv[2], parse_recipe(sys.argv
 """
 _ROUNDED = "quantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 32, length: 256}"
 _SAMPLES, _LENGTH = 32, 512
-# Half the tokens an expert that are otherwise asked before its method is trusted: real calibrations have ten times more.
+# A quarter of the tokens otherwise asked before an expert's method is trusted: real calibrations have ten times more.
 _FULL = f"quantize: {{min_tokens: 512}}\ncalibration: {{samples: {_SAMPLES}, length: {_LENGTH}, batch_size: 8}}"
 
 

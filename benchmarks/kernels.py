@@ -79,6 +79,7 @@ class Layer:
         self.layer = ExpertLayer(0, "experts", experts, matrices)
         self.device = torch.device("cpu")
         self.native = LayerForms(matrices, VERSIONS)
+        self.versions = VERSIONS
         self.table = np.zeros(experts, np.uint64)
         self.handles: list[Any] = [None] * experts
         self._made: dict[tuple[str, int], Any] = {}

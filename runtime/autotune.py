@@ -17,12 +17,13 @@ from .kernels.forms import handle, resident_size
 ROWS, COLS, RUNS = 1024, 2048, 5
 
 
-def measure_limit(dtype: torch.dtype, candidates: Sequence[int]) -> int:
-    """The most of `candidates` with which the fused kernel is not slower, at 2 bits, which is between the others."""
-    m, version = Matrix("m", ROWS, COLS), Version.affine(2, 128)
+def measure_limit(dtype: torch.dtype, bits: int, candidates: Sequence[int]) -> int:
+    """The most of `candidates` with which the fused kernel is not slower than unpacking and torch's product."""
+    m, version = Matrix("m", ROWS, COLS), Version.bf16() if bits == 16 else Version.affine(bits, 128)
     extent = torch.zeros(resident_size((m,), version), dtype=torch.uint8)
     extent.random_(0, 256, generator=torch.Generator().manual_seed(0))
     extent.view(torch.int16).bitwise_and_(0x3FFF)  # as scales: numbers, none of them huge
+    plain = extent[: 2 * m.weights].view(torch.bfloat16).view(ROWS, COLS) if bits == 16 else extent
     forms = LayerForms((m,), (version,))
     handles = np.array([handle(extent.data_ptr(), 0)], np.uint64)
     best = candidates[0]
@@ -35,7 +36,9 @@ def measure_limit(dtype: torch.dtype, candidates: Sequence[int]) -> int:
             began = time.perf_counter()
             product(forms, 0, handles, x, index, out)
             middle = time.perf_counter()
-            for first in range(0, ROWS, 256):
+            if bits == 16:
+                torch.nn.functional.linear(x, plain.to(dtype))
+            for first in range(0, 0 if bits == 16 else ROWS, 256):
                 unpack(forms, 0, 0, extent, tile, first)
                 torch.mm(x, tile, out=out[:, first : first + 256])
             times[0].append(middle - began)

@@ -22,9 +22,10 @@ from moepack.pack.spec import ExpertLayer, Version
 if TYPE_CHECKING:
     from .kernels.affine_native import LayerForms
 
-# Tokens up to which an expert runs from its packed bytes, by the dtype of activations: one AVX-512 core with AMX for
-# torch's BF16 products. Used until `autotune` has measured this machine.
-DEFAULTS = {"float32": 32, "bfloat16": 16}
+# Tokens up to which an expert runs from its own bytes, by the dtype of activations and the bits of its version: one
+# AVX-512 core with AMX for torch's BF16 products. Used until `autotune` has measured this machine.
+DEFAULTS = {f"float32 {bits}": most for bits, most in ((16, 64), (4, 128), (3, 128), (2, 128), (1, 128))}
+DEFAULTS |= {f"bfloat16 {bits}": most for bits, most in ((16, 8), (4, 32), (3, 24), (2, 32), (1, 48))}
 CANDIDATES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -56,9 +57,9 @@ def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.
     return None if native is None else native.LayerForms(layer.matrices, versions)
 
 
-def direct_limit(dtype: torch.dtype) -> int:
-    """The most tokens with which an expert still runs straight from its packed bytes."""
-    return _limits()[str(dtype).removeprefix("torch.")]
+def direct_limit(dtype: torch.dtype, version: Version) -> int:
+    """The most tokens with which an expert in a version still runs straight from its own bytes."""
+    return _limits()[f"{str(dtype).removeprefix('torch.')} {version.bits}"]
 
 
 @functools.cache
@@ -88,13 +89,16 @@ def autotune() -> dict[str, int]:
     """Measure where unpacking begins to pay, for each dtype of activations; keep it for later runs. Some seconds.
 
     Returns:
-        the limits, by dtype; the defaults where there are no compiled kernels.
+        the limits, by dtype and bits; the defaults where there are no compiled kernels.
     """
     if _native() is None:
         return dict(DEFAULTS)
     from .autotune import measure_limit
 
-    limits = {name: measure_limit(getattr(torch, name), CANDIDATES) for name in DEFAULTS}
+    limits = {}
+    for name in DEFAULTS:
+        dtype, bits = name.split()
+        limits[name] = measure_limit(getattr(torch, dtype), int(bits), CANDIDATES)
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         part = _file().with_suffix(f".{os.getpid()}")
@@ -113,10 +117,11 @@ def table() -> list[dict[str, str]]:
         rows.append({"device": "cpu", "version": "all", "tokens": "any", "kernel": "dequantise, torch (not compiled)"})
     else:
         level = native.LEVELS[native.level]
-        for dtype, limit in _limits().items():
-            for version, many in (("w4, w3, w2, w1", "unpack tiles, torch matmul"), ("bf16", "torch matmul")):
-                for tokens, kernel in ((f"1-{limit}", f"fused, {level}"), (f"{limit + 1}-", many)):
-                    rows.append({"device": f"cpu, {dtype}", "version": version, "tokens": tokens, "kernel": kernel})
+        for name, limit in _limits().items():
+            dtype, bits = name.split()
+            version, many = ("bf16", "torch matmul") if bits == "16" else (f"w{bits}", "unpack tiles, torch matmul")
+            for tokens, kernel in ((f"1-{limit}", f"fused, {level}"), (f"{limit + 1}-", many)):
+                rows.append({"device": f"cpu, {dtype}", "version": version, "tokens": tokens, "kernel": kernel})
     if torch.cuda.is_available():
         kind = backend(torch.device("cuda"))
         for tokens, tile in (("1-16", "decode"), ("17-", "prefill")):

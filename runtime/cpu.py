@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from .kernels.affine_native import DTYPES, combine, product, unpack
 if TYPE_CHECKING:
     from .experts import LayerExperts
 
+Limits = npt.NDArray[np.int64]
 TILE = 256  # rows unpacked at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
 
 
@@ -30,32 +33,33 @@ def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Ten
     index = top_k_index.long().contiguous()
     gates = top_k_weights.detach()
     gates = gates if gates.dtype in DTYPES else gates.float()
-    limit = backends.direct_limit(x.dtype)
-    many = _many(index, experts.layer.experts, limit) if tokens > limit else []
-    h = _matrix(experts, 0, x, index, many, limit)
+    limits = np.array([backends.direct_limit(x.dtype, v) for v in experts.versions], np.int64)
+    many = _many(index, experts, limits) if tokens > limits.min() else []
+    h = _matrix(experts, 0, x, index, many, limits)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = _matrix(experts, 1, h.contiguous(), index, many, limit)
+    y = _matrix(experts, 1, h.contiguous(), index, many, limits)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()
     combine(y, index, gates.contiguous(), experts.layer.experts, out)
     return out.to(hidden.dtype)
 
 
-def _many(index: Tensor, experts: int, limit: int) -> list[tuple[int, Tensor]]:
-    """The experts with more than `limit` slots, and their slots in order."""
+def _many(index: Tensor, experts: LayerExperts, limits: Limits) -> list[tuple[int, Tensor]]:
+    """The experts with more slots than their version's limit, and their slots in order."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=experts)[:experts].tolist()
+    counts = torch.bincount(flat, minlength=experts.layer.experts)[: experts.layer.experts].tolist()
+    most = limits[(experts.table & np.uint64(63)).astype(np.int64)].tolist()
     out, start = [], 0
     for expert, count in enumerate(counts):
-        if count > limit:
+        if count > most[expert]:
             out.append((expert, order[start : start + count]))
         start += count
     return out
 
 
 def _matrix(
-    experts: LayerExperts, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limit: int
+    experts: LayerExperts, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limits: Limits
 ) -> Tensor:
     """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
 
@@ -65,7 +69,7 @@ def _matrix(
     m, slots = experts.layer.matrices[matrix], index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
     if sum(len(s) for _, s in many) < slots:
-        product(experts.native, matrix, experts.table, x, index, out, limit)
+        product(experts.native, matrix, experts.table, x, index, out, limits)
     share = slots // len(x)
     for expert, where in many:
         mine = x[where // share]

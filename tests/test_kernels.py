@@ -262,7 +262,7 @@ def test_a_limit_leaves_busy_experts_out() -> None:
     index = torch.tensor([[0], [1], [1], [1]])
     x = activations(4, 64, torch.float32)
     out = torch.full((4, 20), 7.0)
-    native.product(layer.forms, 0, layer.table, x, index, out, limit=2)
+    native.product(layer.forms, 0, layer.table, x, index, out, np.full(len(VERSIONS), 2))
     assert (out[1:] == 7).all() and relative(out[:1], expected(layer, x, index)[:1]) <= 1e-5
 
 
@@ -312,9 +312,12 @@ def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     limits = backends.autotune()
     assert all(limits[name] in backends.CANDIDATES for name in backends.DEFAULTS)
     backends._limits.cache_clear()
-    assert backends._limits() == limits and backends.direct_limit(torch.float32) == limits["float32"]
+    assert (
+        backends._limits() == limits
+        and backends.direct_limit(torch.float32, Version.affine(3, 64)) == limits["float32 3"]
+    )
     shown = {(row["version"], row["tokens"]) for row in backends.table()}
-    assert ("bf16", f"1-{limits['bfloat16']}") in shown
+    assert ("bf16", f"1-{limits['bfloat16 16']}") in shown
     for spoilt in ("", "[]", '{"machine": "another", "limits": {}}'):
         (tmp_path / "moepack" / "kernels.json").write_text(spoilt)
         backends._limits.cache_clear()

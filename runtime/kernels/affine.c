@@ -27,12 +27,13 @@ typedef struct {
 /* One product. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */
 typedef struct {
     int64_t rows, cols, experts, slots, share; /* slot s reads activation s / share */
-    int64_t x_bf16, out_bf16, threads, limit;  /* experts with more than `limit` slots are left out */
+    int64_t x_bf16, out_bf16, threads;
     const void *x;
     const int64_t *index; /* the expert of every slot; one past the last adds nothing and leaves the output alone */
     void *out;            /* [slots, rows] */
     const uint64_t *handles;
     const Form *forms;
+    const int64_t *limits; /* by version: an expert with more slots is left out */
 } Side;
 
 /* Weights of rows [from, to) of one matrix of an affine version, transposed: out[c * ld + row - from]. `from` is a multiple
@@ -524,7 +525,7 @@ int moepack_affine_product(const Side *m) {
     for (int64_t e = 0; e < m->experts; e++) {
         int64_t here = count[e];
         count[e] = -1;
-        if (!here || here > m->limit) continue;
+        if (!here || here > m->limits[m->handles[e] & 63]) continue;
         const uint8_t *base = (const uint8_t *)(m->handles[e] & ~(uint64_t)63);
         jobs[n++] = (Job){base, m->forms + (m->handles[e] & 63), at, here};
         count[e] = at;

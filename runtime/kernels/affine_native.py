@@ -32,8 +32,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 class _Side(ctypes.Structure):
     _fields_ = [
         *((name, _word) for name in ("rows", "cols", "experts", "slots", "share")),
-        *((name, _word) for name in ("x_bf16", "out_bf16", "threads", "limit")),
-        *((name, _pointer) for name in ("x", "index", "out", "handles", "forms")),
+        *((name, _word) for name in ("x_bf16", "out_bf16", "threads")),
+        *((name, _pointer) for name in ("x", "index", "out", "handles", "forms", "limits")),
     ]
 
 
@@ -85,12 +85,14 @@ class LayerForms:
     Attributes:
         matrices: the experts' matrices.
         numbers: each version's number in a handle.
+        unlimited: the `limits` of a product that leaves no expert out.
     """
 
     def __init__(self, matrices: Sequence[Matrix], versions: Sequence[Version]) -> None:
         self.matrices = tuple(matrices)
         self.numbers = {v.name: i for i, v in enumerate(versions)}
         forms = [make_forms(self.matrices, v) for v in versions]
+        self.unlimited = np.full(len(versions), 1 << 62, np.int64)
         self._rows = [np.array([f[i].row() for f in forms], np.int64) for i in range(len(self.matrices))]
 
     def address(self, matrix: int, version: int = 0) -> int:
@@ -105,7 +107,7 @@ def product(
     x: Tensor,
     index: Tensor,
     out: Tensor,
-    limit: int = 1 << 62,
+    limits: npt.NDArray[np.int64] | None = None,
     threads: int | None = None,
 ) -> None:
     """y = W x + b of every slot: out[s] is the product of expert index[s] and x[s // (slots / activations)].
@@ -117,7 +119,7 @@ def product(
         x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
         index: int64 [slots] or [activations, slots / activations]; an expert past the last is left out.
         out: float32 or bfloat16 [slots, rows]; rows of slots that are left out are not written.
-        limit: experts with more slots than that are left out.
+        limits: int64 [versions]: an expert with more slots than its version has there is left out.
         threads: how many; torch's number without it.
 
     Raises:
@@ -141,12 +143,12 @@ def product(
         x.dtype == torch.bfloat16,
         out.dtype == torch.bfloat16,
         threads or torch.get_num_threads(),
-        limit,
         x.data_ptr(),
         index.data_ptr(),
         out.data_ptr(),
         handles.ctypes.data,
         forms.address(matrix),
+        (forms.unlimited if limits is None else limits).ctypes.data,
     )
     if _library.moepack_affine_product(ctypes.byref(side)):
         raise MemoryError(f"no memory for {len(x)} activations")

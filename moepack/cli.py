@@ -50,7 +50,11 @@ Model = Annotated[
 ]
 PolicyName = Annotated[
     str | None,
-    typer.Option("--policy", help="static:VERSION, static:allocation, static:FILE.json; the best version without it."),
+    typer.Option(
+        "--policy",
+        help="static:VERSION, static:allocation, static:FILE.json; with --device-memory also uniform, "
+        "hotness[:KEY=VALUE,...], lru; the best version without it.",
+    ),
 ]
 Memory = Annotated[
     str | None, typer.Option("--device-memory", help="The most that weights may take there: 24GiB, 800MB, 123456.")
@@ -256,6 +260,9 @@ def evaluate(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write what was routed and served, a line of JSON a forward pass.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -264,7 +271,7 @@ def evaluate(
 
     with _reporter(quiet) as reporter:
         size = parse_size(device_memory)
-        result = run(path, data, policy, device, _dtype(dtype), size, length, samples, reporter)
+        result = run(path, data, policy, device, _dtype(dtype), size, length, samples, reporter, trace)
     if as_json:
         from dataclasses import asdict
 
@@ -277,6 +284,10 @@ def evaluate(
         row = (f"{score.perplexity:.4f}", f"{score.tokens:,}", f"{score.tokens_per_second:,.0f}")
         table.add_row(Path(score.file).name, *row)
     _console().print(table)
+    if result.promotions or result.forward_waits:
+        counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
+        peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"
+        _console().print(f"{counted}, {peak}", highlight=False)
 
 
 @app.command()

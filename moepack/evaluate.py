@@ -33,7 +33,14 @@ class FileScore:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Scores of all files in one session, and what the session took of the device."""
+    """Scores of all files in one session, and what the session took of the device.
+
+    Attributes:
+        forward_waits: how often a forward pass waited for a copy; 0 but for policies that load on demand.
+        transition_failures: copies that failed; their experts stayed on the versions they had.
+        refusals: promotions put off for want of room.
+        bytes_moved: stored bytes copied, those of loading included.
+    """
 
     files: tuple[FileScore, ...]
     perplexity: float
@@ -45,6 +52,10 @@ class Evaluation:
     promotions: int = 0
     demotions: int = 0
     forward_waits: int = 0
+    cancelled: int = 0
+    transition_failures: int = 0
+    refusals: int = 0
+    bytes_moved: int = 0
 
 
 def locate(path: str | Path) -> tuple[str | Path, bool]:
@@ -116,6 +127,7 @@ def evaluate(
     length: int = 512,
     samples: int = 256,
     reporter: Reporter | None = None,
+    trace: Path | None = None,
 ) -> Evaluation:
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
@@ -129,6 +141,7 @@ def evaluate(
         length: tokens of a window; at most what the model was made for.
         samples: windows a file, from its beginning.
         reporter: who is told of progress.
+        trace: write every forward pass into this file (moepack.runtime.trace); for bundles.
     """
     import torch
 
@@ -148,6 +161,11 @@ def evaluate(
             raise InputError(
                 f"{source}: shorter than one window of {length} tokens: give more text or a shorter --length"
             )
+    serving = getattr(model, "moepack", None)
+    if trace is not None:
+        if serving is None:
+            raise InputError(f"{path}: not a bundle: a trace needs one")
+        serving.trace(model, trace)
     vocabulary = model.config.get_text_config().vocab_size
     batch = max(1, min(16, _LOGITS // (4 * length * vocabulary)))
     scores, nll_all, seconds_all = [], 0.0, 0.0
@@ -170,15 +188,17 @@ def evaluate(
         nll_all, seconds_all = nll_all + nll, seconds_all + seconds
     reporter.step("done")
     total = sum(s.tokens for s in scores)
-    serving = getattr(model, "moepack", None)
+    if serving is not None:
+        serving.close()
     return Evaluation(
         tuple(scores),
         math.exp(nll_all / total),
         total,
         total / seconds_all,
         None if serving is None else serving.policy,
-        resident_bytes(model),
+        resident_bytes(model) if serving is None else serving.resident_bytes_peak,
         device_memory,
+        **({} if serving is None else serving.counters()),
     )
 
 

@@ -58,6 +58,10 @@ class Event(Protocol):
 class Device(Protocol):
     """Memory, one migration stream beside the compute stream, and events on both."""
 
+    @property
+    def moved(self) -> int:
+        """Stored bytes copied since the start."""
+
     def memory(self, size: int) -> Memory:
         """Set aside `size` bytes. Called while a model is loaded and never after."""
 

@@ -6,7 +6,7 @@ read extents as they are (cpu.py, gpu.py); without those, weights are dequantise
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,10 @@ class LayerExperts:
     Attributes:
         handles: what is active, by expert: it keeps the extents alive.
         table: what kernels index, uint64 [experts]: an extent's address and its version's number.
+        observer: is shown the router's choice, [tokens, top_k], before the experts run; None where nobody asks.
     """
+
+    observer: Callable[[Tensor], None] | None = None
 
     def __init__(self, store: BackingStore, position: int, versions: Sequence[str], device: torch.device) -> None:
         manifest = store.bundle.manifest
@@ -77,23 +80,28 @@ class LayerExperts:
 
     def _make(self, store: BackingStore, position: int, expert: int, name: str) -> Handle:
         version = store.bundle.manifest.version(name)
-        forms, matrices = self._forms[name], self.layer.matrices
+        if not version.is_lossless:
+            return self.over(version, store.extent(name, position, expert, self.device))
+        matrices = self.layer.matrices
+        extent = torch.zeros(resident_size(matrices, version), dtype=torch.uint8, device=self.device)
+        for m, f, decoded in zip(matrices, self._forms[name], store.lossless(position, expert), strict=True):
+            _view(extent, f.low, m.weights).view(m.rows, m.cols).copy_(_bf16(decoded.weight))
+            if decoded.bias is not None:
+                _view(extent, f.bias, m.rows).copy_(_bf16(decoded.bias))
+        return self.over(version, extent)
+
+    def over(self, version: Version, extent: Tensor) -> Handle:
+        """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64."""
+        parts = list(zip(self.layer.matrices, self._forms[version.name], strict=True))
         weights: tuple[Tensor, ...] = ()
         if version.is_lossless:
-            extent = torch.zeros(resident_size(matrices, version), dtype=torch.uint8, device=self.device)
-            for m, f, decoded in zip(matrices, forms, store.lossless(position, expert), strict=True):
-                _view(extent, f.low, m.weights).view(m.rows, m.cols).copy_(_bf16(decoded.weight))
-                if decoded.bias is not None:
-                    _view(extent, f.bias, m.rows).copy_(_bf16(decoded.bias))
-            weights = tuple(
-                _view(extent, f.low, m.weights).view(m.rows, m.cols) for m, f in zip(matrices, forms, strict=True)
-            )
-        else:
-            extent = store.extent(name, position, expert, self.device)
-        biases = tuple(
-            None if f.bias < 0 else _view(extent, f.bias, m.rows) for m, f in zip(matrices, forms, strict=True)
-        )
+            weights = tuple(_view(extent, f.low, m.weights).view(m.rows, m.cols) for m, f in parts)
+        biases = tuple(None if f.bias < 0 else _view(extent, f.bias, m.rows) for m, f in parts)
         return Handle(version, extent, weights, biases)
+
+    def number(self, version: Version) -> int:
+        """A version's number in a handle: its place in the manifest."""
+        return self._number[version.name]
 
     def publish(self, expert: int, made: Handle) -> None:
         """Make another version of an expert the active one: one pointer changes, and nothing else.
@@ -169,6 +177,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if hidden_states.device != experts.device:
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
+    if experts.observer is not None:
+        experts.observer(top_k_index)
     if experts.backend == "native":
         from .cpu import forward
 

@@ -23,7 +23,10 @@ def load(
         device: where the model runs, as torch names it.
         device_memory: bytes that weights may take there; without it, no limit.
         policy: which version of each expert is served: `static:w4` (a version), `static:FILE.json` (a map),
-            `static:allocation` (the map in the manifest). Without it, the most precise version that is here.
+            `static:allocation` (the map in the manifest). Without it, the most precise version that is here. In a
+            budget also `uniform`, and two that change versions while serving: `hotness`, with options as
+            `hotness:hi=bf16,lo=w2,interval=1` (policies.py, LiveOptions), and the baseline `lru`. The model's
+            `moepack.close()` stops them; so does its end.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.
 
     Raises:

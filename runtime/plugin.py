@@ -7,6 +7,7 @@ off the skeleton. After: attach the handles.
 from __future__ import annotations
 
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,24 @@ from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import sha256_of
 
+from .allocation import BudgetError, uniform
 from .experts import IMPLEMENTATION, LayerExperts, experts_forward
 from .kernels.forms import resident_size
+from .live import Live, make_plan
 from .policies import Versions, parse_policy, static_map
 from .store import BackingStore
+from .windows import Windows
 
 METHOD = "moepack"
+COUNTERS = (
+    "promotions",
+    "demotions",
+    "forward_waits",
+    "cancelled",
+    "transition_failures",
+    "refusals",
+    "bytes_moved",
+)
 
 
 class MoepackConfig(QuantizationConfigMixin):
@@ -91,33 +104,124 @@ def attach(model: Any, bundle: Bundle, policy_text: str | None, device_memory: i
         BundleError: when an extent is damaged.
     """
     policy = parse_policy(policy_text)
-    table = static_map(bundle, policy.argument)
     fixed = sum(p.numel() * p.element_size() for p in model.parameters())
-    needed = fixed + expert_bytes(bundle, table)
-    if device_memory is not None and needed > device_memory:
-        raise InputError(
-            f"{bundle.path}: policy {policy} needs {needed} bytes of device memory ({fixed} of them outside the "
-            f"experts), the budget is {device_memory}: name a smaller version or a larger budget"
+    devices = [
+        next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
+    ]
+    live: Live | None = None
+    table: Versions | None = None
+    if policy.is_live:
+        if device_memory is None:
+            raise InputError(f"policy {policy}: needs a memory budget: device_memory, or --device-memory")
+        plan = make_plan(bundle, policy.live_options(), fixed, device_memory)
+        live = Live(bundle, policy, plan, devices)
+        layers = live.layers
+    else:
+        table = (
+            _uniform(bundle, fixed, device_memory) if policy.name == "uniform" else static_map(bundle, policy.argument)
         )
-    store = BackingStore(bundle)
-    for position, (layer, versions) in enumerate(zip(bundle.layers, table, strict=True)):
-        parent = model.get_submodule(layer.module.rpartition(".")[0])
-        device = next(parent.parameters()).device
-        model.get_submodule(layer.module)._moepack = LayerExperts(store, position, versions, device)
-    model.moepack = Serving(bundle, str(policy), table, fixed, device_memory)
+        needed = fixed + expert_bytes(bundle, table)
+        if device_memory is not None and needed > device_memory:
+            raise InputError(
+                f"{bundle.path}: policy {policy} needs {needed} bytes of device memory ({fixed} of them outside the "
+                f"experts), the budget is {device_memory}: name a smaller version or a larger budget"
+            )
+        store = BackingStore(bundle)
+        layers = [LayerExperts(store, p, row, d) for p, (row, d) in enumerate(zip(table, devices, strict=True))]
+    for layer, experts in zip(bundle.layers, layers, strict=True):
+        model.get_submodule(layer.module)._moepack = experts
+    model.moepack = Serving(bundle, str(policy), layers, fixed, device_memory, live)
+    model.moepack.watch(model)
+
+
+def _uniform(bundle: Bundle, fixed: int, device_memory: int | None) -> Versions:
+    """One version for all experts, and the next better one for as many as the budget still holds."""
+    if device_memory is None:
+        raise InputError("policy uniform: needs a memory budget: device_memory, or --device-memory")
+    sizes = [
+        [resident_size(layer.matrices, v) for v in bundle.versions]
+        for layer in bundle.layers
+        for _ in range(layer.experts)
+    ]
+    try:
+        chosen = iter(uniform(sizes, device_memory - fixed))
+    except BudgetError as error:
+        raise InputError(
+            f"{bundle.path}: a budget of {device_memory} bytes does not hold the smallest versions: the least that "
+            f"would do is {fixed + int(error.least)} bytes"
+        ) from None
+    return tuple(tuple(bundle.versions[next(chosen)].name for _ in range(x.experts)) for x in bundle.layers)
 
 
 class Serving:
-    """What is being served: the bundle, the policy, and the bytes they take."""
+    """What is being served: the bundle, the policy, the bytes they take, and what has happened since loading."""
 
-    def __init__(self, bundle: Bundle, policy: str, versions: Versions, fixed_bytes: int, budget: int | None) -> None:
-        self.bundle, self.policy, self.versions = bundle, policy, versions
+    def __init__(
+        self,
+        bundle: Bundle,
+        policy: str,
+        layers: list[LayerExperts],
+        fixed_bytes: int,
+        budget: int | None,
+        live: Live | None = None,
+    ) -> None:
+        self.bundle, self.policy, self.layers, self.live = bundle, policy, layers, live
         self.fixed_bytes, self.budget_bytes = fixed_bytes, budget
+        self._windows: Windows | None = None
 
-    def resident_bytes(self, model: Any) -> int:
-        """Bytes of device memory that weights take: dense tensors and active versions."""
-        layers: list[LayerExperts] = [model.get_submodule(layer.module)._moepack for layer in self.bundle.layers]
-        return self.fixed_bytes + sum(layer.resident_bytes for layer in layers)
+    def watch(self, model: Any, always: bool = False) -> None:
+        """Count what the router chooses, from now on; without `always`, only where a policy needs it."""
+        if self._windows is None and (always or self.live is not None):
+            self._windows = Windows(model, self.layers, self.live)
+        if self.live is not None and not always:
+            weakref.finalize(model, self.live.close)
+
+    def trace(self, model: Any, path: str | Path) -> None:
+        """Write every window from now on into a file (trace.py)."""
+        self.watch(model, always=True)
+        assert self._windows is not None
+        self._windows.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
+
+    def close(self) -> None:
+        """End the trace and stop changing versions; the model goes on with those it has."""
+        if self._windows is not None:
+            self._windows.close()
+        if self.live is not None:
+            self.live.close()
+
+    @property
+    def versions(self) -> Versions:
+        """The active version of every expert, by layer."""
+        return tuple(tuple(h.version.name for h in layer.handles) for layer in self.layers)
+
+    def resident_bytes(self, model: Any = None) -> int:
+        """Bytes of device memory that weights take: dense tensors and experts; under a live policy all that is
+        reserved."""
+        if self.live is not None:
+            return self.live.tracker.reserved
+        return self.fixed_bytes + sum(layer.resident_bytes for layer in self.layers)
+
+    @property
+    def resident_bytes_peak(self) -> int:
+        """The most of `resident_bytes` since loading began."""
+        return self.live.tracker.peak if self.live is not None else self.resident_bytes()
+
+    def counters(self) -> dict[str, int]:
+        """What transitions did since loading; all zero under a policy that changes nothing."""
+        live = self.live
+        if live is None:
+            return dict.fromkeys(COUNTERS, 0)
+        counts = live.residency.counts
+        values = (
+            counts.promotions,
+            counts.demotions,
+            live.waits,
+            counts.cancelled,
+            live.transitions.failures,
+            live.transitions.refusals,
+            live.device.moved,
+        )
+        return dict(zip(COUNTERS, values, strict=True))
 
 
 def expert_bytes(bundle: Bundle, table: Versions) -> int:

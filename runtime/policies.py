@@ -1,18 +1,51 @@
-"""Policies: which version every expert should have. Pure but for reading a map from a file.
+"""Policies by name: parsing, the options of those that change versions, and maps that never change.
 
-This form has one, `static`: a map that never changes. Policies are named NAME or NAME:ARGUMENT.
+NAME, or NAME:ARGUMENT. `static` serves a map, `uniform` one that a budget gives, `hotness` and `lru` change versions
+while serving (hotness.py). Pure but for reading a map from a file.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 
+from .hotness import HotnessOptions
+
 Versions = tuple[tuple[str, ...], ...]
+NAMES = ("static", "uniform", "hotness", "lru")
+RATE = 200e6  # bytes a second: copies then take a few per cent of one core's memory bandwidth
+_STANDARD = HotnessOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOptions:
+    """What follows `hotness:` or `lru:`, as key=value with commas between.
+
+    Attributes:
+        hi: the high version; the most precise one that is here without it.
+        lo: the base version, which every expert has; without it the most precise one that leaves room for an eighth
+            of the experts at the high one.
+        share: how the budget is shared among layers: "even", or "loss" by the loss tables.
+        rate: megabytes a second that promotions may copy; 0 for no limit.
+        interval, alpha, margin, slack: as in HotnessOptions.
+    """
+
+    hi: str = ""
+    lo: str = ""
+    share: str = "even"
+    rate: float = RATE / 1e6
+    interval: float = _STANDARD.interval
+    alpha: float = _STANDARD.alpha
+    margin: float = _STANDARD.margin
+    slack: int = _STANDARD.slack
+
+    def hotness(self) -> HotnessOptions:
+        """The policy's own part."""
+        return HotnessOptions(self.interval, self.alpha, self.margin, self.slack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +58,57 @@ class Policy:
     def __str__(self) -> str:
         return f"{self.name}:{self.argument}" if self.argument else self.name
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it changes versions while serving."""
+        return self.name in ("hotness", "lru")
+
+    def live_options(self) -> LiveOptions:
+        """The options of a live policy.
+
+        Raises:
+            InputError: for one that does not exist, or a value out of range.
+        """
+        kinds = {"slack": int, "rate": float, "interval": float, "alpha": float, "margin": float}
+        values: dict[str, object] = {}
+        for part in filter(None, self.argument.split(",")):
+            key, _, value = part.partition("=")
+            if key not in {f.name for f in fields(LiveOptions)}:
+                known = ", ".join(f.name for f in fields(LiveOptions))
+                raise InputError(f"policy {self}: option {key!r} is unknown: there are {known}")
+            try:
+                values[key] = kinds[key](value) if key in kinds else value
+            except ValueError:
+                raise InputError(f"policy {self}: {key} is a number, not {value!r}") from None
+        options = LiveOptions(**values)  # type: ignore[arg-type]
+        if options.share not in ("even", "loss"):
+            raise InputError(f"policy {self}: share is even or loss, not {options.share!r}")
+        try:
+            options.hotness()
+        except ValueError:
+            raise InputError(f"policy {self}: alpha is from 0 to below 1, other numbers are from 0") from None
+        if not options.rate >= 0:
+            raise InputError(f"policy {self}: rate is from 0")
+        return options
+
 
 def parse_policy(text: str | None) -> Policy:
     """Read NAME or NAME:ARGUMENT; None means `static`.
 
     Raises:
-        InputError: for a policy that does not exist.
+        InputError: for a policy that does not exist, or options that do not.
     """
     name, _, argument = (text or "static").partition(":")
-    if name != "static":
-        raise InputError(f"policy {text!r} is unknown: there is static, static:VERSION and static:FILE.json")
-    return Policy(name, argument)
+    if name not in NAMES:
+        raise InputError(
+            f"policy {text!r} is unknown: there are static, static:VERSION, static:FILE.json, uniform, hotness and lru"
+        )
+    policy = Policy(name, argument)
+    if policy.is_live:
+        policy.live_options()
+    elif name == "uniform" and argument:
+        raise InputError(f"policy {text!r}: uniform takes nothing after a colon")
+    return policy
 
 
 def static_map(bundle: Bundle, argument: str) -> Versions:

@@ -196,6 +196,26 @@ class Residency:
                 self._switch(key)
             return len(keys)
 
+    def switch_now(self, key: Key, version: int) -> None:
+        """Publish a complete version inside a window, its predecessor's block being free at once.
+
+        For policies that block, whose one forward pass calls this itself: it reads nothing of the expert then.
+        """
+        with self._lock:
+            entry = self.entries[key]
+            if entry.active == version:
+                return
+            if entry.ready != version:
+                self._drop_ready(key)
+                entry.ready = version
+                self._ready[key] = None
+            self._switch(key)
+            mine = [leaving for leaving in self._leaving if leaving[1] == key]
+            self._leaving = [leaving for leaving in self._leaving if leaving[1] != key]
+            for _, _, block in mine:
+                entry.leaving -= 1
+                block.pool.free(block)
+
     def _switch(self, key: Key) -> None:
         entry = self.entries[key]
         assert entry.ready is not None

@@ -36,7 +36,7 @@ class Transitions:
 
     Attributes:
         refusals: how often a promotion was put off for want of room.
-        failures: copies that failed; each expert's version was logged once.
+        failures: copies that failed; each message was logged once.
         kv_asked: bytes that the KV reserve is still to grow by.
     """
 
@@ -58,7 +58,7 @@ class Transitions:
         self._updates: dict[Key, int] = {}
         self._evictions: dict[Key, None] = {}
         self._failed: dict[tuple[Key, int], float] = {}
-        self._logged: set[tuple[Key, int]] = set()
+        self._logged: set[str] = set()
         self.kv_asked = 0
         self.refusals = self.failures = 0
 
@@ -92,26 +92,24 @@ class Transitions:
         """One round: note what has ended, free blocks, evict where memory is tight, admit promotions. Never waits."""
         with self._lock:
             for key, version, error in self.residency.poll(lambda key, version: self._target(key) == version):
-                self._note_failure(key, version, error)
+                self.note_failure(key, version, error)
             self.residency.reclaim()
             if self.kv_asked and not self._settle_kv():
                 return
             self._admit()
 
     def _admit(self) -> None:
-        now = self._clock()
         for key, version in list(self._updates.items()):
             if self.residency.in_flight() >= self._limit:
                 return
-            failed = self._failed.get((key, version))
-            if failed is not None and now - failed < self._retry:
+            if not self.may_try(key, version):
                 continue
             try:
                 outcome = self.residency.start(key, version)
                 if outcome is Outcome.REFUSED and self._trim(key, version):
                     outcome = self.residency.start(key, version)
             except (MoepackError, OSError) as error:
-                self._note_failure(key, version, error)
+                self.note_failure(key, version, error)
                 continue
             if outcome is Outcome.REFUSED:
                 self.refusals += 1
@@ -135,14 +133,20 @@ class Transitions:
             if self.residency.start(key, self.residency.base) is not Outcome.BUSY:
                 del self._evictions[key]
 
-    def _note_failure(self, key: Key, version: int, error: BaseException) -> None:
+    def may_try(self, key: Key, version: int) -> bool:
+        """Whether a version's copy did not fail lately."""
+        failed = self._failed.get((key, version))
+        return failed is None or self._clock() - failed >= self._retry
+
+    def note_failure(self, key: Key, version: int, error: BaseException) -> None:
+        """Count a copy that failed, and log it unless the same was logged before."""
         self.failures += 1
         self._failed[key, version] = self._clock()
         if self._target(key) == version:
             self._updates[key] = version
-        if (key, version) not in self._logged:
-            self._logged.add((key, version))
-            log.warning("expert stays on its version: %s", error)
+        if str(error) not in self._logged:
+            self._logged.add(str(error))
+            log.warning("position %d, expert %d stays on its version: %s", *key, error)
 
     # --- the KV reserve
 

@@ -1,0 +1,369 @@
+"""Serving in a budget with versions that change, on a real bundle, real threads and the CPU as the device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import moepack
+from moepack.cli import app
+from moepack.evaluate import evaluate
+from moepack.pack.errors import InputError
+from moepack.pack.lossless import decode_lossless
+from moepack.pack.reader import open_bundle
+from moepack.runtime import device as device_module
+from moepack.runtime import store as store_module
+from moepack.runtime.live import make_plan
+from moepack.runtime.policies import LiveOptions
+from moepack.runtime.trace import read_trace
+
+SECONDS = float(os.environ.get("MOEPACK_STRESS_SECONDS", "10"))
+FAST = "hotness:lo=w2,interval=0.02,rate=0,margin=0,slack=0"
+BUDGET = 4_000_000  # every expert at w2, and 40 of 64 at bf16
+
+
+def ids(seed: int, size: int = 64, batch: int = 1) -> torch.Tensor:
+    return torch.randint(1, 4000, (batch, size), generator=torch.Generator().manual_seed(seed))
+
+
+def wait_for(what: Callable[[], bool], model: Any = None, seconds: float = 20.0) -> None:
+    """Serve until something has come about."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not come about"
+        if model is not None:
+            with torch.inference_mode():
+                model(ids(int(1000 * time.monotonic()), batch=8))
+        time.sleep(0.005)
+
+
+def check_exact(model: Any, bundle: Path) -> int:
+    """Every active version is what the bundle holds, bit by bit; returns how many are lossless."""
+    opened, lossless = open_bundle(bundle), 0
+    for position, layer in enumerate(model.moepack.layers):
+        for e, handle in enumerate(layer.handles):
+            extent = opened.extent(handle.version.name, position, e)
+            if handle.version.is_lossless:
+                lossless += 1
+                for m, want in enumerate(decode_lossless(layer.layer.matrices, extent)):
+                    got = layer.weight(e, m, torch.bfloat16).view(torch.uint16)
+                    assert torch.equal(got, torch.from_numpy(want.weight))
+            else:
+                assert torch.equal(handle.extent, torch.from_numpy(extent.copy()))
+    return lossless
+
+
+def test_the_hot_experts_are_promoted_in_the_budget(bundle: Path) -> None:
+    model = moepack.load(bundle, policy=FAST, device_memory=BUDGET)
+    live = model.moepack.live
+    assert model.moepack.versions == (("w2",) * 16,) * 4 and check_exact(model, bundle) == 0
+    room = live.plan.room()
+    wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == room, model)
+    model.moepack.close()
+    assert sum(room) >= check_exact(model, bundle) > 0.8 * sum(room)
+    counters = model.moepack.counters()
+    assert counters["promotions"] >= sum(room) and counters["forward_waits"] == counters["transition_failures"] == 0
+    assert live.tracker.reserved <= live.tracker.peak <= BUDGET
+    assert model.moepack.resident_bytes_peak <= BUDGET
+
+
+def test_no_weight_buffer_comes_from_the_allocator_after_loading(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moepack.load(bundle, policy=FAST, device_memory=BUDGET)
+    live = model.moepack.live
+    monkeypatch.setattr(device_module, "CpuMemory", None)
+    wait_for(lambda: live.residency.counts.promotions > 20, model)
+    spans = []
+    for pool in live.transitions.pools:
+        start = pool._memory.tensor.data_ptr()
+        spans.append((start, start + len(pool._memory.tensor)))
+    for layer in live.layers:
+        for handle in layer.handles:
+            at = handle.extent.data_ptr()
+            assert any(a <= at and at + handle.extent.numel() <= b for a, b in spans) and at % 64 == 0
+    model.moepack.close()
+
+
+def test_a_copy_that_never_ends_holds_nobody_up(bundle: Path) -> None:
+    model = moepack.load(bundle, policy=FAST, device_memory=BUDGET)
+    live, gate = model.moepack.live, threading.Event()
+    read = store_module.Stored.read_into
+
+    def stuck(self: Any, *args: Any) -> None:
+        gate.wait(30)
+        read(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module.Stored, "read_into", stuck)
+        wait_for(lambda: live.residency.in_flight() > 0, model)
+        began = time.monotonic()
+        with torch.inference_mode():
+            for seed in range(20):
+                model(ids(seed))
+        assert time.monotonic() - began < 20 and live.residency.counts.promotions == 0
+        gate.set()
+    wait_for(lambda: live.residency.counts.promotions > 0, model)
+    model.moepack.close()
+
+
+def test_too_small_a_budget_is_refused_with_the_least(bundle: Path) -> None:
+    with pytest.raises(InputError, match=r"the least that would do is (\d+) bytes") as refused:
+        moepack.load(bundle, policy="hotness:lo=w2", device_memory=1_000_000)
+    least = int(str(refused.value).split("do is ")[1].split()[0])
+    model = moepack.load(bundle, policy="hotness:lo=w2", device_memory=least)
+    assert model.moepack.live.plan.room() == [0] * 4
+    model.moepack.close()
+    with pytest.raises(InputError, match=f"do is {least} bytes"):
+        moepack.load(bundle, policy="lru:lo=w2", device_memory=least - 1)
+    for policy in ("hotness", "lru", "uniform"):
+        with pytest.raises(InputError, match="needs a memory budget"):
+            moepack.load(bundle, policy=policy)
+    for policy, word in (("hotness:hi=w2,lo=w4", "not below"), ("hotness:hi=w1", "no version below")):
+        with pytest.raises(InputError, match=word):
+            moepack.load(bundle, policy=policy, device_memory=BUDGET)
+    with pytest.raises(InputError, match="the least that would do"):
+        moepack.load(bundle, policy="uniform", device_memory=1_000_000)
+
+
+def test_plans(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    dense = 1_000_000
+    plan = make_plan(opened, LiveOptions(), dense, 10_000_000)
+    assert plan.versions[plan.high].name == "bf16" and plan.versions[plan.low].name == "w4", "w4 leaves enough room"
+    shared = make_plan(opened, LiveOptions(lo="w2", share="loss"), dense, 3_000_000)
+    even = make_plan(opened, LiveOptions(lo="w2"), dense, 3_000_000)
+    assert abs(sum(shared.room()) - sum(even.room())) <= 1 and sum(even.room(kv=200_000)) < sum(even.room())
+
+
+def test_damage_and_loss_while_serving(damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One layer's file is damaged, one is cut short, one vanishes: their experts stay, the others are promoted."""
+    model = moepack.load(damaged, policy=FAST, device_memory=20_000_000)
+    live = model.moepack.live
+    files = [damaged / "experts" / "bf16" / f"layer-00{p}.safetensors" for p in range(4)]
+    data = bytearray(files[0].read_bytes())
+    for e in range(16):
+        data[open_bundle(damaged).layer_file("bf16", 0).offset(e) + 200] ^= 1
+    files[0].write_bytes(data)
+    os.truncate(files[1], 8192)
+    live.store.bundle._open.pop(("bf16", 2))
+    files[2].unlink()
+    with caplog.at_level(logging.WARNING, "moepack.runtime"):
+        wait_for(lambda: model.moepack.versions[3].count("bf16") > 12 and live.transitions.failures > 36, model)
+    assert [set(row) for row in model.moepack.versions[:3]] == [{"w2"}] * 3
+    model.moepack.close()
+    messages = [r.getMessage() for r in caplog.records if r.name == "moepack.runtime"]
+    assert len(messages) == len(set(messages)) < model.moepack.counters()["transition_failures"]
+    assert sum("layer-002" in m for m in messages) == 1, "a file that is gone is logged once, not for every expert"
+    assert any("digest" in m for m in messages) and any("cannot be read" in m for m in messages)
+    with torch.inference_mode():
+        assert torch.isfinite(model(ids(1)).logits).all()
+
+
+def test_planted_unchecked_digest_is_found(damaged: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were digests not checked, damage would be served: the exactness check sees it."""
+    file = damaged / "experts" / "w4" / "layer-001.safetensors"
+    data = bytearray(file.read_bytes())
+    for e in range(16):
+        data[open_bundle(damaged).layer_file("w4", 1).offset(e) + 70] ^= 1
+    file.write_bytes(data)
+
+    class Blind:
+        """Says that every digest matches."""
+
+        def __init__(self, stored: Any) -> None:
+            self.want = stored
+
+        def update(self, part: Any) -> None:
+            pass
+
+        def hexdigest(self) -> str:
+            return str(self.want)
+
+    original = store_module.Stored.read_into
+
+    def blind(self: Any, out: Any, before: Any = None) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_module.hashlib, "sha256", lambda: Blind(self.sha256))
+            original(self, out, before)
+
+    monkeypatch.setattr(store_module.Stored, "read_into", blind)
+    model = moepack.load(damaged, policy=FAST.replace("lo=w2", "hi=w4,lo=w2"), device_memory=BUDGET)
+    wait_for(lambda: "w4" in model.moepack.versions[1], model)
+    model.moepack.close()
+    with pytest.raises(AssertionError):
+        check_exact(model, bundle)
+
+
+def test_the_kv_reserve_pushes_experts_out(bundle: Path) -> None:
+    model = moepack.load(bundle, policy=FAST, device_memory=BUDGET)
+    live = model.moepack.live
+    full = live.plan.room()
+    wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
+    live.grow_kv(500_000)
+    wait_for(lambda: live.transitions.kv_bytes == 500_000)  # between forward passes, too
+    fewer = live.plan.room(kv=500_000)
+    assert sum(fewer) < sum(full) and sum(r.count("bf16") for r in model.moepack.versions) <= sum(fewer)
+    assert live.tracker.reserved <= BUDGET
+    with pytest.raises(MemoryError):
+        live.grow_kv(BUDGET)
+    live.transitions.shrink_kv(500_000)
+    wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
+    model.moepack.close()
+
+
+def test_lru_waits_and_is_exact(bundle: Path) -> None:
+    """With room for what a layer needs, every token is computed losslessly, and the waits are counted."""
+    budget = BUDGET + 1_000_000
+    model = moepack.load(bundle, policy="lru:lo=w2", device_memory=budget, dtype=torch.float32)
+    plain = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
+    with torch.inference_mode():
+        for seed in range(4):
+            torch.testing.assert_close(model(ids(seed)).logits, plain(ids(seed)).logits, rtol=1e-4, atol=1e-4)
+    waits = model.moepack.counters()["forward_waits"]
+    assert waits > 64 and model.moepack.live.tracker.peak <= budget and model.moepack.live.waited > 0
+    assert check_exact(model, bundle) == sum(model.moepack.live.plan.room())
+    model.moepack.close()
+
+
+def test_eval_counts_and_traces(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    arguments = ["eval", str(bundle), "--data", str(evaluation), "--policy", FAST, "--device-memory", "4MB"]
+    arguments += ["--length", "64", "--samples", "160", "--trace", str(trace), "--json", "-q"]
+    out = CliRunner().invoke(app, arguments)
+    assert out.exit_code == 0, out.output
+    result = json.loads(out.stdout)
+    assert result["promotions"] > 10 and result["forward_waits"] == 0 and result["budget_bytes"] == BUDGET
+    assert result["resident_bytes_peak"] <= BUDGET and result["tokens_per_second"] > 0
+    read = read_trace(trace)
+    assert len(read.records) == 10 and read.policy == FAST and read.versions == ["bf16", "w4", "w3", "w2", "w1"]
+    for record in read.records:
+        assert all(sum(row) == 16 * 64 * 2 for row in record.counts), "16 windows of 64 tokens, top 2"
+        assert record.reserved_bytes <= BUDGET
+    assert read.records[-1].bytes_moved > read.records[0].bytes_moved
+    assert any(v == 0 for row in read.records[-1].active for v in row)
+
+
+def test_static_and_uniform_are_traced_too(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
+    for policy in ("static:w4", "uniform"):
+        path = tmp_path / "t.jsonl"
+        score = evaluate(bundle, [str(evaluation)], policy, device_memory=BUDGET, length=64, samples=16, trace=path)
+        assert score.promotions == score.forward_waits == 0 and score.resident_bytes_peak <= BUDGET
+        assert len(read_trace(path).records) == 1
+
+
+def test_the_threads_end_with_the_model(bundle: Path) -> None:
+    before = {t.name for t in threading.enumerate()}
+    model = moepack.load(bundle, policy=FAST, device_memory=BUDGET)
+    assert {t.name for t in threading.enumerate()} - before == {"moepack-transitions", "moepack-migration"}
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    wait_for(lambda: not {t.name for t in threading.enumerate()} & {"moepack-transitions", "moepack-migration"})
+
+
+def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward passes on two threads, a restless policy, failing reads and KV growth, with delays at every seam.
+
+    MOEPACK_STRESS_SECONDS says for how long.
+    """
+    random.seed(0)
+    model = moepack.load(bundle, policy=FAST, device_memory=BUDGET)
+    live, problems, stop = model.moepack.live, [], time.monotonic() + SECONDS
+
+    def delayed(owner: Any, name: str, most: float = 0.002, failing: float = 0.0) -> None:
+        original = getattr(owner, name)
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(random.random() * most)
+            if random.random() < failing:
+                raise OSError("planted")
+            result = original(*args, **kwargs)
+            time.sleep(random.random() * most)
+            return result
+
+        monkeypatch.setattr(owner, name, slow)
+
+    delayed(store_module.Stored, "read_into", failing=0.05)
+    for name in ("_make", "_publish"):
+        delayed(live.residency, name, 0.0005)
+    for name in ("poll", "reclaim", "start"):
+        delayed(live.residency, name, 0.0005)
+    monkeypatch.setattr(live.transitions, "_retry", 0.05)
+    monkeypatch.setattr(logging.getLogger("moepack.runtime"), "disabled", True)
+
+    def restless() -> None:
+        keys = list(live.residency.entries)
+        while time.monotonic() < stop:
+            chosen = random.sample(keys, random.randint(0, 45))
+            live.transitions.want(dict.fromkeys(chosen, live.plan.high))
+            if random.random() < 0.3:
+                try:
+                    live.grow_kv(random.randint(1, 400_000))
+                except MemoryError:
+                    live.transitions.shrink_kv(live.transitions.kv_bytes)
+            time.sleep(random.random() * 0.05)
+
+    def serve(seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < stop:
+            window = live.begin()
+            handles = [list(layer.handles) for layer in live.layers]
+            before = [_digest(h) for row in handles for h in row]
+            time.sleep(rng.random() * 0.01)
+            if [_digest(h) for row in handles for h in row] != before:
+                problems.append("bytes changed under a window")
+            if any(h is not g for row, layer in zip(handles, live.layers, strict=True)
+                   for h, g in zip(row, layer.handles, strict=True)):  # fmt: skip
+                problems.append("a handle changed in a window")
+            live.end(window, [torch.ones(16, dtype=torch.int64).numpy()] * 4)
+            if live.tracker.reserved > BUDGET:
+                problems.append("over the budget")
+            time.sleep(rng.random() * 0.004)
+
+    def forward() -> None:
+        with torch.inference_mode():
+            while time.monotonic() < stop:
+                if not torch.isfinite(model(ids(random.randint(0, 99), 8)).logits).all():
+                    problems.append("not finite")
+                time.sleep(random.random() * 0.02)
+
+    def guarded(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                problems.append(repr(error))
+
+        return run
+
+    threads = [threading.Thread(target=guarded(w)) for w in (restless, lambda: serve(1), forward)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert live._worker.is_alive(), "the worker has died"
+    model.moepack.close()
+    assert not problems, problems[:3]
+    counts = live.residency.counts
+    assert counts.promotions > 5 * SECONDS and counts.demotions > 0 and live.transitions.failures > 0
+    assert live.tracker.peak <= BUDGET and live.waits == 0
+    monkeypatch.undo()
+    check_exact(model, bundle)
+
+
+def _digest(handle: Any) -> int:
+    """Cheap, and different for different bytes."""
+    return int(handle.extent.view(torch.int64).sum())

@@ -6,6 +6,7 @@ about what is copied, or when.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import queue
 import threading
@@ -26,6 +27,9 @@ from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from .kernels.forms import make_forms
 from .pools import Memory
 from .store import Stored
+
+FLOOR = 2 << 20  # bytes that a copy counts as at least under a rate limit: a small one costs its calls, about 0.5 ms
+_forms = functools.lru_cache(maxsize=64)(make_forms)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -134,16 +138,20 @@ class Pace:
         self.closing = threading.Event()
         self._due = 0.0
 
-    def __call__(self, size: int) -> None:
-        """Wait until `size` bytes may go. Bytes that idle time would have paid for are not saved up."""
+    def charge(self, size: int) -> None:
+        """Let the next chunk wait as if `size` bytes more had gone."""
+        if self.rate is not None and size > 0:
+            self._due = max(self._due, time.monotonic()) + size / self.rate
+
+    def __call__(self, size: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait until `size` bytes may go, or until `stop`. Idle time saves nothing up."""
         self.moved += size
         rate, now = self.rate, time.monotonic()
         if rate is None:
             return
-        wait = self._due - now
-        self._due = max(self._due, now) + size / rate
-        if wait > 0:
-            self.closing.wait(wait)
+        until, self._due = self._due, max(self._due, now) + size / rate
+        while (wait := until - time.monotonic()) > 0 and not (stop() or self.closing.wait(min(wait, 0.05))):
+            pass
 
 
 class CpuStream:
@@ -209,12 +217,11 @@ class CpuDevice:
 
         def work(event: CpuEvent) -> None:
             def before(size: int) -> None:
-                if event.cancelled:
-                    raise Cancelled
-                self._pace(size)
+                self._pace(size, lambda: event.cancelled)
                 if event.cancelled or self._pace.closing.is_set():
                     raise Cancelled
 
+            self._pace.charge(FLOOR - source.size)
             block: Bytes = target.numpy()
             if version.is_lossless:
                 self._decode(source, block, layer, version, before)
@@ -230,7 +237,7 @@ class CpuDevice:
         source.read_into(self._staging, before)
         try:
             parts = directory(layer.matrices, self._staging[: source.size])
-            for m, form, (coded, bias) in zip(layer.matrices, make_forms(layer.matrices, version), parts, strict=True):
+            for m, form, (coded, bias) in zip(layer.matrices, _forms(layer.matrices, version), parts, strict=True):
                 before(0)
                 decode_into(coded, block[form.low : form.low + 2 * m.weights].view(np.uint16), threads=1)
                 if bias is not None:

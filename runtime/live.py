@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,15 @@ def _gains(bundle: Bundle, high: str, low: str) -> tuple[tuple[float, ...], ...]
     return tuple(out)
 
 
+def _device(device: torch.device, plan: Plan, on_event: Callable[[], None]) -> Device:
+    if device.type == "cpu":
+        return CpuDevice(plan.staging, on_event)
+    from .device_cuda import CudaDevice
+
+    largest = max(max(row[plan.high], row[plan.low]) for row in plan.sizes)
+    return CudaDevice(max(plan.staging, largest), device, on_event)
+
+
 class Live:
     """Serves a bundle while its experts' versions change. Every method may be called from any thread.
 
@@ -156,12 +165,12 @@ class Live:
             BundleError: when a low version is damaged.
         """
         options = policy.live_options()
-        if any(d.type != "cpu" for d in devices):
-            raise InputError(f"policy {policy}: changing versions on {devices[0]} is not there yet: serve on the CPU")
+        if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
+            raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
         self.plan, self._policy_text = plan, str(policy)
         self.store = BackingStore(bundle)
         self._wake = threading.Event()
-        self.device: Device = CpuDevice(plan.staging, self._wake.set)
+        self.device = _device(devices[0], plan, self._wake.set)
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
         self.layers = [LayerExperts(self.store, p, (), d) for p, d in enumerate(devices)]
         pools = self._pools()

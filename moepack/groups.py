@@ -111,6 +111,18 @@ def _bytes(tensor: torch.Tensor) -> Buffer:
     return out
 
 
+def lossless_extent(weights: ExpertWeights, expert: int) -> tuple[Buffer, int]:
+    """The lossless extent of one expert, and its bytes without padding."""
+    from moepack.calibrate.experts import bits_of
+    from moepack.pack.lossless import LosslessMatrix, encode_lossless
+
+    values = []
+    for m in range(len(weights.layer.matrices)):
+        bias = weights.bias(expert, m)
+        values.append(LosslessMatrix(bits_of(weights.matrix(expert, m)), None if bias is None else bits_of(bias)))
+    return encode_lossless(weights.layer.matrices, values)
+
+
 def make_group(task: GroupTask, observation: Observation) -> GroupMade:
     """Quantise, measure and encode one group."""
     import torch
@@ -118,7 +130,6 @@ def make_group(task: GroupTask, observation: Observation) -> GroupMade:
     from moepack.calibrate.experts import bits_of
     from moepack.calibrate.quantise_layer import quantise_group
     from moepack.pack.affine import encode_affine
-    from moepack.pack.lossless import LosslessMatrix, encode_lossless
 
     torch.set_num_threads(task.threads)
     weights, matrices = task.weights, task.weights.layer.matrices
@@ -135,8 +146,7 @@ def make_group(task: GroupTask, observation: Observation) -> GroupMade:
     for i, row in enumerate(quantised):
         biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
         if "bf16" in made.extents:
-            values = [LosslessMatrix(bits_of(weights.matrix(i, m)), bias) for m, bias in enumerate(biases)]
-            extent, payload = encode_lossless(matrices, values)
+            extent, payload = lossless_extent(weights, i)
             made.extents["bf16"].append(extent)
             made.payloads["bf16"].append(payload)
         for item in row:

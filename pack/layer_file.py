@@ -88,14 +88,6 @@ class LayerFileWriter:
         )
 
 
-def read_entry(path: Path, payload: int) -> ExpertFileEntry:
-    """The manifest entry of a layer file that is already there."""
-    with path.open("rb") as f:
-        prefix = f.read(8)
-        header = prefix + f.read(struct.unpack("<Q", prefix)[0])
-    return ExpertFileEntry(path.stat().st_size, len(header), hashlib.sha256(header).hexdigest(), payload)
-
-
 class LayerFile:
     """A layer file opened for reading, its header checked against the manifest and against the layer.
 

@@ -128,8 +128,8 @@ static const uint8_t EVEN[64] = {
     88, 90, 92, 94, 96, 98, 100, 102, 104, 106, 108, 110, 112, 114, 116, 118, 120, 122, 124, 126};
 
 AVX512 static uint32_t *row_avx512(const uint16_t *bits, int at, const Table *codes, const Table *lengths,
-                                   const uint16_t *entry, uint32_t *code, uint8_t *length, uint32_t *lane_bits,
-                                   uint8_t *plane, uint32_t *patch) {
+                                   uint32_t *code, uint8_t *length, uint32_t *lane_bits, uint8_t *plane,
+                                   uint32_t *patch) {
     const __m512i even = _mm512_loadu_si512(EVEN), odd = _mm512_add_epi8(even, _mm512_set1_epi8(1));
     const __m512i sign = _mm512_set1_epi8((char)0x80), byte = _mm512_set1_epi16(0xFF), half = _mm512_set1_epi32(0xFFFF);
     for (int h = 0; h < 2; h++) {
@@ -156,16 +156,14 @@ AVX512 static uint32_t *row_avx512(const uint16_t *bits, int at, const Table *co
         _mm_storeu_si128((__m128i *)(length + 16 * h), _mm512_cvtepi32_epi8(l4));
         _mm512_storeu_si512(lane_bits + 16 * h, _mm512_add_epi32(_mm512_loadu_si512(lane_bits + 16 * h), l4));
     }
-    (void)entry;
     return patch;
 }
 
 AVX512 static uint32_t *rows_avx512(const uint16_t *bits, int rows, const uint8_t *code_of, const uint8_t *length_of,
-                                    const uint16_t *entry, Quads *q, uint32_t *lane_bits, uint8_t *plane,
-                                    uint32_t *patch) {
+                                    Quads *q, uint32_t *lane_bits, uint8_t *plane, uint32_t *patch) {
     Table codes = load_table(code_of), lengths = load_table(length_of);
     for (int r = 0; r < rows; r++)
-        patch = row_avx512(bits + ROW * r, ROW * r, &codes, &lengths, entry, q->code + LANES * r, q->length + LANES * r,
+        patch = row_avx512(bits + ROW * r, ROW * r, &codes, &lengths, q->code + LANES * r, q->length + LANES * r,
                            lane_bits, plane + ROW * r, patch);
     return patch;
 }
@@ -212,7 +210,7 @@ void moepack_exponent_encode(const uint16_t *bits, int64_t n, const uint16_t *en
         uint32_t lane_bits[LANES] = {0}, *first_patch = patch;
 #ifdef HAVE_AVX512
         if (level > 0)
-            patch = rows_avx512(b, r = size / ROW, code_of, length_of, entry, &quads, lane_bits, plane + begin, patch);
+            patch = rows_avx512(b, r = size / ROW, code_of, length_of, &quads, lane_bits, plane + begin, patch);
 #endif
         for (; r < rows; r++)
             patch = row_plain(b + ROW * r, size - ROW * r < ROW ? size - ROW * r : ROW, ROW * r, entry, fill,

@@ -11,14 +11,14 @@ import torch
 
 from moepack.pack.spec import Matrix, Version
 
-from .kernels.affine_native import LayerForms, product, unpack
+from .kernels.affine_native import LayerForms, has_tiles, product, unpack
 from .kernels.forms import handle, resident_size
 
 ROWS, COLS, RUNS = 1024, 2048, 5
 
 
 def measure_limit(dtype: torch.dtype, bits: int, candidates: Sequence[int]) -> int:
-    """The most of `candidates` with which the fused kernel is not slower than unpacking and torch's product."""
+    """The most of `candidates` with which the fused kernel is not slower than tiles, ours or torch's."""
     m, version = Matrix("m", ROWS, COLS), Version.bf16() if bits == 16 else Version.affine(bits, 128)
     extent = torch.zeros(resident_size((m,), version), dtype=torch.uint8)
     extent.random_(0, 256, generator=torch.Generator().manual_seed(0))
@@ -36,11 +36,14 @@ def measure_limit(dtype: torch.dtype, bits: int, candidates: Sequence[int]) -> i
             began = time.perf_counter()
             product(forms, 0, handles, x, index, out)
             middle = time.perf_counter()
-            if bits == 16:
+            if has_tiles(dtype):
+                product(forms, 0, handles, x, index, out, np.zeros(1, np.int64))
+            elif bits == 16:
                 torch.nn.functional.linear(x, plain.to(dtype))
-            for first in range(0, 0 if bits == 16 else ROWS, 256):
-                unpack(forms, 0, 0, extent, tile, first)
-                torch.mm(x, tile, out=out[:, first : first + 256])
+            else:
+                for first in range(0, ROWS, 256):
+                    unpack(forms, 0, 0, extent, tile, first)
+                    torch.mm(x, tile, out=out[:, first : first + 256])
             times[0].append(middle - began)
             times[1].append(time.perf_counter() - middle)
         fused, unpacked = (statistics.median(t[1:]) for t in times)

@@ -1,8 +1,9 @@
 """Which kernel runs what: a table of (device, version, tokens an expert) to kernel, filled by a short autotune.
 
-A CPU multiplies an expert straight from its packed bytes up to some number of tokens, and from there on unpacks tiles
-of weights for torch's own matrix product. Where that turns depends on the machine, so it is measured once and kept in a
-file of the user's cache. Decides nothing about which version an expert has.
+A CPU multiplies an expert straight from its packed bytes up to some number of tokens, and from there on in tiles of
+unpacked weights: its own for BF16 activations on a processor that multiplies BF16, else torch's matrix product. Where
+that turns depends on the machine, so it is measured once and kept in a file of the user's cache. Decides nothing about
+which version an expert has.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from moepack.pack.spec import ExpertLayer, Version
 if TYPE_CHECKING:
     from .kernels.affine_native import LayerForms
 
-# Tokens up to which an expert runs from its own bytes, by the dtype of activations and the bits of its version: one
-# AVX-512 core with AMX for torch's BF16 products. Used until `autotune` has measured this machine.
+# Tokens up to which an expert runs from its own bytes, by the dtype of activations and the bits of its version, used
+# until `autotune` has measured this machine. Measured on one AVX-512 core: of BF16 beside torch, and beside AMX tiles.
 DEFAULTS = {f"float32 {bits}": most for bits, most in ((16, 64), (4, 128), (3, 128), (2, 128), (1, 128))}
 DEFAULTS |= {f"bfloat16 {bits}": most for bits, most in ((16, 8), (4, 32), (3, 24), (2, 32), (1, 48))}
-CANDIDATES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
+BESIDE_AMX = {f"bfloat16 {bits}": most for bits, most in ((16, 4), (4, 6), (3, 4), (2, 6), (1, 12))}
+CANDIDATES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def backend(device: torch.device) -> str:
@@ -71,7 +73,13 @@ def _limits() -> dict[str, int]:
             return limits
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return dict(DEFAULTS)
+    return defaults()
+
+
+def defaults() -> dict[str, int]:
+    """The limits without a measurement."""
+    native = _native()
+    return DEFAULTS | (BESIDE_AMX if native is not None and native.LEVELS[native.level] == "AMX" else {})
 
 
 def _file() -> Path:
@@ -92,7 +100,7 @@ def autotune() -> dict[str, int]:
         the limits, by dtype and bits; the defaults where there are no compiled kernels.
     """
     if _native() is None:
-        return dict(DEFAULTS)
+        return defaults()
     from .autotune import measure_limit
 
     limits = {}
@@ -120,6 +128,8 @@ def table() -> list[dict[str, str]]:
         for name, limit in _limits().items():
             dtype, bits = name.split()
             version, many = ("bf16", "torch matmul") if bits == "16" else (f"w{bits}", "unpack tiles, torch matmul")
+            if native.has_tiles(getattr(torch, dtype)):
+                many = f"tiles, {level}"
             for tokens, kernel in ((f"1-{limit}", f"fused, {level}"), (f"{limit + 1}-", many)):
                 rows.append({"device": f"cpu, {dtype}", "version": version, "tokens": tokens, "kernel": kernel})
     if torch.cuda.is_available():

@@ -1,7 +1,8 @@
 """The experts' forward on a CPU with compiled kernels: routing in, weighted sum out.
 
-Experts with few tokens run straight from their packed bytes, all in one call a matrix. Those with many have tiles of
-their weights unpacked into a buffer that stays in cache, and torch multiplies. backends.py says what few means.
+All experts run in one call a matrix: those with few tokens straight from their packed bytes, those with many from tiles
+unpacked into a buffer that stays in cache. Where the processor does not multiply BF16, or activations are float32, torch
+multiplies by those tiles instead. backends.py says what few means.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .kernels.affine_native import DTYPES, combine, product, unpack
+from .kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
 
 if TYPE_CHECKING:
     from .experts import LayerExperts
@@ -34,7 +35,7 @@ def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Ten
     gates = top_k_weights.detach()
     gates = gates if gates.dtype in DTYPES else gates.float()
     limits = np.array([backends.direct_limit(x.dtype, v) for v in experts.versions], np.int64)
-    many = _many(index, experts, limits) if tokens > limits.min() else []
+    many = _many(index, experts, limits) if tokens > limits.min() and not has_tiles(x.dtype) else []
     h = _matrix(experts, 0, x, index, many, limits)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     y = _matrix(experts, 1, h.contiguous(), index, many, limits)

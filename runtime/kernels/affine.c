@@ -6,35 +6,14 @@
  * them runs is chosen at the first call. A thread pool is kept here, or the caller's (OpenMP's) is used.
  */
 #include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
-#define BLOCK 16 /* rows whose words stand side by side */
+#include "affine.h"
+
 #define UNIT 64 /* rows that one step of work makes */
 #define QUAD 4.0f /* tables of four one-bit codes are for codes worth 4: the high plane of three bits */
 #define CACHE (24 << 20) /* bytes of prepared activations at a time */
 #define LEAD 24 /* lines that are fetched ahead of their use, in each of the streams that are read at once */
 #define UNROLL _Pragma("GCC unroll 16")
-
-/* One matrix in one version: where its parts begin in an extent. Of BF16 (`bits` 16) `low` is the matrix, row-major. */
-typedef struct {
-    int64_t bits, group, stored, low, high, scale, zero, bias; /* bias: -1 without one */
-} Form;
-
-/* One product. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */
-typedef struct {
-    int64_t rows, cols, experts, slots, share; /* slot s reads activation s / share */
-    int64_t x_bf16, out_bf16, threads;
-    const void *x;
-    const int64_t *index; /* the expert of every slot; one past the last adds nothing and leaves the output alone */
-    void *out;            /* [slots, rows] */
-    const uint64_t *handles;
-    const Form *forms;
-    const int64_t *limits; /* by version: an expert with more slots is left out */
-} Side;
 
 /* Weights of rows [from, to) of one matrix of an affine version, transposed: out[c * ld + row - from]. `from` is a multiple
  * of 16; whole blocks are written. */
@@ -63,8 +42,6 @@ typedef struct {
     const uint8_t *low, *high, *scale, *zero;
 } Ahead;
 
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 static inline Ahead look_ahead(const Side *m, const Form *f, const uint8_t *base, int64_t row) {
     if (f->bits == 16) {
         const uint8_t *at = base + f->low + 2 * row * m->cols;
@@ -75,20 +52,6 @@ static inline Ahead look_ahead(const Side *m, const Form *f, const uint8_t *base
     return (Ahead){base + f->low + 4 * (block * words * BLOCK + lane),
                    base + f->high + 4 * (block * ceil_div(m->cols, 32) * BLOCK + lane),
                    base + f->scale + 2 * (block * groups * BLOCK + lane), base + f->zero + block * groups * BLOCK + lane};
-}
-
-static inline float widen(uint16_t bits) {
-    uint32_t word = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &word, 4);
-    return value;
-}
-
-static inline uint16_t narrow(float value) { /* to nearest, ties to even; NaN stays one */
-    uint32_t word;
-    memcpy(&word, &value, 4);
-    if ((word & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(word >> 16 | 0x40);
-    return (uint16_t)((word + 0x7FFF + (word >> 16 & 1)) >> 16);
 }
 
 /* n results for one slot from row `row` on, `stride` apart: bias added, stored. */
@@ -276,7 +239,8 @@ typedef struct {
 
 static Loops loops = {prepare_c, rows_c, unpack_rows_c};
 
-/* Use instruction sets up to `limit`: 0 plain C, 1 AVX2, 2 AVX-512. Returns the one taken. */
+/* Use instruction sets up to `limit`: 0 plain C, 1 AVX2, 2 AVX-512, and for tiles 3 its BF16 and 4 AMX. Returns the one
+ * taken. */
 int moepack_affine_level(int limit) {
     int best = 0;
     loops = (Loops){prepare_c, rows_c, unpack_rows_c};
@@ -287,102 +251,10 @@ int moepack_affine_level(int limit) {
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         best = 2, loops = (Loops){prepare_avx512, rows_avx512, unpack_rows_avx512};
 #endif
-    return best;
-}
-
-/* ---- threads: the caller's OpenMP (GOMP_parallel, so that one set of threads serves torch and us), or our own */
-typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
-static Parallel borrowed = 0;
-
-void moepack_affine_threads(Parallel parallel) { borrowed = parallel; }
-
-typedef struct {
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
-    void (*work)(void *);
-    void *argument;
-    int started, wanted;
-    atomic_uint round;
-    atomic_int left;
-} Pool;
-
-static Pool pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
-static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* one call at a time has the pool; another runs on its own thread */
-
-static void *worker(void *number) {
-    unsigned seen = 0;
-    for (;;) {
-        for (int spin = 0; spin < 20000 && atomic_load_explicit(&pool.round, memory_order_acquire) == seen; spin++)
-#ifdef HAVE_X86
-            _mm_pause();
-#else
-            ;
-#endif
-        pthread_mutex_lock(&pool.lock);
-        while (atomic_load(&pool.round) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
-        seen = atomic_load(&pool.round);
-        int mine = (int)(intptr_t)number < pool.wanted;
-        void (*work)(void *) = pool.work;
-        void *argument = pool.argument;
-        pthread_mutex_unlock(&pool.lock);
-        if (mine) {
-            work(argument);
-            atomic_fetch_sub(&pool.left, 1);
-        }
-    }
-    return 0;
-}
-
-static void after_fork(void) { /* a child has none of its parent's threads */
-    pool = (Pool){.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
-    pthread_mutex_init(&busy, 0);
-}
-
-/* `work` on `threads` threads at once; every call of it must be ready to find nothing left to do. */
-static void parallel(void (*work)(void *), void *argument, int threads) {
-    if (threads < 2) {
-        work(argument);
-        return;
-    }
-    if (borrowed) {
-        borrowed(work, argument, (unsigned)threads, 0);
-        return;
-    }
-    if (pthread_mutex_trylock(&busy)) {
-        work(argument);
-        return;
-    }
-    static int registered;
-    if (!registered) registered = !pthread_atfork(0, 0, after_fork);
-    pthread_mutex_lock(&pool.lock);
-    while (pool.started < threads - 1) {
-        pthread_t thread;
-        if (pthread_create(&thread, 0, worker, (void *)(intptr_t)pool.started)) break;
-        pthread_detach(thread);
-        pool.started++;
-    }
-    pool.work = work, pool.argument = argument;
-    pool.wanted = threads - 1 < pool.started ? threads - 1 : pool.started;
-    atomic_store(&pool.left, pool.wanted);
-    atomic_fetch_add_explicit(&pool.round, 1, memory_order_release);
-    pthread_cond_broadcast(&pool.wake);
-    pthread_mutex_unlock(&pool.lock);
-    work(argument);
-    while (atomic_load(&pool.left)) {
-#ifdef HAVE_X86
-        _mm_pause();
-#endif
-    }
-    pthread_mutex_unlock(&busy);
+    return best + moepack_tiles_level(best == 2 ? limit - 2 : 0);
 }
 
 /* ---- one product */
-typedef struct {
-    const uint8_t *base;
-    const Form *form;
-    int64_t first, count; /* its slots in `order` */
-} Job;
-
 typedef struct {
     int64_t job, from, to; /* units */
 } Task;
@@ -424,23 +296,8 @@ static void run_tasks(void *argument) {
     }
 }
 
-typedef struct {
-    uint8_t *at;
-    size_t size;
-} Arena;
-
 static Arena kept; /* grows to what calls need; its lock is `arena_lock` */
 static pthread_mutex_t arena_lock = PTHREAD_MUTEX_INITIALIZER;
-
-static int grow(Arena *arena, size_t size) {
-    if (arena->size >= size) return 0;
-    free(arena->at);
-    arena->at = 0, arena->size = 0;
-    void *at;
-    if (posix_memalign(&at, 4096, size)) return 1;
-    arena->at = at, arena->size = size;
-    return 0;
-}
 
 #define NEEDS_QUADS 1
 #define NEEDS_PAIRS 2
@@ -505,8 +362,8 @@ static int some_jobs(const Side *m, const Job *jobs, int64_t first, int64_t last
     run.of_slot = of_slot - begin, run.n_tasks = n_tasks, run.n_prepared = n;
     atomic_init(&run.next, 0);
     atomic_init(&run.next_prepared, 0);
-    parallel(prepare_all, &run, n < m->threads ? (int)n : (int)m->threads);
-    parallel(run_tasks, &run, n_tasks < m->threads ? (int)n_tasks : (int)m->threads);
+    moepack_parallel(prepare_all, &run, n < m->threads ? (int)n : (int)m->threads);
+    moepack_parallel(run_tasks, &run, n_tasks < m->threads ? (int)n_tasks : (int)m->threads);
     return 0;
 }
 
@@ -519,15 +376,16 @@ int moepack_affine_product(const Side *m) {
         free(count), free(jobs);
         return 1;
     }
-    int64_t *order = count + m->experts + 1, *seat = order + m->slots, n = 0, at = 0;
+    int64_t *order = count + m->experts + 1, *seat = order + m->slots, n = 0, late = m->experts + 1, at = 0;
     for (int64_t s = 0; s < m->slots; s++)
         if (m->index[s] >= 0 && m->index[s] < m->experts) count[m->index[s]]++;
     for (int64_t e = 0; e < m->experts; e++) {
         int64_t here = count[e];
         count[e] = -1;
-        if (!here || here > m->limits[m->handles[e] & 63]) continue;
+        const int many = here > m->limits[m->handles[e] & 63];
+        if (!here || (many && !m->tiles)) continue;
         const uint8_t *base = (const uint8_t *)(m->handles[e] & ~(uint64_t)63);
-        jobs[n++] = (Job){base, m->forms + (m->handles[e] & 63), at, here};
+        jobs[many ? --late : n++] = (Job){base, m->forms + (m->handles[e] & 63), at, here};
         count[e] = at;
         at += here;
     }
@@ -545,6 +403,7 @@ int moepack_affine_product(const Side *m) {
         failed = some_jobs(m, jobs, j, end, order, seat, arena);
         j = end;
     }
+    if (!failed && late <= m->experts) failed = moepack_tiles_product(m, jobs + late, m->experts + 1 - late, order, arena);
     if (mine)
         pthread_mutex_unlock(&arena_lock);
     else
@@ -572,7 +431,7 @@ void moepack_affine_unpack(const Unpack *m) {
     UnpackRun run = {.m = m};
     atomic_init(&run.next, 0);
     int64_t units = ceil_div(m->to - m->from, UNIT);
-    parallel(unpack_all, &run, units < m->threads ? (int)units : (int)m->threads);
+    moepack_parallel(unpack_all, &run, units < m->threads ? (int)units : (int)m->threads);
 }
 
 /* ---- a token's experts, weighted and added in the order of its slots */
@@ -620,61 +479,5 @@ static void combine_all(void *argument) {
 void moepack_affine_combine(const Combine *m) {
     CombineRun run = {.m = m};
     atomic_init(&run.next, 0);
-    parallel(combine_all, &run, m->tokens * m->cols < 32768 ? 1 : (int)m->threads);
-}
-
-/* ---- reading memory and nothing else: the floor on the time of whatever reads as many bytes */
-typedef struct {
-    const uint8_t *const *at;
-    int64_t n, size;
-    atomic_llong next, total;
-} ReadRun;
-
-#ifdef HAVE_X86
-__attribute__((target("avx2"))) static int64_t read_avx2(const uint8_t *at, int64_t size) {
-    __m256i sum[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
-    for (int64_t i = 0; i + 128 <= size; i += 128) {
-        UNROLL for (int k = 0; k < 4; k++)
-            sum[k] = _mm256_add_epi64(sum[k], _mm256_loadu_si256((const __m256i *)(at + i + 32 * k)));
-        _mm_prefetch((const char *)at + i + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char *)at + i + 2112, _MM_HINT_T0);
-    }
-    sum[0] = _mm256_add_epi64(_mm256_add_epi64(sum[0], sum[1]), _mm256_add_epi64(sum[2], sum[3]));
-    return _mm256_extract_epi64(sum[0], 0) + _mm256_extract_epi64(sum[0], 2);
-}
-#endif
-
-static int64_t read_c(const uint8_t *at, int64_t size) {
-    uint64_t sum = 0;
-    for (int64_t i = 0; i + 8 <= size; i += 8) {
-        uint64_t word;
-        memcpy(&word, at + i, 8);
-        sum += word;
-    }
-    return (int64_t)sum;
-}
-
-static void read_all(void *argument) {
-    enum { PIECE = 1 << 17 };
-    ReadRun *run = argument;
-    int64_t pieces = ceil_div(run->size, PIECE), i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < pieces * run->n) {
-        const uint8_t *at = run->at[i / pieces] + i % pieces * PIECE;
-        int64_t left = run->size - i % pieces * PIECE, size = left < PIECE ? left : PIECE, sum;
-#ifdef HAVE_X86
-        sum = __builtin_cpu_supports("avx2") ? read_avx2(at, size) : read_c(at, size);
-#else
-        sum = read_c(at, size);
-#endif
-        atomic_fetch_add_explicit(&run->total, sum, memory_order_relaxed);
-    }
-}
-
-/* Read `size` bytes at each of n addresses; returns a sum, so that nothing is left out. */
-int64_t moepack_affine_read(const uint8_t *const *at, int64_t n, int64_t size, int64_t threads) {
-    ReadRun run = {.at = at, .n = n, .size = size};
-    atomic_init(&run.next, 0);
-    atomic_init(&run.total, 0);
-    parallel(read_all, &run, (int)threads);
-    return atomic_load(&run.total);
+    moepack_parallel(combine_all, &run, m->tokens * m->cols < 32768 ? 1 : (int)m->threads);
 }

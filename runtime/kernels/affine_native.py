@@ -1,4 +1,4 @@
-"""Experts' products on a CPU by affine.c, where installing could compile it; ImportError or OSError where it is not.
+"""Experts' products on a CPU by affine.c and its company, compiled when installed; OSError where they could not be.
 
 Called through ctypes, which releases the GIL. Tensors must live on the CPU and be contiguous; addresses and sizes are
 the caller's word. Work runs on torch's own OpenMP threads where they are GNU's, else on threads that the library keeps:
@@ -24,15 +24,16 @@ from .forms import make_forms
 # One name for all Python versions that installing may have built it for; OSError where there is none.
 _library = ctypes.CDLL(str(Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")))
 _word, _pointer = ctypes.c_int64, ctypes.c_void_p
-LEVELS = ("plain C", "AVX2", "AVX-512")
+LEVELS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX")
 BEST = len(LEVELS) - 1
 DTYPES = (torch.float32, torch.bfloat16)
+level = 0  # what `use_level` took
 
 
 class _Side(ctypes.Structure):
     _fields_ = [
         *((name, _word) for name in ("rows", "cols", "experts", "slots", "share")),
-        *((name, _word) for name in ("x_bf16", "out_bf16", "threads")),
+        *((name, _word) for name in ("x_bf16", "out_bf16", "tiles", "threads")),
         *((name, _pointer) for name in ("x", "index", "out", "handles", "forms", "limits")),
     ]
 
@@ -56,7 +57,9 @@ class _Combine(ctypes.Structure):
 
 def use_level(limit: int = BEST) -> int:
     """Let the library use instruction sets up to `limit`, an index into LEVELS; returns the one it took."""
-    return int(_library.moepack_affine_level(limit))
+    global level
+    level = int(_library.moepack_affine_level(limit))
+    return level
 
 
 def use_openmp(wanted: bool = True) -> bool:
@@ -75,8 +78,13 @@ def use_openmp(wanted: bool = True) -> bool:
 
 _library.moepack_affine_threads.argtypes = [_pointer]
 _library.moepack_affine_threads.restype = None
-level = use_level()
+use_level()
 openmp = use_openmp()
+
+
+def has_tiles(dtype: torch.dtype) -> bool:
+    """Whether experts with many tokens of that dtype run in tiles here: BF16, and a processor that multiplies it."""
+    return dtype == torch.bfloat16 and level > LEVELS.index("AVX-512")
 
 
 class LayerForms:
@@ -119,7 +127,8 @@ def product(
         x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
         index: int64 [slots] or [activations, slots / activations]; an expert past the last is left out.
         out: float32 or bfloat16 [slots, rows]; rows of slots that are left out are not written.
-        limits: int64 [versions]: an expert with more slots than its version has there is left out.
+        limits: int64 [versions]: an expert with more slots than its version has there runs in tiles where `has_tiles`
+            says so of x, its weights rounded to BF16, and is left out where not.
         threads: how many; torch's number without it.
 
     Raises:
@@ -142,6 +151,7 @@ def product(
         slots // len(x),
         x.dtype == torch.bfloat16,
         out.dtype == torch.bfloat16,
+        has_tiles(x.dtype),
         threads or torch.get_num_threads(),
         x.data_ptr(),
         index.data_ptr(),

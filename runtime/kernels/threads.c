@@ -1,0 +1,149 @@
+/* Threads for the CPU kernels: the caller's OpenMP (GOMP_parallel, so that one set of threads serves torch and us), or a
+ * pool of our own. And what reading memory costs on them. */
+#include <pthread.h>
+#include <unistd.h>
+
+#include "affine.h"
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+static Parallel borrowed = 0;
+
+void moepack_affine_threads(Parallel parallel) { borrowed = parallel; }
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    void (*work)(void *);
+    void *argument;
+    int started, wanted;
+    atomic_uint round;
+    atomic_int left;
+} Pool;
+
+static Pool pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* one call at a time has the pool; another runs on its own thread */
+
+static void *worker(void *number) {
+    unsigned seen = 0;
+    for (;;) {
+        for (int spin = 0; spin < 20000 && atomic_load_explicit(&pool.round, memory_order_acquire) == seen; spin++)
+#ifdef __x86_64__
+            _mm_pause();
+#else
+            ;
+#endif
+        pthread_mutex_lock(&pool.lock);
+        while (atomic_load(&pool.round) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+        seen = atomic_load(&pool.round);
+        int mine = (int)(intptr_t)number < pool.wanted;
+        void (*work)(void *) = pool.work;
+        void *argument = pool.argument;
+        pthread_mutex_unlock(&pool.lock);
+        if (mine) {
+            work(argument);
+            atomic_fetch_sub(&pool.left, 1);
+        }
+    }
+    return 0;
+}
+
+static void after_fork(void) { /* a child has none of its parent's threads */
+    pool = (Pool){.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    pthread_mutex_init(&busy, 0);
+}
+
+void moepack_parallel(void (*work)(void *), void *argument, int threads) {
+    if (threads < 2) {
+        work(argument);
+        return;
+    }
+    if (borrowed) {
+        borrowed(work, argument, (unsigned)threads, 0);
+        return;
+    }
+    if (pthread_mutex_trylock(&busy)) {
+        work(argument);
+        return;
+    }
+    static int registered;
+    if (!registered) registered = !pthread_atfork(0, 0, after_fork);
+    pthread_mutex_lock(&pool.lock);
+    while (pool.started < threads - 1) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, worker, (void *)(intptr_t)pool.started)) break;
+        pthread_detach(thread);
+        pool.started++;
+    }
+    pool.work = work, pool.argument = argument;
+    pool.wanted = threads - 1 < pool.started ? threads - 1 : pool.started;
+    atomic_store(&pool.left, pool.wanted);
+    atomic_fetch_add_explicit(&pool.round, 1, memory_order_release);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    work(argument);
+    while (atomic_load(&pool.left)) {
+#ifdef __x86_64__
+        _mm_pause();
+#endif
+    }
+    pthread_mutex_unlock(&busy);
+}
+
+/* ---- reading memory and nothing else: the floor on the time of whatever reads as many bytes */
+typedef struct {
+    const uint8_t *const *at;
+    int64_t n, size;
+    atomic_llong next, total;
+} ReadRun;
+
+#ifdef __x86_64__
+__attribute__((target("avx2"))) static int64_t read_avx2(const uint8_t *at, int64_t size) {
+    __m256i sum[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (int64_t i = 0; i + 128 <= size; i += 128) {
+        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++)
+            sum[k] = _mm256_add_epi64(sum[k], _mm256_loadu_si256((const __m256i *)(at + i + 32 * k)));
+        _mm_prefetch((const char *)at + i + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char *)at + i + 2112, _MM_HINT_T0);
+    }
+    sum[0] = _mm256_add_epi64(_mm256_add_epi64(sum[0], sum[1]), _mm256_add_epi64(sum[2], sum[3]));
+    return _mm256_extract_epi64(sum[0], 0) + _mm256_extract_epi64(sum[0], 2);
+}
+#endif
+
+static int64_t read_c(const uint8_t *at, int64_t size) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i + 8 <= size; i += 8) {
+        uint64_t word;
+        memcpy(&word, at + i, 8);
+        sum += word;
+    }
+    return (int64_t)sum;
+}
+
+static void read_all(void *argument) {
+    enum { PIECE = 1 << 17 };
+    ReadRun *run = argument;
+    int64_t pieces = ceil_div(run->size, PIECE), i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < pieces * run->n) {
+        const uint8_t *at = run->at[i / pieces] + i % pieces * PIECE;
+        int64_t left = run->size - i % pieces * PIECE, size = left < PIECE ? left : PIECE, sum;
+#ifdef __x86_64__
+        sum = __builtin_cpu_supports("avx2") ? read_avx2(at, size) : read_c(at, size);
+#else
+        sum = read_c(at, size);
+#endif
+        atomic_fetch_add_explicit(&run->total, sum, memory_order_relaxed);
+    }
+}
+
+/* Read `size` bytes at each of n addresses; returns a sum, so that nothing is left out. */
+int64_t moepack_affine_read(const uint8_t *const *at, int64_t n, int64_t size, int64_t threads) {
+    ReadRun run = {.at = at, .n = n, .size = size};
+    atomic_init(&run.next, 0);
+    atomic_init(&run.total, 0);
+    moepack_parallel(read_all, &run, (int)threads);
+    return atomic_load(&run.total);
+}

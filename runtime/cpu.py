@@ -1,8 +1,8 @@
 """The experts' forward on a CPU with compiled kernels: routing in, weighted sum out.
 
-All experts run in one call a matrix: those with few tokens straight from their packed bytes, those with many from tiles
-unpacked into a buffer that stays in cache. Where the processor does not multiply BF16, or activations are float32, torch
-multiplies by those tiles instead. backends.py says what few means.
+All experts run in one call a matrix: those with few tokens straight from their packed bytes, those with many in tiles
+unpacked into a buffer that stays in cache. Where the processor does not multiply BF16, or activations are float32,
+torch multiplies by those tiles instead. backends.py says what few means.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What fits a budget: which low version, and how many experts of each layer may be above it. Pure arithmetic.
+"""What fits a budget: how many experts of each layer may be high, and what is then lost. Pure arithmetic.
 
 Numbers in, numbers out, no torch. Sizes are bytes of blocks; versions are numbers, 0 the most precise.
 """
@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Sequence
 
 Sizes = Sequence[Sequence[int]]  # [layers][versions], bytes of one expert
+Table = Sequence[Sequence[float]]  # [layers][experts]
 
 
 def base_bytes(sizes: Sizes, experts: Sequence[int], version: int) -> int:
@@ -16,26 +17,32 @@ def base_bytes(sizes: Sizes, experts: Sequence[int], version: int) -> int:
     return sum(n * row[version] for row, n in zip(sizes, experts, strict=True))
 
 
-def choose_low(sizes: Sizes, experts: Sequence[int], high: int, room: int, share: float = 1 / 8) -> int | None:
-    """The most precise version below `high` that all experts can have while a share of them has the high one beside.
+def expected_loss(traffic: Table, losses: Sequence[Table], high: int, low: int, room: Sequence[int]) -> float:
+    """Summed squared error on the calibration tokens, with the experts that save most at `high`, the others at `low`.
 
-    On trained models the top eighth of a layer's experts carries about half of its traffic. Where no version leaves so
-    much room, the most precise one that fits; None where none does.
+    Args:
+        traffic: [layers][experts], tokens.
+        losses: [layers][experts][versions], squared error a token.
+        high: a version.
+        low: another.
+        room: [layers], how many experts may be at the high one.
     """
-    versions = range(high + 1, len(sizes[0]))
-    above = share * base_bytes(sizes, experts, high)
-    for spare in (above, 0.0):
-        for version in versions:
-            if base_bytes(sizes, experts, version) + spare <= room:
-                return version
-    return None
+    total = 0.0
+    for tokens, rows, n in zip(traffic, losses, room, strict=True):
+        both = sorted(((t * row[low], t * row[high]) for t, row in zip(tokens, rows, strict=True)), key=_saved)
+        total += sum(loss for _, loss in both[:n]) + sum(loss for loss, _ in both[n:])
+    return total
+
+
+def _saved(losses: tuple[float, float]) -> float:
+    return losses[1] - losses[0]
 
 
 def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[int]:
     """How many high experts each layer may have, every layer the same share of its experts, within `room` bytes.
 
     Args:
-        sizes: [layers], bytes of a high expert.
+        sizes: [layers], bytes that a high expert takes more than a low one.
         experts: [layers].
         room: bytes.
     """
@@ -50,11 +57,11 @@ def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[i
     return out
 
 
-def room_by_loss(sizes: Sequence[int], gains: Sequence[Sequence[float]], room: int) -> list[int]:
+def room_by_loss(sizes: Sequence[int], gains: Table, room: int) -> list[int]:
     """How many high experts each layer may have, by what the loss tables say they save a byte, within `room` bytes.
 
     Args:
-        sizes: [layers], bytes of a high expert.
+        sizes: [layers], bytes that a high expert takes more than a low one.
         gains: [layers][experts], loss that an expert's promotion saves on the calibration tokens; which experts they
             are does not matter here, only how fast a layer's gains fall.
         room: bytes.

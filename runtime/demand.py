@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from moepack.pack.errors import MoepackError
 
+from .entries import Key, Outcome
 from .hotness import Wanted
-from .residency import Key, Outcome, Residency
+from .residency import Residency
 from .transitions import Transitions
 
 

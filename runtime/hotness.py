@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from .capacity import Table
+
 Key = tuple[int, int]  # layer position, expert
 Wanted = Mapping[Key, int]  # the version of every expert that is to be above the base one, the most wanted first
 
@@ -70,14 +72,33 @@ class Hotness:
     Counters are added up over an interval T_u; then S <- alpha S + (1 - alpha) c for every expert, and each layer's
     top n are wanted, n being the layer's room. A newcomer takes an incumbent's place only when the margin and the rank
     slack both allow it. An interval without any token changes nothing.
+
+    Two things are beyond the paper. Scores may start from what calibration saw, as if an interval of such traffic had
+    gone before the first, so that there is a choice before any token. And experts may be ranked by score times what a
+    token at the high version saves in loss: an expert can be busy and yet lose little at the low one.
     """
 
     blocking = False
 
-    def __init__(self, experts: Sequence[int], version: int, options: HotnessOptions | None = None) -> None:
-        """For layers of so many experts; `version` is the number of the high one."""
+    def __init__(
+        self,
+        experts: Sequence[int],
+        version: int,
+        options: HotnessOptions | None = None,
+        prior: Table | None = None,
+        gains: Table | None = None,
+    ) -> None:
+        """Args:
+        experts: [layers].
+        version: the number of the high one.
+        options: settings.
+        prior: [layers][experts], tokens of an earlier workload; only their shares in a layer matter.
+        gains: [layers][experts], what a token saves at the high version; without it, as much everywhere.
+        """
         self.version, self.options = version, options or HotnessOptions()
-        self.scores = [[0.0] * n for n in experts]
+        self.scores = [list(row) for row in prior] if prior else [[0.0] * n for n in experts]
+        self._gains = [list(row) for row in gains] if gains else [[1.0] * n for n in experts]
+        self._is_prior = [prior is not None] * len(experts)
         self.sets: list[list[int]] = [[] for _ in experts]
         self._counts = [[0] * n for n in experts]
         self._room: list[int] = []
@@ -99,8 +120,8 @@ class Hotness:
         self._room = list(seen.room)
         before = [set(s) for s in self.sets]
         self.sets = [
-            top_with_hysteresis(scores, current, room, self.options.margin, self.options.slack)
-            for scores, current, room in zip(self.scores, self.sets, seen.room, strict=True)
+            top_with_hysteresis(values, current, room, self.options.margin, self.options.slack)
+            for values, current, room in zip(self._values(), self.sets, seen.room, strict=True)
         ]
         if not due and before == [set(s) for s in self.sets]:
             return None
@@ -108,15 +129,23 @@ class Hotness:
 
     def _score(self) -> None:
         alpha = self.options.alpha
-        for scores, counts in zip(self.scores, self._counts, strict=True):
+        for p, (scores, counts) in enumerate(zip(self.scores, self._counts, strict=True)):
+            scale = 1.0
+            if self._is_prior[p] and any(counts):
+                self._is_prior[p] = False
+                scale = sum(counts) / sum(scores)
             for e, n in enumerate(counts):
-                scores[e] = alpha * scores[e] + (1 - alpha) * n
+                scores[e] = alpha * scale * scores[e] + (1 - alpha) * n
                 counts[e] = 0
 
+    def _values(self) -> list[list[float]]:
+        return [[s * g for s, g in zip(*rows, strict=True)] for rows in zip(self.scores, self._gains, strict=True)]
+
     def wanted(self) -> Wanted:
-        """The sets as they are, the hottest experts of all layers first."""
+        """The sets as they are, those worth most of all layers first."""
+        values = self._values()
         keys = [(p, e) for p, chosen in enumerate(self.sets) for e in chosen]
-        return dict.fromkeys(sorted(keys, key=lambda k: (-self.scores[k[0]][k[1]], k)), self.version)
+        return dict.fromkeys(sorted(keys, key=lambda k: (-values[k[0]][k[1]], k)), self.version)
 
 
 def top_with_hysteresis(

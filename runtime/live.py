@@ -1,6 +1,6 @@
 """A bundle served by a policy that changes versions: pools, windows, the worker that carries transitions out.
 
-Here the parts meet: the plan (capacity.py), the policy (hotness.py), residency and its transitions, the device. The
+Here the parts meet: the plan (planning.py), the policy (hotness.py), residency and its transitions, the device. The
 forward pass calls `begin`, `observe` and `end`; under a policy that does not block none of them waits for a copy.
 """
 
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,124 +18,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MoepackError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import PAGE, Version, align
 
 from .budget import BudgetTracker
-from .capacity import base_bytes, choose_low, even_room, room_by_loss
 from .demand import load_now
 from .device import CpuDevice, Device
+from .entries import Key
 from .experts import Handle, LayerExperts
 from .hotness import Hotness, LivePolicy, Observation, Recent
 from .kernels.forms import resident_size
-from .policies import LiveOptions, Policy
+from .planning import Plan, make_plan
+from .policies import Policy
 from .pools import Pool
-from .residency import Key, Residency
+from .residency import Residency
 from .store import BackingStore
 from .transitions import Transitions
 
+__all__ = ["Live", "Plan", "make_plan"]
+
 log = logging.getLogger("moepack.runtime")
-TABLES = "calibration.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is served in a budget.
-
-    Attributes:
-        versions: those of the bundle, most precise first; the other fields count in it.
-        high, low: the two versions that are served.
-        sizes: [layers][versions], bytes of a block.
-        experts: [layers].
-        fixed: bytes outside the experts: dense tensors and the staging buffer.
-        staging: of them, the staging buffer's.
-        budget: bytes for everything.
-        gains: [layers][experts], what promotions save by the loss tables; empty where the budget is shared evenly.
-    """
-
-    versions: tuple[Version, ...]
-    high: int
-    low: int
-    sizes: tuple[tuple[int, ...], ...]
-    experts: tuple[int, ...]
-    fixed: int
-    staging: int
-    budget: int
-    gains: tuple[tuple[float, ...], ...]
-
-    def room(self, kv: int = 0) -> list[int]:
-        """How many experts of each layer may be at the high version beside a KV reserve of `kv` bytes."""
-        left = self.budget - self.fixed - kv - base_bytes(self.sizes, self.experts, self.low)
-        high = [row[self.high] for row in self.sizes]
-        return room_by_loss(high, self.gains, left) if self.gains else even_room(high, self.experts, left)
-
-
-def make_plan(bundle: Bundle, options: LiveOptions, dense: int, budget: int) -> Plan:
-    """Choose versions and see that they fit.
-
-    Args:
-        bundle: the bundle.
-        options: the policy's.
-        dense: bytes of the dense tensors.
-        budget: bytes for everything.
-
-    Raises:
-        InputError: when versions are not there, or the budget does not hold the low version of every expert; the
-            message names the least that would do.
-    """
-    versions = bundle.versions
-    names = [v.name for v in versions]
-    for name in filter(None, (options.hi, options.lo)):
-        if name not in names:
-            raise InputError(f"{bundle.path}: has no version {name!r}: here are {', '.join(names)}")
-    high = names.index(options.hi) if options.hi else 0
-    if high == len(names) - 1:
-        raise InputError(f"{bundle.path}: has no version below {names[high]}: changing versions needs two")
-    sizes = tuple(tuple(align(resident_size(x.matrices, v), PAGE) for v in versions) for x in bundle.layers)
-    experts = tuple(x.experts for x in bundle.layers)
-    fixed, staging = dense, _staging(bundle, versions[high])
-    fixed += staging
-    if options.lo:
-        low: int | None = names.index(options.lo)
-        assert low is not None
-        if low <= high:
-            raise InputError(f"{bundle.path}: the low version {options.lo} is not below {names[high]}")
-        if base_bytes(sizes, experts, low) > budget - fixed:
-            low = None
-    else:
-        low = choose_low(sizes, experts, high, budget - fixed)
-    if low is None:
-        smallest = options.lo or min(names[high + 1 :], key=lambda n: base_bytes(sizes, experts, names.index(n)))
-        least = fixed + base_bytes(sizes, experts, names.index(smallest))
-        raise InputError(
-            f"{bundle.path}: a budget of {budget} bytes does not hold every expert at {smallest}: the least that would "
-            f"do is {least} bytes ({fixed} of them outside the experts)"
-        )
-    gains = _gains(bundle, names[high], names[low]) if options.share == "loss" else ()
-    return Plan(versions, high, low, sizes, experts, fixed, staging, budget, gains)
-
-
-def _staging(bundle: Bundle, high: Version) -> int:
-    """Bytes of the buffer that compressed extents are decoded from; other versions are read into their blocks."""
-    if not high.is_lossless:
-        return 0
-    files = [bundle.layer_file(high.name, p) for p in range(len(bundle.layers))]
-    return align(max(f.extent_size(e) for f in files for e in range(f.layer.experts)), PAGE)
-
-
-def _gains(bundle: Bundle, high: str, low: str) -> tuple[tuple[float, ...], ...]:
-    """Squared error that promotions save on the calibration tokens (pack/FORMAT.md, "Calibration tables")."""
-    from safetensors import safe_open
-
-    out = []
-    with safe_open(bundle.path / TABLES, framework="np") as f:
-        columns = f.metadata()["versions"].split(",")
-        for layer in bundle.layers:
-            tokens, gated = (f.get_tensor(f"layers.{layer.index}.{k}") for k in ("tokens", "gated"))
-            gain = (tokens + 1.0) * (gated[:, columns.index(low)] - gated[:, columns.index(high)])
-            out.append(tuple(float(g) for g in gain))
-    return tuple(out)
 
 
 def _device(device: torch.device, plan: Plan, on_event: Callable[[], None]) -> Device:
@@ -155,10 +57,17 @@ class Live:
         tracker: the budget.
         waits: how often a forward pass waited for a copy.
         waited: seconds it did.
+        each_round: called by the worker in every round.
     """
 
     def __init__(self, bundle: Bundle, policy: Policy, plan: Plan, devices: Sequence[torch.device]) -> None:
-        """Load the low version of every expert and start serving; `devices` are the layers'.
+        """Load what the policy wants before any token, the others' low versions, and start serving.
+
+        Args:
+            bundle: the bundle.
+            policy: a live one.
+            plan: of `make_plan`.
+            devices: the layers'.
 
         Raises:
             InputError: on a device that cannot change versions.
@@ -167,6 +76,9 @@ class Live:
         options = policy.live_options()
         if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
+        self._can_shrink = devices[0].type == "cpu"
+        if not self._can_shrink and options.prior == "none":
+            plan = replace(plan, keep=True)  # all experts are low at first, so that there must be a block for each
         self.plan, self._policy_text = plan, str(policy)
         self.store = BackingStore(bundle)
         self._wake = threading.Event()
@@ -176,25 +88,22 @@ class Live:
         pools = self._pools()
         self.residency = Residency(
             plan.experts, plan.low, lambda p, v: pools[v, plan.sizes[p][v]], self._fetch, self._make, self._publish,
-            self.device.mark,
+            self.device.mark, plan.keep,
         )  # fmt: skip
-        self.transitions = Transitions(self.residency, self.tracker, list(pools.values()))
+        self.transitions = Transitions(self.residency, self.tracker, list(pools.values()), plan.reserve)
+        self.policy: LivePolicy = Recent(plan.high)
+        if policy.name == "hotness":
+            prior = plan.traffic if options.prior == "calibration" else None
+            gains = plan.gains if options.score == "loss" else None
+            self.policy = Hotness(plan.experts, plan.high, options.hotness(), prior, gains)
         try:
-            for p, layer in enumerate(self.layers):
-                for e in range(plan.experts[p]):
-                    layer.handles.append(self.residency.place((p, e)))
-                    layer.publish(e, layer.handles[e])
+            self._load()
         except BaseException:
             self.device.close()
             raise
-        self.device.limit(options.rate * 1e6 or None)
-        self.policy: LivePolicy
-        if policy.name == "lru":
-            self.device.limit(None)
-            self.policy = Recent(plan.high)
-        else:
-            self.policy = Hotness(plan.experts, plan.high, options.hotness())
+        self.device.limit(None if self.policy.blocking else options.rate * 1e6 or None)
         self.waits, self.waited = 0, 0.0
+        self.each_round: Callable[[], None] = lambda: None
         self._counts_lock = threading.Lock()
         self._counts = [np.zeros(n, np.int64) for n in plan.experts]
         self._seen_at, self._seen_room = 0.0, [-1]
@@ -206,16 +115,45 @@ class Live:
             self._worker.start()
 
     def _pools(self) -> dict[tuple[int, int], Pool]:
+        """One for each size of each version.
+
+        Memory that can be given back is not taken before it is used, so that a pool may be as large as it will ever
+        need to be. Other memory is divided once and for all, as it will be when what fits is high: that many high
+        blocks, and low ones for the others and for demotions.
+        """
         plan, pools = self.plan, {}
-        spare = plan.budget - plan.fixed - base_bytes(plan.sizes, plan.experts, plan.low)
+        room = plan.room()
         for version in (plan.high, plan.low):
             for size in sorted({row[version] for row in plan.sizes}):
-                blocks = sum(n for row, n in zip(plan.sizes, plan.experts, strict=True) if row[version] == size)
+                mine = [p for p, row in enumerate(plan.sizes) if row[version] == size]
+                blocks = sum(plan.experts[p] for p in mine)
                 if version == plan.high:
-                    blocks = min(blocks, spare // size)
+                    most = sum(room[p] for p in mine)
+                    blocks = min(blocks, (plan.budget - plan.fixed) // size) if self._can_shrink else most
+                elif not (self._can_shrink or plan.keep):
+                    blocks += plan.spare_blocks - sum(room[p] for p in mine)
                 memory = self.device.memory(size * blocks)
                 pools[version, size] = Pool(f"{plan.versions[version].name}/{size}", size, blocks, self.tracker, memory)
         return pools
+
+    def _load(self) -> None:
+        nothing = [[0] * n for n in self.plan.experts]
+        wanted = self.policy.observe(Observation(time.monotonic(), nothing, self._room())) or {}
+        first = {} if self.plan.keep else wanted
+        for p, layer in enumerate(self.layers):
+            for e in range(self.plan.experts[p]):
+                layer.handles.append(self._place((p, e), first.get((p, e), self.plan.low)))
+                layer.publish(e, layer.handles[e])
+        self.transitions.want(wanted)
+
+    def _place(self, key: Key, version: int) -> Any:
+        try:
+            return self.residency.place(key, version)
+        except (MoepackError, OSError) as error:
+            if version == self.plan.low:
+                raise
+            self.transitions.note_failure(key, version, error)
+            return self.residency.place(key, self.plan.low)
 
     def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
         position, expert = key
@@ -242,7 +180,6 @@ class Live:
         """End a window in which the router chose experts so often, int64 [experts] a layer."""
         self.residency.end(window)
         if self.policy.blocking:
-            self.residency.reclaim()
             self._one_at_a_time.release()
             return
         with self._counts_lock:
@@ -264,7 +201,9 @@ class Live:
             self.waited += time.perf_counter() - began
 
     def _room(self) -> list[int]:
-        return self.plan.room(self.transitions.kv_bytes + self.transitions.kv_asked)
+        """Where pools cannot shrink, the KV reserve has what they leave, and high blocks stay as many."""
+        kv = self.transitions.kv_bytes + self.transitions.kv_asked
+        return self.plan.room(kv if self._can_shrink else 0)
 
     # --- the worker
 
@@ -280,6 +219,7 @@ class Live:
 
     def step(self, now: float) -> None:
         """One round: let the policy see what was counted, then carry transitions on."""
+        self.each_round()
         room = self._room()
         if now - self._seen_at >= self._patience or room != self._seen_room:
             self._seen_at, self._seen_room = now, room

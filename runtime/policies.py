@@ -19,6 +19,12 @@ Versions = tuple[tuple[str, ...], ...]
 NAMES = ("static", "uniform", "hotness", "lru")
 RATE = 200e6  # bytes a second: copies then take a few per cent of one core's memory bandwidth
 _STANDARD = HotnessOptions()
+_WORDS = {
+    "share": ("even", "loss"),
+    "prior": ("calibration", "none"),
+    "score": ("loss", "counts"),
+    "keep": ("yes", "no"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +32,14 @@ class LiveOptions:
     """What follows `hotness:` or `lru:`, as key=value with commas between.
 
     Attributes:
-        hi: the high version; the most precise one that is here without it.
-        lo: the base version, which every expert has; without it the most precise one that leaves room for an eighth
-            of the experts at the high one.
+        hi, lo: the two versions that are served; what is not named is chosen for the least loss that the bundle's
+            calibration foretells in the budget.
         share: how the budget is shared among layers: "even", or "loss" by the loss tables.
+        prior: "calibration": the experts that were busy in calibration are high from the start; "none": none is.
+        score: "loss": experts are ranked by traffic times what the loss tables say a token saves; "counts": by traffic.
+        keep: "yes": an expert that is promoted keeps its low version; "no": it gives it back.
+        reserve: low blocks of each size that are kept for demotions without `keep`, from 1: so many can be under way in
+            one forward pass.
         rate: megabytes a second that promotions may copy; 0 for no limit.
         interval, alpha, margin, slack: as in HotnessOptions.
     """
@@ -37,6 +47,10 @@ class LiveOptions:
     hi: str = ""
     lo: str = ""
     share: str = "even"
+    prior: str = "calibration"
+    score: str = "loss"
+    keep: str = "no"
+    reserve: int = 8
     rate: float = RATE / 1e6
     interval: float = _STANDARD.interval
     alpha: float = _STANDARD.alpha
@@ -69,8 +83,8 @@ class Policy:
         Raises:
             InputError: for one that does not exist, or a value out of range.
         """
-        kinds = {"slack": int, "rate": float, "interval": float, "alpha": float, "margin": float}
-        values: dict[str, object] = {}
+        kinds = {"slack": int, "reserve": int, "rate": float, "interval": float, "alpha": float, "margin": float}
+        values: dict[str, object] = {"keep": "yes"} if self.name == "lru" else {}
         for part in filter(None, self.argument.split(",")):
             key, _, value = part.partition("=")
             if key not in {f.name for f in fields(LiveOptions)}:
@@ -81,14 +95,19 @@ class Policy:
             except ValueError:
                 raise InputError(f"policy {self}: {key} is a number, not {value!r}") from None
         options = LiveOptions(**values)  # type: ignore[arg-type]
-        if options.share not in ("even", "loss"):
-            raise InputError(f"policy {self}: share is even or loss, not {options.share!r}")
+        for key, words in _WORDS.items():
+            if (value := getattr(options, key)) not in words:
+                raise InputError(f"policy {self}: {key} is {words[0]} or {words[1]}, not {value!r}")
         try:
             options.hotness()
         except ValueError:
             raise InputError(f"policy {self}: alpha is from 0 to below 1, other numbers are from 0") from None
         if not options.rate >= 0:
             raise InputError(f"policy {self}: rate is from 0")
+        if options.reserve < 1:
+            raise InputError(f"policy {self}: reserve is from 1: a demotion needs a block")
+        if self.name == "lru" and options.keep == "no":
+            raise InputError(f"policy {self}: lru keeps low versions: it loads and drops experts inside a forward pass")
         return options
 
 

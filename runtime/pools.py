@@ -136,6 +136,17 @@ class Pool:
         return given
 
     @property
+    def returnable(self) -> bool:
+        """Whether free blocks can be given back."""
+        return self._memory.returnable
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether there is a block that is neither taken nor reserved."""
+        with self._lock:
+            return bool(self._untouched)
+
+    @property
     def taken(self) -> int:
         """Blocks that are taken."""
         with self._lock:

@@ -1,112 +1,25 @@
 """Versioned residency: which versions of each expert are in device memory, and which one its handle points to.
 
 Blocks are taken from pools and filled by `fetch`; a version is published at a window's boundary and only once its fetch
-has ended well; the version before it gives its block back after the last window that could read it. Decides nothing
-about which version is wanted (transitions.py carries that out), and knows neither torch modules nor files.
+has ended well; the one before it is spare after the last window that could read it, and its block goes when somebody
+needs the bytes. Decides nothing about which version is wanted (transitions.py carries that out), and knows neither
+torch modules nor files.
 
-Versions are numbers, 0 the most precise. An expert's base version is resident from loading on and never leaves: a
-demotion to it is one publication, and there is always something to serve.
+Versions are numbers, 0 the most precise; there may be any number of them. Every expert has one active version,
+complete, at every moment: a transition in either direction brings the new version first and lets the old one go later.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from .device import Event
+from .entries import Counts, Entry, Flying, Key, Outcome, Resident, Windows
 from .pools import Block, Pool
-
-Key = tuple[int, int]  # layer position, expert
-
-
-class State(enum.Enum):
-    """What is happening to an expert (dynaexq, section 3.2)."""
-
-    RESIDENT_HI = "resident-hi"  # a version above the base one is active
-    RESIDENT_LO = "resident-lo"  # the base version is active
-    PROMOTING = "promoting"  # a more precise version is being copied, or waits for the next boundary
-    DEMOTING = "demoting"  # a less precise one is, or does
-    EVICTING = "evicting"  # a version that was active waits for the last window that could read it
-
-
-class Outcome(enum.Enum):
-    """What became of a request for a version."""
-
-    NOTHING = "nothing"  # it is active, or on its way
-    READY = "ready"  # it is resident: the next boundary publishes it
-    STARTED = "started"  # its copy has begun
-    REFUSED = "refused"  # no block for it, or no budget: ask again
-    BUSY = "busy"  # another copy for the expert is in flight: ask again
-    FAILED = "failed"  # its copy could not begin
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """A complete version: its block and what the forward pass reads it through."""
-
-    block: Block
-    handle: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Flying:
-    """A version being copied."""
-
-    version: int
-    block: Block
-    event: Event
-
-
-@dataclass(slots=True)
-class Entry:
-    """One expert. `complete` holds the base version, the active one, and the one that is ready to be published."""
-
-    base: int
-    active: int
-    complete: dict[int, Resident]
-    flying: Flying | None = None
-    ready: int | None = None
-    leaving: int = 0
-
-    @property
-    def state(self) -> State:
-        """Its state; of several transitions at once the one towards a new version."""
-        coming = self.flying.version if self.flying else self.ready
-        if coming is not None and coming != self.active:
-            return State.PROMOTING if coming < self.active else State.DEMOTING
-        if self.leaving:
-            return State.EVICTING
-        return State.RESIDENT_LO if self.active == self.base else State.RESIDENT_HI
-
-
-@dataclass(slots=True)
-class Counts:
-    """What has happened since loading."""
-
-    promotions: int = 0
-    demotions: int = 0
-    cancelled: int = 0
-    failures: int = 0
-    windows: int = 0
-
-
-@dataclass
-class _Windows:
-    """Windows that are running, and those whose compute has not ended on the device."""
-
-    begun: int = 0
-    open: set[int] = field(default_factory=set)
-    ended: dict[int, Event] = field(default_factory=dict)
-
-    def oldest(self) -> int:
-        """The number of the oldest window that may still read."""
-        self.ended = {n: e for n, e in self.ended.items() if not e.done()}
-        return min([*self.open, *self.ended], default=self.begun + 1)
 
 
 class Residency:
@@ -114,12 +27,14 @@ class Residency:
 
     Args:
         experts: how many each layer has.
-        base: the number of the base version.
+        base: the number of the base version: what an expert is at while nobody wants another.
         pool: the pool for (layer position, version).
         fetch: starts copying (key, version) into a tensor, returning its event.
         make: the handle of (key, version) over a complete block.
         publish: lets the forward pass see a handle from now on: it must be quick, and cannot fail.
         mark: an event that ends with the compute issued until now.
+        keeps_base: whether the base version stays in memory beside a better one: a demotion to it is then one
+            publication, and never needs a block.
     """
 
     def __init__(
@@ -131,37 +46,44 @@ class Residency:
         make: Callable[[Key, int, Tensor], Any],
         publish: Callable[[Key, Any], None],
         mark: Callable[[], Event],
+        keeps_base: bool = False,
     ) -> None:
-        self.experts, self.base = tuple(experts), base
+        self.experts, self.base, self.keeps_base = tuple(experts), base, keeps_base
         self.pool, self._fetch, self._make, self._publish, self._mark = pool, fetch, make, publish, mark
         self._lock = threading.RLock()
         self.entries: dict[Key, Entry] = {}
         self._flying: dict[Key, None] = {}
         self._ready: dict[Key, None] = {}
         self._above: set[Key] = set()
-        self._leaving: list[tuple[int, Key, Block]] = []
-        self._windows = _Windows()
+        self._leaving: dict[tuple[Key, int], int] = {}  # the last window that may read it
+        self._spare: dict[tuple[Key, int], None] = {}  # complete, and nobody reads it; the longest so first
+        self._spare_bytes = 0
+        self._windows = Windows()
         self.counts = Counts()
 
     # --- loading
 
-    def place(self, key: Key) -> Any:
-        """Load an expert's base version and wait for it; returns its handle. Before serving only.
+    def place(self, key: Key, version: int) -> Any:
+        """Load an expert's first version and wait for it; returns its handle. Before serving only.
+
+        With `keeps_base`, that is the base version.
 
         Raises:
             MemoryError: when the pool or the budget does not hold it: the caller's arithmetic was wrong.
             MoepackError: when its bytes are damaged.
         """
-        block = self.pool(key[0], self.base).allocate()
+        block = self.pool(key[0], version).allocate()
         if block is None:
-            raise MemoryError(f"no block for the base version of expert {key}")
-        event = self._fetch(key, self.base, block.tensor)
+            raise MemoryError(f"no block for version {version} of expert {key}")
+        event = self._fetch(key, version, block.tensor)
         event.wait()
         if event.error is not None:
             block.pool.free(block)
             raise event.error
-        made = Resident(block, self._make(key, self.base, block.tensor))
-        self.entries[key] = Entry(self.base, self.base, {self.base: made})
+        made = Resident(block, self._make(key, version, block.tensor))
+        self.entries[key] = Entry(self.base, version, {version: made})
+        if version != self.base:
+            self._above.add(key)
         return made.handle
 
     # --- windows
@@ -207,14 +129,11 @@ class Residency:
                 return
             if entry.ready != version:
                 self._drop_ready(key)
-                entry.ready = version
-                self._ready[key] = None
+                self._make_ready(key, version)
             self._switch(key)
-            mine = [leaving for leaving in self._leaving if leaving[1] == key]
-            self._leaving = [leaving for leaving in self._leaving if leaving[1] != key]
-            for _, _, block in mine:
-                entry.leaving -= 1
-                block.pool.free(block)
+            for old in list(entry.leaving):
+                self._left(key, old)
+                self._free(key, old)
 
     def _switch(self, key: Key) -> None:
         entry = self.entries[key]
@@ -227,12 +146,31 @@ class Residency:
             self.counts.demotions += 1
         else:
             self.counts.promotions += 1
-        if old != entry.base:
-            self._retire(key, entry.complete.pop(old).block)
+        self._leave(key, old)
 
-    def _retire(self, key: Key, block: Block) -> None:
-        self.entries[key].leaving += 1
-        self._leaving.append((self._windows.begun, key, block))
+    def _leave(self, key: Key, version: int) -> None:
+        """A version is neither active nor ready any more; windows that have begun may still read it."""
+        if not self._pinned(version):
+            self.entries[key].leaving.add(version)
+            self._leaving[key, version] = self._windows.begun
+
+    def _left(self, key: Key, version: int) -> None:
+        """No window reads a version any more."""
+        del self._leaving[key, version]
+        self.entries[key].leaving.discard(version)
+        self._set_aside(key, version)
+
+    def _set_aside(self, key: Key, version: int) -> None:
+        self._spare[key, version] = None
+        self._spare_bytes += self._size(key, version)
+
+    def _take_back(self, key: Key, version: int) -> None:
+        if (key, version) in self._spare:
+            del self._spare[key, version]
+            self._spare_bytes -= self._size(key, version)
+
+    def _pinned(self, version: int) -> bool:
+        return self.keeps_base and version == self.base
 
     # --- transitions
 
@@ -241,15 +179,14 @@ class Residency:
         with self._lock:
             entry = self.entries[key]
             if entry.flying is not None:
-                return Outcome.NOTHING if entry.flying.version == version else Outcome.BUSY
+                return Outcome.NOTHING if entry.coming == version else Outcome.BUSY
             if entry.ready == version:
                 return Outcome.NOTHING
             self._drop_ready(key)
             if entry.active == version:
                 return Outcome.NOTHING
             if version in entry.complete:
-                entry.ready = version
-                self._ready[key] = None
+                self._make_ready(key, version)
                 return Outcome.READY
             block = self.pool(key[0], version).allocate()
             if block is None:
@@ -263,6 +200,15 @@ class Residency:
             self._flying[key] = None
             return Outcome.STARTED
 
+    def _make_ready(self, key: Key, version: int) -> None:
+        """A complete version is to be published; a spare or leaving one stays."""
+        entry = self.entries[key]
+        entry.ready = version
+        self._ready[key] = None
+        entry.leaving.discard(version)
+        self._leaving.pop((key, version), None)
+        self._take_back(key, version)
+
     def cancel(self, key: Key) -> None:
         """Give up what is on its way for an expert: it stays on its active version."""
         with self._lock:
@@ -273,22 +219,20 @@ class Residency:
                 self._drop_ready(key)
 
     def _drop_ready(self, key: Key) -> None:
-        """Forget a version that no window has seen; its block is free at once."""
+        """Forget that a version was to be published. A window may be reading it: it was leaving, perhaps."""
         entry = self.entries[key]
         if entry.ready is None:
             return
         del self._ready[key]
         version, entry.ready = entry.ready, None
-        if version not in (entry.base, entry.active):
-            block = entry.complete.pop(version).block
-            block.pool.free(block)
-            self.counts.cancelled += 1
+        self.counts.cancelled += 1
+        self._leave(key, version)
 
     def poll(self, wanted: Callable[[Key, int], bool]) -> list[tuple[Key, int, BaseException]]:
         """Take note of copies that have ended; returns those that failed, not those that were cancelled.
 
         Args:
-            wanted: whether a version that has arrived is still wanted; where not, its block is free again.
+            wanted: whether a version that has arrived is still wanted; where not, it is spare.
         """
         failed = []
         with self._lock:
@@ -299,37 +243,84 @@ class Residency:
                 if not flying.event.done():
                     continue
                 del self._flying[key]
-                entry.flying = None
+                coming, entry.flying = entry.coming, None
                 error = flying.event.error
-                if error is None and wanted(key, flying.version):
-                    handle = self._make(key, flying.version, flying.block.tensor)
-                    entry.complete[flying.version] = Resident(flying.block, handle)
-                    entry.ready = flying.version
-                    self._ready[key] = None
+                if error is not None:
+                    flying.block.pool.free(flying.block)
+                    if flying.event.cancelled:
+                        self.counts.cancelled += 1
+                    else:
+                        self.counts.failures += 1
+                        failed.append((key, flying.version, error))
                     continue
-                flying.block.pool.free(flying.block)
-                if error is None or flying.event.cancelled:
-                    self.counts.cancelled += 1
+                handle = self._make(key, flying.version, flying.block.tensor)
+                entry.complete[flying.version] = Resident(flying.block, handle)
+                if coming is not None and wanted(key, coming):
+                    self._make_ready(key, coming)
                 else:
-                    self.counts.failures += 1
-                    failed.append((key, flying.version, error))
+                    self.counts.cancelled += 1
+                    self._set_aside(key, flying.version)
         return failed
 
     def reclaim(self) -> int:
-        """Free the blocks that no window can read any more; returns their bytes."""
+        """Make spare what no window can read any more; returns the bytes."""
         freed = 0
         with self._lock:
             oldest = self._windows.oldest()
-            kept = []
-            for last, key, block in self._leaving:
+            for (key, version), last in list(self._leaving.items()):
                 if last < oldest:
-                    self.entries[key].leaving -= 1
-                    block.pool.free(block)
-                    freed += block.pool.block_bytes
-                else:
-                    kept.append((last, key, block))
-            self._leaving = kept
+                    self._left(key, version)
+                    freed += self._size(key, version)
         return freed
+
+    def drop_spare(self, pool: Pool | None = None) -> int:
+        """Free the block of the version that has been spare the longest, of one pool or of any; returns its bytes."""
+        with self._lock:
+            for key, version in self._spare:
+                if pool is None or self.pool(key[0], version) is pool:
+                    return self._free(key, version)
+        return 0
+
+    def _free(self, key: Key, version: int) -> int:
+        self._take_back(key, version)
+        block: Block = self.entries[key].complete.pop(version).block
+        block.pool.free(block)
+        return block.pool.block_bytes
+
+    # --- bytes
+
+    def _size(self, key: Key, version: int) -> int:
+        """What an expert's being at a version takes beside what it has in any case."""
+        return 0 if self._pinned(version) else self.pool(key[0], version).block_bytes
+
+    def growth(self, key: Key, version: int) -> int:
+        """Bytes that an expert will take more once it is at `version` and its active one has gone."""
+        with self._lock:
+            return self._size(key, version) - self._size(key, self.entries[key].active)
+
+    def available(self) -> int:
+        """Bytes of spare versions, and those that come back at the least once everything under way has ended.
+
+        However it ends: of a transition's two versions one goes, whether its copy arrives or fails.
+        """
+        with self._lock:
+            size = self._spare_bytes + sum(self._size(key, version) for key, version in self._leaving)
+            for key in [*self._flying, *self._ready]:
+                entry = self.entries[key]
+                version = entry.flying.version if entry.flying else entry.ready
+                assert version is not None
+                coming = self._size(key, version)
+                size += coming if entry.coming is None else min(coming, self._size(key, entry.active))
+            return size
+
+    def going_bytes(self) -> int:
+        """Bytes that demotions under way will free beyond `available`, if their copies arrive."""
+        with self._lock:
+            size = 0
+            for key in [*self._flying, *self._ready]:
+                coming = self.entries[key].coming
+                size += max(0, -self.growth(key, coming)) if coming is not None else 0
+            return size
 
     # --- seeing
 
@@ -347,13 +338,3 @@ class Residency:
         """Copies that have not ended."""
         with self._lock:
             return len(self._flying)
-
-    def going_bytes(self) -> int:
-        """Bytes of blocks that are on their way out: retired, or to be retired by the next boundary."""
-        with self._lock:
-            size = sum(block.pool.block_bytes for _, _, block in self._leaving)
-            for key in self._ready:
-                entry = self.entries[key]
-                if entry.active != entry.base:
-                    size += entry.complete[entry.active].block.pool.block_bytes
-            return size

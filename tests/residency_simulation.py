@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,16 +11,58 @@ from moepack.pack.errors import BundleError
 from moepack.pack.spec import PAGE
 from moepack.runtime.budget import BudgetTracker
 from moepack.runtime.device import CpuMemory
+from moepack.runtime.entries import Key
 from moepack.runtime.pools import Pool
-from moepack.runtime.residency import Key, Residency
+from moepack.runtime.residency import Residency
 from moepack.runtime.transitions import Transitions
 
 EXPERTS = (4, 3)
-PAGES = (3, 2, 1)  # of a block, by version
-BASE = 2
 FIXED = PAGE
-BASE_BYTES = sum(EXPERTS) * PAGE
-BUDGET = FIXED + BASE_BYTES + 10 * PAGE
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is simulated.
+
+    Attributes:
+        pages: of a block, by version; the last version is the base.
+        reserve: pages that are kept for demotions.
+        room: pages beside base versions and the reserve; with `fixed`, how many experts may be high.
+        keeps_base: base versions stay.
+        fixed: pools cannot give blocks back; `room` experts are high from the start.
+    """
+
+    pages: tuple[int, ...] = (3, 2, 1)
+    reserve: int = 2
+    room: int = 8
+    keeps_base: bool = False
+    fixed: bool = False
+
+    @property
+    def base(self) -> int:
+        return len(self.pages) - 1
+
+    def blocks(self, version: int) -> int:
+        """Of a version's pool."""
+        everyone = sum(EXPERTS)
+        if not self.fixed:
+            return everyone
+        return self.room if version == 0 else everyone - self.room + self.reserve // self.pages[1]
+
+    @property
+    def budget(self) -> int:
+        if self.fixed:
+            taken = sum(self.blocks(v) * pages for v, pages in enumerate(self.pages)) + 2
+        else:
+            taken = sum(EXPERTS) * self.pages[-1] + self.reserve + self.room
+        return FIXED + taken * PAGE
+
+
+DROPS = Kind()
+FOUR = Kind(pages=(5, 3, 2, 1), reserve=3, room=9)
+TIGHT = Kind(pages=(4, 2, 1), reserve=2, room=3)
+KEEPS = Kind(reserve=2, room=9, keeps_base=True)
+POOLS = Kind(pages=(4, 1), reserve=1, room=3, fixed=True)
 
 
 class Violation(AssertionError):
@@ -47,13 +90,14 @@ class SimEvent:
 
 def pattern(key: Key, version: int) -> int:
     """The byte that a complete version consists of."""
-    return 1 + (key[0] * max(EXPERTS) + key[1]) * 3 + version
+    return 1 + (key[0] * max(EXPERTS) + key[1]) * 4 + version
 
 
 class Simulation:
     """A residency and its transitions over a simulated device, with what readers see."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind = DROPS) -> None:
+        self.kind = kind
         self.now = 0.0
         self.loading = True
         self.jobs: list[tuple[SimEvent, Key, int, Tensor]] = []
@@ -63,19 +107,23 @@ class Simulation:
         self.marks: list[SimEvent] = []
         self.finished: set[tuple[Key, int, int]] = set()  # (key, version, address) whose copy's event has ended well
         self.memories: list[Tensor] = []
-        self.tracker = BudgetTracker(BUDGET, FIXED)
+        self.tracker = BudgetTracker(kind.budget, FIXED)
         self.pools = []
-        for version, pages in enumerate(PAGES):
-            memory = CpuMemory(pages * PAGE * sum(EXPERTS))
+        for version, pages in enumerate(kind.pages):
+            blocks = kind.blocks(version)
+            memory = CpuMemory(pages * PAGE * blocks)
+            memory.returnable = not kind.fixed
             self.memories.append(memory.tensor)
-            self.pools.append(Pool(f"v{version}", pages * PAGE, sum(EXPERTS), self.tracker, memory))
+            self.pools.append(Pool(f"v{version}", pages * PAGE, blocks, self.tracker, memory))
         self.residency = Residency(
-            EXPERTS, BASE, lambda p, v: self.pools[v], self.fetch, lambda k, v, t: (v, t), self.publish, self.mark
+            EXPERTS, kind.base, lambda p, v: self.pools[v], self.fetch, lambda k, v, t: (v, t), self.publish,
+            self.mark, kind.keeps_base,
+        )  # fmt: skip
+        self.transitions = Transitions(
+            self.residency, self.tracker, self.pools, kind.reserve * PAGE, clock=lambda: self.now
         )
-        self.transitions = Transitions(self.residency, self.tracker, self.pools, clock=lambda: self.now)
-        for p, n in enumerate(EXPERTS):
-            for e in range(n):
-                self.seen[p, e] = self.residency.place((p, e))
+        for i, key in enumerate(all_keys()):
+            self.seen[key] = self.residency.place(key, 0 if kind.fixed and i < kind.room else kind.base)
         self.loading = False
 
     # --- the device
@@ -164,12 +212,17 @@ class Simulation:
                 elif tensor[0] == pattern(key, version) and not tensor[-1]:
                     wrong = "1: a half-copied version is seen"
                 raise Violation(f"{wrong}: version {version} of {key}")
+        if self.residency.above() and self.transitions.ledger.settled() < 0:
+            raise Violation("8: what is kept for demotions was given away")
+        spare = self.residency._spare
         for key, entry in self.residency.entries.items():
-            if entry.base not in entry.complete or entry.active not in entry.complete:
-                raise Violation(f"1: {key} has no complete version to fall back to")
-            allowed = {entry.base, entry.active} | ({entry.ready} if entry.ready is not None else set())
-            if set(entry.complete) != allowed:
-                raise Violation(f"{key} holds versions that nobody needs")
+            needed = {entry.active, entry.ready} - {None} | ({entry.base} if self.kind.keeps_base else set())
+            if not needed <= entry.complete.keys():
+                raise Violation(f"1: {key} lacks a version that it is served with")
+            if set(entry.complete) != needed | entry.leaving | {v for k, v in spare if k == key}:
+                raise Violation(f"{key} holds versions that nobody knows of")
+            if any((key, v) in spare for v in needed | entry.leaving):
+                raise Violation(f"5: {key} has a spare version that is in use")
             for resident in entry.complete.values():
                 resident.block.check()
 

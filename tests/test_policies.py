@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moepack.pack.errors import InputError
-from moepack.runtime.capacity import base_bytes, choose_low, even_room, room_by_loss
+from moepack.runtime.capacity import base_bytes, even_room, expected_loss, room_by_loss
 from moepack.runtime.hotness import Hotness, HotnessOptions, Observation, Recent, top_with_hysteresis
 from moepack.runtime.policies import parse_policy
 from moepack.runtime.trace import Record, TraceWriter, read_trace, replay
@@ -99,13 +99,29 @@ def test_room_goes_where_losses_fall_slowly() -> None:
     assert room_by_loss([1, 1], [[9, 8, 7, 1], [5, 1, 1, 1]], 4) == [3, 1]
 
 
-def test_the_low_version_leaves_room() -> None:
-    sizes, experts = [[16, 4, 2]] * 2, [8, 8]
-    assert base_bytes(sizes, experts, 1) == 64
-    assert choose_low(sizes, experts, 0, 96) == 1, "64 and an eighth of 256"
-    assert choose_low(sizes, experts, 0, 95) == 2
-    assert choose_low(sizes, experts, 0, 40) == 2, "no room beside it, but it fits"
-    assert choose_low(sizes, experts, 0, 31) is None
+def test_losses_by_versions() -> None:
+    traffic, losses = [[10, 5], [1, 8]], [[[0, 1, 4], [0, 2, 6]], [[0, 1, 9], [0, 1, 2]]]
+    assert base_bytes([[16, 4, 2]] * 2, [2, 2], 1) == 16
+    assert expected_loss(traffic, losses, 0, 2, [0, 0]) == 40 + 30 + 9 + 16
+    assert expected_loss(traffic, losses, 0, 2, [1, 1]) == 30 + 9
+    assert expected_loss(traffic, losses, 1, 2, [1, 0]) == 10 + 30 + 9 + 16
+    assert expected_loss(traffic, losses, 0, 1, [2, 2]) == 0
+
+
+def test_a_prior_counts_as_an_interval_before_the_first() -> None:
+    policy = Hotness([3], 0, HotnessOptions(interval=1.0, margin=0, slack=0), prior=[[3000, 1000, 0]])
+    assert policy.observe(Observation(0.0, [[0, 0, 0]], [1])) == {(0, 0): 0}, "before any token"
+    policy.observe(Observation(1.0, [[0, 1, 3]], [1]))
+    assert policy.scores == [[1.5, 1.0, 1.5]], "its shares, as many tokens as the interval had"
+    policy.observe(Observation(2.0, [[0, 0, 4]], [1]))
+    assert policy.scores == [[0.75, 0.5, 2.75]] and policy.sets == [[2]]
+
+
+def test_experts_are_ranked_by_what_they_save() -> None:
+    policy = Hotness([3], 0, HotnessOptions(interval=1.0), gains=[[0.1, 1.0, 1.0]])
+    policy.observe(Observation(0.0, [[9, 2, 1]], [1]))
+    assert policy.observe(Observation(1.0, [[0, 0, 0]], [1])) == {(0, 1): 0}
+    assert policy.scores == [[4.5, 1.0, 0.5]]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +132,10 @@ def test_the_low_version_leaves_room() -> None:
         ("hotness:alpha=1", "alpha is from 0"),
         ("hotness:margin=nan", "from 0"),
         ("hotness:share=odd", "even or loss"),
+        ("hotness:prior=x", "prior is calibration or none"),
+        ("hotness:score=x", "score is loss or counts"),
+        ("hotness:reserve=0", "a demotion needs a block"),
+        ("lru:keep=no", "lru keeps"),
         ("lru:rate=-1", "rate"),
         ("uniform:w4", "nothing after"),
     ],
@@ -129,6 +149,8 @@ def test_options() -> None:
     options = parse_policy("hotness:hi=w4,lo=w2,interval=0.5,slack=3,share=loss,rate=50").live_options()
     assert (options.hi, options.lo, options.share, options.rate) == ("w4", "w2", "loss", 50.0)
     assert options.hotness() == HotnessOptions(0.5, 0.5, 0.1, 3)
+    assert (options.prior, options.score, options.keep) == ("calibration", "loss", "no")
+    assert parse_policy("lru").live_options().keep == "yes"
 
 
 def test_traces_are_read_back_and_replayed(tmp_path: Path) -> None:

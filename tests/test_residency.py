@@ -11,16 +11,35 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from moepack.pack.spec import PAGE
 from moepack.runtime.budget import BudgetTracker
 from moepack.runtime.device import CpuMemory
+from moepack.runtime.entries import Outcome, State
 from moepack.runtime.pools import Pool, StaleBlockError
-from moepack.runtime.residency import Outcome, State
-from residency_simulation import BASE, BUDGET, FIXED, Simulation, Violation, all_keys, settled
+from residency_simulation import (
+    DROPS,
+    FOUR,
+    KEEPS,
+    POOLS,
+    TIGHT,
+    Kind,
+    Simulation,
+    Violation,
+    all_keys,
+    settled,
+)
 
 KEYS = all_keys()
+BASE = DROPS.base
 Plant = Callable[[Simulation], None]
 
 
@@ -29,10 +48,11 @@ class Machine(RuleBasedStateMachine):
 
     steps = 0
     plant: Plant | None = None
+    sim: Simulation
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sim = Simulation()
+    @initialize(kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS]))
+    def load(self, kind: Kind) -> None:
+        self.sim = Simulation(kind)
         if type(self).plant is not None:
             type(self).plant(self.sim)
 
@@ -52,9 +72,10 @@ class Machine(RuleBasedStateMachine):
     def compute_ends(self) -> None:
         self.sim.draining.pop(0)[0].ended = True
 
-    @rule(wanted=st.dictionaries(st.sampled_from(KEYS), st.integers(0, BASE), max_size=6))
+    @rule(wanted=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 3), max_size=6))
     def policy(self, wanted: dict[tuple[int, int], int]) -> None:
-        self.sim.transitions.want(wanted)
+        base = self.sim.kind.base
+        self.sim.transitions.want({key: min(version, base) for key, version in wanted.items()})
 
     @rule()
     def tick(self) -> None:
@@ -80,11 +101,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, 4))
     def kv_grows(self, pages: int) -> None:
+        transitions = self.sim.transitions
         try:
-            self.sim.transitions.grow_kv(pages * PAGE)
+            transitions.grow_kv(pages * PAGE)
         except MemoryError:
-            asked = self.sim.transitions.kv_bytes + pages * PAGE
-            assert asked + FIXED + sum(1 for _ in KEYS) * PAGE > BUDGET or self.sim.transitions.kv_asked
+            asked = transitions.kv_bytes + transitions.kv_asked + pages * PAGE
+            assert asked > transitions.ledger.most_kv()
 
     @rule()
     @precondition(lambda self: self.sim.transitions.kv_bytes >= PAGE)
@@ -101,8 +123,8 @@ class Machine(RuleBasedStateMachine):
         self.sim.check()
 
     def teardown(self) -> None:
-        """Left alone, it comes to rest with what is wanted."""
-        if type(self).plant is not None:
+        """Left alone, it comes to rest with what is wanted: nothing ever blocks for good."""
+        if type(self).plant is not None or not hasattr(self, "sim"):
             return
         sim = self.sim
         for window in list(sim.readers):
@@ -114,8 +136,9 @@ class Machine(RuleBasedStateMachine):
         assert not sim.jobs and not sim.transitions.kv_asked
         queues = sim.transitions.queues()
         assert not queues.in_flight
-        for version in list(sim.transitions.waiting().values())[:1]:  # the first does not fit; the others wait for it
-            assert sim.pools[version].block_bytes > sim.tracker.free
+        for key, version in sim.transitions.waiting().items():  # none of them fits
+            full = sim.kind.fixed and sim.pools[version].taken == sim.pools[version].blocks
+            assert full or sim.residency.growth(key, version) > sim.transitions.ledger.settled()
 
 
 LIMITS = settings(
@@ -246,31 +269,61 @@ def _unchecked(sim: Simulation) -> None:
     sim.finish = lambda index, damaged=False, failed=False: finish(index, True, failed)  # type: ignore[method-assign]
 
 
-def _base_leaves(sim: Simulation) -> None:
-    """The base version is freed after a promotion."""
-    switch = sim.residency._switch
+def _leaves_too_soon(sim: Simulation) -> None:
+    """A demotion gives the high version's block back before the low one has arrived."""
+    residency = sim.residency
+    start = residency.start
 
-    def frees(key: Any) -> None:
-        switch(key)
-        entry = sim.residency.entries[key]
-        if entry.active != entry.base:
-            sim.residency._retire(key, entry.complete.pop(entry.base).block)
+    def hasty(key: Any, version: int) -> Any:
+        outcome = start(key, version)
+        entry = residency.entries[key]
+        if outcome is Outcome.STARTED and version > entry.active:
+            resident = entry.complete.pop(entry.active)
+            resident.block.pool.free(resident.block)
+        return outcome
 
-    sim.residency._switch = frees  # type: ignore[method-assign]
+    residency.start = hasty  # type: ignore[method-assign]
 
 
-# The rule that finds each; what is published or reused too early may show as a half-copied version first.
+def _no_reserve(sim: Simulation) -> None:
+    """Promotions take what is kept for demotions."""
+    ledger = sim.transitions.ledger
+    settled, admit = ledger.settled, sim.transitions._admit
+
+    def careless() -> None:
+        ledger.settled = lambda: settled() + ledger.reserve  # type: ignore[method-assign]
+        admit()
+        del ledger.settled  # type: ignore[method-assign]
+
+    sim.transitions._admit = careless  # type: ignore[method-assign]
+
+
+def _spare_in_use(sim: Simulation) -> None:
+    """A version that is leaving counts as spare at once."""
+    residency, leave = sim.residency, sim.residency._leave
+
+    def at_once(key: Any, version: int) -> None:
+        leave(key, version)
+        if (key, version) in residency._leaving:
+            residency._left(key, version)
+
+    residency._leave = at_once  # type: ignore[method-assign]
+
+
+# The rule that finds each; what is published or reused too early may show as half copied, or as other bytes, first.
 PLANTS = {
     _torn: "1",
-    _base_leaves: "1",
+    _leaves_too_soon: "1",
     _over_budget: "2",
     _forward_waits: "3",
     _general_allocator: "4",
     _published_early: "[15]",
-    _reused_early: "[15]",
+    _reused_early: "[156]",
     _published_in_a_window: "5",
     _inexact: "6",
     _unchecked: "7",
+    _no_reserve: "8",
+    _spare_in_use: "[156]",
 }
 
 
@@ -298,33 +351,92 @@ def test_an_expert_goes_through_its_states() -> None:
     assert entry.state is State.PROMOTING and sim.seen[key][0] == BASE, "no boundary yet"
     sim.end(window, False)
     window = sim.begin()
-    assert entry.state is State.RESIDENT_HI and sim.seen[key][0] == 0
+    assert entry.state is State.EVICTING and sim.seen[key][0] == 0, "the base version is on its way out"
+    sim.transitions.tick()
+    assert entry.state is State.RESIDENT_HI and set(entry.complete) == {0, BASE}, "spare, as nobody needs its bytes"
     sim.transitions.want({key: 1})
     sim.transitions.tick()
-    assert entry.state is State.DEMOTING
+    assert entry.state is State.DEMOTING and sim.seen[key][0] == 0, "the high version serves until the other is there"
     sim.finish(0)
     sim.transitions.tick()
     sim.end(window, compute_goes_on=True)
     sim.begin()
-    assert entry.state is State.EVICTING and sim.seen[key][0] == 1 and sim.pools[0].taken == 1
+    assert entry.state is State.EVICTING and sim.seen[key][0] == 1
+    assert not sim.residency.drop_spare(sim.pools[0]), "a window reads it"
     sim.draining.pop()[0].ended = True
     sim.transitions.tick()
-    assert entry.state is State.RESIDENT_HI and sim.pools[0].taken == 0
+    assert entry.state is State.RESIDENT_HI and sim.residency.drop_spare(sim.pools[0]) and sim.pools[0].taken == 0
     counts = sim.residency.counts
     assert (counts.promotions, counts.demotions, counts.failures) == (1, 1, 0)
     assert sim.residency.start(key, 1) is Outcome.NOTHING
 
 
-def test_evictions_make_room_for_promotions() -> None:
-    sim = Simulation()
-    sim.transitions.want({(0, 0): 0, (0, 1): 0, (0, 2): 0})
+def promoted(kind: Kind, wanted: dict[tuple[int, int], int]) -> Simulation:
+    sim = Simulation(kind)
+    sim.transitions.want(wanted)
     settled(sim)
-    assert [row[:3] for row in sim.residency.active()] == [[0, 0, 0], [BASE] * 3]
+    return sim
+
+
+def test_low_versions_leave_when_their_bytes_are_needed() -> None:
+    """Four high experts in eight pages more than all-low: with their low versions they would be three."""
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:5], 0))
+    assert sim.residency.active() == [[0] * 4, [BASE] * 3]
+    assert sim.tracker.free + sim.pools[BASE].spare_bytes + sim.residency.available() == DROPS.reserve * PAGE
+    kept = promoted(KEEPS, dict.fromkeys(KEYS[:5], 0))
+    assert kept.residency.active() == [[0, 0, 0, BASE], [BASE] * 3]
+
+
+def test_evictions_make_room_for_promotions() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
     sim.transitions.want({(1, 0): 0, (1, 1): 0, (0, 0): 0})
     sim.transitions.tick()
-    assert sim.transitions.refusals == 1
+    assert sim.transitions.refusals == 1 and {v for _, _, v, _ in sim.jobs} == {BASE}, "low versions are fetched first"
     settled(sim)
-    assert sim.residency.active() == [[0, BASE, BASE, BASE], [0, 0, BASE]]
+    active = sim.residency.active()
+    assert active[1] == [0, 0, BASE] and active[0][0] == 0 and active[0].count(0) == 2
+
+
+def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    sim.transitions.want({(1, 0): 0})
+    sim.transitions.tick()
+    leaving = [key for _, key, _, _ in sim.jobs]
+    assert leaving
+    sim.transitions.want(dict.fromkeys(KEYS[:4], 0))
+    settled(sim)
+    assert sim.residency.active() == [[0] * 4, [BASE] * 3]
+    assert sim.residency.counts.demotions == 0 and sim.residency.counts.cancelled == len(leaving)
+
+
+def test_a_low_version_that_cannot_be_fetched_leaves_its_expert_high(caplog: pytest.LogCaptureFixture) -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    sim.transitions.want({(1, 0): 0, (0, 0): 0, (0, 1): 0, (0, 2): 0})
+    for _ in range(3):
+        sim.transitions.tick()
+        while sim.jobs:
+            sim.finish(0, failed=True)
+        sim.end(sim.begin(), False)
+    assert sim.residency.active() == [[0] * 4, [BASE] * 3] and sim.transitions.failures == 1
+    assert len(caplog.records) == 1 and "simulated" in caplog.text
+    sim.now += 31
+    settled(sim)
+    assert sim.residency.active() == [[0, 0, 0, BASE], [0, BASE, BASE]]
+
+
+def test_what_fits_goes_past_a_promotion_that_does_not() -> None:
+    """Room for eight pages: three experts take two more each; one that takes four waits; those that take one do not."""
+    kind = Kind(pages=(5, 3, 2, 1), reserve=3, room=8)
+    sim = promoted(kind, {(0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 2, (0, 3): 2})
+    assert sim.residency.active() == [[1, 1, 1, 3], [3, 2, 2]]
+    assert sim.transitions.waiting() == {(1, 0): 0, (0, 3): 2}
+    sim.transitions.want({(1, 0): 0, (1, 1): 2, (0, 0): 1, (0, 3): 2})
+    settled(sim)
+    assert sim.residency.active()[1][0] == 0 and sim.residency.active()[0][3] == 2, "the head is not starved"
 
 
 def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -345,21 +457,46 @@ def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog: pyte
 
 
 def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
-    sim = Simulation()
-    sim.transitions.want({(0, 0): 0, (1, 1): 0, (0, 2): 0})
-    settled(sim)
-    assert sim.tracker.free == PAGE
-    assert sim.transitions.grow_kv(PAGE)
-    assert not sim.transitions.grow_kv(2 * PAGE) and sim.transitions.kv_bytes == PAGE
+    wanted = {(0, 0): 0, (1, 1): 0, (0, 2): 0, (0, 3): 0}
+    sim = promoted(DROPS, wanted)
+    while sim.residency.drop_spare():
+        pass
+    assert not sim.transitions.grow_kv(3 * PAGE) and {key for _, key, _, _ in sim.jobs} == {(0, 2), (0, 3)}
     settled(sim)
     assert sim.transitions.kv_bytes == 3 * PAGE
     assert sim.residency.active() == [[0, BASE, BASE, BASE], [BASE, 0, BASE]], "the last of the wanted went"
     with pytest.raises(MemoryError, match="leave"):
         sim.transitions.grow_kv(8 * PAGE)
-    sim.transitions.shrink_kv(3 * PAGE)
-    sim.transitions.want({(0, 0): 0, (1, 1): 0, (0, 2): 0})
+    assert not sim.transitions.grow_kv(7 * PAGE), "all there is: the reserve too, once nothing can be demoted"
     settled(sim)
-    assert sim.residency.active()[0][2] == 0
+    assert sim.transitions.kv_bytes == 10 * PAGE and sim.tracker.free == 0
+    sim.transitions.shrink_kv(10 * PAGE)
+    sim.transitions.want(wanted)
+    settled(sim)
+    assert sim.residency.active()[0] == [0, BASE, 0, 0]
+
+
+def test_the_kv_cache_picks_another_expert_where_one_cannot_leave() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    assert not sim.transitions.grow_kv(2 * PAGE)
+    sim.finish(0, failed=True)
+    settled(sim, 3)
+    assert sim.transitions.kv_bytes == 2 * PAGE and sim.transitions.failures == 1
+    assert sim.residency.active()[0] == [0, 0, BASE, 0], "the least wanted stayed high"
+
+
+def test_pools_that_cannot_shrink_are_settled_from_the_start() -> None:
+    """Three high blocks, and low ones for the others and one demotion: experts change places in them."""
+    sim = Simulation(POOLS)
+    assert sim.residency.active() == [[0, 0, 0, 1], [1, 1, 1]] and sim.pools[1].blocks == 5
+    sim.transitions.want({(1, 0): 0, (1, 1): 0, (1, 2): 0})
+    settled(sim)
+    assert sim.residency.active() == [[1, 1, 1, 1], [0, 0, 0]]
+    with pytest.raises(MemoryError):
+        sim.transitions.grow_kv(3 * PAGE)
+    assert sim.transitions.grow_kv(2 * PAGE)
 
 
 # --- the tracker and the pools

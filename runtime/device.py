@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import functools
 import mmap
-import queue
-import threading
-import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +24,12 @@ from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from .kernels.forms import make_forms
 from .pools import Memory
 from .store import Stored
+from .stream import FLOOR as FLOOR
+from .stream import HostEvent, Migration
 
-FLOOR = 4 << 20  # bytes that a copy counts as at least under a rate limit: a small one costs its calls, about 0.5 ms
 _forms = functools.lru_cache(maxsize=64)(make_forms)
 
 Bytes = npt.NDArray[np.uint8]
-
-
-class Cancelled(Exception):
-    """What an event holds whose work was no longer wanted."""
 
 
 class Event(Protocol):
@@ -81,6 +75,12 @@ class Device(Protocol):
     def limit(self, bytes_per_second: float | None) -> None:
         """Hold the migration stream to a rate; None lifts the limit."""
 
+    def serve(self) -> None:
+        """Loading has ended: what fills host memory in the background may begin."""
+
+    def host(self) -> dict[str, Any]:
+        """How extents are kept on the host, ready for JSON; at the least `mode`."""
+
     def close(self) -> None:
         """End the migration stream; work that has not begun is cancelled."""
 
@@ -101,99 +101,7 @@ class CpuMemory:
         self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
 
-class CpuEvent:
-    """An event of a CpuStream, or one that ended before it was made."""
-
-    def __init__(self, ended: bool = False) -> None:
-        self.error: BaseException | None = None
-        self.cancelled = False
-        self._ended = threading.Event()
-        if ended:
-            self._ended.set()
-
-    def done(self) -> bool:
-        """Whether the work has ended."""
-        return self._ended.is_set()
-
-    def wait(self) -> None:
-        """Wait until it has."""
-        self._ended.wait()
-
-    def cancel(self) -> None:
-        """End the work at its next chunk."""
-        self.cancelled = True
-
-    def end(self, error: BaseException | None) -> None:
-        """Say that the work has ended."""
-        self.error = error
-        self._ended.set()
-
-
-class Pace:
-    """Holds a stream to bytes a second: work waits before each chunk until the chunks before it are paid for."""
-
-    def __init__(self) -> None:
-        self.rate: float | None = None
-        self.moved = 0
-        self.closing = threading.Event()
-        self._due = 0.0
-
-    def charge(self, size: int) -> None:
-        """Let the next chunk wait as if `size` bytes more had gone."""
-        if self.rate is not None and size > 0:
-            self._due = max(self._due, time.monotonic()) + size / self.rate
-
-    def __call__(self, size: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until `size` bytes may go, or until `stop`. Idle time saves nothing up."""
-        self.moved += size
-        rate, now = self.rate, time.monotonic()
-        if rate is None:
-            return
-        until, self._due = self._due, max(self._due, now) + size / rate
-        while (wait := until - time.monotonic()) > 0 and not (stop() or self.closing.wait(min(wait, 0.05))):
-            pass
-
-
-class CpuStream:
-    """A thread that does one piece of work after another, in the order they were given."""
-
-    def __init__(self, name: str, on_event: Callable[[], None]) -> None:
-        """`on_event` is called on the thread after each piece of work."""
-        self._on_event = on_event
-        self._work: queue.SimpleQueue[tuple[CpuEvent, Callable[[CpuEvent], None]] | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[CpuEvent], None]) -> CpuEvent:
-        """Queue work; it is given its own event, to see whether it is still wanted."""
-        event = CpuEvent()
-        self._work.put((event, work))
-        return event
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            event, work = item
-            error: BaseException | None = None
-            try:
-                if event.cancelled or self._closed:
-                    raise Cancelled
-                work(event)
-            except BaseException as caught:
-                error = caught
-            event.end(error)
-            self._on_event()
-            del item, event, work
-
-    def close(self) -> None:
-        """Cancel what has not begun and wait for what has."""
-        self._closed = True
-        self._work.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
-class CpuDevice:
+class CpuDevice(Migration):
     """The CPU: reads go straight into the block, the lossless version is decoded into it from a staging buffer.
 
     Attributes:
@@ -202,33 +110,27 @@ class CpuDevice:
 
     def __init__(self, staging_bytes: int, on_event: Callable[[], None] = lambda: None) -> None:
         """`on_event` is called on the stream's thread after each fetch has ended."""
+        super().__init__(on_event)
         self.staging_bytes = align(max(staging_bytes, PAGE), PAGE)
         self._staging: Bytes = CpuMemory(self.staging_bytes).tensor.numpy()
-        self._pace = Pace()
-        self._stream = CpuStream("moepack-migration", on_event)
-        self._now = CpuEvent(ended=True)
+        self._now = HostEvent(ended=True)
 
     def memory(self, size: int) -> Memory:
         """Anonymous pages."""
         return CpuMemory(size)
 
-    def fetch(self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version) -> CpuEvent:
+    def fetch(self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version) -> HostEvent:
         """Read an extent into a block, and decode it where it is lossless."""
 
-        def work(event: CpuEvent) -> None:
-            def before(size: int) -> None:
-                self._pace(size, lambda: event.cancelled)
-                if event.cancelled or self._pace.closing.is_set():
-                    raise Cancelled
-
-            self._pace.charge(FLOOR - source.size)
+        def work(event: HostEvent) -> None:
+            before = self.gate(event, source.size)
             block: Bytes = target.numpy()
             if version.is_lossless:
                 self._decode(source, block, layer, version, before)
             else:
                 source.read_into(block, before)
 
-        return self._stream.submit(work)
+        return self.stream.submit(work)
 
     def _decode(
         self, source: Stored, block: Bytes, layer: ExpertLayer, version: Version, before: Callable[[int], None]
@@ -245,20 +147,13 @@ class CpuDevice:
         except CodecError as error:
             raise BundleError.single(source.where, "codec", str(error)) from None
 
-    def mark(self) -> CpuEvent:
+    def mark(self) -> HostEvent:
         """Compute on a CPU has ended when the call that did it returns."""
         return self._now
 
-    def limit(self, bytes_per_second: float | None) -> None:
-        """Hold reads to a rate of stored bytes."""
-        self._pace.rate = bytes_per_second
+    def serve(self) -> None:
+        """The page cache is the host's store: there is nothing to fill."""
 
-    @property
-    def moved(self) -> int:
-        """Stored bytes read since the start."""
-        return self._pace.moved
-
-    def close(self) -> None:
-        """End the stream's thread."""
-        self._pace.closing.set()
-        self._stream.close()
+    def host(self) -> dict[str, Any]:
+        """Extents stay in files."""
+        return {"mode": "files"}

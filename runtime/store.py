@@ -1,16 +1,19 @@
-"""The backing store: extents on the host, checked against their digests before anyone sees them.
+"""The backing store: extents in the bundle's files, checked against their digests before anyone sees them.
 
-Extents are either copied from the bundle's mapped files, or read from the files into memory that the caller has. It
-decides nothing about what should be resident.
+Extents are read, and not mapped: a file that is cut short is then an error and not a signal, and reading is five times
+as fast as page faults. What is kept of them on the host beside the page cache is host.py's matter. Decides nothing
+about what should be resident.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +25,11 @@ from moepack.pack.lossless import LosslessMatrix, decode_lossless
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import expert_file
 
+from .ahead import Ahead, Report
+
 CHUNK = 1 << 20  # bytes read, and added to the digest, at a time: they are still in cache when they are digested
+
+Place = tuple[str, int, int]  # version, layer position, expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,8 @@ class Stored:
         size: its bytes.
         sha256: their digest, in hexadecimal.
         where: file, layer, expert and version, for errors.
+        place: version, layer position, expert.
+        ahead: who may have read it already.
     """
 
     file: int
@@ -42,35 +51,70 @@ class Stored:
     size: int
     sha256: str
     where: str
+    place: Place = ("", 0, 0)
+    ahead: Ahead | None = field(default=None, compare=False, repr=False)
 
-    def read_into(self, out: npt.NDArray[np.uint8], before: Callable[[int], None] | None = None) -> None:
-        """Read the extent into the first `size` bytes of `out`, then check its digest. Releases the GIL.
-
-        Reads, and does not map: a file that is cut short is then an error and not a signal.
+    def read_into(
+        self,
+        out: npt.NDArray[np.uint8],
+        before: Callable[[int], None] | None = None,
+        read: Callable[[memoryview, int], int] | None = None,
+        after: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read the extent into the first `size` bytes of `out`, and check its digest. Releases the GIL.
 
         Args:
-            out: uint8, contiguous.
+            out: uint8, contiguous. One that is smaller than the extent holds one chunk after another: the extent is
+                checked, and not kept.
             before: called with the size of each chunk before it is read; what it raises ends the read.
+            read: reads some bytes from an offset of the file, returning how many; the plain way without it.
+            after: called with where in the extent each chunk begins and ends, once it is in `out`; the digest is
+                checked only after the last.
 
         Raises:
             BundleError: when the file cannot be read to the end, or its bytes do not match their digest; `out` then
                 holds bytes that nobody may use.
         """
-        digest, view, done = hashlib.sha256(), out.data[: self.size], 0
+        ready = self.ahead.take(self.place) if self.ahead is not None else None
+        digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
         while done < self.size:
-            part = view[done : done + CHUNK]
+            begin = done if kept else 0
+            part = out.data[begin : begin + min(CHUNK, self.size - done)]
             if before is not None:
                 before(len(part))
-            try:
-                got = os.preadv(self.file, [part], self.offset + done)
-            except OSError as error:
-                raise BundleError.single(self.where, "read", f"cannot be read: {error.strerror}") from None
-            if not got:
-                raise BundleError.single(self.where, "size", "its file ends before it does")
-            digest.update(part[:got])
+            got = len(part)
+            if ready is not None:  # its digest was checked when it was read
+                part[:] = ready.numpy().data[done : done + got]
+            else:
+                got = self._some(part, done, read)
+                digest.update(part[:got])
             done += got
-        if digest.hexdigest() != self.sha256:
+            if after is not None:
+                after(done - got, done)
+        if ready is None and digest.hexdigest() != self.sha256:
             raise BundleError.single(self.where, "digest", "its bytes do not match their digest")
+
+    def _some(self, part: memoryview, done: int, read: Callable[[memoryview, int], int] | None) -> int:
+        try:
+            at = self.offset + done
+            got = os.preadv(self.file, [part], at) if read is None else read(part, at)
+        except OSError as error:
+            raise BundleError.single(self.where, "read", f"cannot be read: {error.strerror}") from None
+        if not got:
+            raise BundleError.single(self.where, "size", "its file ends before it does")
+        return got
+
+    def load(self) -> Tensor:
+        """The extent in memory of its own, uint8 [size], beginning on a multiple of 64, which kernels rely on.
+
+        Raises:
+            BundleError: as `read_into`.
+        """
+        if self.ahead is not None and (ready := self.ahead.take(self.place)) is not None:
+            return ready
+        room = torch.empty(self.size, dtype=torch.uint8)
+        replace(self, ahead=None).read_into(room.numpy())
+        return room
 
 
 class BackingStore:
@@ -80,6 +124,8 @@ class BackingStore:
         self.bundle = bundle
         self._lock = threading.Lock()
         self._files: dict[tuple[str, int], int] = {}
+        self._ahead: Ahead | None = None
+        weakref.finalize(self, _close, self._files)
 
     def stored(self, version: str, position: int, expert: int) -> Stored:
         """Where an extent stands. Its file is opened the first time, and its header checked.
@@ -96,42 +142,66 @@ class BackingStore:
                     self._files[key] = os.open(self.bundle.path / name, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
                     raise BundleError.single(name, "missing", f"cannot be read: {error.strerror}") from None
-            where = f"{name}: layer {layer.index}, expert {expert}, version {version}"
             return Stored(
                 self._files[key],
                 described.offset(expert),
                 described.extent_size(expert),
                 described.digests[expert],
-                where,
+                f"{name}: layer {layer.index}, expert {expert}, version {version}",
+                (version, position, expert),
+                self._ahead,
             )
+
+    @contextlib.contextmanager
+    def reading_ahead(self, wanted: Iterable[Place], report: Report | None = None) -> Iterator[None]:
+        """While a model is loaded: threads read and check these extents, in this order, before they are asked for.
+
+        Args:
+            wanted: what will be asked for.
+            report: called with the bytes that were taken and the bytes in all, on the thread that takes them.
+        """
+        sizes = [(place, self.bundle.layer_file(*place[:2]).extent_size(place[2])) for place in wanted]
+        ahead = Ahead(sizes, lambda place: self.stored(*place).load(), report)
+        self._ahead = ahead
+        ahead.start()
+        try:
+            yield
+        finally:
+            self._ahead = None
+            ahead.close()
+
+    def release(self, version: str, position: int, expert: int) -> None:
+        """Let the system drop the extent's pages from its cache: it is where it is needed. It can be read again."""
+        stored = self.stored(version, position, expert)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the files that `stored` opened."""
         with self._lock:
-            while self._files:
-                os.close(self._files.popitem()[1])
+            _close(self._files)
 
     def extent(self, version: str, position: int, expert: int, device: torch.device) -> Tensor:
         """A copy of one extent on `device`, uint8 [bytes], beginning on a multiple of 64.
 
         Raises:
-            BundleError: when its bytes do not match their digest.
+            BundleError: when it cannot be read, or its bytes do not match their digest.
         """
-        view = self.bundle.extent(version, position, expert)
-        room = torch.empty(len(view), dtype=torch.uint8)  # begins on a multiple of 64, which kernels rely on
-        np.copyto(room.numpy(), view)
-        return room.to(device)
+        return self.stored(version, position, expert).load().to(device)
 
     def lossless(self, position: int, expert: int) -> list[LosslessMatrix]:
         """The decoded lossless version of one expert.
 
         Raises:
-            BundleError: when its bytes do not match their digest or do not decode.
+            BundleError: when it cannot be read, its bytes do not match their digest, or do not decode.
         """
-        view = self.bundle.extent("bf16", position, expert)
-        layer = self.bundle.layers[position]
+        stored = self.stored("bf16", position, expert)
         try:
-            return decode_lossless(layer.matrices, view)
+            return decode_lossless(self.bundle.layers[position].matrices, stored.load().numpy())
         except CodecError as error:
-            where = f"{self.bundle.path}: layer {layer.index}, expert {expert}, version bf16"
-            raise BundleError.single(where, "codec", str(error)) from None
+            raise BundleError.single(stored.where, "codec", str(error)) from None
+
+
+def _close(files: dict[tuple[str, int], int]) -> None:
+    while files:
+        os.close(files.popitem()[1])

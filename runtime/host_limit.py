@@ -1,0 +1,82 @@
+"""How much host memory may be pinned: what the system and the control group have left, less a margin. Linux files.
+
+RLIMIT_MEMLOCK is told, not applied: containers set it to 64 KiB or 8 MiB as a rule, and CUDA's drivers on Linux pin
+gigabytes all the same. Where one holds to it, registering fails, and the chain goes on (pinning.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+CGROUPS = Path("/sys/fs/cgroup")
+MARGIN = 16  # a sixteenth of what there is stays free, and 1 GiB at the least: pinned pages are never swapped
+
+
+def host_limits(root: Path = CGROUPS, process: Path = Path("/proc/self/cgroup")) -> dict[str, Any]:
+    """Bytes, ready for JSON: `available_bytes`, `cgroup_bytes` (None without a limit), `memlock_bytes` (None without
+    one), `margin_bytes`, and `pinnable_bytes`, what a store takes where nobody says otherwise."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    cgroup = cgroup_room(root, process)
+    margin = max(1 << 30, memory.total // MARGIN)
+    room = memory.available if cgroup is None else min(memory.available, cgroup)
+    return {
+        "available_bytes": memory.available,
+        "cgroup_bytes": cgroup,
+        "memlock_bytes": _memlock(),
+        "margin_bytes": margin,
+        "pinnable_bytes": max(0, room - margin),
+    }
+
+
+def cgroup_room(root: Path, process: Path) -> int | None:
+    """What the process's control group and those above it have left, page cache that can go not counted as taken;
+    None where none has a limit."""
+    rooms = []
+    for group in _groups(root, process):
+        most = _number(group, "memory.max", "memory.limit_in_bytes")
+        taken = _number(group, "memory.current", "memory.usage_in_bytes")
+        if most is not None and taken is not None and most < 1 << 60:  # version 1 says no limit by a huge one
+            rooms.append(max(0, most - max(0, taken - _reclaimable(group))))
+    return min(rooms, default=None)
+
+
+def _groups(root: Path, process: Path) -> list[Path]:
+    try:
+        lines = process.read_text().splitlines()
+    except OSError:
+        lines = []
+    found = {root, root / "memory"}  # within a container its own group is mounted there
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base = root if not controllers else root / "memory"
+        if not controllers or "memory" in controllers.split(","):
+            group = base / path.lstrip("/")
+            found.update(p for p in (group, *group.parents) if p.is_relative_to(base))
+    return sorted(found)
+
+
+def _number(group: Path, *names: str) -> int | None:
+    for name in names:
+        try:
+            return int((group / name).read_text())
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return None
+
+
+def _reclaimable(group: Path) -> int:
+    try:
+        rows = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(int(value) for name, value in rows if name in ("inactive_file", "active_file"))
+
+
+def _memlock() -> int | None:
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY else soft

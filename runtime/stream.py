@@ -1,0 +1,189 @@
+"""A stream on the host: a thread that begins one piece of work after another, events, and a rate to hold to.
+
+On the CPU the thread does the work itself, which releases the GIL; for a GPU it issues the work and polls for its end.
+Decides nothing about what the work is.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+FLOOR = 4 << 20  # bytes that a copy counts as at least under a rate limit: a small one costs its calls, about 0.5 ms
+POLL = 0.0005  # seconds between two looks at work that is going on a GPU
+
+Going = Callable[[], bool]  # whether work that has begun has ended; raises what it failed with
+
+
+class Cancelled(Exception):
+    """What an event holds whose work was no longer wanted."""
+
+
+class HostEvent:
+    """An event of a HostStream, or one that ended before it was made."""
+
+    def __init__(self, ended: bool = False) -> None:
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self._ended = threading.Event()
+        if ended:
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Whether the work has ended."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Wait until it has."""
+        self._ended.wait()
+
+    def cancel(self) -> None:
+        """End the work at its next chunk."""
+        self.cancelled = True
+
+    def end(self, error: BaseException | None) -> None:
+        """Say that the work has ended."""
+        self.error = error
+        self._ended.set()
+
+
+class Pace:
+    """Holds a stream to bytes a second: work waits before each chunk until the chunks before it are paid for."""
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self.moved = 0
+        self.closing = threading.Event()
+        self._due = 0.0
+
+    def charge(self, size: int) -> None:
+        """Let the next chunk wait as if `size` bytes more had gone."""
+        if self.rate is not None and size > 0:
+            self._due = max(self._due, time.monotonic()) + size / self.rate
+
+    def __call__(self, size: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait until `size` bytes may go, or until `stop`. Idle time saves nothing up."""
+        self.moved += size
+        rate, now = self.rate, time.monotonic()
+        if rate is None:
+            return
+        until, self._due = self._due, max(self._due, now) + size / rate
+        while (wait := until - time.monotonic()) > 0 and not (stop() or self.closing.wait(min(wait, 0.05))):
+            pass
+
+
+class HostStream:
+    """A thread that begins one piece of work after another, in the order they were given."""
+
+    def __init__(self, name: str, on_event: Callable[[], None], depth: int = 1) -> None:
+        """`on_event` is called on the thread after each piece of work; `depth` bounds those that have begun."""
+        self._on_event, self._depth = on_event, depth
+        self._work: queue.SimpleQueue[tuple[HostEvent, Callable[[HostEvent], Going | None]] | None]
+        self._work = queue.SimpleQueue()
+        self._going: collections.deque[tuple[HostEvent, Going]] = collections.deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[HostEvent], Going | None]) -> HostEvent:
+        """Queue work; it is given its own event, to see whether it is still wanted.
+
+        Work that only begins something returns how to see that it has ended; things end in the order they began.
+        """
+        event = HostEvent()
+        self._work.put((event, work))
+        return event
+
+    def _run(self) -> None:
+        open_ = True
+        while open_ or self._going:
+            self._retire()
+            if len(self._going) >= self._depth or not open_:
+                time.sleep(POLL)
+                continue
+            try:
+                item = self._work.get(timeout=POLL if self._going else None)
+            except queue.Empty:
+                continue
+            if item is None:
+                open_ = False
+                continue
+            self._begin(*item)
+            del item
+
+    def _begin(self, event: HostEvent, work: Callable[[HostEvent], Going | None]) -> None:
+        try:
+            if event.cancelled or self._closed:
+                raise Cancelled
+            going = work(event)
+        except BaseException as error:
+            self._end(event, error)
+        else:
+            if going is None:
+                self._end(event, None)
+            else:
+                self._going.append((event, going))
+
+    def _retire(self) -> None:
+        while self._going:
+            event, going = self._going[0]
+            error: BaseException | None = None
+            try:
+                if not going():
+                    return
+            except BaseException as caught:
+                error = caught
+            self._going.popleft()
+            self._end(event, error)
+
+    def _end(self, event: HostEvent, error: BaseException | None) -> None:
+        event.end(error)
+        self._on_event()
+
+    def close(self) -> None:
+        """Cancel what has not begun and wait for what has."""
+        self._closed = True
+        self._work.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class Migration:
+    """What devices have in common: one stream for copies, held to a rate.
+
+    Attributes:
+        pace: the rate.
+        stream: the thread.
+    """
+
+    def __init__(self, on_event: Callable[[], None], depth: int = 1) -> None:
+        self.pace = Pace()
+        self.stream = HostStream("moepack-migration", on_event, depth)
+
+    def gate(self, event: HostEvent, size: int) -> Callable[[int], None]:
+        """What a copy of `size` bytes asks before each of its chunks: waits for the rate, raises Cancelled."""
+
+        def before(chunk: int) -> None:
+            self.pace(chunk, lambda: event.cancelled)
+            if event.cancelled or self.pace.closing.is_set():
+                raise Cancelled
+
+        self.pace.charge(FLOOR - size)
+        return before
+
+    def limit(self, bytes_per_second: float | None) -> None:
+        """Hold copies to a rate of stored bytes."""
+        self.pace.rate = bytes_per_second
+
+    @property
+    def moved(self) -> int:
+        """Stored bytes copied since the start."""
+        return self.pace.moved
+
+    def close(self) -> None:
+        """End the stream's thread."""
+        self.pace.closing.set()
+        self.stream.close()

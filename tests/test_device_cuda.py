@@ -1,0 +1,364 @@
+"""The CUDA device over a GPU that is not there (fake_cuda.py), and over one where there is one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
+
+from moepack.pack.errors import BundleError
+from moepack.pack.lossless import decode_lossless
+from moepack.pack.reader import open_bundle
+from moepack.runtime import filling
+from moepack.runtime import store as store_module
+from moepack.runtime.cudart import Cudart
+from moepack.runtime.device_cuda import CudaDevice
+from moepack.runtime.host import HostStore
+from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.store import BackingStore
+from moepack.runtime.stream import Cancelled
+
+WAYS = {
+    "mapped": {REGISTERS: 1, READS_ONLY: 1},
+    "registered": {REGISTERS: 1, READS_ONLY: 0},
+    "allocated": {REGISTERS: 0, READS_ONLY: 0},
+}
+
+
+class Bench:
+    """A store, a GPU and a device over a bundle."""
+
+    def __init__(self, path: Path, way: str = "staged", fill: bool = True, patience: int = 3, **more: Any) -> None:
+        self.store = BackingStore(open_bundle(path))
+        self.cuda = FakeCudart(WAYS.get(way))
+        self.gpu = FakeGpu(self.cuda, patience)
+        self.host = None
+        if way != "staged":
+            self.host = HostStore(self.store, ["bf16", "w4"], Cudart(0, self.cuda), 1 << 30, **more)
+        sizes = [self.store.stored(v, p, e).size for v in ("bf16", "w4") for p in range(4) for e in range(16)]
+        self.device = CudaDevice(max(sizes), torch.device("cpu"), host=self.host, gpu=self.gpu)
+        if fill and self.host is not None:
+            self.device.serve()
+            assert self.host.wait(30)
+
+    def fetch(self, version: str, position: int, expert: int) -> tuple[Any, torch.Tensor]:
+        described = self.store.bundle.manifest.version(version)
+        layer = self.store.bundle.layers[position]
+        target = self.gpu.memory(-(-resident_size(layer.matrices, described) // 4096) * 4096)
+        source = self.store.stored(version, position, expert)
+        return self.device.fetch(source, target, layer, described), target
+
+    def check(self, version: str, position: int, expert: int, target: torch.Tensor) -> None:
+        """The block is what the bundle holds, bit by bit."""
+        described = self.store.bundle.manifest.version(version)
+        matrices = self.store.bundle.layers[position].matrices
+        extent = self.store.bundle.extent(version, position, expert)
+        got = target.numpy()
+        if not described.is_lossless:
+            assert np.array_equal(got[: len(extent)], extent)
+            return
+        for m, form, want in zip(
+            matrices, make_forms(matrices, described), decode_lossless(matrices, extent), strict=True
+        ):
+            assert np.array_equal(got[form.low : form.low + 2 * m.weights].view(np.uint16), want.weight.reshape(-1))
+
+    def close(self) -> None:
+        self.device.close()
+        self.store.close()
+        assert not self.gpu.wrong, self.gpu.wrong[:3]
+        assert not self.cuda.registered and not self.cuda.allocated and not self.cuda.sticky
+
+
+@pytest.fixture
+def benches() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(*arguments: Any, **more: Any) -> Bench:
+        made.append(Bench(*arguments, **more))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
+
+
+@pytest.mark.parametrize("way", [*WAYS, "staged"])
+def test_blocks_are_the_bundles_bytes(bundle: Path, way: str, benches: Callable[..., Bench]) -> None:
+    """Two copies are going at any time, on late hardware: a buffer used too early would show."""
+    bench = benches(bundle, way)
+    places = [(v, p, e) for v in ("bf16", "w4") for p in range(4) for e in range(16)]
+    random.Random(0).shuffle(places)
+    fetched = [(place, *bench.fetch(*place)) for place in places]
+    for place, event, target in fetched:
+        event.wait()
+        assert event.error is None
+        bench.check(*place, target)
+    assert bench.device.moved == sum(bench.store.stored(*place).size for place in places)
+    assert bench.device.host()["mode"] == way
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pinned_extent_is_one_copy(bundle: Path, way: str, benches: Callable[..., Bench]) -> None:
+    bench = benches(bundle, way)
+    for version, calls in (("w4", ["copy"]), ("bf16", ["copy", "decode", "copy"])):
+        bench.gpu.log.clear()
+        event, _ = bench.fetch(version, 1, 2)
+        event.wait()
+        assert event.error is None and bench.gpu.log == calls, "of bf16 the second is what the decoder reports"
+
+
+def test_the_next_chunk_is_read_while_this_one_is_copied(
+    bundle: Path, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for a copy between chunks, nor the next extent for the copies of this one."""
+    bench, real = benches(bundle, patience=10**6), os.preadv
+    monkeypatch.setattr(store_module, "CHUNK", 8192)
+
+    def read(fd: int, parts: Any, at: int) -> int:
+        bench.gpu.log.append("read")
+        return real(fd, parts, at)
+
+    monkeypatch.setattr(os, "preadv", read)
+    first, _ = bench.fetch("w4", 0, 0)
+    second, _ = bench.fetch("w4", 0, 1)
+    third, _ = bench.fetch("w4", 0, 2)
+    chunks = sum(-(-bench.store.stored("w4", 0, e).size // 8192) for e in range(2))
+    end = time.monotonic() + 10
+    while len(bench.gpu.log) < 2 * chunks and time.monotonic() < end:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert chunks > 3 and bench.gpu.log == ["read", "copy"] * chunks, "the third has no buffer yet"
+    assert not any(event.done() for event in (first, second, third)) and bench.gpu._done == 0
+    bench.gpu.patience = 1
+    bench.gpu.carry_out(len(bench.gpu._work))
+    with monkeypatch.context() as patch:
+        patch.setattr("fake_cuda.FakeEvent.query", lambda self: bench.gpu.carry_out(self._issued) or True)
+        for event in (first, second, third):
+            event.wait()
+            assert event.error is None
+
+
+def test_damage_ends_a_fetch_after_its_copies(damaged: Path, benches: Callable[..., Bench]) -> None:
+    file = damaged / "experts" / "bf16" / "layer-001.safetensors"
+    data = bytearray(file.read_bytes())
+    at = open_bundle(damaged).layer_file("bf16", 1).offset(7)
+    data[at + 2000] ^= 1
+    file.write_bytes(data)
+    for way in ("staged", "registered", "mapped"):
+        bench = benches(damaged, way)
+        event, _ = bench.fetch("bf16", 1, 7)
+        event.wait()
+        assert isinstance(event.error, BundleError) and event.error.problems[0].kind == "digest"
+        assert "layer 1, expert 7, version bf16" in str(event.error)
+        assert bench.gpu._done == len(bench.gpu._work), "its block may be given to another now"
+        after, target = bench.fetch("bf16", 1, 8)
+        after.wait()
+        assert after.error is None
+        bench.check("bf16", 1, 8, target)
+
+
+def test_what_does_not_decode_is_an_error(bundle: Path, benches: Callable[..., Bench]) -> None:
+    bench = benches(bundle, "registered")
+    real = bench.gpu.decode
+    bench.gpu.decode = lambda jobs: real(jobs).fill_(1)  # type: ignore[method-assign]
+    event, _ = bench.fetch("bf16", 0, 0)
+    event.wait()
+    assert isinstance(event.error, BundleError) and event.error.problems[0].kind == "codec"
+
+
+@pytest.mark.parametrize("version", ["bf16", "w4"])
+def test_a_mapped_file_that_is_cut_short_is_an_error(
+    damaged: Path, version: str, benches: Callable[..., Bench]
+) -> None:
+    """The host does not touch the mapping: that would be a signal. What was pinned is what the device copies."""
+    bench = benches(damaged, "mapped")
+    kept = [np.asarray(bench.store.bundle.extent(version, 0, 15)).copy()]
+    bench.gpu.copy = lambda to, source: kept.append(to)  # type: ignore[method-assign]
+    bench.gpu.decode = lambda jobs: torch.zeros(1)  # type: ignore[method-assign]
+    os.truncate(damaged / "experts" / version / "layer-000.safetensors", 8192)
+    event, _ = bench.fetch(version, 0, 15)
+    event.wait()
+    if version == "w4":
+        assert event.error is None
+    else:
+        assert isinstance(event.error, BundleError) and event.error.problems[0].kind == "size"
+
+
+def test_cancelled_and_broken(bundle: Path, benches: Callable[..., Bench]) -> None:
+    bench = benches(bundle, "registered")
+    bench.device.limit(1.0)
+    events = [bench.fetch("w4", 0, e)[0] for e in range(4)]
+    for event in reversed(events):
+        event.cancel()
+    for event in events:
+        event.wait()
+        assert isinstance(event.error, Cancelled)
+    bench.device.limit(None)
+    bench.gpu.broken = True
+    lost, _ = bench.fetch("w4", 0, 9)
+    lost.wait()
+    assert isinstance(lost.error, RuntimeError) and "lost" in str(lost.error)
+    bench.gpu.broken = False
+    again, target = bench.fetch("w4", 0, 9)
+    again.wait()
+    assert again.error is None
+    bench.check("w4", 0, 9, target)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fetches_while_filling(
+    bundle: Path, way: str, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches from several threads while regions come up one by one, with delays at every read."""
+    rng, real = random.Random(0), filling.read_extents
+
+    def slow(extents: Any, rooms: Any, threads: int, before: Any, *more: Any) -> Any:
+        def delayed(size: int) -> None:
+            time.sleep(rng.random() * 0.005)
+            before(size)
+
+        return real(extents, rooms, threads, delayed, *more)
+
+    monkeypatch.setattr("moepack.runtime.host.read_extents", slow)
+    bench = benches(bundle, way, fill=False, piece=100_000)
+    problems: list[str] = []
+    counted = {"pinned": 0, "staged": 0}
+    assert bench.host is not None
+    hold = bench.host.hold
+
+    def counting(place: Any) -> Any:
+        held = hold(place)
+        counted["staged" if held is None else "pinned"] += 1
+        return held
+
+    monkeypatch.setattr(bench.host, "hold", counting)
+    bench.device.serve()
+
+    def fetch(seed: int) -> None:
+        mine = random.Random(seed)
+        while not problems and (not bench.host.wait(0) or counted["pinned"] < 20):
+            place = (mine.choice(("bf16", "w4")), mine.randrange(4), mine.randrange(16))
+            event, target = bench.fetch(*place)
+            event.wait()
+            try:
+                assert event.error is None, event.error
+                bench.check(*place, target)
+            except BaseException as error:
+                problems.append(f"{place}: {error!r}")
+            if mine.random() < 0.1:
+                bench.host.release(place)
+
+    threads = [threading.Thread(target=fetch, args=(seed,)) for seed in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not problems and counted["pinned"] >= 20 and counted["staged"] > 5
+
+
+def test_a_fetch_does_not_wait_for_the_filling(
+    bundle: Path, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr("moepack.runtime.host.read_extents", lambda *a: gate.wait(20) and {})
+    bench = benches(bundle, "registered", fill=False)
+    bench.device.serve()
+    event, target = bench.fetch("bf16", 3, 3)
+    event.wait()
+    assert event.error is None and bench.device.host()["filling"]
+    bench.check("bf16", 3, 3, target)
+    gate.set()
+
+
+def test_planted_buffers_used_too_early_are_found(bundle: Path, benches: Callable[..., Bench]) -> None:
+    """Were there one more copy going than there are buffers, bytes would be wrong."""
+    bench = benches(bundle)
+    slot = bench.device._free[0]
+    bench.device._free = [slot] * 2
+    fetched = [(e, *bench.fetch("w4", 0, e)) for e in range(8)]
+    with pytest.raises(AssertionError):
+        for e, event, target in itertools.islice(fetched, 8):
+            event.wait()
+            bench.check("w4", 0, e, target)
+
+
+def test_marks(bundle: Path, benches: Callable[..., Bench]) -> None:
+    bench = benches(bundle)
+    mark = bench.device.mark()
+    assert not mark.done() and not mark.done() and mark.done()
+
+
+# --- a GPU
+
+
+def gpu_or_skip() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda", torch.cuda.device_count() - 1)  # the trap is the device that is not the first
+
+
+@pytest.mark.gpu
+def test_every_way_on_a_gpu(bundle: Path) -> None:
+    """Blocks are the bundle's bytes through pinned memory of every kind that this machine has, and without."""
+    device = gpu_or_skip()
+
+    class Without(Cudart):
+        """A device that cannot do some of what it can."""
+
+        lacking: tuple[int, ...] = ()
+
+        def attribute(self, number: int) -> int:
+            return 0 if number in self.lacking else super().attribute(number)
+
+    for lacking, limit in (((), 1 << 30), ((READS_ONLY,), 1 << 30), ((READS_ONLY, REGISTERS), 1 << 30), ((), 0)):
+        store = BackingStore(open_bundle(bundle))
+        calls = Without(device.index or 0)
+        calls.lacking = lacking
+        host = HostStore(store, ["bf16", "w4"], calls, limit)
+        sizes = [store.stored(v, p, e).size for v in ("bf16", "w4") for p in range(4) for e in range(16)]
+        cuda = CudaDevice(max(sizes), device, host=host)
+        cuda.serve()
+        assert host.wait(60)
+        print(cuda.host())
+        assert (cuda.host()["pinned_bytes"] > 0) == (limit > 0)
+        for version, position, expert in itertools.product(("bf16", "w4"), range(4), range(16)):
+            described, layer = store.bundle.manifest.version(version), store.bundle.layers[position]
+            target = torch.zeros(resident_size(layer.matrices, described), dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)
+            event = cuda.fetch(store.stored(version, position, expert), target, layer, described)
+            event.wait()
+            assert event.error is None
+            got, extent = target.cpu().numpy(), store.bundle.extent(version, position, expert)
+            if described.is_lossless:
+                wanted = decode_lossless(layer.matrices, extent)
+                for m, form, want in zip(layer.matrices, make_forms(layer.matrices, described), wanted, strict=True):
+                    mine = got[form.low : form.low + 2 * m.weights].view(np.uint16)
+                    assert np.array_equal(mine, want.weight.reshape(-1))
+            else:
+                assert np.array_equal(got[: len(extent)], extent)
+        mark = cuda.mark()
+        mark.wait()
+        assert mark.done()
+        cuda.close()
+        store.close()
+        torch.ones(1, device=device).sum().item()  # no error was left set
+
+
+@pytest.mark.gpu
+def test_a_failed_registration_leaves_no_error_on_a_gpu() -> None:
+    from moepack.runtime.cudart import CudaError
+
+    device = gpu_or_skip()
+    with pytest.raises(CudaError):
+        Cudart(device.index or 0).register(4096, 4096, 1)
+    torch.ones(1, device=device).sum().item()

@@ -1,0 +1,409 @@
+"""Pinned host memory: the chain of ways to have it, filling in the background, damage, limits, letting go."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cuda import READS_ONLY, REGISTERS, FakeCudart
+
+from moepack.pack.reader import open_bundle
+from moepack.runtime import filling, host_limit, pinning
+from moepack.runtime import store as store_module
+from moepack.runtime.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
+from moepack.runtime.host import HostStore, traffic
+from moepack.runtime.pieces import plan_pieces
+from moepack.runtime.pinning import Mode
+from moepack.runtime.store import BackingStore
+
+GIB = 1 << 30
+PLACES = [("bf16", p, e) for p in range(4) for e in range(16)]
+NO_MAPPINGS = {REGISTERS: 1, READS_ONLY: 0}
+
+
+@pytest.fixture
+def opened(bundle: Path) -> Iterator[BackingStore]:
+    store = BackingStore(open_bundle(bundle))
+    yield store
+    store.close()
+
+
+def of(path: Path) -> BackingStore:
+    return BackingStore(open_bundle(path))
+
+
+def size_of(store: BackingStore, version: str = "bf16") -> int:
+    return sum(store.stored(version, p, e).size for p in range(4) for e in range(16))
+
+
+def filled(store: BackingStore, cuda: FakeCudart, limit: int = GIB, **options: Any) -> HostStore:
+    host = HostStore(store, ["bf16"], Cudart(0, cuda), limit, **options)
+    host.start()
+    assert host.wait(30)
+    return host
+
+
+def check(host: HostStore, store: BackingStore, readable: bool = True) -> set[tuple[str, int, int]]:
+    """Every pinned extent is the bundle's, bit by bit; returns which are pinned."""
+    pinned = set()
+    for place in PLACES:
+        held = host.hold(place)
+        if held is not None:
+            want = np.asarray(store.bundle.extent(*place, check_digest=False))
+            assert np.array_equal(held.bytes.numpy(), want), place
+            held.release()
+            pinned.add(place)
+    return pinned
+
+
+def refuse(*what: str) -> Callable[[str, int, int], int]:
+    """Fail calls: "register" and "allocate" as out of memory, "mapping" (registering read-only) as not supported."""
+
+    def fails(name: str, size: int, flags: int) -> int:
+        if name == "register" and flags & READ_ONLY and "mapping" in what:
+            return 801
+        return 2 if name in what and not (name == "register" and flags & READ_ONLY) else 0
+
+    return fails
+
+
+# --- the chain
+
+
+@pytest.mark.parametrize(
+    ("attributes", "refused", "mode", "calls"),
+    [
+        (None, (), "mapped", ["register"] * 4),
+        (NO_MAPPINGS, (), "registered", ["register"] * 4),
+        (None, ("mapping",), "registered", ["register", "clear"] + ["register"] * 4),
+        (NO_MAPPINGS, ("register",), "allocated", ["register", "clear"] + ["allocate"] * 4),
+        ({REGISTERS: 0, READS_ONLY: 0}, (), "allocated", ["allocate"] * 4),
+        (None, ("mapping", "register"), "allocated", ["register", "clear"] * 2 + ["allocate"] * 4),
+        (NO_MAPPINGS, ("register", "allocate"), "staged", ["register", "clear", "allocate", "clear"]),
+        ({REGISTERS: 0, READS_ONLY: 0}, ("allocate",), "staged", ["allocate", "clear"]),
+    ],
+)
+def test_each_way_falls_to_the_next(
+    opened: BackingStore, attributes: dict[int, int] | None, refused: tuple[str, ...], mode: str, calls: list[str]
+) -> None:
+    cuda = FakeCudart(attributes, refuse(*refused))
+    host = filled(opened, cuda)
+    state = host.state()
+    assert cuda.names() == calls and cuda.sticky == 0
+    assert state["mode"] == mode and not state["filling"] and state["damaged"] == []
+    given_up = [row["mode"] for row in state["fallbacks"]]
+    assert given_up == [m.value for m in Mode][: len(given_up)] and all(row["reason"] for row in state["fallbacks"])
+    assert (given_up[-1] if given_up else None) == {"mapped": None, "registered": "mapped", "allocated": "registered",
+                                                    "staged": "allocated"}[mode]  # fmt: skip
+    whole = size_of(opened)
+    want = 0 if mode == "staged" else whole
+    assert (state["pinned_bytes"], state["file_bytes"], state["bytes_to_go"]) == (want, whole - want, 0)
+    assert check(host, opened) == (set() if mode == "staged" else set(PLACES))
+    host.close()
+    assert not cuda.registered and not cuda.allocated and host.hold(PLACES[0]) is None
+    freed = {"mapped": "unregister", "registered": "unregister", "allocated": "free"}
+    assert mode == "staged" or cuda.names()[len(calls) :] == [freed[mode]] * 4
+
+
+def test_flags_sizes_and_what_was_there_when_registering(opened: BackingStore) -> None:
+    """Whole layers are registered, and anonymous memory only after it was filled."""
+    layers = []
+    for p in range(4):
+        layers.append(b"".join(np.asarray(opened.bundle.extent("bf16", p, e)).tobytes() for e in range(16)))
+    by_traffic = FakeCudart(NO_MAPPINGS)
+    filled(opened, by_traffic).close()
+    assert [(s, f) for n, s, f in by_traffic.calls if n == "register"] == [(len(x), PORTABLE) for x in layers]
+    tokens = traffic(opened, {("bf16", p): {} for p in range(4)})
+    for p, seen in enumerate(by_traffic.seen):
+        order = sorted(range(16), key=lambda e: (-tokens["bf16", p][e], e))
+        assert seen == b"".join(np.asarray(opened.bundle.extent("bf16", p, e)).tobytes() for e in order)
+    mapped = FakeCudart()
+    filled(opened, mapped).close()
+    assert mapped.seen == layers
+    assert [(s, f) for n, s, f in mapped.calls if n == "register"] == [(len(x), PORTABLE | READ_ONLY) for x in layers]
+
+
+def test_running_out_later_keeps_what_is_pinned(opened: BackingStore) -> None:
+    count = iter(range(100))
+    cuda = FakeCudart(NO_MAPPINGS, lambda name, *_: 2 if name == "allocate" or next(count) >= 2 else 0)
+    host = filled(opened, cuda)
+    assert host.state()["mode"] == "registered" and check(host, opened) == {x for x in PLACES if x[1] < 2}
+    assert host.state()["fallbacks"][-1] == {"mode": "allocated", "reason": "cudaHostAlloc: error 2 (out of memory)"}
+    host.close()
+    assert not cuda.registered and cuda.sticky == 0
+
+
+def test_an_error_left_set_would_be_seen() -> None:
+    cuda = FakeCudart(None, refuse("register"))
+    calls = Cudart(3, cuda)
+    with pytest.raises(CudaError, match=r"cudaHostRegister: error 2 \(out of memory") as failed:
+        calls.register(4096, 4096, PORTABLE)
+    assert failed.value.code == 2 and cuda.names() == ["register", "clear"] and cuda.sticky == 0
+    cuda._HostRegister(4096, 4096, PORTABLE)
+    assert cuda.sticky == 2, "a call that nobody clears after"
+
+
+def test_the_real_library_has_these_symbols() -> None:
+    """Signatures against torch's own CUDA runtime, whether or not there is a device."""
+    try:
+        calls = Cudart(0)
+    except OSError as error:
+        pytest.skip(f"no CUDA runtime: {error}")
+    memory = pinning.anonymous(1 << 16)
+    try:
+        calls.register(memory.ctypes.data, len(memory), PORTABLE)
+    except CudaError as error:
+        assert error.code and str(error).startswith("cudaHostRegister: error ")
+    else:
+        calls.unregister(memory.ctypes.data)
+
+
+# --- reading
+
+
+def test_short_reads_and_refused_direct_reads(opened: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, real_open, real_read = set(PLACES), os.open, os.preadv
+    direct: set[int] = set()
+    asked: list[bool] = []
+
+    def opening(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        fd = real_open(path, flags, *rest, **more)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def short(fd: int, parts: Any, at: int) -> int:
+        asked.append(fd in direct)
+        if fd in direct:
+            assert at % 4096 == len(parts[0]) % 4096 == 0, "a direct read of parts of pages"
+        return real_read(fd, [parts[0][: random.choice((4096, 8192) if fd in direct else (1000, 4096, 5000))]], at)
+
+    def shorter(fd: int, parts: Any, at: int) -> int:
+        asked.append(fd in direct)
+        return min(1000, real_read(fd, parts, at))
+
+    def refused(fd: int, parts: Any, at: int) -> int:
+        asked.append(fd in direct)
+        if fd in direct:
+            raise OSError(errno.EINVAL, "refused")
+        return real_read(fd, parts, at)
+
+    def nothing_direct(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return real_open(path, flags, *rest, **more)
+
+    for open_, read, kinds in (
+        (opening, short, {True}),
+        (opening, shorter, {True, False}),
+        (opening, refused, {True, False}),
+        (nothing_direct, short, {False}),
+    ):
+        asked.clear()
+        direct.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", open_)
+            patch.setattr(os, "preadv", read)
+            host = filled(opened, FakeCudart(NO_MAPPINGS))
+        assert check(host, opened) == whole and set(asked) == kinds
+        host.close()
+
+
+def test_every_digest_is_checked_once(opened: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = store_module.hashlib.sha256, []
+
+    def counting(*head: Any) -> Any:
+        if not head:  # with an argument it is a file's header
+            count.append(1)
+        return real(*head)
+
+    monkeypatch.setattr(store_module.hashlib, "sha256", counting)
+    for attributes in (None, NO_MAPPINGS, {REGISTERS: 0, READS_ONLY: 0}):
+        count.clear()
+        host = filled(opened, FakeCudart(attributes))
+        assert len(count) == 64
+        host.close()
+
+
+@pytest.mark.parametrize("attributes", [None, NO_MAPPINGS, {REGISTERS: 0, READS_ONLY: 0}])
+def test_damage_is_named_and_never_served(damaged: Path, attributes: dict[int, int] | None) -> None:
+    """One extent is damaged, one file is cut short and one has gone since they were opened: the others are pinned."""
+    store = of(damaged)
+    files = [damaged / "experts" / "bf16" / f"layer-00{p}.safetensors" for p in range(4)]
+    for p in range(2):
+        store.stored("bf16", p, 0)
+    data = bytearray(files[0].read_bytes())
+    data[store.bundle.layer_file("bf16", 0).offset(3) + 100] ^= 1
+    files[0].write_bytes(data)
+    cut = store.bundle.layer_file("bf16", 1).offset(9)
+    os.truncate(files[1], cut)
+    files[2].unlink()
+    host = filled(store, FakeCudart(attributes))
+    damage = host.state()["damaged"]
+    pinned = check(host, store)
+    assert pinned >= {x for x in PLACES if x[1] == 3 or (x[1] == 0 and x[2] != 3)}
+    assert not pinned & {("bf16", 0, 3), *(("bf16", 1, e) for e in range(9, 16)), *(("bf16", 2, e) for e in range(16))}
+    assert any("layer 0, expert 3, version bf16" in x for x in damage)
+    assert sum("layer 1, expert" in x for x in damage) == 7 and any("layer-002" in x for x in damage)
+    assert host.state()["fallbacks"] == ([] if attributes is None else host.state()["fallbacks"])
+    host.close()
+    store.close()
+
+
+# --- limits and order
+
+
+def test_a_limit_leaves_the_least_wanted_in_files(opened: BackingStore) -> None:
+    whole = size_of(opened)
+    tokens = traffic(opened, {("bf16", p): {} for p in range(4)})
+    host = filled(opened, FakeCudart(NO_MAPPINGS), whole // 2)
+    state, pinned = host.state(), check(host, opened)
+    assert 0.4 * whole < state["pinned_bytes"] <= whole // 2 and state["file_bytes"] == whole - state["pinned_bytes"]
+    assert state["limit_bytes"] == whole // 2
+    most = [tokens["bf16", p][e] / opened.stored("bf16", p, e).size for _, p, e in pinned]
+    least = [tokens["bf16", p][e] / opened.stored("bf16", p, e).size for _, p, e in set(PLACES) - pinned]
+    assert sorted(most)[len(most) // 10] >= max(least), "but for the last, which may be too large for what is left"
+    host.close()
+    nothing = filled(opened, FakeCudart(NO_MAPPINGS), 0)
+    assert nothing.state()["pinned_bytes"] == 0 and nothing.state()["file_bytes"] == whole
+    nothing.close()
+
+
+def test_regions_in_order() -> None:
+    sizes = {("bf16", p): dict.fromkeys(range(4), 10) for p in range(2)}
+    wanted = {("bf16", 0): [1.0, 4.0, 2.0, 3.0], ("bf16", 1): [9.0, 0.0, 0.0, 8.0]}
+    gathered = plan_pieces(sizes, wanted, 1000, in_place=False, most=20)
+    assert [(p.file[1], p.experts) for p in gathered] == [(0, (1, 3)), (1, (0, 3)), (0, (2, 0)), (1, (1, 2))]
+    in_place = plan_pieces(sizes, wanted, 1000, in_place=True, most=20)
+    assert [(p.file[1], p.experts) for p in in_place] == [(0, (0, 1)), (1, (0, 1)), (0, (2, 3)), (1, (2, 3))]
+    few = plan_pieces(sizes, wanted, 35, in_place=False, most=20)
+    assert {(p.file[1], e) for p in few for e in p.experts} == {(1, 0), (1, 3), (0, 1)}
+    large = plan_pieces({("w4", 0): {0: 50, 1: 50}}, {("w4", 0): [1, 2]}, 60, in_place=False, most=20)
+    assert [(p.experts, p.size) for p in large] == [((1,), 50)], "an extent above a region's size is one of its own"
+
+
+def test_pieces_are_used_one_after_another(opened: BackingStore) -> None:
+    seen: list[tuple[int, int]] = []
+    cuda = FakeCudart(NO_MAPPINGS)
+    host = filled(opened, cuda, piece=size_of(opened) // 12, progress=lambda done, total: seen.append((done, total)))
+    assert 12 <= len(cuda.registered) < 24 and check(host, opened) == set(PLACES)
+    assert [total for _, total in seen] == [size_of(opened)] * 64 and max(done for done, _ in seen) == size_of(opened)
+    assert host.state()["read_bytes"] == size_of(opened) and host.state()["bytes_per_second"] > 0
+    host.close()
+
+
+def test_host_limits(tmp_path: Path) -> None:
+    limits = host_limit.host_limits(tmp_path, tmp_path / "none")
+    assert limits["cgroup_bytes"] is None
+    assert limits["pinnable_bytes"] == max(0, limits["available_bytes"] - limits["margin_bytes"])
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (tmp_path / "self").write_text("0::/a/b\n")
+    for group, most, taken in ((inner, "max", 5), (tmp_path / "a", str(6 * GIB), 3 * GIB)):
+        (group / "memory.max").write_text(most + "\n")
+        (group / "memory.current").write_text(f"{taken}\n")
+    (tmp_path / "a" / "memory.stat").write_text(f"anon 7\ninactive_file {GIB}\nactive_file {GIB}\n")
+    assert host_limit.cgroup_room(tmp_path, tmp_path / "self") == 5 * GIB, "a group above it, less cache that can go"
+    old = tmp_path / "old" / "memory" / "x"
+    old.mkdir(parents=True)
+    (tmp_path / "old" / "self").write_text("4:memory:/x\n3:cpu:/\n")
+    (old / "memory.limit_in_bytes").write_text(str(3 * GIB))
+    (old / "memory.usage_in_bytes").write_text(str(GIB))
+    (tmp_path / "old" / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712")
+    (tmp_path / "old" / "memory" / "memory.usage_in_bytes").write_text("1")
+    assert host_limit.cgroup_room(tmp_path / "old", tmp_path / "old" / "self") == 2 * GIB
+
+
+# --- while filling, and after
+
+
+def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for attributes in (None, NO_MAPPINGS, {REGISTERS: 0, READS_ONLY: 0}):
+        cuda, reached = FakeCudart(attributes), threading.Event()
+
+        def slowly(e: Any, r: Any, t: int, before: Any, *more: Any, reached: threading.Event = reached) -> Any:
+            def wait(size: int) -> None:
+                reached.set()
+                time.sleep(0.02)
+                before(size)
+
+            return filling.read_extents(e, r, t, wait, *more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("moepack.runtime.host.read_extents", slowly)
+            host = HostStore(opened, ["bf16"], Cudart(0, cuda), GIB)
+            host.start()
+            assert reached.wait(10)
+            began = time.monotonic()
+            host.close()
+        assert time.monotonic() - began < 1 and host.wait(0)
+        assert host.state()["read_bytes"] < size_of(opened), "it had not ended by itself"
+        assert not cuda.registered and not cuda.allocated
+        assert not [t for t in threading.enumerate() if t.name in ("moepack-host", "moepack-fill")]
+        host.close()
+
+
+def test_nothing_leaks(bundle: Path) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("layer-00")
+
+    gc.collect()  # of other tests
+    before, mapped = descriptors(), mappings()
+    for attributes in (None, NO_MAPPINGS):
+        store = of(bundle)
+        host = filled(store, FakeCudart(attributes))
+        assert descriptors() > before
+        host.close()
+        store.close()
+        del host, store
+    assert (descriptors(), mappings()) == (before, mapped)
+
+
+def resident(address: int, size: int) -> int:
+    """Bytes of a range that are in memory, by the system's account."""
+    with Path("/proc/self/pagemap").open("rb") as f:
+        f.seek(address // 4096 * 8)
+        return 4096 * int((np.frombuffer(f.read(size // 4096 * 8), np.uint64) >> np.uint64(63)).sum())
+
+
+def test_a_region_that_is_released_gives_its_memory_back(opened: BackingStore) -> None:
+    cuda = FakeCudart(NO_MAPPINGS)
+    host = filled(opened, cuda)
+    held = host.hold(("bf16", 2, 5))
+    assert held is not None
+    address, mine = held.bytes.data_ptr(), [x for x in PLACES if x[1] == 2]
+    region = next(a for a, n in cuda.registered.items() if a <= address < a + n)
+    size = cuda.registered[region]
+    assert resident(region, size) == size
+    for place in mine:
+        host.release(place)
+    assert region in cuda.registered, "it is being copied from"
+    again = host.hold(mine[0])
+    assert again is not None
+    held.release()
+    again.release()
+    assert region in cuda.registered, "what was asked for since then is wanted again"
+    host.release(mine[0])
+    before = host.state()
+    assert region not in cuda.registered and resident(region, size) < size // 2
+    assert before["pinned_bytes"] == size_of(opened) - size and before["file_bytes"] == size
+    assert check(host, opened) == set(PLACES) - set(mine)
+    host.close()
+
+
+def test_limits_of_probing() -> None:
+    rows = {row["mode"]: row for row in pinning.probe(Cudart(0, FakeCudart(NO_MAPPINGS, refuse("allocate"))), 1 << 20)}
+    assert [row["works"] for row in rows.values()] == [False, True, False, True]
+    assert "ReadOnlySupported is 0" in rows["mapped"]["reason"] and "out of memory" in rows["allocated"]["reason"]
+    assert rows["registered"]["bytes_per_second"] > 0

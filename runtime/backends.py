@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # until `autotune` has measured this machine. Measured on one AVX-512 core: of BF16 beside torch, and beside AMX tiles.
 DEFAULTS = {f"float32 {bits}": most for bits, most in ((16, 64), (4, 128), (3, 128), (2, 128), (1, 128))}
 DEFAULTS |= {f"bfloat16 {bits}": most for bits, most in ((16, 8), (4, 32), (3, 24), (2, 32), (1, 48))}
-BESIDE_AMX = {f"bfloat16 {bits}": most for bits, most in ((16, 4), (4, 6), (3, 4), (2, 6), (1, 12))}
-CANDIDATES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+BESIDE_AMX = {f"bfloat16 {bits}": most for bits, most in ((16, 4), (4, 4), (3, 2), (2, 2), (1, 4))}
+CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def backend(device: torch.device) -> str:

@@ -181,7 +181,7 @@ def use_tiles(level: int) -> None:
 def test_tiles_against_float64(bits: int, group_size: int, level: int) -> None:
     """Every shape, with slots that leave tiles and batches of 512 unfilled.
 
-    Weights are rounded to BF16: float32 results hold to those, and BF16 ones to the true weights.
+    Of many tokens weights are rounded to BF16: float32 results hold to the one or the other.
     """
     use_tiles(level)
     version = Version.bf16() if bits == 16 else Version.affine(bits, group_size)
@@ -197,8 +197,10 @@ def test_tiles_against_float64(bits: int, group_size: int, level: int) -> None:
         native.product(layer.forms, 0, layer.table, x, index, out, ALL_IN_TILES)
         native.product(layer.forms, 0, layer.table, x, index, short, ALL_IN_TILES)
         for e in range(int(index.max()) + 1):
-            mine = (index[:, 0] == e).numpy()
-            assert relative(out[mine], rounded[mine]) <= 1e-5, (rows, cols, e)
+            mine = np.flatnonzero((index[:, 0] == e).numpy())
+            for batch in (mine[:512], mine[512:]):
+                got = [relative(out[batch], want[batch]) for want in (exact, rounded) if len(batch)]
+                assert min(got[: 1 if len(batch) <= 16 else 2], default=0) <= 1e-5, (rows, cols, e)
         assert relative(short, exact) <= 4e-3, (rows, cols)
 
 

@@ -128,7 +128,7 @@ def product(
         index: int64 [slots] or [activations, slots / activations]; an expert past the last is left out.
         out: float32 or bfloat16 [slots, rows]; rows of slots that are left out are not written.
         limits: int64 [versions]: an expert with more slots than its version has there runs in tiles where `has_tiles`
-            says so of x, its weights rounded to BF16, and is left out where not.
+            says so of x (of many slots, its weights are rounded to BF16 there), and is left out where not.
         threads: how many; torch's number without it.
 
     Raises:

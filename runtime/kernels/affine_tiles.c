@@ -2,34 +2,33 @@
  *
  * One step is 32 columns: a tile A of 16 rows by 32 columns, row-major, times a tile B of 32 columns by 16, two columns'
  * numbers side by side in a 32-bit word, adds to 16 x 16 float32 sums. Packed weights, whose words hold following columns
- * of 16 rows side by side, unpack straight into B, rounded to BF16, and activations are A. BF16 weights are A as they lie
- * in their extent, and activations are B; the sums are then turned over. Each tile is 1 KiB and two of each are in use.
- * Sums are made in one order, so neither threads nor other experts change a result's bits.
+ * of 16 rows side by side, unpack straight into B, and activations are A. What is unpacked are codes, exact in BF16, whose
+ * sums over a group are then scaled; or, where many tokens share them, weights rounded to BF16. BF16 weights are A as they
+ * lie in their extent, and activations are B; the sums are then turned over. Sums are made in one order, so neither threads
+ * nor other experts change a result's bits. tiles.h fills the tiles.
  */
 #include "affine.h"
 
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #include <cpuid.h>
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define UNROLL _Pragma("GCC unroll 16")
-#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
-#define INLINE WIDE static inline __attribute__((always_inline))
-#define STEP 32 /* columns of a tile */
-#define TILE 1024 /* bytes of one */
+#include "tiles.h"
+
 #define DEPTH 8 /* steps that weights are unpacked for at a time: two blocks of rows take 16 KiB of the first-level cache */
 #define BATCH 512 /* slots of one expert that share unpacked weights */
 #define CACHE (24 << 20) /* bytes of arranged activations at a time */
 #define SCRATCH (2 * DEPTH * TILE + BATCH / 32 * 4 * TILE) /* a thread's tiles of weights and sums */
 
-/* Up to 512 slots of one expert; `x` holds their activations in tiles: [blocks of 16][steps]. */
+/* Up to 512 slots of one expert; `x` holds their activations in tiles, [blocks of 16][steps], and `sums` those over each
+ * step's columns, [blocks][steps][16]. */
 typedef struct {
     const uint8_t *base;
     const Form *form;
     int64_t first, count;
     uint8_t *x;
+    float *sums;
 } Piece;
 
 typedef struct {
@@ -56,116 +55,6 @@ typedef struct {
 } Run;
 
 static int level = -1;
-
-/* ---- arranging */
-INLINE __mmask32 of_step(int64_t cols, int64_t step) { /* which of a step's columns there are */
-    int64_t left = cols - step * STEP;
-    return left >= STEP ? 0xFFFFFFFF : left <= 0 ? 0 : (1u << left) - 1;
-}
-
-INLINE void turn(__m512i v[16]) { /* 16 x 16 words, transposed */
-    __m512i w[16];
-    UNROLL for (int i = 0; i < 16; i += 4) {
-        __m512i a = _mm512_unpacklo_epi32(v[i], v[i + 1]), b = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-        __m512i c = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]), d = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
-        w[i] = _mm512_unpacklo_epi64(a, c), w[i + 1] = _mm512_unpackhi_epi64(a, c);
-        w[i + 2] = _mm512_unpacklo_epi64(b, d), w[i + 3] = _mm512_unpackhi_epi64(b, d);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        __m512i a = _mm512_shuffle_i32x4(w[i], w[i + 4], 0x88), b = _mm512_shuffle_i32x4(w[i], w[i + 4], 0xDD);
-        __m512i c = _mm512_shuffle_i32x4(w[i + 8], w[i + 12], 0x88), d = _mm512_shuffle_i32x4(w[i + 8], w[i + 12], 0xDD);
-        v[i] = _mm512_shuffle_i32x4(a, c, 0x88), v[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
-        v[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), v[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
-    }
-}
-
-/* The activations of up to 16 slots: tiles B beside BF16 weights, else A. Rows and columns that are not there are 0. */
-WIDE static void arrange(const Side *m, const int64_t *slot, int64_t n, int turned, int64_t steps, uint8_t *out) {
-    const uint16_t *x[16];
-    for (int i = 0; i < 16; i++) x[i] = (const uint16_t *)m->x + (i < n ? slot[i] / m->share * m->cols : 0);
-    for (int64_t s = 0; s < steps; s++, out += TILE) {
-        const __mmask32 mask = of_step(m->cols, s);
-        __m512i v[16];
-        UNROLL for (int i = 0; i < 16; i++) v[i] = _mm512_maskz_loadu_epi16(i < n ? mask : 0, x[i] + s * STEP);
-        if (turned) turn(v);
-        UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + 64 * i, v[i]);
-    }
-}
-
-/* ---- weights */
-INLINE __m512 bf16_row(const uint16_t *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
-}
-
-/* 16 rows of a packed version from `row` on, steps [from, from + n), into tiles B that lie `stride` bytes apart. */
-INLINE void unpack(const int bits, const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
-                   uint8_t *out, int64_t stride) {
-    const int p = bits == 3 ? 2 : bits, words = p; /* words of a step, and of 3 bits one more in the high plane */
-    const int64_t all = ceil_div(m->cols, 32 / p), groups = ceil_div(m->cols, f->group), block = row / BLOCK;
-    const uint32_t *low = (const uint32_t *)(base + f->low) + block * all * BLOCK;
-    const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK;
-    const uint16_t *scale = (const uint16_t *)(base + f->scale) + block * groups * BLOCK;
-    const uint8_t *zero = base + f->zero + block * groups * BLOCK;
-    const __m512 codes = bits == 4 ? _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f,
-                                                    3.5f, 4.5f, 5.5f, 6.5f, 7.5f)
-                         : bits == 1 ? _mm512_setr4_ps(-.5f, .5f, -.5f, .5f)
-                                     : _mm512_setr4_ps(-1.5f, -.5f, .5f, 1.5f);
-    const __m512 far = _mm512_setr4_ps(-2.f, 2.f, -2.f, 2.f); /* of three bits the high plane's part */
-    const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - bits))), middle = _mm512_set1_ps(-(float)((1 << bits) - 1) / 2);
-    const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    for (int64_t s = from; s < from + n; s++, out += stride) {
-        const int64_t g = s * STEP / f->group;
-        const __m512 by = bf16_row(scale + g * BLOCK);
-        __m512 less = _mm512_setzero_ps();
-        if (f->stored) {
-            __m512 z = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(zero + g * BLOCK))));
-            less = _mm512_mul_ps(by, _mm512_fmadd_ps(z, unit, middle));
-        }
-        __m512i h = bits == 3 ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
-        UNROLL for (int k = 0; k < words; k++) {
-            const int64_t word = s * words + k;
-            __m512i w = word < all ? _mm512_loadu_si512(low + word * BLOCK) : _mm512_setzero_si512();
-            _mm_prefetch((const char *)(low + (word + 24) * BLOCK), _MM_HINT_T0);
-            UNROLL for (int i = 0; i < 16 / words; i++) {
-                __m512 v[2];
-                UNROLL for (int j = 0; j < 2; j++) {
-                    __m512 code = _mm512_permutexvar_ps(w, codes);
-                    if (bits == 3) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far)), h = _mm512_srli_epi32(h, 1);
-                    w = _mm512_srli_epi32(w, p);
-                    v[j] = _mm512_fmsub_ps(by, code, less);
-                }
-                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(v[1], v[0]);
-                _mm512_storeu_si512(out + 64 * (k * (16 / words) + i), _mm512_permutexvar_epi16(pairs, both));
-            }
-        }
-    }
-}
-
-/* 32 rows from `row` on, as many as there are: tiles B, those of the two blocks in turns; returns how many blocks. */
-WIDE static int unpack_panel(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
-                             uint8_t *out) {
-    int blocks = row + BLOCK < m->rows ? 2 : 1;
-    for (int k = 0; k < blocks; k++, row += BLOCK, out += TILE) switch (f->bits) {
-        case 1: unpack(1, m, f, base, row, from, n, out, 2 * TILE); break;
-        case 2: unpack(2, m, f, base, row, from, n, out, 2 * TILE); break;
-        case 3: unpack(3, m, f, base, row, from, n, out, 2 * TILE); break;
-        default: unpack(4, m, f, base, row, from, n, out, 2 * TILE); break;
-        }
-    return blocks;
-}
-
-/* 32 rows of a BF16 matrix into tiles A, those of the two blocks in turns; what is not there is 0. */
-WIDE static void copy_panel(const Side *m, const uint16_t *weight, int64_t row, int64_t from, int64_t n, uint8_t *out) {
-    for (int r = 0; r < 32; r++) {
-        const uint16_t *at = weight + (row + r) * m->cols;
-        uint8_t *to = out + r / 16 * TILE + r % 16 * 64;
-        for (int64_t s = from; s < from + n; s++, to += 2 * TILE) {
-            __mmask32 mask = row + r < m->rows ? of_step(m->cols, s) : 0;
-            _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(mask, at + s * STEP));
-        }
-    }
-}
 
 /* ---- products */
 INLINE void multiply_rows(const int nb, const Multiply *q, const uint8_t *a, float *sums) { /* 8 rows of A */
@@ -256,6 +145,8 @@ AMX static __attribute__((noinline)) void multiply_amx(const Multiply *q) {
     __asm__ volatile("" ::: "memory");
 }
 
+static void multiply(const Multiply *q) { level > 1 ? multiply_amx(q) : multiply_avx512(q); }
+
 /* ---- results */
 WIDE static void put_block(const Side *m, const Form *f, const uint8_t *base, const int64_t *slot, int64_t n, int64_t row,
                            const float *sums, int turned) {
@@ -282,51 +173,119 @@ WIDE static void put_block(const Side *m, const Form *f, const uint8_t *base, co
     }
 }
 
-/* ---- one panel of one piece */
-static void panel(const Run *run, const Piece *piece, int64_t row, uint8_t *scratch) {
+/* ---- one panel, 32 rows, of one piece: sums[blocks / 2][2][2][16][16], of the blocks of A and of B */
+static void weight_panel(const Run *run, const Piece *piece, int64_t row, uint8_t *scratch, float *sums) {
     const Side *m = run->m;
     const Form *f = piece->form;
-    const int plain = f->bits == 16;
+    const int plain = f->bits == 16, mine = row + BLOCK < m->rows ? 2 : 1;
     const int64_t blocks = ceil_div(piece->count, 16), steps = run->steps, x_block = steps * TILE;
     const uint16_t *weight = (const uint16_t *)(piece->base + f->low);
-    float *sums = (float *)(scratch + 2 * DEPTH * TILE);
-    int mine = row + BLOCK < m->rows ? 2 : 1;
     for (int64_t from = 0; from < steps; from += DEPTH) {
         const int64_t n = steps - from < DEPTH ? steps - from : DEPTH;
-        /* BF16 weights are copied where a tile would pass their end; and for many tokens, whose repeated reading of rows
-         * a power of two apart misses the first-level cache. */
-        const int whole = row + 32 <= m->rows && (from + n) * STEP <= m->cols && blocks <= 4;
+        /* BF16 weights are copied where a tile would pass their end; and for many tokens, whose repeated reading of rows a
+         * power of two apart misses the first-level cache. */
+        const int whole = plain && row + 32 <= m->rows && (from + n) * STEP <= m->cols && blocks <= 4;
         if (!plain)
-            unpack_panel(m, f, piece->base, row, from, n, scratch);
+            weights_panel(m, f, piece->base, row, from, n, scratch);
         else if (!whole)
             copy_panel(m, weight, row, from, n, scratch);
         for (int64_t b = 0; b < blocks; b += 2) {
-            const uint8_t *x = piece->x + b * x_block + from * TILE;
             const int here = b + 1 < blocks ? 2 : 1;
+            const uint8_t *x = piece->x + b * x_block + from * TILE;
             Multiply q = {.steps = n, .sums = sums + 512 * b, .add = from > 0};
             if (!plain) {
                 q.a = x, q.a_row = 64, q.a_step = TILE, q.a_block = x_block, q.na = here;
                 q.b = scratch, q.b_step = 2 * TILE, q.b_block = TILE, q.nb = mine;
-            } else {
-                q.b = x, q.b_step = TILE, q.b_block = x_block, q.nb = here, q.na = mine;
-                if (whole)
-                    q.a = (const uint8_t *)(weight + row * m->cols + from * STEP), q.a_row = 2 * m->cols, q.a_step = 64,
-                    q.a_block = 32 * m->cols;
-                else
-                    q.a = scratch, q.a_row = 64, q.a_step = 2 * TILE, q.a_block = TILE;
-                if (!whole && !b) /* copying does not hide its reads: the next rows come while these are multiplied */
-                    q.ahead_row = 2 * m->cols,
-                    q.ahead = (const uint8_t *)(from + n < steps ? weight + row * m->cols + (from + n) * STEP
-                                                                 : weight + (row + 32) * m->cols);
+                multiply(&q);
+                continue;
             }
-            level > 1 ? multiply_amx(&q) : multiply_avx512(&q);
+            q.b = x, q.b_step = TILE, q.b_block = x_block, q.nb = here, q.na = mine;
+            if (whole)
+                q.a = (const uint8_t *)(weight + row * m->cols + from * STEP), q.a_row = 2 * m->cols, q.a_step = 64,
+                q.a_block = 32 * m->cols;
+            else
+                q.a = scratch, q.a_row = 64, q.a_step = 2 * TILE, q.a_block = TILE;
+            if (!whole && !b) /* copying does not hide its reads: the next rows come while these are multiplied */
+                q.ahead_row = 2 * m->cols,
+                q.ahead = (const uint8_t *)(from + n < steps ? weight + row * m->cols + (from + n) * STEP
+                                                             : weight + (row + 32) * m->cols);
+            multiply(&q);
         }
     }
+}
+
+/* sums += scale * (made - zero * sum of x), for one block of slots and one of rows. */
+INLINE void scale_in(const int stored, const float *made, __m512 scale, __m512 less, const float *of_x, int first,
+                     float *sums) {
+    UNROLL for (int t = 0; t < 16; t++) {
+        __m512 a = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + 16 * t);
+        a = _mm512_fmadd_ps(scale, _mm512_loadu_ps(made + 16 * t), a);
+        if (stored) a = _mm512_fnmadd_ps(less, _mm512_set1_ps(of_x[t]), a);
+        _mm512_storeu_ps(sums + 16 * t, a);
+    }
+}
+
+/* Group after group, pair of blocks after pair: while the tiles multiply, the next group's codes are unpacked, and the sums
+ * before are scaled. */
+WIDE static void code_panel(const Run *run, const Piece *piece, int64_t row, uint8_t *scratch, float *sums) {
+    const Side *m = run->m;
+    const Form *f = piece->form;
+    const int64_t blocks = ceil_div(piece->count, 16), pairs = ceil_div(blocks, 2), steps = run->steps;
+    const int64_t of = f->group / STEP, groups = ceil_div(m->cols, f->group), block = row / BLOCK;
+    const int mine = row + BLOCK < m->rows ? 2 : 1;
+    const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - f->bits)));
+    const __m512 middle = _mm512_set1_ps(-(float)((1 << f->bits) - 1) / 2);
+    float made[2][1024], of_x[16];
+    __m512 scale[2], less[2];
+    for (int64_t k = -1; k < groups * pairs; k++) {
+        const int64_t then = k + 1, g = k / pairs, b = 2 * (k % pairs);
+        if (then < groups * pairs) {
+            const int64_t from = then / pairs * of, n = steps - from < of ? steps - from : of, at = 2 * (then % pairs);
+            uint8_t *unpacked = scratch + then / pairs % 2 * DEPTH * TILE;
+            if (!at) codes_panel(m, f, piece->base, row, from, n, unpacked);
+            Multiply q = {.steps = n, .sums = made[then % 2], .na = at + 1 < blocks ? 2 : 1, .nb = mine};
+            q.a = piece->x + (at * steps + from) * TILE, q.a_row = 64, q.a_step = TILE, q.a_block = steps * TILE;
+            q.b = unpacked, q.b_step = 2 * TILE, q.b_block = TILE;
+            multiply(&q);
+        }
+        if (k < 0) continue;
+        if (!b)
+            for (int r = 0; r < mine; r++) {
+                const int64_t at = ((block + r) * groups + g) * BLOCK;
+                scale[r] = bf16_row((const uint16_t *)(piece->base + f->scale) + at);
+                if (f->stored) {
+                    __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(piece->base + f->zero + at)));
+                    less[r] = _mm512_mul_ps(scale[r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(z), unit, middle));
+                }
+            }
+        for (int i = 0; i < 2 && b + i < blocks; i++) {
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t s = g * of; s < steps && s < (g + 1) * of; s++)
+                sum = _mm512_add_ps(sum, _mm512_loadu_ps(piece->sums + ((b + i) * steps + s) * 16));
+            _mm512_storeu_ps(of_x, sum);
+            for (int r = 0; r < mine; r++) {
+                const int at = 512 * i + 256 * r;
+                if (f->stored)
+                    scale_in(1, made[k % 2] + at, scale[r], less[r], of_x, !g, sums + 512 * b + at);
+                else
+                    scale_in(0, made[k % 2] + at, scale[r], less[r], of_x, !g, sums + 512 * b + at);
+            }
+        }
+    }
+}
+
+static void panel(const Run *run, const Piece *piece, int64_t row, uint8_t *scratch) {
+    const Side *m = run->m;
+    const int plain = piece->form->bits == 16;
+    const int64_t blocks = ceil_div(piece->count, 16);
+    float *sums = (float *)(scratch + 2 * DEPTH * TILE);
+    /* measured: scaling sums wins up to some 100 tokens in groups of 128, and half as many in groups half as large */
+    (2 * blocks * STEP <= 3 * piece->form->group ? code_panel : weight_panel)(run, piece, row, scratch, sums);
     for (int64_t b = 0; b < blocks; b++)
-        for (int r = 0; r < mine; r++) {
+        for (int r = 0; r < 2 && row + 16 * r < m->rows; r++) {
             const int64_t at = plain ? 2 * r + b % 2 : 2 * (b % 2) + r, first = 16 * b;
             const int64_t n = piece->count - first < 16 ? piece->count - first : 16;
-            put_block(m, f, piece->base, run->order + piece->first + first, n, row + 16 * r,
+            put_block(m, piece->form, piece->base, run->order + piece->first + first, n, row + 16 * r,
                       sums + 1024 * (b / 2) + 256 * at, plain);
         }
 }
@@ -353,7 +312,7 @@ static void arrange_all(void *argument) {
         const Piece *p = run->pieces + piece;
         const int64_t first = 16 * (i - before), n = p->count - first < 16 ? p->count - first : 16;
         arrange(run->m, run->order + p->first + first, n, p->form->bits == 16, run->steps,
-                p->x + (i - before) * run->steps * TILE);
+                p->x + (i - before) * run->steps * TILE, p->sums + (i - before) * run->steps * 16);
     }
 }
 
@@ -361,7 +320,7 @@ int moepack_tiles_level(int limit) {
     unsigned a, b, c, d;
     level = 0;
     if (limit < 1 || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vbmi"))
         return level;
     level = 1;
     /* cpuid 7: AMX-TILE and AMX-BF16; the system lends the tiles' state (XFEATURE 18) to a process that asks */
@@ -385,8 +344,8 @@ int moepack_tiles_product(const Side *m, const Job *jobs, int64_t n, const int64
         while (j < n && (!n_pieces || at < CACHE)) {
             const Job *job = jobs + j;
             int64_t count = job->count - done < BATCH ? job->count - done : BATCH;
-            pieces[n_pieces++] = (Piece){job->base, job->form, job->first + done, count, (uint8_t *)at};
-            at += (size_t)(ceil_div(count, 16) * steps * TILE);
+            pieces[n_pieces++] = (Piece){job->base, job->form, job->first + done, count, (uint8_t *)at, 0};
+            at += (size_t)(ceil_div(count, 16) * steps * (TILE + 64));
             cost += (ceil_div(count, 32) + 4) * panels; /* unpacking takes as long as some products */
             done += count;
             if (done == job->count) j++, done = 0;
@@ -396,6 +355,7 @@ int moepack_tiles_product(const Side *m, const Job *jobs, int64_t n, const int64
         const int64_t share = cost / (m->threads * 8) + 1;
         for (int64_t i = 0; i < n_pieces; i++) {
             pieces[i].x += (uintptr_t)arena->at;
+            pieces[i].sums = (float *)(pieces[i].x + ceil_div(pieces[i].count, 16) * steps * TILE);
             const int64_t step = m->threads < 2 ? panels : share / (ceil_div(pieces[i].count, 32) + 4) + 1;
             for (int64_t u = 0; u < panels; u += step)
                 tasks[n_tasks++] = (Task){i, u, u + step < panels ? u + step : panels};

@@ -1,0 +1,164 @@
+/* Fills the tiles of affine_tiles.c: with activations, and with an expert's codes or weights. AVX-512 with VBMI and BF16. */
+#include <immintrin.h>
+
+#define UNROLL _Pragma("GCC unroll 16")
+#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,fma")))
+#define INLINE WIDE static inline __attribute__((always_inline))
+#define STEP 32 /* columns of a tile */
+#define TILE 1024 /* bytes of one */
+
+/* ---- arranging */
+INLINE __mmask32 of_step(int64_t cols, int64_t step) { /* which of a step's columns there are */
+    int64_t left = cols - step * STEP;
+    return left >= STEP ? 0xFFFFFFFF : left <= 0 ? 0 : (1u << left) - 1;
+}
+
+INLINE void turn(__m512i v[16]) { /* 16 x 16 words, transposed */
+    __m512i w[16];
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        __m512i a = _mm512_unpacklo_epi32(v[i], v[i + 1]), b = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+        __m512i c = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]), d = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
+        w[i] = _mm512_unpacklo_epi64(a, c), w[i + 1] = _mm512_unpackhi_epi64(a, c);
+        w[i + 2] = _mm512_unpacklo_epi64(b, d), w[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512i a = _mm512_shuffle_i32x4(w[i], w[i + 4], 0x88), b = _mm512_shuffle_i32x4(w[i], w[i + 4], 0xDD);
+        __m512i c = _mm512_shuffle_i32x4(w[i + 8], w[i + 12], 0x88), d = _mm512_shuffle_i32x4(w[i + 8], w[i + 12], 0xDD);
+        v[i] = _mm512_shuffle_i32x4(a, c, 0x88), v[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
+        v[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), v[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
+    }
+}
+
+/* The activations of up to 16 slots: tiles B beside BF16 weights, else A. Rows and columns that are not there are 0. */
+WIDE static void arrange(const Side *m, const int64_t *slot, int64_t n, int turned, int64_t steps, uint8_t *out,
+                         float *sums) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
+    const uint16_t *x[16];
+    for (int i = 0; i < 16; i++) x[i] = (const uint16_t *)m->x + (i < n ? slot[i] / m->share * m->cols : 0);
+    for (int64_t s = 0; s < steps; s++, out += TILE) {
+        const __mmask32 mask = of_step(m->cols, s);
+        __m512i v[16];
+        UNROLL for (int i = 0; i < 16; i++) v[i] = _mm512_maskz_loadu_epi16(i < n ? mask : 0, x[i] + s * STEP);
+        if (turned) turn(v);
+        UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + 64 * i, v[i]);
+        if (turned) continue;
+        __m512 sum = _mm512_setzero_ps();
+        turn(v);
+        UNROLL for (int i = 0; i < 16; i++) sum = _mm512_dpbf16_ps(sum, (__m512bh)v[i], ones);
+        _mm512_storeu_ps(sums + 16 * s, sum);
+    }
+}
+
+INLINE __m512 bf16_row(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+
+/* ---- weights
+ * For each 64-bit pair of words the bits that become the low bytes of four 16-bit numbers: at `at` and `apart` after it. */
+INLINE __m512i fields(int at, int apart) {
+    uint64_t a = (uint64_t)at % 64, b = (uint64_t)(at + apart) % 64;
+    return _mm512_set1_epi64((int64_t)(a | b << 16 | (a + 32) % 64 << 32 | (b + 32) % 64 << 48));
+}
+
+/* Codes of 16 rows, steps [from, from + n), counted from the middle of their range, exact in BF16, into tiles B that lie
+ * 2 tiles apart. Two following codes of a row become two numbers in its word: one instruction fetches their bits, and one
+ * looks both up; what is beside the bits of a code in its index finds the same number again. */
+INLINE void codes(const int bits, const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
+                  uint8_t *out) {
+    const int p = bits == 3 ? 2 : bits; /* bits of a code in the low plane, and words that a step has there */
+    const int64_t all = ceil_div(m->cols, 32 / p), block = row / BLOCK;
+    const uint32_t *low = (const uint32_t *)(base + f->low) + block * all * BLOCK;
+    const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK;
+    uint16_t numbers[32];
+    for (int i = 0; i < 32; i++) numbers[i] = narrow((float)(i % (1 << bits)) - (float)((1 << bits) - 1) / 2);
+    const __m512i table = _mm512_loadu_si512(numbers), mask = _mm512_set1_epi16(3);
+    for (int64_t s = from; s < from + n; s++, out += 2 * TILE) {
+        __m512i h = bits == 3 ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
+        UNROLL for (int k = 0; k < p; k++) {
+            const int64_t word = s * p + k;
+            __m512i w = word < all ? _mm512_loadu_si512(low + word * BLOCK) : _mm512_setzero_si512();
+            _mm_prefetch((const char *)(low + (word + 24) * BLOCK), _MM_HINT_T0);
+            UNROLL for (int i = 0; i < 16 / p; i++) {
+                const int pair = k * (16 / p) + i;
+                __m512i at = _mm512_multishift_epi64_epi8(fields(2 * p * i, p), w);
+                if (bits == 3) {
+                    __m512i above = _mm512_multishift_epi64_epi8(fields(2 * pair + 62, 1), h);
+                    at = _mm512_ternarylogic_epi64(mask, at, above, 0xCA);
+                }
+                _mm512_storeu_si512(out + 64 * pair, _mm512_permutexvar_epi16(at, table));
+            }
+        }
+    }
+}
+
+/* As codes(), but weights, rounded to BF16: for so many tokens that scaling sums would take longer. */
+INLINE void weights(const int bits, const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
+                   uint8_t *out) {
+    const int p = bits == 3 ? 2 : bits, words = p; /* words of a step, and of 3 bits one more in the high plane */
+    const int64_t all = ceil_div(m->cols, 32 / p), groups = ceil_div(m->cols, f->group), block = row / BLOCK;
+    const uint32_t *low = (const uint32_t *)(base + f->low) + block * all * BLOCK;
+    const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK;
+    const uint16_t *scale = (const uint16_t *)(base + f->scale) + block * groups * BLOCK;
+    const uint8_t *zero = base + f->zero + block * groups * BLOCK;
+    const __m512 codes = bits == 4 ? _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f,
+                                                    3.5f, 4.5f, 5.5f, 6.5f, 7.5f)
+                         : bits == 1 ? _mm512_setr4_ps(-.5f, .5f, -.5f, .5f)
+                                     : _mm512_setr4_ps(-1.5f, -.5f, .5f, 1.5f);
+    const __m512 far = _mm512_setr4_ps(-2.f, 2.f, -2.f, 2.f); /* of three bits the high plane's part */
+    const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - bits))), middle = _mm512_set1_ps(-(float)((1 << bits) - 1) / 2);
+    const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (int64_t s = from; s < from + n; s++, out += 2 * TILE) {
+        const int64_t g = s * STEP / f->group;
+        const __m512 by = bf16_row(scale + g * BLOCK);
+        __m512 less = _mm512_setzero_ps();
+        if (f->stored) {
+            __m512 z = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(zero + g * BLOCK))));
+            less = _mm512_mul_ps(by, _mm512_fmadd_ps(z, unit, middle));
+        }
+        __m512i h = bits == 3 ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
+        UNROLL for (int k = 0; k < words; k++) {
+            const int64_t word = s * words + k;
+            __m512i w = word < all ? _mm512_loadu_si512(low + word * BLOCK) : _mm512_setzero_si512();
+            _mm_prefetch((const char *)(low + (word + 24) * BLOCK), _MM_HINT_T0);
+            UNROLL for (int i = 0; i < 16 / words; i++) {
+                __m512 v[2];
+                UNROLL for (int j = 0; j < 2; j++) {
+                    __m512 code = _mm512_permutexvar_ps(w, codes);
+                    if (bits == 3) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far)), h = _mm512_srli_epi32(h, 1);
+                    w = _mm512_srli_epi32(w, p);
+                    v[j] = _mm512_fmsub_ps(by, code, less);
+                }
+                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(v[1], v[0]);
+                _mm512_storeu_si512(out + 64 * (k * (16 / words) + i), _mm512_permutexvar_epi16(pairs, both));
+            }
+        }
+    }
+}
+
+/* 32 rows from `row` on, as many as there are: tiles B, those of the two blocks in turns. */
+#define PANEL(name) \
+    WIDE static void name##_panel(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n, \
+                                  uint8_t *out) { \
+        for (int k = 0; k < 2 && row < m->rows; k++, row += BLOCK, out += TILE) switch (f->bits) { \
+            case 1: name(1, m, f, base, row, from, n, out); break; \
+            case 2: name(2, m, f, base, row, from, n, out); break; \
+            case 3: name(3, m, f, base, row, from, n, out); break; \
+            default: name(4, m, f, base, row, from, n, out); break; \
+            } \
+    }
+
+PANEL(codes)
+PANEL(weights)
+
+/* 32 rows of a BF16 matrix into tiles A, those of the two blocks in turns; what is not there is 0. */
+WIDE static void copy_panel(const Side *m, const uint16_t *weight, int64_t row, int64_t from, int64_t n, uint8_t *out) {
+    for (int r = 0; r < 32; r++) {
+        const uint16_t *at = weight + (row + r) * m->cols;
+        uint8_t *to = out + r / 16 * TILE + r % 16 * 64;
+        for (int64_t s = from; s < from + n; s++, to += 2 * TILE) {
+            __mmask32 mask = row + r < m->rows ? of_step(m->cols, s) : 0;
+            _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(mask, at + s * STEP));
+        }
+    }
+}

@@ -34,6 +34,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHAPES = {  # hidden, intermediate, experts, top_k
     "Qwen3-30B-A3B": (2048, 768, 128, 8),
     "DeepSeek-V2-Lite": (2048, 1408, 64, 6),
+    "Phi-3.5-MoE": (4096, 6400, 16, 2),
     "gpt-oss-20b": (2880, 2880, 32, 4),
     "Mixtral-8x7B": (4096, 14336, 8, 2),
 }

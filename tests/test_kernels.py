@@ -384,6 +384,32 @@ def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     backends._limits.cache_clear()
 
 
+@pytest.mark.parametrize("tokens", [1, 20, 150])
+def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
+    """Both matrices of trained experts, every version, packed and in tiles, whatever this processor takes for as many."""
+    from moepack.pack.reader import open_bundle
+    from moepack.runtime import backends
+    from moepack.runtime.experts import LayerExperts
+    from moepack.runtime.store import BackingStore
+
+    store = BackingStore(open_bundle(bundle))
+    names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]
+    experts = LayerExperts(store, 2, names, torch.device("cpu"))
+    assert experts.native is not None
+    index = torch.arange(10).repeat(tokens, 1)
+    for matrix, m in enumerate(experts.layer.matrices):
+        for dtype in TOLERANCE:
+            limits = np.array([backends.direct_limit(dtype, v) for v in experts.versions])
+            if not native.has_tiles(dtype):
+                limits[:] = 1 << 40
+            x = activations(tokens, m.cols, dtype, seed=matrix)
+            out = torch.full((10 * tokens, m.rows), torch.nan, dtype=dtype)
+            native.product(experts.native, matrix, experts.table, x, index, out, limits)
+            for e in range(10):
+                want = x.double() @ experts.weight(e, matrix, torch.float32).double().T
+                assert relative(out[e::10], want.numpy()) <= TOLERANCE[dtype], (names[e], dtype)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: int) -> None:

@@ -2,14 +2,15 @@
 
 A thread issues copies on a stream of its own and polls for their end: from pinned memory one copy an extent (host.py),
 else the file is read into a staging buffer whose chunks are copied while the next ones are read. A lossless extent is
-decoded on that stream. The compute stream and the forward pass's thread wait for nothing.
+decoded on another stream, beside the next one's copy. Compute and the forward pass's thread wait for nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +23,18 @@ from moepack.pack.exponent import HEADER, TILE, parse
 from moepack.pack.lossless import directory, directory_size
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 
+from .cudart import Cudart
 from .device import Bytes, Event
 from .gpu_calls import Gpu, GpuEvent, TorchGpu
 from .host import Held, HostStore
+from .host_limit import host_limits
 from .kernels.forms import make_forms
 from .pools import Memory
-from .store import Stored
+from .store import BackingStore, Stored
 from .stream import Going, HostEvent, Migration
 
-SLOTS = 2  # copies that have begun: one is decoded while the next is copied, one is copied while the next is read
+log = logging.getLogger("moepack.runtime")
+SLOTS = 2  # fetches that have begun: one is decoded while the next is copied, one is copied while the next is read
 MATRICES = 64  # of an expert, at the most: it has two or three
 
 
@@ -89,6 +93,7 @@ class CudaDevice(Migration):
         on_event: Callable[[], None] = lambda: None,
         *,
         staging: int | None = None,
+        slots: int = SLOTS,
         host: HostStore | None = None,
         gpu: Gpu | None = None,
     ) -> None:
@@ -99,19 +104,20 @@ class CudaDevice(Migration):
             device: the GPU.
             on_event: called on the stream's thread after each fetch has ended.
             staging: bytes of the largest lossless extent; as `largest` without it.
+            slots: fetches that may have begun, each with buffers of its own.
             host: extents in pinned memory; started by `serve`, closed with the device.
             gpu: what makes the calls.
         """
         gpu = gpu if gpu is not None else TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
         staging = align(largest if staging is None else staging, PAGE)
-        self.staging_bytes = SLOTS * staging
+        self.staging_bytes = slots * staging
         self._gpu, self._host = gpu, host
         self._free = [
             _Slot(gpu.pinned(size), gpu.memory(staging), gpu.pinned(4 * MATRICES).view(torch.int32))
-            for _ in range(SLOTS)
+            for _ in range(slots)
         ]
-        super().__init__(on_event, depth=SLOTS)
+        super().__init__(on_event, depth=slots)
 
     def memory(self, size: int) -> Memory:
         """Device memory, allocated at once."""
@@ -151,12 +157,17 @@ class CudaDevice(Migration):
         with self._gpu.migrating():
             try:
                 self._bring(source, slot.device if version.is_lossless else target, slot, held, before)
-                if version.is_lossless:
-                    before(0)
-                    status = self._decode(source, target, layer, version, slot, held)
+                before(0)
             except BaseException as caught:  # copies may have been issued: they end first
                 error = caught
             issued = self._gpu.record()
+        if version.is_lossless and error is None:
+            with self._gpu.decoding():
+                try:
+                    status = self._decode(source, target, layer, version, slot, held)
+                except BaseException as caught:
+                    error = caught
+                issued = self._gpu.record()
 
         def ended() -> bool:
             try:
@@ -257,3 +268,26 @@ def _read_heads(source: Stored, out: Bytes, layer: ExpertLayer) -> None:
     table = out[: 16 * len(layer.matrices)].view("<u4").reshape(-1, 4)
     for m, row in zip(layer.matrices, np.array(table), strict=True):
         read(int(row[0]), HEADER + 8 * (-(-m.weights // TILE) + 1))
+
+
+def open_cuda(
+    store: BackingStore,
+    versions: Sequence[str],
+    device: torch.device,
+    largest: int,
+    staging: int,
+    slots: int,
+    on_event: Callable[[], None],
+    host_memory: int | None,
+) -> CudaDevice:
+    """The device, and what may be pinned of `versions` beside it: `host_memory` bytes, or what the system has left."""
+    gpu = TorchGpu(device)
+    host: HostStore | None = None
+    try:
+        calls = Cudart(gpu.device.index)
+    except OSError as error:
+        log.info("host memory: nothing is pinned: %s", error)
+    else:
+        limit = host_limits()["pinnable_bytes"] if host_memory is None else host_memory
+        host = HostStore(store, versions, calls, limit)
+    return CudaDevice(largest, device, on_event, staging=staging, slots=slots, host=host, gpu=gpu)

@@ -1,4 +1,4 @@
-"""What a CUDA device needs of torch: memory, one migration stream, copies and the decoder on it, events.
+"""What a CUDA device needs of torch: memory, a stream for copies and one for decoding, events.
 
 Small, so that tests can put a machine without a GPU in its place. Decides nothing.
 """
@@ -24,25 +24,28 @@ class GpuEvent(Protocol):
 
 
 class Gpu(Protocol):
-    """One device. All but `mark` are called within `migrating`, or while loading."""
+    """One device. `copy`, `decode`, `record` are called within `migrating` or `decoding`, on whose stream they are."""
 
     def memory(self, size: int) -> Tensor:
-        """Device memory, uint8 [size]."""
+        """Device memory, uint8 [size]. Called while loading."""
 
     def pinned(self, size: int) -> Tensor:
-        """Pinned host memory, uint8 [size], of torch's allocator."""
+        """Pinned host memory, uint8 [size], of torch's allocator. Called while loading."""
 
     def migrating(self) -> contextlib.AbstractContextManager[Any]:
-        """The device and its migration stream are the current ones inside."""
+        """The device and the stream for copies are the current ones inside."""
+
+    def decoding(self) -> contextlib.AbstractContextManager[Any]:
+        """The device and the stream for decoding are; that first waits, on the device, for the copies issued so far."""
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """One copy on the migration stream, from pinned memory or to it; does not wait."""
+        """One copy, from pinned memory, to it, or on the device; does not wait."""
 
     def decode(self, jobs: Sequence[Any]) -> Tensor:
-        """exponent_triton.decode on the migration stream."""
+        """exponent_triton.decode."""
 
     def record(self) -> GpuEvent:
-        """An event on the migration stream."""
+        """An event."""
 
     def mark(self) -> GpuEvent:
         """An event on the calling thread's compute stream."""
@@ -55,7 +58,7 @@ class TorchGpu:
         """`device` may lack an index: it is then the current one, and stays so whatever becomes current."""
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self.device)
+        self._copies, self._decoder = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def memory(self, size: int) -> Tensor:
         """Device memory."""
@@ -68,7 +71,14 @@ class TorchGpu:
     @contextlib.contextmanager
     def migrating(self) -> Any:
         """A thread's current device is its own, and the first one at its start: launches would go there."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
+            yield
+
+    @contextlib.contextmanager
+    def decoding(self) -> Any:
+        """The other stream, behind the copies that were issued."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._decoder):
+            self._decoder.wait_stream(self._copies)
             yield
 
     def copy(self, to: Tensor, source: Tensor) -> None:
@@ -82,13 +92,11 @@ class TorchGpu:
         return decode(jobs)
 
     def record(self) -> GpuEvent:
-        """An event on the migration stream."""
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def mark(self) -> GpuEvent:
-        """An event on the compute stream."""
+        """An event."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def mark(self) -> GpuEvent:
+        """An event on the compute stream: the one that is current where a forward pass runs."""
+        return self.record()

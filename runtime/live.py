@@ -22,6 +22,7 @@ from moepack.pack.errors import InputError, MoepackError
 from moepack.pack.reader import Bundle
 
 from .budget import BudgetTracker
+from .capacity import base_bytes
 from .demand import load_now
 from .device import CpuDevice, Device
 from .entries import Key
@@ -40,13 +41,26 @@ __all__ = ["Live", "Plan", "make_plan"]
 log = logging.getLogger("moepack.runtime")
 
 
-def _device(device: torch.device, plan: Plan, on_event: Callable[[], None]) -> Device:
+def _device(
+    device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
+) -> Device:
     if device.type == "cpu":
         return CpuDevice(plan.staging, on_event)
-    from .device_cuda import CudaDevice
+    from .device_cuda import open_cuda
 
-    largest = max(max(row[plan.high], row[plan.low]) for row in plan.sizes)
-    return CudaDevice(max(plan.staging, largest), device, on_event)
+    staging = plan.staging // buffers
+    largest = max(staging, max(row[plan.low] for row in plan.sizes))
+    if not plan.versions[plan.high].is_lossless:
+        largest = max(largest, max(row[plan.high] for row in plan.sizes))
+    served = [plan.versions[v].name for v in ((plan.high,) if plan.keep else (plan.high, plan.low))]
+    return open_cuda(store, served, device, largest, staging, buffers, on_event, host)
+
+
+def _second_buffer(plan: Plan) -> tuple[Plan, int]:
+    """A plan with two staging buffers where there is room: an extent is then copied while the last one is decoded."""
+    two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
+    least = two.fixed + base_bytes(plan.sizes, plan.experts, plan.low) + plan.reserve
+    return (two, 2) if least <= plan.budget else (plan, 1)
 
 
 class Live:
@@ -60,7 +74,14 @@ class Live:
         each_round: called by the worker in every round.
     """
 
-    def __init__(self, bundle: Bundle, policy: Policy, plan: Plan, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        policy: Policy,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        host_memory: int | None = None,
+    ) -> None:
         """Load what the policy wants before any token, the others' low versions, and start serving.
 
         Args:
@@ -68,6 +89,7 @@ class Live:
             policy: a live one.
             plan: of `make_plan`.
             devices: the layers'.
+            host_memory: bytes that may be pinned for a GPU; without it, what the system has left.
 
         Raises:
             InputError: on a device that cannot change versions.
@@ -79,10 +101,11 @@ class Live:
         self._can_shrink = devices[0].type == "cpu"
         if not self._can_shrink and options.prior == "none":
             plan = replace(plan, keep=True)  # all experts are low at first, so that there must be a block for each
+        plan, buffers = (plan, 1) if self._can_shrink else _second_buffer(plan)
         self.plan, self._policy_text = plan, str(policy)
         self.store = BackingStore(bundle)
         self._wake = threading.Event()
-        self.device = _device(devices[0], plan, self._wake.set)
+        self.device = _device(devices[0], self.store, plan, buffers, self._wake.set, host_memory)
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
         self.layers = [LayerExperts(self.store, p, (), d) for p, d in enumerate(devices)]
         pools = self._pools()
@@ -140,11 +163,15 @@ class Live:
         nothing = [[0] * n for n in self.plan.experts]
         wanted = self.policy.observe(Observation(time.monotonic(), nothing, self._room())) or {}
         first = {} if self.plan.keep else wanted
-        for p, layer in enumerate(self.layers):
-            for e in range(self.plan.experts[p]):
-                layer.handles.append(self._place((p, e), first.get((p, e), self.plan.low)))
+        keys = [(p, e) for p, n in enumerate(self.plan.experts) for e in range(n)]
+        version = {key: first.get(key, self.plan.low) for key in keys}
+        with self.store.reading_ahead((self.plan.versions[version[key]].name, *key) for key in keys):
+            for p, e in keys:
+                layer = self.layers[p]
+                layer.handles.append(self._place((p, e), version[p, e]))
                 layer.publish(e, layer.handles[e])
         self.transitions.want(wanted)
+        self.device.serve()
 
     def _place(self, key: Key, version: int) -> Any:
         try:

@@ -100,10 +100,10 @@ class FakeCudart:
 
 
 class FakeEvent:
-    """Ends after it was asked `patience` times; what was issued before it is then done."""
+    """Ends after it was asked `patience` times; what was issued before it on its stream is then done."""
 
-    def __init__(self, gpu: FakeGpu, issued: int) -> None:
-        self._gpu, self._issued, self._left = gpu, issued, gpu.patience
+    def __init__(self, gpu: FakeGpu, stream: str, issued: int) -> None:
+        self._gpu, self._stream, self._issued, self._left = gpu, stream, issued, gpu.patience
 
     def query(self) -> bool:
         if self._gpu.broken:
@@ -111,7 +111,7 @@ class FakeEvent:
         self._left -= 1
         if self._left > 0:
             return False
-        self._gpu.carry_out(self._issued)
+        self._gpu.carry_out(self._stream, self._issued)
         return True
 
     def synchronize(self) -> None:
@@ -120,16 +120,16 @@ class FakeEvent:
 
 
 class FakeGpu:
-    """A GPU whose memory is the host's."""
+    """A GPU whose memory is the host's, with two streams that know of each other only by waiting."""
 
     def __init__(self, cuda: FakeCudart, patience: int = 3) -> None:
         self.cuda, self.patience, self.broken = cuda, patience, False
         self.log: list[str] = []
         self.wrong: list[str] = []
         self.own: list[tuple[int, int]] = []  # pinned by torch, or on the device
-        self._work: list[Callable[[], None]] = []
-        self._done = 0
-        self._inside = threading.local()
+        self._work: dict[str, list[Callable[[], None]]] = {"copies": [], "decoder": [], "compute": []}
+        self._done = dict.fromkeys(self._work, 0)
+        self._stream = threading.local()
 
     def memory(self, size: int) -> Tensor:
         made = torch.zeros(size + 64, dtype=torch.uint8)
@@ -140,18 +140,28 @@ class FakeGpu:
     pinned = memory
 
     @contextlib.contextmanager
-    def migrating(self) -> Iterator[None]:
+    def _on(self, stream: str) -> Iterator[None]:
         if self.cuda.sticky:
             self.wrong.append(f"an error was left set: {self.cuda.sticky}")
-        self._inside.yes = True
+        self._stream.name = stream
         yield
-        self._inside.yes = False
+        self._stream.name = None
+
+    def migrating(self) -> contextlib.AbstractContextManager[None]:
+        return self._on("copies")
+
+    def decoding(self) -> contextlib.AbstractContextManager[None]:
+        issued = len(self._work["copies"])
+        self._work["decoder"].append(lambda: self.carry_out("copies", issued))
+        return self._on("decoder")
 
     def _issue(self, name: str, work: Callable[[], None]) -> None:
-        if not getattr(self._inside, "yes", False):
-            self.wrong.append(f"{name} not on the migration stream")
+        stream = getattr(self._stream, "name", None)
+        if stream is None:
+            self.wrong.append(f"{name} on no stream of its own")
+            return
         self.log.append(name)
-        self._work.append(work)
+        self._work[stream].append(work)
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         if to.numel() != source.numel() or to.dtype != source.dtype:
@@ -166,6 +176,8 @@ class FakeGpu:
         self._issue("copy", work)
 
     def decode(self, jobs: list[Any]) -> Tensor:
+        if getattr(self._stream, "name", None) != "decoder":
+            self.wrong.append("decoded beside no copy")
         status = torch.zeros(len(jobs), dtype=torch.int32)
         self.own.append((status.data_ptr(), status.nbytes))
 
@@ -181,13 +193,20 @@ class FakeGpu:
         return status
 
     def record(self) -> FakeEvent:
-        return FakeEvent(self, len(self._work))
+        stream = self._stream.name
+        return FakeEvent(self, stream, len(self._work[stream]))
 
     def mark(self) -> FakeEvent:
-        return FakeEvent(self, 0)
+        return FakeEvent(self, "compute", 0)
 
-    def carry_out(self, issued: int) -> None:
-        while self._done < issued:
-            self._work[self._done]()
-            self._work[self._done] = lambda: None
-            self._done += 1
+    def carry_out(self, stream: str, issued: int) -> None:
+        work = self._work[stream]
+        while self._done[stream] < issued:
+            at = self._done[stream]
+            self._done[stream] += 1
+            work[at]()
+            work[at] = lambda: None
+
+    @property
+    def idle(self) -> bool:
+        return all(self._done[name] == len(work) for name, work in self._work.items())

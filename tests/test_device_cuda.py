@@ -38,7 +38,9 @@ WAYS = {
 class Bench:
     """A store, a GPU and a device over a bundle."""
 
-    def __init__(self, path: Path, way: str = "staged", fill: bool = True, patience: int = 3, **more: Any) -> None:
+    def __init__(
+        self, path: Path, way: str = "staged", fill: bool = True, patience: int = 3, slots: int = 2, **more: Any
+    ) -> None:
         self.store = BackingStore(open_bundle(path))
         self.cuda = FakeCudart(WAYS.get(way))
         self.gpu = FakeGpu(self.cuda, patience)
@@ -46,7 +48,7 @@ class Bench:
         if way != "staged":
             self.host = HostStore(self.store, ["bf16", "w4"], Cudart(0, self.cuda), 1 << 30, **more)
         sizes = [self.store.stored(v, p, e).size for v in ("bf16", "w4") for p in range(4) for e in range(16)]
-        self.device = CudaDevice(max(sizes), torch.device("cpu"), host=self.host, gpu=self.gpu)
+        self.device = CudaDevice(max(sizes), torch.device("cpu"), slots=slots, host=self.host, gpu=self.gpu)
         if fill and self.host is not None:
             self.device.serve()
             assert self.host.wait(30)
@@ -107,6 +109,27 @@ def test_blocks_are_the_bundles_bytes(bundle: Path, way: str, benches: Callable[
     assert bench.device.host()["mode"] == way
 
 
+def test_decoding_waits_for_the_copy(bundle: Path, benches: Callable[..., Bench]) -> None:
+    """Planted: a decoder that does not wait reads what was in the buffer before."""
+    bench = benches(bundle, "registered")
+    bench.gpu.decoding = lambda: bench.gpu._on("decoder")  # type: ignore[method-assign]
+    event, target = bench.fetch("bf16", 0, 0)
+    event.wait()
+    with pytest.raises(AssertionError):
+        assert event.error is None
+        bench.check("bf16", 0, 0, target)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_with_one_buffer_or_two(bundle: Path, slots: int, benches: Callable[..., Bench]) -> None:
+    bench = benches(bundle, "registered", slots=slots)
+    fetched = [(e, *bench.fetch("bf16", 0, e)) for e in range(8)]
+    for e, event, target in fetched:
+        event.wait()
+        assert event.error is None
+        bench.check("bf16", 0, e, target)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_pinned_extent_is_one_copy(bundle: Path, way: str, benches: Callable[..., Bench]) -> None:
     bench = benches(bundle, way)
@@ -138,11 +161,10 @@ def test_the_next_chunk_is_read_while_this_one_is_copied(
         time.sleep(0.001)
     time.sleep(0.05)
     assert chunks > 3 and bench.gpu.log == ["read", "copy"] * chunks, "the third has no buffer yet"
-    assert not any(event.done() for event in (first, second, third)) and bench.gpu._done == 0
+    assert not any(event.done() for event in (first, second, third)) and bench.gpu._done["copies"] == 0
     bench.gpu.patience = 1
-    bench.gpu.carry_out(len(bench.gpu._work))
     with monkeypatch.context() as patch:
-        patch.setattr("fake_cuda.FakeEvent.query", lambda self: bench.gpu.carry_out(self._issued) or True)
+        patch.setattr("fake_cuda.FakeEvent.query", lambda self: not self._gpu.carry_out(self._stream, self._issued))
         for event in (first, second, third):
             event.wait()
             assert event.error is None
@@ -160,7 +182,7 @@ def test_damage_ends_a_fetch_after_its_copies(damaged: Path, benches: Callable[.
         event.wait()
         assert isinstance(event.error, BundleError) and event.error.problems[0].kind == "digest"
         assert "layer 1, expert 7, version bf16" in str(event.error)
-        assert bench.gpu._done == len(bench.gpu._work), "its block may be given to another now"
+        assert bench.gpu.idle, "its block may be given to another now"
         after, target = bench.fetch("bf16", 1, 8)
         after.wait()
         assert after.error is None

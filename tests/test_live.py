@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 import moepack
 from moepack.cli import app
 from moepack.evaluate import evaluate
-from moepack.pack.errors import InputError
+from moepack.pack.errors import BundleError, InputError
 from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.runtime import device as device_module
@@ -248,24 +249,11 @@ def test_planted_unchecked_digest_is_found(damaged: Path, bundle: Path, monkeypa
         data[open_bundle(damaged).layer_file("w4", 1).offset(e) + 70] ^= 1
     file.write_bytes(data)
 
-    class Blind:
-        """Says that every digest matches."""
-
-        def __init__(self, stored: Any) -> None:
-            self.want = stored
-
-        def update(self, part: Any) -> None:
-            pass
-
-        def hexdigest(self) -> str:
-            return str(self.want)
-
     original = store_module.Stored.read_into
 
-    def blind(self: Any, out: Any, before: Any = None) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store_module.hashlib, "sha256", lambda: Blind(self.sha256))
-            original(self, out, before)
+    def blind(*arguments: Any) -> None:
+        with contextlib.suppress(BundleError):
+            original(*arguments)
 
     monkeypatch.setattr(store_module.Stored, "read_into", blind)
     model = load(damaged, FAST.replace("hi=bf16", "hi=w4"))

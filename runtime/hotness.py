@@ -54,15 +54,17 @@ class HotnessOptions:
         alpha: the share of a score that is kept at each decision, from 0 up to but not including 1.
         margin: by what share of an incumbent's score a newcomer's must exceed it.
         slack: an incumbent stays while its rank is less than this many places below the last that fits.
+        anchor: what the prior weighs beside the scores for as long as the policy runs, in multiples of them.
     """
 
     interval: float = 1.0
     alpha: float = 0.5
     margin: float = 0.1
     slack: int = 1
+    anchor: float = 0.5
 
     def __post_init__(self) -> None:
-        if not (self.interval >= 0 and 0 <= self.alpha < 1 and self.margin >= 0 and self.slack >= 0):
+        if not (0 <= self.alpha < 1 and all(x >= 0 for x in (self.interval, self.margin, self.slack, self.anchor))):
             raise ValueError(f"{self} is out of range: 0 <= alpha < 1, the others from 0")
 
 
@@ -74,8 +76,10 @@ class Hotness:
     slack both allow it. An interval without any token changes nothing.
 
     Two things are beyond the paper. Scores may start from what calibration saw, as if an interval of such traffic had
-    gone before the first, so that there is a choice before any token. And experts may be ranked by score times what a
-    token at the high version saves in loss: an expert can be busy and yet lose little at the low one.
+    gone before the first, so that there is a choice before any token; and that prior goes on to weigh `anchor` times as
+    much as the scores do, so that after a shift experts of the workload before do not crowd out those of all others.
+    And experts may be ranked by score times what a token at the high version saves in loss: an expert can be busy and
+    yet lose little at the low one.
     """
 
     blocking = False
@@ -98,6 +102,7 @@ class Hotness:
         self.version, self.options = version, options or HotnessOptions()
         self.scores = [list(row) for row in prior] if prior else [[0.0] * n for n in experts]
         self._gains = [list(row) for row in gains] if gains else [[1.0] * n for n in experts]
+        self._prior = [[n / sum(row) for n in row] for row in prior] if prior else None
         self._is_prior = [prior is not None] * len(experts)
         self.sets: list[list[int]] = [[] for _ in experts]
         self._counts = [[0] * n for n in experts]
@@ -139,7 +144,12 @@ class Hotness:
                 counts[e] = 0
 
     def _values(self) -> list[list[float]]:
-        return [[s * g for s, g in zip(*rows, strict=True)] for rows in zip(self.scores, self._gains, strict=True)]
+        scores = self.scores
+        if self._prior:
+            anchors = [self.options.anchor * sum(row) for row in scores]
+            rows = zip(scores, self._prior, anchors, strict=True)
+            scores = [[s + a * q for s, q in zip(row, prior, strict=True)] for row, prior, a in rows]
+        return [[s * g for s, g in zip(*rows, strict=True)] for rows in zip(scores, self._gains, strict=True)]
 
     def wanted(self) -> Wanted:
         """The sets as they are, those worth most of all layers first."""

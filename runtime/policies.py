@@ -41,7 +41,7 @@ class LiveOptions:
         reserve: low blocks of each size that are kept for demotions without `keep`, from 1: so many can be under way in
             one forward pass.
         rate: megabytes a second that promotions may copy; 0 for no limit.
-        interval, alpha, margin, slack: as in HotnessOptions.
+        interval, alpha, margin, slack, anchor: as in HotnessOptions.
     """
 
     hi: str = ""
@@ -56,10 +56,11 @@ class LiveOptions:
     alpha: float = _STANDARD.alpha
     margin: float = _STANDARD.margin
     slack: int = _STANDARD.slack
+    anchor: float = _STANDARD.anchor
 
     def hotness(self) -> HotnessOptions:
         """The policy's own part."""
-        return HotnessOptions(self.interval, self.alpha, self.margin, self.slack)
+        return HotnessOptions(self.interval, self.alpha, self.margin, self.slack, self.anchor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Policy:
         Raises:
             InputError: for one that does not exist, or a value out of range.
         """
-        kinds = {"slack": int, "reserve": int, "rate": float, "interval": float, "alpha": float, "margin": float}
+        kinds = dict.fromkeys(("rate", "interval", "alpha", "margin", "anchor"), float) | {"slack": int, "reserve": int}
         values: dict[str, object] = {"keep": "yes"} if self.name == "lru" else {}
         for part in filter(None, self.argument.split(",")):
             key, _, value = part.partition("=")

@@ -109,12 +109,24 @@ def test_losses_by_versions() -> None:
 
 
 def test_a_prior_counts_as_an_interval_before_the_first() -> None:
-    policy = Hotness([3], 0, HotnessOptions(interval=1.0, margin=0, slack=0), prior=[[3000, 1000, 0]])
+    policy = Hotness([3], 0, HotnessOptions(1.0, margin=0, slack=0, anchor=0), prior=[[3000, 1000, 0]])
     assert policy.observe(Observation(0.0, [[0, 0, 0]], [1])) == {(0, 0): 0}, "before any token"
     policy.observe(Observation(1.0, [[0, 1, 3]], [1]))
     assert policy.scores == [[1.5, 1.0, 1.5]], "its shares, as many tokens as the interval had"
     policy.observe(Observation(2.0, [[0, 0, 4]], [1]))
     assert policy.scores == [[0.75, 0.5, 2.75]] and policy.sets == [[2]]
+
+
+def test_a_prior_goes_on_to_weigh_in() -> None:
+    options = HotnessOptions(interval=1.0, alpha=0.0, margin=0, slack=0, anchor=0.5)
+    policy = Hotness([3], 0, options, prior=[[4, 3, 3]])
+    policy.observe(Observation(0.0, [[0, 0, 0]], [1]))
+    policy.observe(Observation(1.0, [[0, 0, 10]], [1]))
+    assert policy.scores == [[0, 0, 10]] and policy.sets == [[2]]
+    policy.observe(Observation(2.0, [[0, 0, 0]], [2]))
+    assert policy.sets == [[2, 0]], "the second place is the prior's"
+    policy.observe(Observation(3.0, [[4, 5, 1]], [1]))
+    assert policy.sets == [[1]], "5 and 1.5 against 4 and 2"
 
 
 def test_experts_are_ranked_by_what_they_save() -> None:

@@ -6,14 +6,19 @@ that. Decides nothing about what is read, or into what it is put.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-READERS = 4  # threads: enough for a disk's queue; a digest takes one core 0.5 to 2 GB/s
+READERS = 4  # threads at the most: enough for a disk's queue; a digest takes a core 0.5 to 2 GB/s
+RUN = (
+    4 << 20
+)  # bytes that a thread reads before it hands them over: one small extent at a time costs more than it saves
 WAITING = 256 << 20  # bytes read and not taken yet, beside what is being read, at the most
 
 Place = tuple[str, int, int]
@@ -31,6 +36,17 @@ def loading_report(report: Report | None) -> Iterator[None]:
         _report.reset(token)
 
 
+class _Run:
+    """Extents that one thread reads one after another, and what became of them."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.size = 0
+        self.begun = False
+        self.over = threading.Event()
+        self.read: dict[Place, Tensor | BaseException] = {}
+
+
 class Ahead:
     """Reads in threads of its own. `take` may be called from any thread."""
 
@@ -39,20 +55,29 @@ class Ahead:
         wanted: Sequence[tuple[Place, int]],
         load: Callable[[Place], Tensor],
         report: Report | None = None,
-        threads: int = READERS,
+        threads: int | None = None,
     ) -> None:
         """`wanted` are extents and their bytes; `load` reads and checks one; see BackingStore.reading_ahead."""
-        self._size = dict(wanted)
-        self._queue = dict.fromkeys(self._size)  # in order; not begun
-        self._read: dict[Place, Tensor | BaseException] = {}
+        self._runs: collections.deque[_Run] = collections.deque()
+        self._of: dict[Place, tuple[_Run, int]] = {}
+        run = _Run()
+        for place, size in dict(wanted).items():
+            run.places.append(place)
+            run.size += size
+            self._of[place] = run, size
+            if run.size >= RUN:
+                self._runs.append(run)
+                run = _Run()
+        if run.places:
+            self._runs.append(run)
         self._load, self._report = load, report or _report.get()
         self._change = threading.Condition()
         self._waiting = self._taken = 0
-        self._total = sum(self._size.values())
+        self._total = sum(size for _, size in self._of.values())
         self._mine = threading.local()
         self._threads = [
-            threading.Thread(target=self._run, name="moepack-ahead", daemon=True)
-            for _ in range(min(threads, len(self._size)))
+            threading.Thread(target=self._read, name="moepack-ahead", daemon=True)
+            for _ in range(min(readers() if threads is None else threads, len(self._runs)))
         ]
 
     def start(self) -> None:
@@ -69,53 +94,59 @@ class Ahead:
         if getattr(self._mine, "reading", False):
             return None
         with self._change:
-            size = self._size.pop(place, None)
-            if size is None:
+            run, size = self._of.pop(place, (None, 0))
+            if run is None:
                 return None
             self._taken += size
-            if place in self._queue:  # nobody has begun: to wait for a place in the queue would take longer
-                del self._queue[place]
-                result: Tensor | BaseException | None = None
-                self._change.notify_all()
-            else:
-                self._change.wait_for(lambda: place in self._read)
-                result = self._read.pop(place)
+            taken, begun = self._taken, run.begun
+            if not begun:  # to wait for a place in the queue would take longer
+                run.places.remove(place)
+                run.size -= size
+        result: Tensor | BaseException | None = None
+        if begun:
+            run.over.wait()
+            with self._change:
+                result = run.read.pop(place)
                 self._waiting -= size
-                self._change.notify_all()
-            taken = self._taken
+                self._change.notify()
         if self._report is not None:
             self._report(taken, self._total)
         if isinstance(result, BaseException):
             raise result
         return result
 
-    def _run(self) -> None:
+    def _read(self) -> None:
         self._mine.reading = True
-        while (place := self._next()) is not None:
-            try:
-                result: Tensor | BaseException = self._load(place)
-            except BaseException as error:
-                result = error
-            with self._change:
-                self._read[place] = result
-                self._change.notify_all()
+        while (run := self._next()) is not None:
+            for place in run.places:
+                try:
+                    run.read[place] = self._load(place)
+                except BaseException as error:
+                    run.read[place] = error
+            run.over.set()
 
-    def _next(self) -> Place | None:
+    def _next(self) -> _Run | None:
         with self._change:
-            while self._queue:
-                place = next(iter(self._queue))
-                size = self._size[place]
+            while self._runs:
+                size = self._runs[0].size
                 if not self._waiting or self._waiting + size <= WAITING:
-                    del self._queue[place]
+                    run = self._runs.popleft()
+                    run.begun = True
                     self._waiting += size
-                    return place
+                    return run
                 self._change.wait()
             return None
 
     def close(self) -> None:
         """End the threads; what was not begun is not read."""
         with self._change:
-            self._queue.clear()
+            self._runs.clear()
             self._change.notify_all()
         for thread in self._threads:
             thread.join()
+
+
+def readers() -> int:
+    """How many threads read."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(READERS, cores)

@@ -21,7 +21,7 @@ from torch import Tensor
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import expert_file
 
-from .ahead import READERS, Report
+from .ahead import Report, readers
 from .cudart import CudaError, HostCalls
 from .filling import page_file, read_extents, warm
 from .pieces import PIECE, File, Piece, plan_pieces
@@ -74,7 +74,7 @@ class HostStore:
         wanted: Mapping[File, Sequence[float]] | None = None,
         progress: Report | None = None,
         piece: int = PIECE,
-        threads: int = READERS,
+        threads: int | None = None,
     ) -> None:
         """Nothing is read before `start`.
 
@@ -86,10 +86,10 @@ class HostStore:
             wanted: traffic of each expert by version and layer position; as in calibration without it.
             progress: called with the bytes that were read and those that will be.
             piece: bytes of a region at the most.
-            threads: that read.
+            threads: that read; without it, as many as while loading.
         """
         self._store, self._versions, self._calls, self._limit = store, tuple(versions), calls, limit
-        self._wanted, self._progress, self._piece, self._threads = wanted, progress, piece, threads
+        self._wanted, self._progress, self._piece, self._threads = wanted, progress, piece, threads or readers()
         self._chain = Chain(calls)
         self._lock = threading.Lock()
         self._regions: dict[Place, _Region] = {}

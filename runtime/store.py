@@ -173,11 +173,15 @@ class BackingStore:
             self._ahead = None
             ahead.close()
 
-    def release(self, version: str, position: int, expert: int) -> None:
-        """Let the system drop the extent's pages from its cache: it is where it is needed. It can be read again."""
-        stored = self.stored(version, position, expert)
+    def release(self, version: str, position: int, expert: int | None = None) -> None:
+        """Let the system drop an extent, or all of a layer file, from its cache; it can be read again, and is checked.
+
+        The system keeps what it holds in larger pieces than the range: of small extents only whole files go.
+        """
+        stored = self.stored(version, position, expert or 0)
+        offset, size = (0, 0) if expert is None else (stored.offset, stored.size)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(stored.file, offset, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the files that `stored` opened."""

@@ -1,0 +1,193 @@
+"""Reading extents: digests, reading ahead while loading, letting go of the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moepack.pack.errors import BundleError
+from moepack.pack.reader import open_bundle
+from moepack.runtime import ahead as ahead_module
+from moepack.runtime import store as store_module
+from moepack.runtime.ahead import Ahead, loading_report
+from moepack.runtime.store import BackingStore
+
+PLACES = [("w4", p, e) for p in range(4) for e in range(16)]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def store(bundle: Path) -> Iterator[BackingStore]:
+    made = BackingStore(open_bundle(bundle))
+    yield made
+    made.close()
+
+
+def same(store: BackingStore, place: tuple[str, int, int]) -> None:
+    if place[2] % 2:  # either way
+        stored = store.stored(*place)
+        got = torch.empty(stored.size, dtype=torch.uint8)
+        stored.read_into(got.numpy())
+    else:
+        got = store.extent(*place, CPU)
+    assert got.data_ptr() % 64 == 0
+    assert np.array_equal(got.numpy(), store.bundle.extent(*place))
+
+
+@pytest.mark.parametrize("order", ["as asked for", "backwards"])
+def test_reading_ahead_gives_the_same_bytes(store: BackingStore, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_module, "RUN", 100_000)
+    monkeypatch.setattr(ahead_module, "WAITING", 300_000)
+    seen: list[tuple[int, int]] = []
+    total = sum(store.stored(*place).size for place in PLACES)
+    with store.reading_ahead(PLACES, lambda done, of: seen.append((done, of))):
+        for place in PLACES if order == "as asked for" else reversed(PLACES):
+            same(store, place)
+        same(store, PLACES[3])
+        same(store, ("w2", 0, 0))
+    assert [of for _, of in seen] == [total] * 64 and seen[-1][0] == total and seen == sorted(seen)
+    assert not [t for t in threading.enumerate() if t.name == "moepack-ahead"]
+
+
+def test_threads_do_read_ahead_and_stay_in_bounds(store: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(ahead_module, "RUN", 1)
+    sizes = [(place, store.stored(*place).size) for place in PLACES]
+    monkeypatch.setattr(ahead_module, "WAITING", 5 * sizes[0][1])
+
+    def load(place: Any) -> torch.Tensor:
+        read.append(threading.current_thread().name)
+        return store.stored(*place).load()
+
+    ahead = Ahead(sizes, load, threads=3)
+    ahead.start()
+    end = time.monotonic() + 10
+    while len(read) < 5 and time.monotonic() < end:
+        time.sleep(0.002)
+    time.sleep(0.1)
+    assert len(read) == 5 and set(read) == {"moepack-ahead"}, "what nobody takes is not read on and on"
+    for place, _ in sizes[:2]:
+        assert ahead.take(place) is not None
+    while len(read) < 7 and time.monotonic() < end:
+        time.sleep(0.002)
+    assert len(read) == 7 and ahead.take(PLACES[-1]) is None and ahead.take(("w4", 9, 9)) is None
+    ahead.close()
+    assert len(read) == 7
+
+
+def test_reports_through_what_stands_between(store: BackingStore) -> None:
+    seen: list[int] = []
+    with loading_report(lambda done, of: seen.append(done)), store.reading_ahead(PLACES[:2]):
+        same(store, PLACES[0])
+    with store.reading_ahead(PLACES[:2]):
+        same(store, PLACES[0])
+    assert len(seen) == 1
+
+
+def test_each_digest_is_checked_once(store: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = store_module.hashlib.sha256, []
+    for place in PLACES:
+        store.stored(*place)  # headers are checked with the same function
+    monkeypatch.setattr(store_module.hashlib, "sha256", lambda: count.append(1) or real())
+    with store.reading_ahead(PLACES):
+        for place in PLACES:
+            store.extent(*place, CPU)
+    assert len(count) == 64
+
+
+def test_damage_found_ahead_is_an_error_where_it_is_asked_for(damaged: Path) -> None:
+    store = BackingStore(open_bundle(damaged))
+    file = damaged / "experts" / "w4" / "layer-002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[store.bundle.layer_file("w4", 2).offset(5) + 70] ^= 1
+    file.write_bytes(data)
+    (damaged / "experts" / "w4" / "layer-003.safetensors").unlink()
+    with store.reading_ahead(PLACES):
+        for place in PLACES:
+            if place[1] == 3 or place[1:] == (2, 5):
+                with pytest.raises(BundleError, match="layer 2, expert 5" if place[1] == 2 else "layer-003"):
+                    store.extent(*place, CPU)
+            else:
+                same(store, place)
+    store.close()
+
+
+def test_chunks_short_reads_and_an_extent_that_is_only_checked(
+    store: BackingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, real = store.stored("bf16", 1, 1), os.preadv
+    want = np.asarray(store.bundle.extent("bf16", 1, 1))
+    monkeypatch.setattr(store_module, "CHUNK", 5000)
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:777]], at))
+    room, spans = np.zeros(stored.size, np.uint8), []
+    stored.read_into(room, None, None, lambda begin, end: spans.append((begin, end)))
+    assert np.array_equal(room, want)
+    assert spans[0][0] == 0 and spans[-1][1] == stored.size and len(spans) >= stored.size // 777
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    small = np.zeros(5000, np.uint8)
+    stored.read_into(small)
+    with pytest.raises(BundleError, match="digest"):
+        type(stored)(stored.file, stored.offset, stored.size, "0" * 64, "x").read_into(small)
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: 0)
+    with pytest.raises(BundleError, match="ends before"):
+        stored.read_into(room)
+
+
+def in_cache(file: Path, offset: int, size: int) -> int:
+    """Pages of a file's range that are in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        vector = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        code = libc.mincore(
+            ctypes.c_void_p(view.ctypes.data + offset), ctypes.c_size_t(size), ctypes.c_void_p(vector.ctypes.data)
+        )
+        assert code == 0, os.strerror(ctypes.get_errno())
+        del view
+        return int((vector & 1).sum())
+
+
+def test_a_released_extent_leaves_the_page_cache_and_is_checked_when_read_again(damaged: Path) -> None:
+    store = BackingStore(open_bundle(damaged))
+    file = damaged / "experts" / "w4" / "layer-001.safetensors"
+    fd = os.open(file, os.O_RDONLY)
+    os.fsync(fd)  # pages that were never written back do not go
+    os.close(fd)
+    stored = store.stored("w4", 1, 4)
+    first = store.extent("w4", 1, 4, CPU)
+    whole = file.stat().st_size
+    assert in_cache(file, 0, whole) == whole // mmap.PAGESIZE
+    store.release("w4", 1, 4)
+    store.release("w4", 1)
+    assert in_cache(file, 0, whole) < whole // mmap.PAGESIZE // 2, "the header stays, which is mapped"
+    assert torch.equal(store.extent("w4", 1, 4, CPU), first)
+    store.release("w4", 1)
+    with file.open("r+b") as f:
+        f.seek(stored.offset + 9)
+        f.write(b"\xff\x00")
+    with pytest.raises(BundleError, match="layer 1, expert 4, version w4"):
+        store.extent("w4", 1, 4, CPU)
+    store.close()
+
+
+def test_files_are_closed_with_the_store(bundle: Path) -> None:
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    store = BackingStore(open_bundle(bundle))
+    store.extent("w4", 0, 0, CPU)
+    assert len(list(Path("/proc/self/fd").iterdir())) > before
+    del store
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

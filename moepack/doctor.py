@@ -47,6 +47,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
         "devices": _devices(),
+        "host_memory": host_memory(),
         "codec": _codec(),
         "disk": disk_rates(directory or Path(tempfile.gettempdir())),
         "problems": problems,
@@ -75,6 +76,33 @@ def _devices() -> list[dict[str, Any]]:
         capability = f"{p.major}.{p.minor}"
         out.append({"name": p.name, "memory_bytes": total, "free_bytes": free, "compute_capability": capability})
     return out
+
+
+def host_memory() -> dict[str, Any]:
+    """How a GPU's extents are kept on the host here: the mode a store would take, why not a better one, and limits.
+
+    Every way of pinning is tried on 64 MiB; without a GPU `mode` is "files", and there is nothing to try.
+    """
+    import torch
+
+    from moepack.runtime.cudart import Cudart
+    from moepack.runtime.host_limit import host_limits
+    from moepack.runtime.pinning import probe
+
+    facts: dict[str, Any] = {
+        "mode": "files",
+        "reason": "no CUDA device: the page cache holds the files",
+        **host_limits(),
+    }
+    if torch.cuda.is_available():
+        try:
+            ways = probe(Cudart(torch.cuda.current_device()))
+        except OSError as error:
+            return {**facts, "mode": "staged", "reason": str(error)}
+        facts["ways"] = ways
+        facts["mode"] = next(way["mode"] for way in ways if way["works"])
+        facts["reason"] = "; ".join(f"not {way['mode']}: {way['reason']}" for way in ways if not way["works"])
+    return facts
 
 
 def _codec() -> dict[str, Any]:

@@ -407,3 +407,22 @@ def test_limits_of_probing() -> None:
     assert [row["works"] for row in rows.values()] == [False, True, False, True]
     assert "ReadOnlySupported is 0" in rows["mapped"]["reason"] and "out of memory" in rows["allocated"]["reason"]
     assert rows["registered"]["bytes_per_second"] > 0
+
+
+def test_doctor_says_how_this_machine_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from moepack import doctor
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    facts = doctor.host_memory()
+    assert facts["mode"] == "files" and "ways" not in facts and facts["pinnable_bytes"] <= facts["available_bytes"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for attributes, refused, mode in ((None, (), "mapped"), (NO_MAPPINGS, ("register",), "allocated")):
+        cuda = FakeCudart(attributes, refuse(*refused))
+        monkeypatch.setattr("moepack.runtime.cudart._torchs_library", lambda cuda=cuda: cuda)
+        facts = doctor.host_memory()
+        assert facts["mode"] == mode and [way["mode"] for way in facts["ways"]] == [m.value for m in Mode]
+        assert ("not registered: cudaHostRegister: error 2" in facts["reason"]) == bool(refused)
+        assert not cuda.registered and not cuda.allocated and not cuda.sticky

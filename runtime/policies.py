@@ -50,7 +50,7 @@ class LiveOptions:
     prior: str = "calibration"
     score: str = "loss"
     keep: str = "no"
-    reserve: int = 8
+    reserve: int = 6
     rate: float = RATE / 1e6
     interval: float = _STANDARD.interval
     alpha: float = _STANDARD.alpha

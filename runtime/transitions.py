@@ -22,7 +22,7 @@ from .pools import Pool
 from .residency import Residency
 
 log = logging.getLogger("moepack.runtime")
-AHEAD = 16  # promotions that evictions make room for at a time
+AHEAD = 4  # promotions that evictions make room for at a time: more would only lower experts long before others rise
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,15 @@ PolicyName = Annotated[
     ),
 ]
 Memory = Annotated[
-    str | None, typer.Option("--device-memory", help="The most that weights may take there: 24GiB, 800MB, 123456.")
+    str | None,
+    typer.Option(
+        "--device-memory",
+        help="The most that all may take there, weights, KV cache, activations and buffers: 24GiB, 800MB, 123456.",
+    ),
+]
+Cached = Annotated[
+    int | None,
+    typer.Option("--kv-tokens", min=0, help="In a budget: tokens of KV cache a sequence that it leaves room for."),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 
@@ -258,6 +266,13 @@ def evaluate(
     device_memory: Memory = None,
     length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
+    kv_tokens: Cached = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch", min=1, help="Windows of a forward pass; 16, or in a budget those of 1024 tokens, without it."
+        ),
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     trace: Annotated[
@@ -271,7 +286,9 @@ def evaluate(
 
     with _reporter(quiet) as reporter:
         size = parse_size(device_memory)
-        result = run(path, data, policy, device, _dtype(dtype), size, length, samples, reporter, trace)
+        result = run(
+            path, data, policy, device, _dtype(dtype), size, length, samples, reporter, trace, batch, kv_tokens or 0
+        )
     if as_json:
         from dataclasses import asdict
 
@@ -299,6 +316,8 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="For sampling.")] = 0,
+    kv_tokens: Cached = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="In a budget: sequences that it leaves room for.")] = 1,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -307,11 +326,43 @@ def generate(
     from .evaluate import generate as run
 
     size = parse_size(device_memory)
-    text = run(path, prompt, policy, device, _dtype(dtype), size, max_new_tokens, temperature, seed)
+    text = run(path, prompt, policy, device, _dtype(dtype), size, max_new_tokens, temperature, seed, batch, kv_tokens)
     if as_json:
         _print_json({"prompt": prompt, "text": text, "policy": policy})
     else:
         typer.echo(prompt + text)
+
+
+@app.command()
+def plan(
+    bundle: Bundle,
+    device_memory: Annotated[
+        str, typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456.", show_default=False)
+    ],
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda ...; it need not be here.")] = "cpu",
+    policy: Annotated[
+        str,
+        typer.Option("--policy", help="hotness[:KEY=VALUE,...], lru, uniform, static:VERSION, static:FILE.json ..."),
+    ] = "hotness",
+    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")] = 0,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Say what a memory budget holds, at which loss and speed."""
+    from . import plan as planning
+
+    size = parse_size(device_memory)
+    assert size is not None
+    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch)
+    if as_json:
+        _print_json(planning.as_json(planned))
+    if planned.message is not None:
+        _fail(planned.message)
+    if not as_json:
+        table, text = planning.render(planned)
+        console = _console()
+        console.print(table)
+        console.print(text, highlight=False)
 
 
 @app.command()

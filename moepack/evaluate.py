@@ -11,14 +11,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
 
 from .progress import Reporter
 
-_LOGITS = 1 << 28  # bytes of float32 logits in one batch
+if TYPE_CHECKING:
+    from moepack.runtime.fixed import Fixed
+
+_LOGITS = 1 << 26  # bytes of logits that are scored at a time where there is no budget
+_TOKENS = 1024  # of a forward pass in a budget: what they take of it grows with them
+_CHUNK = 512  # tokens of a prompt that go in at once, in a budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Evaluation:
         transition_failures: copies that failed; their experts stayed on the versions they had.
         refusals: promotions put off for want of room.
         bytes_moved: stored bytes copied, those of loading included.
+        kv_waits: how often a forward pass waited until experts had made room for its KV cache.
+        fixed: what is taken outside the experts, by parts; of a bundle.
     """
 
     files: tuple[FileScore, ...]
@@ -56,6 +63,8 @@ class Evaluation:
     transition_failures: int = 0
     refusals: int = 0
     bytes_moved: int = 0
+    kv_waits: int = 0
+    fixed: Fixed | None = None
 
 
 def locate(path: str | Path) -> tuple[str | Path, bool]:
@@ -85,9 +94,18 @@ def locate(path: str | Path) -> tuple[str | Path, bool]:
 
 
 def load_model(
-    path: str | Path, is_bundle: bool, policy: str | None, device: str, dtype: str, device_memory: int | None = None
+    path: str | Path,
+    is_bundle: bool,
+    policy: str | None,
+    device: str,
+    dtype: str,
+    device_memory: int | None = None,
+    **workload: Any,
 ) -> Any:
-    """A bundle, or a plain checkpoint, as a transformers model; `path` and `is_bundle` as `locate` gives them."""
+    """A bundle, or a plain checkpoint, as a transformers model; `path` and `is_bundle` as `locate` gives them.
+
+    `workload` is what `moepack.load` holds back in a budget: kv_tokens, batch, prefill_tokens, all_logits.
+    """
     import torch
 
     from moepack.calibrate.stream import quiet_transformers
@@ -97,7 +115,7 @@ def load_model(
         from moepack.runtime.load import load
 
         with quiet_transformers():
-            return load(path, device, device_memory, policy, wanted)
+            return load(path, device, device_memory, policy, wanted, **workload)
     if policy is not None or device_memory is not None:
         raise InputError(f"{path}: not a bundle: a policy and a memory budget need one")
     from transformers import AutoModelForCausalLM
@@ -128,6 +146,8 @@ def evaluate(
     samples: int = 256,
     reporter: Reporter | None = None,
     trace: Path | None = None,
+    batch: int | None = None,
+    kv_tokens: int = 0,
 ) -> Evaluation:
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
@@ -137,11 +157,13 @@ def evaluate(
         policy: how a bundle is served; see `moepack.load`.
         device: where to run.
         dtype: "auto", "float32", "bfloat16" or "float16".
-        device_memory: bytes that weights may take; for bundles.
+        device_memory: bytes that all of it may take; for bundles.
         length: tokens of a window; at most what the model was made for.
         samples: windows a file, from its beginning.
         reporter: who is told of progress.
         trace: write every forward pass into this file (moepack.runtime.trace); for bundles.
+        batch: windows of a forward pass; without it 16, and in a budget as many as make up 1,024 tokens.
+        kv_tokens: tokens of KV cache that the budget leaves room for; evaluation itself uses none.
     """
     import torch
 
@@ -152,7 +174,9 @@ def evaluate(
         raise InputError("no text to evaluate on: name files with --data")
     with reporter.hub_bars():
         source, is_bundle = locate(path)
-        model = load_model(source, is_bundle, policy, device, dtype, device_memory)
+        batch = batch or max(1, min(16, _TOKENS // length if device_memory is not None else 16))
+        workload = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": length, "all_logits": False}
+        model = load_model(source, is_bundle, policy, device, dtype, device_memory, **workload)
         tokenizer = load_tokenizer(Path(source))
     length = min(length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or length)
     pools = [windows(source, tokenizer, length, samples) for source in data]
@@ -166,8 +190,7 @@ def evaluate(
         if serving is None:
             raise InputError(f"{path}: not a bundle: a trace needs one")
         serving.trace(model, trace)
-    vocabulary = model.config.get_text_config().vocab_size
-    batch = max(1, min(16, _LOGITS // (4 * length * vocabulary)))
+    room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
     scores, nll_all, seconds_all = [], 0.0, 0.0
     reporter.stage("evaluate", len(data))
     for source, pool in zip(data, pools, strict=True):
@@ -176,11 +199,7 @@ def evaluate(
         nll, tokens, began = 0.0, 0, time.perf_counter()
         with torch.inference_mode():
             for ids in pool.split(batch):
-                ids = ids.to(model.device)
-                logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-                nll += float(
-                    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-                )
+                nll += negative_log_likelihood(model, ids.to(model.device), room)
                 tokens += ids[:, 1:].numel()
                 reporter.advance(ids.numel())
         seconds = time.perf_counter() - began
@@ -199,7 +218,45 @@ def evaluate(
         resident_bytes(model) if serving is None else serving.resident_bytes_peak,
         device_memory,
         **({} if serving is None else serving.counters()),
+        fixed=None if serving is None else serving.fixed,
     )
+
+
+def negative_log_likelihood(model: Any, ids: Any, room: int) -> float:
+    """The summed loss of every token of `ids` [batch, length] but the first of each row.
+
+    The logits of all tokens are the largest thing in a forward pass by far. They are made in pieces: the model's own
+    forward runs again and again on what its decoder has returned once, for some tokens of it at a time.
+
+    Args:
+        model: a causal language model.
+        ids: int64, on the model's device.
+        room: bytes that a piece may take.
+    """
+    import torch
+
+    last = ids.shape[1] - 1
+    decoder = getattr(model, model.base_model_prefix)
+    if decoder is model or not model._supports_logits_to_keep():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+    kept: list[Any] = []
+    hook = decoder.register_forward_hook(lambda _, args, out: kept.append(out))
+    try:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    finally:
+        hook.remove()
+    # A logit takes 2 or 4 bytes as the model makes it, 4 in float32, 4 more as a logarithm.
+    piece = max(1, room // (12 * len(ids) * model.config.get_text_config().vocab_size))
+    loss, decoder.forward = 0.0, lambda *_, **__: kept[0]
+    try:
+        for start in range(0, last, piece):
+            these = torch.arange(start, min(start + piece, last), device=ids.device)
+            logits = model.forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float().flatten(0, 1)
+            loss += float(torch.nn.functional.cross_entropy(logits, ids[:, these + 1].flatten(), reduction="sum"))
+    finally:
+        del decoder.forward
+    return loss
 
 
 def generate(
@@ -212,23 +269,47 @@ def generate(
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     seed: int = 0,
+    batch: int = 1,
+    kv_tokens: int | None = None,
 ) -> str:
-    """The continuation of a prompt: greedy at temperature 0, sampled above it."""
+    """The continuation of a prompt: greedy at temperature 0, sampled above it.
+
+    In a budget the KV cache of the prompt and of all new tokens is held back before experts are placed, or that of
+    `kv_tokens` tokens of `batch` sequences.
+    """
     import torch
 
     from moepack.calibrate.data import load_tokenizer
 
     with Reporter().hub_bars():
         source, is_bundle = locate(path)
-        model = load_model(source, is_bundle, policy, device, dtype, device_memory)
         tokenizer = load_tokenizer(Path(source))
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
-    if not ids.numel():
-        raise InputError("the prompt is empty")
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+        if not ids.numel():
+            raise InputError("the prompt is empty")
+        whole = ids.shape[1] + max_new_tokens
+        chunk = min(ids.shape[1], _CHUNK)
+        workload = {"kv_tokens": whole if kv_tokens is None else kv_tokens, "batch": batch, "prefill_tokens": chunk}
+        model = load_model(source, is_bundle, policy, device, dtype, device_memory, **workload, all_logits=False)
+    ids = ids.to(model.device)
     torch.manual_seed(seed)
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         options["temperature"] = temperature
+    if device_memory is not None and ids.shape[1] > chunk:
+        options["past_key_values"] = _prefill(model, ids, chunk)
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=0, **options)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _prefill(model: Any, ids: Any, chunk: int) -> Any:
+    """The cache of a prompt's first tokens, put in a chunk at a time; the last chunk is left to generation."""
+    import torch
+
+    last: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    cache = None
+    with torch.inference_mode():
+        for part in ids[:, : (ids.shape[1] - 1) // chunk * chunk].split(chunk, dim=1):
+            cache = model(input_ids=part, past_key_values=cache, use_cache=True, **last).past_key_values
+    return cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +17,51 @@ def load(
     device_memory: int | None = None,
     policy: str | None = None,
     dtype: Any = "auto",
+    kv_tokens: int = 0,
+    batch: int = 1,
+    prefill_tokens: int = 512,
+    all_logits: bool = True,
+    host_memory: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model.
 
     Args:
         bundle: its directory, or a Hub id.
         device: where the model runs, as torch names it.
-        device_memory: bytes that weights may take there; without it, no limit.
+        device_memory: bytes that all of it may take there: weights, KV cache, activations, buffers; without it, no
+            limit.
         policy: which version of each expert is served: `static:w4` (a version), `static:FILE.json` (a map),
             `static:allocation` (the map in the manifest). Without it, the most precise version that is here. In a
             budget also `uniform`, and two that change versions while serving: `hotness`, with options as
             `hotness:hi=bf16,lo=w2,interval=1` (policies.py, LiveOptions), and the baseline `lru`. The model's
             `moepack.close()` stops them; so does its end.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.
+        kv_tokens: in a budget, tokens of KV cache a sequence that are held back from the start. Where more are needed
+            experts are pushed out for them, and where that does not suffice the forward pass raises InputError.
+        batch: in a budget, how many sequences there are at a time.
+        prefill_tokens: in a budget, tokens a sequence of the largest forward pass whose activations are held back
+            from the start; 0 leaves activations out of the budget.
+        all_logits: in a budget, whether such a pass returns the logits of all its tokens, as `model(ids)` does, or of
+            the last alone, as `model.generate` needs them.
+        host_memory: on a GPU, bytes of host memory that may be pinned for experts that come and go; without it, what
+            the system has left, less a margin.
+        progress: called while experts are loaded, with the bytes that are there and the bytes in all.
 
     Raises:
         BundleError: when the bundle is damaged.
-        InputError: when the policy does not fit it, or the memory does not suffice.
+        InputError: when the policy does not fit it, or the memory does not suffice; then it names the least that would.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from .ahead import loading_report
+    from .fixed import Workload
     from .plugin import METHOD
     from .policies import parse_policy
 
     parse_policy(policy)
+    workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     path = Path(bundle)
     if path.exists() and not (path / MANIFEST).is_file():
         raise InputError(f"{path}: not a bundle: it has no {MANIFEST}; make one with moepack build")
@@ -53,5 +75,8 @@ def load(
         raise InputError(f"{bundle}: neither a bundle nor one on the Hub: {str(error).splitlines()[0]}") from None
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != METHOD:
         raise InputError(f"{bundle}: its config does not say it is a moepack bundle")
-    config.quantization_config.update(policy=policy, device_memory=device_memory)
-    return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device)
+    config.quantization_config.update(
+        policy=policy, device_memory=device_memory, workload=asdict(workload), host_memory=host_memory
+    )
+    with loading_report(progress):
+        return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device)

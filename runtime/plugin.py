@@ -6,11 +6,14 @@ off the skeleton. After: attach the handles.
 
 from __future__ import annotations
 
+import logging
 import re
-import weakref
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.integrations.moe import ExpertsInterface
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -21,33 +24,39 @@ from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import sha256_of
 
+from . import heap
 from .allocation import BudgetError, uniform
+from .budget import BudgetTracker
 from .experts import IMPLEMENTATION, LayerExperts, experts_forward
+from .fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda
 from .kernels.forms import resident_size
 from .live import Live, make_plan
-from .policies import Versions, parse_policy, static_map
+from .policies import Policy, Versions, parse_policy, static_map
+from .probe import EXPERT_PARAMETERS
+from .serving import Serving
 from .store import BackingStore
-from .windows import Windows
 
+log = logging.getLogger("moepack.runtime")
 METHOD = "moepack"
-COUNTERS = (
-    "promotions",
-    "demotions",
-    "forward_waits",
-    "cancelled",
-    "transition_failures",
-    "refusals",
-    "bytes_moved",
-)
 
 
 class MoepackConfig(QuantizationConfigMixin):
-    """What config.json and `moepack.load` say about serving: the policy and the device-memory budget in bytes."""
+    """What config.json and `moepack.load` say about serving: the policy, the device-memory budget in bytes, and what
+    that must leave room for, as `Workload` has it."""
 
-    def __init__(self, policy: str | None = None, device_memory: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        policy: str | None = None,
+        device_memory: int | None = None,
+        workload: Mapping[str, Any] | None = None,
+        host_memory: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # its enum lists transformers' own methods
         self.policy = policy
         self.device_memory = device_memory
+        self.workload = dict(workload or {})
+        self.host_memory = host_memory
 
 
 class MoepackQuantizer(HfQuantizer):
@@ -79,7 +88,7 @@ class MoepackQuantizer(HfQuantizer):
                 raise InputError(
                     f"{bundle.path}: its experts are at {layer.module}, which {kind} does not have"
                 ) from None
-            for name in ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"):
+            for name in EXPERT_PARAMETERS:
                 module._parameters.pop(name, None)
             module._is_hf_initialized = True
         for module in model.modules():
@@ -92,11 +101,20 @@ class MoepackQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None
         config = self.quantization_config
-        attach(model, self._bundle, getattr(config, "policy", None), getattr(config, "device_memory", None))
+        workload = Workload(**(getattr(config, "workload", None) or {}))
+        policy, budget = getattr(config, "policy", None), getattr(config, "device_memory", None)
+        attach(model, self._bundle, policy, budget, workload, getattr(config, "host_memory", None))
         return model
 
 
-def attach(model: Any, bundle: Bundle, policy_text: str | None, device_memory: int | None) -> None:
+def attach(
+    model: Any,
+    bundle: Bundle,
+    policy_text: str | None,
+    device_memory: int | None,
+    workload: Workload,
+    host_memory: int | None = None,
+) -> None:
     """Give every experts module its handles under a policy.
 
     Raises:
@@ -104,124 +122,89 @@ def attach(model: Any, bundle: Bundle, policy_text: str | None, device_memory: i
         BundleError: when an extent is damaged.
     """
     policy = parse_policy(policy_text)
-    fixed = sum(p.numel() * p.element_size() for p in model.parameters())
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
+    if device_memory is None and (policy.is_live or policy.name == "uniform"):
+        raise InputError(f"policy {policy}: needs a memory budget: device_memory, or --device-memory")
+    fixed, needs = Fixed(dense_bytes(model)), None
+    if device_memory is not None:
+        fixed, needs = _held_back(model, bundle, devices[0], workload, fixed)
     live: Live | None = None
-    table: Versions | None = None
+    tracker: BudgetTracker | None = None
     if policy.is_live:
-        if device_memory is None:
-            raise InputError(f"policy {policy}: needs a memory budget: device_memory, or --device-memory")
-        plan = make_plan(bundle, policy.live_options(), fixed, device_memory)
-        live = Live(bundle, policy, plan, devices)
-        layers = live.layers
+        assert device_memory is not None
+        plan = make_plan(bundle, policy.live_options(), fixed.total, device_memory)
+        live = Live(bundle, policy, plan, devices, host_memory)
+        fixed = replace(fixed, staging=live.plan.staging)
+        layers, tracker = live.layers, live.tracker
     else:
-        table = (
-            _uniform(bundle, fixed, device_memory) if policy.name == "uniform" else static_map(bundle, policy.argument)
-        )
-        needed = fixed + expert_bytes(bundle, table)
-        if device_memory is not None and needed > device_memory:
-            raise InputError(
-                f"{bundle.path}: policy {policy} needs {needed} bytes of device memory ({fixed} of them outside the "
-                f"experts), the budget is {device_memory}: name a smaller version or a larger budget"
-            )
+        table, needed = unchanging(bundle, policy, fixed, device_memory)
+        if device_memory is not None:
+            tracker = BudgetTracker(device_memory, fixed.total)
+            tracker.try_reserve("experts", needed)
         store = BackingStore(bundle)
-        layers = [LayerExperts(store, p, row, d) for p, (row, d) in enumerate(zip(table, devices, strict=True))]
+        with store.reading_ahead((name, p, e) for p, row in enumerate(table) for e, name in enumerate(row)):
+            layers = [LayerExperts(store, p, row, d) for p, (row, d) in enumerate(zip(table, devices, strict=True))]
+    if device_memory is not None and devices[0].type == "cpu":
+        heap.own(model)
+        heap.bound()
+        heap.trim()
+    log.info("%s", fixed)
     for layer, experts in zip(bundle.layers, layers, strict=True):
         model.get_submodule(layer.module)._moepack = experts
-    model.moepack = Serving(bundle, str(policy), layers, fixed, device_memory, live)
+    model.moepack = Serving(bundle, str(policy), layers, fixed, device_memory, live, tracker)
     model.moepack.watch(model)
+    if needs is not None:
+        model.moepack.watch_caches(model, needs)
 
 
-def _uniform(bundle: Bundle, fixed: int, device_memory: int | None) -> Versions:
+def _held_back(
+    model: Any, bundle: Bundle, device: torch.device, workload: Workload, fixed: Fixed
+) -> tuple[Fixed, Needs]:
+    """M_fixed without a staging buffer, and what was measured for it."""
+    needs, _ = measure(bundle, model.config, model.dtype, device, workload)
+    activations = needs.activations
+    if device.type == "cuda":
+        activations = max(activations, on_cuda(model, bundle.layers, device, needs))
+    return Fixed(fixed.dense, needs.kv_bytes, activations), replace(needs, activations=activations)
+
+
+def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int | None) -> tuple[Versions, int]:
+    """The map of a policy that changes nothing, and the bytes its experts take.
+
+    Raises:
+        InputError: when the policy does not fit the bundle, or the map the budget; names the least that would do.
+    """
+    if policy.name == "uniform":
+        assert device_memory is not None
+        table = _uniform(bundle, fixed, device_memory)
+    else:
+        table = static_map(bundle, policy.argument)
+    experts = expert_bytes(bundle, table)
+    if device_memory is not None and fixed.total + experts > device_memory:
+        raise InputError(
+            f"{bundle.path}: policy {policy} needs {fixed.total + experts} bytes of device memory ({fixed}), the "
+            f"budget is {device_memory}: name a smaller version or a larger budget"
+        )
+    return table, experts
+
+
+def _uniform(bundle: Bundle, fixed: Fixed, device_memory: int) -> Versions:
     """One version for all experts, and the next better one for as many as the budget still holds."""
-    if device_memory is None:
-        raise InputError("policy uniform: needs a memory budget: device_memory, or --device-memory")
     sizes = [
         [resident_size(layer.matrices, v) for v in bundle.versions]
         for layer in bundle.layers
         for _ in range(layer.experts)
     ]
     try:
-        chosen = iter(uniform(sizes, device_memory - fixed))
+        chosen = iter(uniform(sizes, device_memory - fixed.total))
     except BudgetError as error:
         raise InputError(
             f"{bundle.path}: a budget of {device_memory} bytes does not hold the smallest versions: the least that "
-            f"would do is {fixed + int(error.least)} bytes"
+            f"would do is {fixed.total + int(error.least)} bytes ({fixed})"
         ) from None
     return tuple(tuple(bundle.versions[next(chosen)].name for _ in range(x.experts)) for x in bundle.layers)
-
-
-class Serving:
-    """What is being served: the bundle, the policy, the bytes they take, and what has happened since loading."""
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        policy: str,
-        layers: list[LayerExperts],
-        fixed_bytes: int,
-        budget: int | None,
-        live: Live | None = None,
-    ) -> None:
-        self.bundle, self.policy, self.layers, self.live = bundle, policy, layers, live
-        self.fixed_bytes, self.budget_bytes = fixed_bytes, budget
-        self._windows: Windows | None = None
-
-    def watch(self, model: Any, always: bool = False) -> None:
-        """Count what the router chooses, from now on; without `always`, only where a policy needs it."""
-        if self._windows is None and (always or self.live is not None):
-            self._windows = Windows(model, self.layers, self.live)
-        if self.live is not None and not always:
-            weakref.finalize(model, self.live.close)
-
-    def trace(self, model: Any, path: str | Path) -> None:
-        """Write every window from now on into a file (trace.py)."""
-        self.watch(model, always=True)
-        assert self._windows is not None
-        self._windows.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
-
-    def close(self) -> None:
-        """End the trace and stop changing versions; the model goes on with those it has."""
-        if self._windows is not None:
-            self._windows.close()
-        if self.live is not None:
-            self.live.close()
-
-    @property
-    def versions(self) -> Versions:
-        """The active version of every expert, by layer."""
-        return tuple(tuple(h.version.name for h in layer.handles) for layer in self.layers)
-
-    def resident_bytes(self, model: Any = None) -> int:
-        """Bytes of device memory that weights take: dense tensors and experts; under a live policy all that is
-        reserved."""
-        if self.live is not None:
-            return self.live.tracker.reserved
-        return self.fixed_bytes + sum(layer.resident_bytes for layer in self.layers)
-
-    @property
-    def resident_bytes_peak(self) -> int:
-        """The most of `resident_bytes` since loading began."""
-        return self.live.tracker.peak if self.live is not None else self.resident_bytes()
-
-    def counters(self) -> dict[str, int]:
-        """What transitions did since loading; all zero under a policy that changes nothing."""
-        live = self.live
-        if live is None:
-            return dict.fromkeys(COUNTERS, 0)
-        counts = live.residency.counts
-        values = (
-            counts.promotions,
-            counts.demotions,
-            live.waits,
-            counts.cancelled,
-            live.transitions.failures,
-            live.transitions.refusals,
-            live.device.moved,
-        )
-        return dict(zip(COUNTERS, values, strict=True))
 
 
 def expert_bytes(bundle: Bundle, table: Versions) -> int:

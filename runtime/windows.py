@@ -50,6 +50,8 @@ class Windows:
 
     def _end(self, *_: Any) -> None:
         running = self._running
+        if not getattr(running, "depth", 0):
+            return  # refused before its window began
         running.depth -= 1
         if running.depth:
             return

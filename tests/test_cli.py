@@ -65,6 +65,7 @@ def test_help_is_fast_and_names_every_command() -> None:
         "verify",
         "eval",
         "generate",
+        "plan",
         "push",
         "pull",
         "doctor",
@@ -302,12 +303,17 @@ def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path,
     refused(run(*evaluate, "--policy", "static:w7"), "no version 'w7'")
     refused(run(*evaluate, "--device-memory", "lots"), "size 'lots'")
     refused(run(*evaluate, "--device-memory", "1MB"), "needs", "the budget is 1000000")
+    refused(run(*evaluate, "--device-memory", "3MB", "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
     refused(run(*evaluate, "--dtype", "int8"), "dtype 'int8'")
     refused(run(*evaluate, "--device", "warp"), "device warp")
     refused(run("eval", demo_model, "-d", evaluation, "-q", "--policy", "static:w4"), "not a bundle")
     refused(run("eval", tmp_path / "absent", "-d", evaluation, "-q"), "absent")
     refused(run("eval", bundle, "-d", tmp_path / "absent.txt", "-q"), "absent.txt")
     refused(run("generate", bundle, "-p", ""), "prompt is empty")
+    refused(run("plan", bundle, "--device-memory", "lots"), "size 'lots'")
+    refused(run("plan", bundle, "--device-memory", "1GB", "--policy", "static:w7"), "no version 'w7'")
+    refused(run("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
+    refused(run("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
     refused(run("inspect", demo_model), "not a bundle")
 
 

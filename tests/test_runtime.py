@@ -118,18 +118,17 @@ def test_sentinel_indices_add_nothing(bundle: Path) -> None:
 def test_resident_bytes_are_counted(bundle: Path) -> None:
     model = moepack.load(bundle, policy="static:w2")
     opened = open_bundle(bundle)
-    dense = sum(p.numel() * p.element_size() for p in model.parameters())
+    dense = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     extents = sum(opened.layer_file("w2", p).extent_size(e) for p in range(4) for e in range(16))
     assert model.moepack.resident_bytes(model) == dense + extents
     assert not [n for n, _ in model.named_parameters() if "experts" in n], "no expert weight but the policy's"
 
 
 def test_budget(bundle: Path) -> None:
-    need = moepack.load(bundle, policy="static:w2").moepack
-    size = need.resident_bytes(moepack.load(bundle, policy="static:w2"))
-    moepack.load(bundle, policy="static:w2", device_memory=size)
+    size = moepack.load(bundle, policy="static:w2").moepack.resident_bytes()
+    moepack.load(bundle, policy="static:w2", device_memory=size, prefill_tokens=0)
     with pytest.raises(InputError, match=f"needs {size} bytes"):
-        moepack.load(bundle, policy="static:w2", device_memory=size - 1)
+        moepack.load(bundle, policy="static:w2", device_memory=size - 1, prefill_tokens=0)
 
 
 # --- policies

@@ -1,0 +1,115 @@
+"""A loaded bundle as a user sees it: `model.moepack`. Counts what happens; decides nothing."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+from moepack.pack.reader import Bundle
+
+from .budget import BudgetTracker
+from .experts import LayerExperts
+from .fixed import Fixed, Needs
+from .kv import FreeReserve, KvWatch, LiveReserve
+from .live import Live
+from .policies import Versions
+from .windows import Windows
+
+COUNTERS = (
+    "promotions",
+    "demotions",
+    "forward_waits",
+    "cancelled",
+    "transition_failures",
+    "refusals",
+    "bytes_moved",
+    "kv_waits",
+)
+
+
+class Serving:
+    """What is being served: the bundle, the policy, the bytes they take, and what has happened since loading.
+
+    Attributes:
+        fixed: the bytes outside the experts; without a budget, of dense tensors alone.
+        tracker: the budget, where there is one.
+        caches: who keeps the KV caches inside it.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        policy: str,
+        layers: list[LayerExperts],
+        fixed: Fixed,
+        budget: int | None,
+        live: Live | None = None,
+        tracker: BudgetTracker | None = None,
+    ) -> None:
+        self.bundle, self.policy, self.layers, self.live = bundle, policy, layers, live
+        self.fixed, self.budget_bytes, self.tracker = fixed, budget, tracker
+        self.caches: KvWatch | None = None
+        self._windows: Windows | None = None
+
+    def watch(self, model: Any, always: bool = False) -> None:
+        """Count what the router chooses, from now on; without `always`, only where a policy needs it."""
+        if self._windows is None and (always or self.live is not None):
+            self._windows = Windows(model, self.layers, self.live)
+        if self.live is not None and not always:
+            weakref.finalize(model, self.live.close)
+
+    def watch_caches(self, model: Any, needs: Needs) -> None:
+        """Keep the caches of the model's forward passes inside the budget, from now on."""
+        assert self.tracker is not None and self.budget_bytes is not None
+        reserve = FreeReserve(self.tracker) if self.live is None else LiveReserve(self.live)
+        self.caches = KvWatch(model, needs, reserve, self.budget_bytes)
+        if self.live is not None:
+            self.live.each_round = self.caches.settle
+
+    def trace(self, model: Any, path: str | Path) -> None:
+        """Write every window from now on into a file (trace.py)."""
+        self.watch(model, always=True)
+        assert self._windows is not None
+        self._windows.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
+
+    def close(self) -> None:
+        """End the trace and stop changing versions; the model goes on with those it has."""
+        if self._windows is not None:
+            self._windows.close()
+        if self.live is not None:
+            self.live.close()
+
+    @property
+    def versions(self) -> Versions:
+        """The active version of every expert, by layer."""
+        return tuple(tuple(h.version.name for h in layer.handles) for layer in self.layers)
+
+    def resident_bytes(self, model: Any = None) -> int:
+        """Bytes of device memory that are taken: in a budget all that is reserved, else those of weights."""
+        if self.tracker is not None:
+            return self.tracker.reserved
+        return self.fixed.total + sum(layer.resident_bytes for layer in self.layers)
+
+    @property
+    def resident_bytes_peak(self) -> int:
+        """The most of `resident_bytes` since loading began."""
+        return self.tracker.peak if self.tracker is not None else self.resident_bytes()
+
+    def counters(self) -> dict[str, int]:
+        """What transitions did since loading; all zero under a policy that changes nothing."""
+        live, kv_waits = self.live, self.caches.waits if self.caches is not None else 0
+        if live is None:
+            return {**dict.fromkeys(COUNTERS, 0), "kv_waits": kv_waits}
+        counts = live.residency.counts
+        values = (
+            counts.promotions,
+            counts.demotions,
+            live.waits,
+            counts.cancelled,
+            live.transitions.failures,
+            live.transitions.refusals,
+            live.device.moved,
+            kv_waits,
+        )
+        return dict(zip(COUNTERS, values, strict=True))

@@ -19,7 +19,7 @@ READERS = 4  # threads at the most: enough for a disk's queue; a digest takes a 
 RUN = (
     4 << 20
 )  # bytes that a thread reads before it hands them over: one small extent at a time costs more than it saves
-WAITING = 256 << 20  # bytes read and not taken yet, beside what is being read, at the most
+WAITING = 32 << 20  # bytes read and not taken yet, at the most: on a CPU they come on top of the budget for a while
 
 Place = tuple[str, int, int]
 Report = Callable[[int, int], None]

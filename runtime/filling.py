@@ -1,6 +1,6 @@
-"""Reading many extents at once: whole pages past the page cache where the filesystem allows it, each checked once.
+"""Filling pinned memory: many extents read at once, past the page cache where that is allowed, each checked once.
 
-Decides nothing about where the extents go, or which they are.
+Decides nothing about which extents they are, or what a region holds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import PAGE
 
+from .cudart import CudaError, HostCalls
+from .pinning import Bytes, Chain, Mode, Pinned, allocate, anonymous, pin_filled, pin_mapping
 from .store import CHUNK, Stored
 
-Bytes = npt.NDArray[np.uint8]
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a filesystem or a device says that does not read this way
 
 
@@ -68,6 +68,93 @@ def page_file(path: Path, plain: int) -> Iterator[PageFile]:
         yield file
     finally:
         file.close()
+
+
+class Filler:
+    """Fills regions of pinned memory, one after another, on one thread and its readers."""
+
+    def __init__(
+        self,
+        calls: HostCalls,
+        chain: Chain,
+        threads: int,
+        before: Callable[[int], None],
+        done: Callable[[Stored], None],
+        damaged: Callable[[str, str], None],
+    ) -> None:
+        """As `read_extents`; `damaged` is told what is wrong, and where, of every extent that is not good."""
+        self._calls, self._chain, self._threads = calls, chain, threads
+        self._before, self._done, self._damaged = before, done, damaged
+
+    def pin(self, path: Path, extents: Sequence[Stored]) -> tuple[set[int], Pinned | None]:
+        """Fill a region and pin it, going down the chain where that fails.
+
+        Args:
+            path: of the file that holds the extents.
+            extents: as they lie in the region; as they lie in the file where the chain stands at mappings.
+
+        Returns:
+            The numbers of the extents that are good, and the region's memory; None where it was not pinned.
+        """
+        chain, calls = self._chain, self._calls
+        size = sum(stored.size for stored in extents)
+        if chain.mode is Mode.MAPPED:
+            # Registered before it is checked: from then on the pages that are read are the pages that stay.
+            if not warm(extents, self._threads, self._before):
+                return self._read(path, extents, None), None
+            try:
+                pinned = pin_mapping(calls, extents[0].file, extents[0].offset, size)
+            except (CudaError, OSError, ValueError) as error:
+                chain.fall(str(error))
+            else:
+                return self._read_or_close(path, extents, pinned, None)
+        filled: Bytes | None = None
+        good: set[int] | None = None
+        if chain.mode is Mode.REGISTERED:
+            try:
+                filled = anonymous(size)
+                good = self._read(path, extents, filled)
+                return good, pin_filled(calls, filled)
+            except (CudaError, OSError) as error:  # of memory: a file's are damage
+                chain.fall(str(error))
+        if chain.mode is Mode.ALLOCATED:
+            try:
+                pinned = allocate(calls, size)
+            except CudaError as error:
+                chain.fall(str(error))
+                return set(), None
+            if good is None or filled is None:
+                return self._read_or_close(path, extents, pinned, pinned.bytes)
+            pinned.bytes[:] = filled
+            return good, pinned
+        return set(), None
+
+    def _read_or_close(
+        self, path: Path, extents: Sequence[Stored], pinned: Pinned, out: Bytes | None
+    ) -> tuple[set[int], Pinned]:
+        try:
+            return self._read(path, extents, out), pinned
+        except BaseException:
+            pinned.close()
+            raise
+
+    def _read(self, path: Path, extents: Sequence[Stored], out: Bytes | None) -> set[int]:
+        """Read and check a region's extents; returns the numbers of those that are good."""
+        rooms = None
+        if out is not None:
+            rooms, begin = [], 0
+            for stored in extents:
+                rooms.append(out[begin : begin + stored.size])
+                begin += stored.size
+        with page_file(path, extents[0].file) as file:
+            read = file.read if out is not None else None
+            bad = read_extents(extents, rooms, self._threads, self._before, self._done, read)
+            if out is not None and not file.direct and hasattr(os, "posix_fadvise"):
+                for stored in extents:  # else the page cache holds them once more
+                    os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
+        for i, error in bad.items():
+            self._damaged(str(error), extents[i].where)
+        return set(range(len(extents))) - bad.keys()
 
 
 def read_extents(

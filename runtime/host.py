@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +22,9 @@ from moepack.pack.spec import expert_file
 
 from .ahead import Report, readers
 from .cudart import CudaError, HostCalls
-from .filling import page_file, read_extents, warm
+from .filling import Filler
 from .pieces import PIECE, File, Piece, plan_pieces
-from .pinning import Bytes, Chain, Mode, Pinned, allocate, anonymous, pin_filled, pin_mapping
+from .pinning import Chain, Mode, Pinned
 from .store import BackingStore, Place, Stored
 from .stream import Cancelled
 
@@ -88,9 +87,10 @@ class HostStore:
             piece: bytes of a region at the most.
             threads: that read; without it, as many as while loading.
         """
-        self._store, self._versions, self._calls, self._limit = store, tuple(versions), calls, limit
-        self._wanted, self._progress, self._piece, self._threads = wanted, progress, piece, threads or readers()
+        self._store, self._versions, self._limit = store, tuple(versions), limit
+        self._wanted, self._progress, self._piece = wanted, progress, piece
         self._chain = Chain(calls)
+        self._filler = Filler(calls, self._chain, threads or readers(), self._give_way, self._one_more, self._note)
         self._lock = threading.Lock()
         self._regions: dict[Place, _Region] = {}
         self._damaged: dict[str, str] = {}
@@ -218,7 +218,9 @@ class HostStore:
         except BundleError as error:
             self._note(str(error), f"{piece.file[0]}, layer position {piece.file[1]}")
             return
-        good, pinned = self._pin(piece, extents)
+        layer = self._store.bundle.layers[piece.file[1]]
+        path = self._store.bundle.path / expert_file(piece.file[0], layer.index)
+        good, pinned = self._filler.pin(path, extents)
         if pinned is None:
             return
         self._last = pinned.mode
@@ -234,68 +236,6 @@ class HostStore:
         with self._lock:
             self._pinned += piece.size
             self._regions.update(dict.fromkeys(at, region))
-
-    def _pin(self, piece: Piece, extents: list[Stored]) -> tuple[set[int], Pinned | None]:
-        chain, calls = self._chain, self._calls
-        if chain.mode is Mode.MAPPED:
-            # Registered before it is checked: from then on the pages that are read are the pages that stay.
-            if not warm(extents, self._threads, self._give_way):
-                return self._read(piece, extents, None), None
-            try:
-                pinned = pin_mapping(calls, extents[0].file, extents[0].offset, piece.size)
-            except (CudaError, OSError, ValueError) as error:
-                chain.fall(str(error))
-            else:
-                return self._read_or_close(piece, extents, pinned, None)
-        filled: Bytes | None = None
-        good: set[int] | None = None
-        if chain.mode is Mode.REGISTERED:
-            try:
-                filled = anonymous(piece.size)
-                good = self._read(piece, extents, filled)
-                return good, pin_filled(calls, filled)
-            except (CudaError, OSError) as error:  # of memory: a file's are damage
-                chain.fall(str(error))
-        if chain.mode is Mode.ALLOCATED:
-            try:
-                pinned = allocate(calls, piece.size)
-            except CudaError as error:
-                chain.fall(str(error))
-                return set(), None
-            if good is None or filled is None:
-                return self._read_or_close(piece, extents, pinned, pinned.bytes)
-            pinned.bytes[:] = filled
-            return good, pinned
-        return set(), None
-
-    def _read_or_close(
-        self, piece: Piece, extents: list[Stored], pinned: Pinned, out: Bytes | None
-    ) -> tuple[set[int], Pinned]:
-        try:
-            return self._read(piece, extents, out), pinned
-        except BaseException:
-            pinned.close()
-            raise
-
-    def _read(self, piece: Piece, extents: list[Stored], out: Bytes | None) -> set[int]:
-        """Read and check a region's extents; returns the numbers of those that are good."""
-        rooms = None
-        if out is not None:
-            rooms, begin = [], 0
-            for stored in extents:
-                rooms.append(out[begin : begin + stored.size])
-                begin += stored.size
-        layer = self._store.bundle.layers[piece.file[1]]
-        path = self._store.bundle.path / expert_file(piece.file[0], layer.index)
-        with page_file(path, extents[0].file) as file:
-            read = file.read if out is not None else None
-            bad = read_extents(extents, rooms, self._threads, self._give_way, self._one_more, read)
-            if out is not None and not file.direct and hasattr(os, "posix_fadvise"):
-                for stored in extents:  # else the page cache holds them once more
-                    os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
-        for i, error in bad.items():
-            self._note(str(error), extents[i].where)
-        return set(range(len(extents))) - bad.keys()
 
     def _give_way(self, size: int) -> None:
         until = time.monotonic() + GIVE_WAY

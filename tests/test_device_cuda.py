@@ -251,7 +251,7 @@ def test_fetches_while_filling(
 
         return real(extents, rooms, threads, delayed, *more)
 
-    monkeypatch.setattr("moepack.runtime.host.read_extents", slow)
+    monkeypatch.setattr("moepack.runtime.filling.read_extents", slow)
     bench = benches(bundle, way, fill=False, piece=100_000)
     problems: list[str] = []
     counted = {"pinned": 0, "staged": 0}
@@ -292,7 +292,7 @@ def test_a_fetch_does_not_wait_for_the_filling(
     bundle: Path, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr("moepack.runtime.host.read_extents", lambda *a: gate.wait(20) and {})
+    monkeypatch.setattr("moepack.runtime.filling.read_extents", lambda *a: gate.wait(20) and {})
     bench = benches(bundle, "registered", fill=False)
     bench.device.serve()
     event, target = bench.fetch("bf16", 3, 3)

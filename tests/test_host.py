@@ -329,16 +329,24 @@ def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.Monk
     for attributes in (None, NO_MAPPINGS, {REGISTERS: 0, READS_ONLY: 0}):
         cuda, reached = FakeCudart(attributes), threading.Event()
 
-        def slowly(e: Any, r: Any, t: int, before: Any, *more: Any, reached: threading.Event = reached) -> Any:
+        def slowly(
+            e: Any,
+            r: Any,
+            t: int,
+            before: Any,
+            *more: Any,
+            reached: Any = reached,
+            real_read: Any = filling.read_extents,
+        ) -> Any:
             def wait(size: int) -> None:
                 reached.set()
                 time.sleep(0.02)
                 before(size)
 
-            return filling.read_extents(e, r, t, wait, *more)
+            return real_read(e, r, t, wait, *more)
 
         with monkeypatch.context() as patch:
-            patch.setattr("moepack.runtime.host.read_extents", slowly)
+            patch.setattr("moepack.runtime.filling.read_extents", slowly)
             host = HostStore(opened, ["bf16"], Cudart(0, cuda), GIB)
             host.start()
             assert reached.wait(10)
@@ -367,6 +375,7 @@ def test_nothing_leaks(bundle: Path) -> None:
         host.close()
         store.close()
         del host, store
+    gc.collect()
     assert (descriptors(), mappings()) == (before, mapped)
 
 

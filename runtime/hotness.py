@@ -44,6 +44,9 @@ class LivePolicy(Protocol):
     def observe(self, seen: Observation) -> Wanted | None:
         """What is wanted now; None where it is what was wanted before."""
 
+    def worth(self, key: Key) -> float:
+        """How much better an expert is off at the high version, wanted or not; of any two, the lesser goes first."""
+
 
 @dataclass(frozen=True, slots=True)
 class HotnessOptions:
@@ -105,6 +108,7 @@ class Hotness:
         self._prior = [[n / sum(row) for n in row] for row in prior] if prior else None
         self._is_prior = [prior is not None] * len(experts)
         self.sets: list[list[int]] = [[] for _ in experts]
+        self._worth = self._values()
         self._counts = [[0] * n for n in experts]
         self._room: list[int] = []
         self._last: float | None = None
@@ -124,9 +128,10 @@ class Hotness:
             self._score()
         self._room = list(seen.room)
         before = [set(s) for s in self.sets]
+        self._worth = self._values()
         self.sets = [
             top_with_hysteresis(values, current, room, self.options.margin, self.options.slack)
-            for values, current, room in zip(self._values(), self.sets, seen.room, strict=True)
+            for values, current, room in zip(self._worth, self.sets, seen.room, strict=True)
         ]
         if not due and before == [set(s) for s in self.sets]:
             return None
@@ -151,9 +156,13 @@ class Hotness:
             scores = [[s + a * q for s, q in zip(row, prior, strict=True)] for row, prior, a in rows]
         return [[s * g for s, g in zip(*rows, strict=True)] for rows in zip(scores, self._gains, strict=True)]
 
+    def worth(self, key: Key) -> float:
+        """An expert's score times what a token saves, as of the last decision."""
+        return self._worth[key[0]][key[1]]
+
     def wanted(self) -> Wanted:
         """The sets as they are, those worth most of all layers first."""
-        values = self._values()
+        values = self._worth
         keys = [(p, e) for p, chosen in enumerate(self.sets) for e in chosen]
         return dict.fromkeys(sorted(keys, key=lambda k: (-values[k[0]][k[1]], k)), self.version)
 
@@ -212,3 +221,7 @@ class Recent:
         while len(self._used) > room:
             del self._used[next(iter(self._used))]
         return dict.fromkeys(reversed(self._used), self.version)
+
+    def worth(self, key: Key) -> float:
+        """Nothing is left to be chosen: what is not in the cache goes at once."""
+        return 0.0

@@ -170,7 +170,7 @@ class Live:
                 layer = self.layers[p]
                 layer.handles.append(self._place((p, e), version[p, e]))
                 layer.publish(e, layer.handles[e])
-        self.transitions.want(wanted)
+        self.transitions.want(wanted, self.policy.worth)
         self.device.serve()
 
     def _place(self, key: Key, version: int) -> Any:
@@ -254,7 +254,7 @@ class Live:
                 counts, self._counts = self._counts, [np.zeros(n, np.int64) for n in self.plan.experts]
             wanted = self.policy.observe(Observation(now, [c.tolist() for c in counts], room))
             if wanted is not None:
-                self.transitions.want(wanted)
+                self.transitions.want(wanted, self.policy.worth)
         self.transitions.tick()
         if self.residency.boundary():
             self.transitions.tick()

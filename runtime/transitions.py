@@ -69,6 +69,7 @@ class Transitions:
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
         self._lock = threading.RLock()
         self._wanted: dict[Key, int] = {}
+        self._worth: Callable[[Key], float] = lambda key: 0.0
         self._updates: dict[Key, int] = {}
         self._evictions: dict[Key, None] = {}
         self._pushed: set[Key] = set()  # experts that leave for the KV reserve, whatever is wanted
@@ -77,26 +78,26 @@ class Transitions:
         self.kv_asked = 0
         self.refusals = self.failures = 0
 
-    def want(self, wanted: Mapping[Key, int]) -> None:
+    def want(self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0) -> None:
         """What every expert should be at: those that are not named at their base version.
 
         Promotions are carried out in the order of `wanted`; experts that are not named are evicted when somebody needs
-        their bytes. What is on its way and no longer wanted is cancelled.
+        their bytes, those of the least `worth` first. What is on its way and no longer wanted is cancelled.
         """
         with self._lock:
-            self._wanted = dict(wanted)
+            self._wanted, self._worth = dict(wanted), worth
             self._queue()
 
     def _queue(self) -> None:
         self._updates.clear()
-        self._evictions.clear()
-        residency = self.residency
+        residency, evicted = self.residency, []
         for key in residency.above() | self._wanted.keys():
             entry, target = residency.entries[key], self._target(key)
             if entry.coming is not None and entry.coming != target:
                 residency.cancel(key)
             if target == entry.base and entry.active != target and entry.coming != target:
-                self._evictions[key] = None
+                evicted.append(key)
+        self._evictions = dict.fromkeys(sorted(evicted, key=self._worth))
         for key, target in self._wanted.items():
             entry = residency.entries[key]
             if self._target(key) != entry.base and entry.active != target and entry.coming != target:
@@ -259,7 +260,7 @@ class Transitions:
         """Give up promotions, then demote, the least wanted first, until enough is on its way out."""
         residency = self.residency
         rank = {key: i for i, key in enumerate(self._wanted)}
-        order = sorted(residency.above(), key=lambda key: (-rank.get(key, len(rank)), key))
+        order = sorted(residency.above(), key=lambda key: (-rank.get(key, len(rank)), self._worth(key), key))
         for key in order:
             entry = residency.entries[key]
             if entry.coming is not None and residency.growth(key, entry.coming) > 0:

@@ -397,6 +397,14 @@ def test_evictions_make_room_for_promotions() -> None:
     assert active[1] == [0, 0, BASE] and active[0][0] == 0 and active[0].count(0) == 2
 
 
+def test_the_least_worth_is_evicted_first() -> None:
+    for least in range(4):
+        sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+        sim.transitions.want({(1, 0): 0}, lambda key, least=least: float(key != (0, least)))
+        settled(sim)
+        assert sim.residency.active() == [[BASE if e == least else 0 for e in range(4)], [0, BASE, BASE]]
+
+
 def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> None:
     sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
     while sim.residency.drop_spare():

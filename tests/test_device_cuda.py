@@ -320,6 +320,52 @@ def test_marks(bundle: Path, benches: Callable[..., Bench]) -> None:
     assert not mark.done() and not mark.done() and mark.done()
 
 
+def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model served in a budget: experts are promoted while host memory fills, and are the bundle's to the bit."""
+    import moepack
+    from moepack.runtime import live as live_module
+    from moepack.runtime.device import CpuMemory
+
+    cuda = FakeCudart(WAYS["registered"])
+    gpu = FakeGpu(cuda)
+
+    def device(where: Any, store: Any, plan: Any, buffers: int, on_event: Any, limit: int | None) -> CudaDevice:
+        host = HostStore(store, ["bf16", "w2"], Cudart(0, cuda), limit or 0, piece=200_000)
+        largest = max(max(row) for row in plan.sizes)
+        made = CudaDevice(largest, where, on_event, staging=plan.staging, slots=buffers, host=host, gpu=gpu)
+        monkeypatch.setattr(made, "memory", CpuMemory)  # the model is on a CPU, whose pools give blocks back
+        return made
+
+    monkeypatch.setattr(live_module, "_device", device)
+    policy = "hotness:lo=w2,interval=0.02,rate=0,margin=0,slack=0"
+    model = moepack.load(bundle, policy=policy, device_memory=12_000_000, host_memory=1 << 30)
+    live, rng = model.moepack.live, torch.Generator().manual_seed(0)
+    end = time.monotonic() + 20
+    while time.monotonic() < end and live.device.host()["filling"]:
+        with torch.inference_mode():
+            model(torch.randint(1, 4000, (4, 64), generator=rng))
+    assert live.device.host()["mode"] == "registered" and live.device.host()["file_bytes"] == 0
+    keys = list(live.residency.entries)
+    for wanted in (keys[:20], keys[30:50]):
+        live.transitions.want(dict.fromkeys(wanted, live.plan.high))
+        live.step(time.monotonic())
+        time.sleep(0.3)
+    before = model.moepack.counters()
+    model.moepack.close()
+    lossless = 0
+    for p, layer in enumerate(live.layers):
+        for e, handle in enumerate(layer.handles):
+            extent = live.store.bundle.extent(handle.version.name, p, e)
+            if not handle.version.is_lossless:
+                assert np.array_equal(handle.extent.numpy(), extent)
+                continue
+            lossless += 1
+            for m, want in enumerate(decode_lossless(layer.layer.matrices, extent)):
+                assert np.array_equal(handle.weights[m].view(torch.uint16).numpy(), want.weight)
+    assert lossless > 10 and before["transition_failures"] == 0 and not gpu.wrong
+    assert not cuda.registered and live.tracker.peak <= 12_000_000
+
+
 # --- a GPU
 
 

@@ -7,7 +7,9 @@ is raised and cleared: an error that stays set would be reported by the next ker
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 from typing import Any, Protocol
 
 HOST_REGISTER_SUPPORTED = 99  # cudaDevAttrHostRegisterSupported
@@ -56,8 +58,12 @@ class Cudart:
         Raises:
             OSError: when torch has no CUDA runtime to share.
         """
+        import torch
+
         self._device = device
         self._library = library if library is not None else _torchs_library()
+        real = library is None and torch.cuda.is_available()
+        self._current = functools.partial(torch.cuda.device, device) if real else contextlib.nullcontext
         void, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
         for name, arguments in (
             ("cudaDeviceGetAttribute", [ctypes.POINTER(number), number, number]),
@@ -66,7 +72,6 @@ class Cudart:
             ("cudaHostAlloc", [ctypes.POINTER(void), size, ctypes.c_uint]),
             ("cudaFreeHost", [void]),
             ("cudaGetLastError", []),
-            ("cudaSetDevice", [number]),
         ):
             getattr(self._library, name).argtypes = arguments
             getattr(self._library, name).restype = number
@@ -74,11 +79,13 @@ class Cudart:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def _call(self, name: str, *arguments: Any) -> None:
-        # The runtime's current device is a thread's own, and registering makes a context where there is none: on the
-        # first device, unless this thread has said otherwise.
-        code = self._library.cudaSetDevice(self._device) or getattr(self._library, name)(*arguments)
+        # The current device is a thread's own, and registering makes a context on it where there is none. torch's guard
+        # puts back what was current, without making a context there.
+        with self._current():
+            code = getattr(self._library, name)(*arguments)
+            if code:
+                self._library.cudaGetLastError()
         if code:
-            self._library.cudaGetLastError()
             raise CudaError(name, code, self._library.cudaGetErrorString(code).decode())
 
     def attribute(self, number: int) -> int:

@@ -50,7 +50,6 @@ class FakeCudart:
         self.seen: list[bytes] = []  # what stood in memory when it was registered
         for name in ("DeviceGetAttribute", "HostRegister", "HostUnregister", "HostAlloc", "FreeHost", "GetLastError"):
             setattr(self, f"cuda{name}", Function(name, getattr(self, f"_{name}")))
-        self.cudaSetDevice = Function("SetDevice", lambda device: 0)
         self.cudaGetErrorString = Function("GetErrorString", lambda code: ERRORS[code].encode())
 
     def _did(self, name: str, size: int = 0, flags: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -428,6 +429,8 @@ def test_doctor_says_how_this_machine_pins(monkeypatch: pytest.MonkeyPatch) -> N
     assert facts["mode"] == "files" and "ways" not in facts and facts["pinnable_bytes"] <= facts["available_bytes"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: current.append(index) or contextlib.nullcontext())
     for attributes, refused, mode in ((None, (), "mapped"), (NO_MAPPINGS, ("register",), "allocated")):
         cuda = FakeCudart(attributes, refuse(*refused))
         monkeypatch.setattr("moepack.runtime.cudart._torchs_library", lambda cuda=cuda: cuda)
@@ -435,3 +438,4 @@ def test_doctor_says_how_this_machine_pins(monkeypatch: pytest.MonkeyPatch) -> N
         assert facts["mode"] == mode and [way["mode"] for way in facts["ways"]] == [m.value for m in Mode]
         assert ("not registered: cudaHostRegister: error 2" in facts["reason"]) == bool(refused)
         assert not cuda.registered and not cuda.allocated and not cuda.sticky
+    assert set(current) == {0}, "the calling thread's own device is put back after each call"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,6 +167,7 @@ def evaluate(
         kv_tokens: tokens of KV cache that the budget leaves room for; evaluation itself uses none.
     """
     import torch
+    from transformers import AutoConfig
 
     from moepack.calibrate.data import load_tokenizer, windows
 
@@ -174,11 +176,14 @@ def evaluate(
         raise InputError("no text to evaluate on: name files with --data")
     with reporter.hub_bars():
         source, is_bundle = locate(path)
+        if device_memory is not None and is_bundle:  # what is held back is for windows as long as they can be
+            with suppress(OSError, ValueError):  # loading says what is wrong
+                length = _window(AutoConfig.from_pretrained(source), length)
         batch = batch or max(1, min(16, _TOKENS // length if device_memory is not None else 16))
         workload = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": length, "all_logits": False}
         model = load_model(source, is_bundle, policy, device, dtype, device_memory, **workload)
         tokenizer = load_tokenizer(Path(source))
-    length = min(length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or length)
+    length = _window(model.config, length)
     pools = [windows(source, tokenizer, length, samples) for source in data]
     for source, pool in zip(data, pools, strict=True):
         if not len(pool):
@@ -220,6 +225,11 @@ def evaluate(
         **({} if serving is None else serving.counters()),
         fixed=None if serving is None else serving.fixed,
     )
+
+
+def _window(config: Any, length: int) -> int:
+    """At most what a model was made for."""
+    return min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)
 
 
 def negative_log_likelihood(model: Any, ids: Any, room: int) -> float:

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
@@ -19,8 +19,10 @@ from moepack.pack.reader import Bundle, open_bundle
 from .report import Tables, read_tables
 
 if TYPE_CHECKING:
-    from moepack.runtime.fixed import Fixed, Needs
+    from moepack.runtime.fixed import Fixed
     from moepack.runtime.policies import Policy, Versions
+
+MOST = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class Planned:
         least_bytes: the smallest budget that would do.
         used_bytes: what is reserved once every promotion that fits was made.
         kv_bytes_per_token: that a sequence's cache grows by.
-        kv_tokens_most: tokens of cache of each sequence that fit, with every expert at its least.
+        kv_tokens_most: tokens of cache of each sequence that fit, with every expert at its low version; what longer
+            caches add to activations comes off that. At most 2^40, for a model without a cache that grows.
         host_bytes: of the files of the versions that are served.
         expected_relative_loss: squared error of the experts' outputs over their squares, a mean over calibration's
             routed tokens, with the hottest experts of each layer at the high version.
@@ -123,23 +126,23 @@ def plan(
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
     fixed = Fixed(dense, needs.kv_bytes, needs.activations)
-    _, _, least = _decide(bundle, parsed, fixed, 0)
-    assert least is not None
-    table, staging, short = _decide(bundle, parsed, fixed, device_memory)
-    message = None
-    if short is not None:
-        message = f"{bundle.path}: {device_memory} bytes are not enough: the least that would do is {short} bytes"
+    least = _decide(bundle, parsed, fixed, 0).least
+    decided = _decide(bundle, parsed, fixed, device_memory)
+    table, message = decided.table, None
+    if table is None:
+        message = f"{bundle.path}: {device_memory} bytes are not enough: the least that would do is {least} bytes"
         message += f" ({fixed})"
     facts: dict[str, Any] = dict.fromkeys(("expected_relative_loss", "bytes_per_token", "expected_tokens_per_second"))
     layers: tuple[LayerPlan, ...] = ()
-    used = host = 0
+    used = host = cached = 0
     bandwidth = read_rate(where)
     if table is not None:
-        fixed = Fixed(dense, fixed.kv, fixed.activations, staging)
+        fixed = Fixed(dense, fixed.kv, fixed.activations, decided.staging)
         tables = read_tables(bundle)
         served = {name for row in table for name in row}
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
         used = fixed.total + _bytes(bundle, table, parsed.is_live)
+        cached = needs.kv.tokens(fixed.kv + device_memory - fixed.total - decided.floor, batch, MOST)
         host = sum(bundle.version_bytes(name) for name in served)
         facts["expected_relative_loss"] = relative_loss(tables, table)
         read = _dense_read(dense, config, bundle) + needs.kv.bytes(kv_tokens)
@@ -148,39 +151,43 @@ def plan(
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
     return Planned(
         str(path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used, kv_tokens,
-        batch, needs.kv.token_bytes, _most_tokens(needs, device_memory - least), host, layers, bandwidth=bandwidth,
+        batch, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
         estimated=where.type != "cpu", message=message, **facts,
     )  # fmt: skip
 
 
-def _most_tokens(needs: Needs, spare: int) -> int:
-    asked = needs.workload
-    if spare < 0 or not needs.kv.token_bytes:
-        return 0
-    return needs.kv.tokens(needs.kv_bytes + spare, asked.batch)
+class _Decided(NamedTuple):
+    """What a budget holds: a map with the hottest experts high, the staging buffer's bytes, the experts' bytes with all
+    of them low. Or no map, and the least that would do."""
+
+    table: Versions | None
+    staging: int
+    floor: int
+    least: int
 
 
-def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> tuple[Versions | None, int, int | None]:
-    """The map that a budget holds, the hottest experts high, and the staging buffer's bytes; or the least bytes."""
+def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
+    from moepack.runtime.capacity import base_bytes
     from moepack.runtime.planning import calibration, make_plan
     from moepack.runtime.plugin import unchanging
 
     try:
         if not policy.is_live:
-            return unchanging(bundle, policy, fixed, budget)[0], 0, None
+            versions, experts = unchanging(bundle, policy, fixed, budget)
+            return _Decided(versions, 0, experts, 0)
         made = make_plan(bundle, policy.live_options(), fixed.total, budget)
     except InputError as error:
         least = re.search(r"(?:least that would do is|needs) (\d+) bytes", str(error))
         if least is None:  # not the budget's fault
             raise
-        return None, 0, int(least[1])
+        return _Decided(None, 0, 0, int(least[1]))
     traffic, _ = calibration(bundle)
     high, low = made.versions[made.high].name, made.versions[made.low].name
     table = []
     for tokens, room in zip(traffic, made.room(), strict=True):
         hot = set(sorted(range(len(tokens)), key=lambda e: -tokens[e])[:room])
         table.append(tuple(high if e in hot else low for e in range(len(tokens))))
-    return tuple(table), made.staging, None
+    return _Decided(tuple(table), made.staging, base_bytes(made.sizes, made.experts, made.low), 0)
 
 
 def _layer(bundle: Bundle, position: int, row: tuple[str, ...], served: set[str]) -> LayerPlan:
@@ -267,12 +274,18 @@ def render(planned: Planned) -> tuple[Any, str]:
         counts = [f"{count:,} at {name}" for name, count in rows[0].versions.items()]
         table.add_row(str(first) if first == last else f"{first}-{last}", counts[0], ", ".join(counts[1:]))
     f = planned.fixed
+    estimated = " (estimated from shapes)" if planned.estimated else ""
+    parts = (
+        (f.dense, "dense tensors"),
+        (f.kv, f"KV cache for {planned.kv_tokens:,} tokens x {planned.batch}"),
+        (f.activations, f"activations{estimated}"),
+        (f.staging, "staging"),
+        (planned.used_bytes - f.total, "experts"),
+    )
     text = (
-        f"{_size(planned.used_bytes)} are used: {_size(f.dense)} dense tensors, {_size(f.kv)} KV cache for "
-        f"{planned.kv_tokens:,} tokens x {planned.batch}, {_size(f.activations)} activations"
-        f"{' (estimated from shapes)' if planned.estimated else ''}, {_size(f.staging)} staging, the rest experts. "
-        f"The least that would do is {planned.least_bytes:,} bytes; with every expert at its least the cache could "
-        f"have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
+        f"{_size(planned.used_bytes)} are used: {', '.join(f'{_size(n)} {name}' for n, name in parts if n)}. "
+        f"The least that would do is {planned.least_bytes:,} bytes; with every expert at the low version the cache "
+        f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
         f"{_size(planned.host_bytes)} on the host. Expected relative loss {planned.expected_relative_loss:.5f}. "
         f"A decoding step reads {_size(planned.bytes_per_token or 0)}"
     )

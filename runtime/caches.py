@@ -36,7 +36,7 @@ class KvShape:
         """Bytes that a token adds to a short cache."""
         return sum(slope for _, slope, _ in self.parts)
 
-    def tokens(self, size: int, batch: int = 1, most: int = 1 << 40) -> int:
+    def tokens(self, size: int, batch: int, most: int) -> int:
         """The most tokens, up to `most`, of `batch` sequences whose caches fit `size` bytes."""
         low, high = 0, most
         while low < high:

@@ -45,6 +45,8 @@ def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
         names = {(x.version_hi, x.version_lo) for x in planned.per_layer}
         assert names == {(made.versions[made.high].name, made.versions[made.low].name)}
         assert planned.used_bytes <= BUDGET
+    reserve = serving.caches._reserve
+    assert planned.kv_tokens_most == (300 * 2 * 1024 + reserve.most) // 2048
     assert all(x.hi + x.lo == 16 for x in planned.per_layer)
     serving.close()
     least = planned.least_bytes

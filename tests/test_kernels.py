@@ -386,7 +386,7 @@ def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("tokens", [1, 20, 150])
 def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
-    """Both matrices of trained experts, every version, packed and in tiles, whatever this processor takes for as many."""
+    """Both matrices of trained experts, every version, packed and in tiles, whichever this processor takes."""
     from moepack.pack.reader import open_bundle
     from moepack.runtime import backends
     from moepack.runtime.experts import LayerExperts

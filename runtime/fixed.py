@@ -107,12 +107,14 @@ class Needs:
         kv: how a sequence's cache grows.
         activations: bytes of the largest pass asked for, at the longest cache asked for.
         passes: those of other passes.
+        kept: of the bytes for activations, those that kernels keep between passes; they come on top of `passes`.
     """
 
     workload: Workload
     kv: KvShape
     activations: int
     passes: Activations
+    kept: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -125,7 +127,7 @@ class Needs:
         within = tokens <= asked.prefill_tokens and length <= max(asked.kv_tokens, asked.prefill_tokens)
         if not asked.prefill_tokens or (within and batch <= asked.batch):
             return 0
-        return max(0, self.passes.bytes(tokens, length, batch) - self.activations)
+        return max(0, self.kept + self.passes.bytes(tokens, length, batch) - self.activations)
 
 
 def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
@@ -143,13 +145,22 @@ def measure(
 
     Returns:
         what it takes, and the bytes of the skeleton's dense tensors.
+
+    Raises:
+        InputError: for a model whose forward pass does not run on a skeleton.
     """
     layers = tuple(bundle.layers)
     limit = max(backends.direct_limit(DIRECT.get(dtype, torch.float32), v) for v in bundle.versions)
     key = (config.to_json_string(use_diff=False), dtype, device.type, layers, limit, workload)
     if key not in _known:
         _known.clear()
-        _known[key] = _measure(config, dtype, device, layers, limit, workload)
+        try:
+            _known[key] = _measure(config, dtype, device, layers, limit, workload)
+        except Exception as error:  # a family whose code looks at values, which a skeleton does not have
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise InputError(
+                f"{bundle.path}: what its forward pass takes cannot be measured ({why}): serve it without a budget"
+            ) from error
     return _known[key]
 
 
@@ -168,7 +179,7 @@ def _measure(
     probe = Probe(model, layers, device, mode)
     shape = probe.kv_shape()
     short, cached = probe.calls, bool(shape.parts)
-    activations, passes = 0, Activations()
+    activations, kept, passes = 0, 0, Activations()
     tokens, batch = workload.prefill_tokens, workload.batch
     if tokens:
         activations = probe.headroom([tokens], batch, 0, workload.all_logits, cached)[0]
@@ -186,8 +197,8 @@ def _measure(
             passes = Activations((tokens, 2 * tokens), (0, 1), (once, once, twice, twice))
         activations = max(activations, passes.bytes(tokens, max(tokens, workload.kv_tokens), batch))
         if device.type == "cpu":
-            activations += max(arena_bytes(x, tokens * batch, top_k(config), limit) for x in layers)
-    return Needs(workload, shape, activations, passes), dense_bytes(model, layers)
+            kept = max(arena_bytes(x, tokens * batch, top_k(config), limit) for x in layers)
+    return Needs(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
 
 
 def top_k(config: Any) -> int:

@@ -80,9 +80,22 @@ def test_headroom_is_that_of_a_real_forward(family: str) -> None:
         real = Probe(model, layers, CPU).headroom(*arguments)
         # Linear attention in plain torch picks other views where values are known.
         assert foretold == (pytest.approx(real, rel=0.01) if family == "qwen3_next" else real) and foretold[0] > 0
-    assert dense_bytes(made, layers) == dense_bytes(model, layers)
+    kept = [b for n, b in model.named_buffers() if "e_score_correction_bias" in n]  # float32 once it is loaded
+    more = sum(2 * b.numel() for b in kept)
+    assert dense_bytes(made, layers) == dense_bytes(model, layers) + more
     everything = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    assert dense_bytes(made) == everything
+    assert dense_bytes(made) == everything + more
+
+
+def test_a_family_that_cannot_be_measured_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
+
+    def looks(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> None:
+        raise ValueError(f"{int(input_ids.sum())} is not known")
+
+    monkeypatch.setattr(Qwen3MoeModel, "forward", looks)
+    with pytest.raises(InputError, match="cannot be measured"):
+        moepack.load(bundle, policy="static:w2", device_memory=77_777_777, prefill_tokens=77)
 
 
 def test_the_served_experts_take_what_the_probes_do(bundle: Path) -> None:

@@ -304,8 +304,8 @@ def agree(bundle: Path, tiny: Path, budget: int, device: str) -> dict[str, Any]:
     return facts
 
 
-# What the budget does not see on a CPU: stacks and arenas of two threads, Python objects of the serving machinery,
-# holes of buffers below 512 KiB in the heap. Measured: 1 to 4 MB.
+# What the budget does not see on a CPU: stacks and arenas of two threads, Python objects of the serving machinery, what
+# the host's store reads ahead for a while, holes of buffers below 512 KiB in the heap. Measured: 3 to 12 MB of 220.
 UNSEEN = 16 << 20
 
 

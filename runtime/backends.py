@@ -64,6 +64,12 @@ def direct_limit(dtype: torch.dtype, version: Version) -> int:
     return _limits()[f"{str(dtype).removeprefix('torch.')} {version.bits}"]
 
 
+def tile_threads(dtype: torch.dtype) -> int:
+    """Threads on which experts with many tokens of a dtype run in the native kernels' tiles; 0 where torch does it."""
+    native = _native()
+    return torch.get_num_threads() if native is not None and native.has_tiles(dtype) else 0
+
+
 @functools.cache
 def _limits() -> dict[str, int]:
     try:

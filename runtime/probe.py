@@ -235,7 +235,7 @@ def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weight
 def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor:
     """The result [slots, rows], made beside the tokens of one expert and what its weights are unpacked to."""
     out = x.new_empty(tokens * top_k, m.rows)
-    if kind == "triton":
+    if kind == "triton" or (kind == "native" and backends.tile_threads(x.dtype)):
         return out
     mine, result = x.new_empty(tokens, m.cols), x.new_empty(tokens, m.rows)
     weights = x.new_empty(m.rows if kind == "reference" else min(m.rows, 256), m.cols)

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moepack.pack.spec import ExpertLayer, Version
@@ -71,6 +73,12 @@ def tile_threads(dtype: torch.dtype) -> int:
 
 
 @functools.cache
+def direct_limits(dtype: torch.dtype, versions: tuple[Version, ...]) -> npt.NDArray[np.int64]:
+    """`direct_limit` of each version, int64 [versions]: not to be written to."""
+    return np.array([direct_limit(dtype, v) for v in versions], np.int64)
+
+
+@functools.cache
 def _limits() -> dict[str, int]:
     try:
         kept = json.loads(_file().read_text())
@@ -120,8 +128,14 @@ def autotune() -> dict[str, int]:
         part.replace(_file())
     except OSError:
         pass  # a home that cannot be written: measured again next time
-    _limits.cache_clear()
+    forget()
     return limits
+
+
+def forget() -> None:
+    """Read what was measured from its file again."""
+    _limits.cache_clear()
+    direct_limits.cache_clear()
 
 
 def table() -> list[dict[str, str]]:

@@ -34,8 +34,8 @@ def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Ten
     index = top_k_index.long().contiguous()
     gates = top_k_weights.detach()
     gates = gates if gates.dtype in DTYPES else gates.float()
-    limits = np.array([backends.direct_limit(x.dtype, v) for v in experts.versions], np.int64)
-    many = _many(index, experts, limits) if tokens > limits.min() and not has_tiles(x.dtype) else []
+    limits = backends.direct_limits(x.dtype, experts.versions)
+    many = [] if has_tiles(x.dtype) or tokens <= limits.min() else _many(index, experts, limits)
     h = _matrix(experts, 0, x, index, many, limits)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     y = _matrix(experts, 1, h.contiguous(), index, many, limits)

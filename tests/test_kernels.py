@@ -365,11 +365,11 @@ def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     from moepack.runtime import backends
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    backends._limits.cache_clear()
+    backends.forget()
     assert backends._limits() == backends.defaults()
     limits = backends.autotune()
     assert all(limits[name] in backends.CANDIDATES for name in backends.DEFAULTS)
-    backends._limits.cache_clear()
+    backends.forget()
     assert (
         backends._limits() == limits
         and backends.direct_limit(torch.float32, Version.affine(3, 64)) == limits["float32 3"]
@@ -378,10 +378,10 @@ def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     assert ("bf16", f"1-{limits['bfloat16 16']}") in shown
     for spoilt in ("", "[]", '{"machine": "another", "limits": {}}'):
         (tmp_path / "moepack" / "kernels.json").write_text(spoilt)
-        backends._limits.cache_clear()
+        backends.forget()
         assert backends._limits() == backends.defaults()
     monkeypatch.undo()
-    backends._limits.cache_clear()
+    backends.forget()
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 150])

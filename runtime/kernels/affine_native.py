@@ -102,10 +102,12 @@ class LayerForms:
         forms = [make_forms(self.matrices, v) for v in versions]
         self.unlimited = np.full(len(versions), 1 << 62, np.int64)
         self._rows = [np.array([f[i].row() for f in forms], np.int64) for i in range(len(self.matrices))]
+        self._at = [(int(rows.ctypes.data), rows.strides[0]) for rows in self._rows]
 
     def address(self, matrix: int, version: int = 0) -> int:
         """Where the forms of one matrix begin, at that of a version."""
-        return int(self._rows[matrix].ctypes.data) + version * self._rows[matrix].strides[0]
+        first, each = self._at[matrix]
+        return first + version * each
 
 
 def product(
@@ -136,8 +138,8 @@ def product(
         MemoryError: when there is no room for activations.
     """
     m = forms.matrices[matrix]
-    slots = index.numel()
-    if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, len(x)):
+    slots, rows = index.numel(), x.shape[0]
+    if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, rows):
         raise ValueError(f"{m.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
     if x.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64 or handles.dtype != np.uint64:
         raise ValueError(f"{m.name}: x {x.dtype}, out {out.dtype}, index {index.dtype}")
@@ -148,7 +150,7 @@ def product(
         m.cols,
         len(handles),
         slots,
-        slots // len(x),
+        slots // rows,
         x.dtype == torch.bfloat16,
         out.dtype == torch.bfloat16,
         has_tiles(x.dtype),
@@ -161,7 +163,7 @@ def product(
         (forms.unlimited if limits is None else limits).ctypes.data,
     )
     if _library.moepack_affine_product(ctypes.byref(side)):
-        raise MemoryError(f"no memory for {len(x)} activations")
+        raise MemoryError(f"no memory for {rows} activations")
 
 
 def unpack(

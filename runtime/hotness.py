@@ -183,7 +183,8 @@ def top_with_hysteresis(
     order = sorted(range(len(scores)), key=lambda e: (-scores[e], e not in held, e))
     rank = {e: i for i, e in enumerate(order)}
     chosen = [e for e in order if e in held][:room]
-    outside = [e for e in order if e not in set(chosen) and scores[e] > 0]
+    taken = set(chosen)
+    outside = [e for e in order if e not in taken and scores[e] > 0]
     while outside and len(chosen) < room:
         chosen.append(outside.pop(0))
     challenged = sorted((e for e in chosen if e in held), key=lambda e: -rank[e])

@@ -301,7 +301,7 @@ def evaluate(
         row = (f"{score.perplexity:.4f}", f"{score.tokens:,}", f"{score.tokens_per_second:,.0f}")
         table.add_row(Path(score.file).name, *row)
     _console().print(table)
-    if result.promotions or result.forward_waits:
+    if result.budget_bytes is not None:
         counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
         peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"
         _console().print(f"{counted}, {peak}", highlight=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,7 @@ def load_model(
 ) -> Any:
     """A bundle, or a plain checkpoint, as a transformers model; `path` and `is_bundle` as `locate` gives them.
 
-    `workload` is what `moepack.load` holds back in a budget: kv_tokens, batch, prefill_tokens, all_logits.
+    `workload` goes on to `moepack.load`: what it holds back in a budget, and who is told of progress.
     """
     import torch
 
@@ -126,6 +126,21 @@ def load_model(
     opened = open_checkpoint(path)
     with quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(opened.path, dtype=wanted, device_map=device)
+
+
+def _shown(reporter: Reporter) -> Callable[[int, int], None]:
+    """Shows the bytes of experts that are loaded."""
+    shown = -1
+
+    def loaded(done: int, total: int) -> None:
+        nonlocal shown
+        if shown < 0:
+            reporter.inner("MB of experts", total // 10**6)
+            shown = 0
+        reporter.advance(done // 10**6 - shown)
+        shown = done // 10**6
+
+    return loaded
 
 
 def resident_bytes(model: Any) -> int:
@@ -181,7 +196,10 @@ def evaluate(
                 length = _window(AutoConfig.from_pretrained(source), length)
         batch = batch or max(1, min(16, _TOKENS // length if device_memory is not None else 16))
         workload = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": length, "all_logits": False}
-        model = load_model(source, is_bundle, policy, device, dtype, device_memory, **workload)
+        reporter.stage("load", 1)
+        reporter.step(Path(path).name)
+        shown = _shown(reporter)
+        model = load_model(source, is_bundle, policy, device, dtype, device_memory, progress=shown, **workload)
         tokenizer = load_tokenizer(Path(source))
     length = _window(model.config, length)
     pools = [windows(source, tokenizer, length, samples) for source in data]

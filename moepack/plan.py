@@ -6,14 +6,13 @@ and tables and none of its weights. On a GPU activations are estimated from shap
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, TooSmallError
 from moepack.pack.reader import Bundle, open_bundle
 
 from .report import Tables, read_tables
@@ -176,11 +175,8 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decid
             versions, experts = unchanging(bundle, policy, fixed, budget)
             return _Decided(versions, 0, experts, 0)
         made = make_plan(bundle, policy.live_options(), fixed.total, budget)
-    except InputError as error:
-        least = re.search(r"(?:least that would do is|needs) (\d+) bytes", str(error))
-        if least is None:  # not the budget's fault
-            raise
-        return _Decided(None, 0, 0, int(least[1]))
+    except TooSmallError as error:
+        return _Decided(None, 0, 0, error.least)
     traffic, _ = calibration(bundle)
     high, low = made.versions[made.high].name, made.versions[made.low].name
     table = []

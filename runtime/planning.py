@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, TooSmallError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 
@@ -81,8 +81,8 @@ def make_plan(bundle: Bundle, options: LiveOptions, dense: int, budget: int) -> 
         budget: bytes for everything.
 
     Raises:
-        InputError: when versions are not there, or the budget does not hold the low version of every expert; the
-            message names the least that would do.
+        InputError: when versions are not there.
+        TooSmallError: when the budget does not hold the low version of every expert.
     """
     versions = bundle.versions
     names = [v.name for v in versions]
@@ -115,9 +115,10 @@ def make_plan(bundle: Bundle, options: LiveOptions, dense: int, budget: int) -> 
         staging = min(_staging(bundle, versions[high]) for high in highs)
         low = min(lows, key=lambda v: base_bytes(sizes, experts, v))
         least = dense + staging + base_bytes(sizes, experts, low)
-        raise InputError(
+        raise TooSmallError(
             f"{bundle.path}: a budget of {budget} bytes does not hold every expert at {names[low]}: the least that "
-            f"would do is {least} bytes ({dense + staging} of them outside the experts)"
+            f"would do is {least} bytes ({dense + staging} of them outside the experts)",
+            least,
         )
     return min(plans, key=lambda found: found[0])[1]
 

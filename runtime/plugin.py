@@ -19,7 +19,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moepack.pack.errors import BundleError, InputError, Problem
+from moepack.pack.errors import BundleError, InputError, Problem, TooSmallError
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import sha256_of
@@ -174,7 +174,8 @@ def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int 
     """The map of a policy that changes nothing, and the bytes its experts take.
 
     Raises:
-        InputError: when the policy does not fit the bundle, or the map the budget; names the least that would do.
+        InputError: when the policy does not fit the bundle.
+        TooSmallError: when the map does not fit the budget.
     """
     if policy.name == "uniform":
         assert device_memory is not None
@@ -183,9 +184,10 @@ def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int 
         table = static_map(bundle, policy.argument)
     experts = expert_bytes(bundle, table)
     if device_memory is not None and fixed.total + experts > device_memory:
-        raise InputError(
+        raise TooSmallError(
             f"{bundle.path}: policy {policy} needs {fixed.total + experts} bytes of device memory ({fixed}), the "
-            f"budget is {device_memory}: name a smaller version or a larger budget"
+            f"budget is {device_memory}: name a smaller version or a larger budget",
+            fixed.total + experts,
         )
     return table, experts
 
@@ -200,9 +202,11 @@ def _uniform(bundle: Bundle, fixed: Fixed, device_memory: int) -> Versions:
     try:
         chosen = iter(uniform(sizes, device_memory - fixed.total))
     except BudgetError as error:
-        raise InputError(
+        least = fixed.total + int(error.least)
+        raise TooSmallError(
             f"{bundle.path}: a budget of {device_memory} bytes does not hold the smallest versions: the least that "
-            f"would do is {fixed.total + int(error.least)} bytes ({fixed})"
+            f"would do is {least} bytes ({fixed})",
+            least,
         ) from None
     return tuple(tuple(bundle.versions[next(chosen)].name for _ in range(x.experts)) for x in bundle.layers)
 

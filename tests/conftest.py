@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
+
+if sys.dont_write_bytecode:  # every child process would compile torch and transformers again: 7 seconds each
+    _bytecode = tempfile.TemporaryDirectory()
+    os.environ["PYTHONPYCACHEPREFIX"] = _bytecode.name
+    del os.environ["PYTHONDONTWRITEBYTECODE"]
 
 from moepack.pipeline import build
 from moepack.recipe import parse_recipe

@@ -27,8 +27,9 @@ from moepack.pack.writer import sha256_of
 from . import heap
 from .allocation import BudgetError, uniform
 from .budget import BudgetTracker
-from .experts import IMPLEMENTATION, LayerExperts, experts_forward
+from .experts import LayerExperts
 from .fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda
+from .forward import IMPLEMENTATION, experts_forward
 from .kernels.forms import resident_size
 from .live import Live, make_plan
 from .policies import Policy, Versions, parse_policy, static_map

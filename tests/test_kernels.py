@@ -416,7 +416,8 @@ def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: 
     """Few tokens and many, in all versions: what a machine without a compiler computes. BF16 rounds three times."""
     import moepack
     from moepack.runtime import cpu
-    from moepack.runtime.experts import LayerExperts, reference_forward
+    from moepack.runtime.experts import LayerExperts
+    from moepack.runtime.forward import reference_forward
     from moepack.runtime.store import BackingStore
 
     model = moepack.load(bundle, dtype=dtype, policy="static:w2")

@@ -267,19 +267,23 @@ def test_neither_threads_nor_company_change_a_bit() -> None:
             assert torch.equal(alone[0], one[s])
 
 
+@pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("borrowed", [True, False])
-def test_calls_from_several_threads_at_once(borrowed: bool) -> None:
+def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None:
     layer = make_layer(Matrix("m", 128, 256), VERSIONS, [e % 5 for e in range(10)])
-    index = torch.arange(10)[None]
-    x = activations(1, 256, torch.float32)
-    want = torch.empty(10, 128)
-    native.product(layer.forms, 0, layer.table, x, index, want, threads=1)
+    index = torch.arange(10).repeat(20 if tiles else 1, 1)
+    x = activations(len(index), 256, torch.bfloat16 if tiles else torch.float32)
+    if tiles and not native.has_tiles(x.dtype):
+        pytest.skip("this processor does not multiply BF16")
+    limits = ALL_IN_TILES if tiles else None
+    want = torch.empty(index.numel(), 128)
+    native.product(layer.forms, 0, layer.table, x, index, want, limits, threads=1)
     wrong = []
 
     def work() -> None:
-        out = torch.empty(10, 128)
+        out = torch.empty_like(want)
         for _ in range(100):
-            native.product(layer.forms, 0, layer.table, x, index, out.fill_(0), threads=2)
+            native.product(layer.forms, 0, layer.table, x, index, out.fill_(0), limits, threads=2)
             if not torch.equal(out, want):
                 wrong.append(1)
 

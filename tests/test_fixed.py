@@ -321,3 +321,17 @@ def test_the_allocator_takes_what_is_reserved(middle: Path, bundle: Path) -> Non
     """The same on a GPU, by the allocator's own peak; the libraries' workspaces were there before."""
     facts = agree(middle, bundle, 260_000_000, "cuda")
     assert abs(facts["taken"] - facts["reserved"]) <= 0.03 * facts["reserved"] + UNSEEN, facts
+
+
+def test_the_arena_is_what_the_kernels_say() -> None:
+    """Sizes that stand in C and are repeated for the budget."""
+    from moepack.runtime import fixed
+
+    kernels = Path(__file__).resolve().parent.parent / "runtime" / "kernels"
+    source = "".join((kernels / name).read_text() for name in ("affine_tiles.c", "tiles.h"))
+    depth, batch, tile = (int(re.search(rf"#define {n} (\d+)", source)[1]) for n in ("DEPTH", "BATCH", "TILE"))  # type: ignore[index]
+    assert (batch, tile + 64) == (fixed.BATCH, fixed.BLOCK)
+    assert 2 * depth * tile + batch // 32 * 4 * tile == fixed.SCRATCH
+    assert {
+        eval(size) for size in re.findall(r"#define CACHE (\(.*?\))", source + (kernels / "affine.c").read_text())
+    } == {fixed.CACHE}

@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 READERS = 4  # threads at the most: enough for a disk's queue; a digest takes a core 0.5 to 2 GB/s
-RUN = (
-    4 << 20
-)  # bytes that a thread reads before it hands them over: one small extent at a time costs more than it saves
+RUN = 4 << 20  # bytes that a thread reads before it hands them over: one small extent at a time costs too much
 WAITING = 32 << 20  # bytes read and not taken yet, at the most: on a CPU they come on top of the budget for a while
 
-Place = tuple[str, int, int]
+Place = tuple[str, int, int]  # version, layer position, expert
 Report = Callable[[int, int], None]
 _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("moepack loading report", default=None)
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import expert_file
 
-from .ahead import Report, readers
+from .ahead import Place, Report, readers
 from .cudart import CudaError, HostCalls
 from .filling import Filler
 from .pieces import PIECE, File, Piece, plan_pieces
 from .pinning import Chain, Mode, Pinned
-from .store import BackingStore, Place, Stored
+from .store import BackingStore, Stored
 from .stream import Cancelled
 
 log = logging.getLogger("moepack.runtime")

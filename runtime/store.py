@@ -25,11 +25,9 @@ from moepack.pack.lossless import LosslessMatrix, decode_lossless
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import expert_file
 
-from .ahead import Ahead, Report
+from .ahead import Ahead, Place, Report
 
 CHUNK = 1 << 20  # bytes read, and added to the digest, at a time: they are still in cache when they are digested
-
-Place = tuple[str, int, int]  # version, layer position, expert
 
 
 @dataclass(frozen=True, slots=True)

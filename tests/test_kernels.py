@@ -414,16 +414,19 @@ def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
                 assert relative(out[e::10], want.numpy()) <= TOLERANCE[dtype], (names[e], dtype)
 
 
+@pytest.mark.parametrize("level", sorted({LEVELS[-1], BEST}))
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [1, 70])
-def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: int) -> None:
-    """Few tokens and many, in all versions: what a machine without a compiler computes. BF16 rounds three times."""
+def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: int, level: int) -> None:
+    """Few tokens and many, in all versions, with tiles of our own and torch's product: what a machine without a
+    compiler computes. BF16 rounds three times."""
     import moepack
     from moepack.runtime import cpu
     from moepack.runtime.experts import LayerExperts
     from moepack.runtime.forward import reference_forward
     from moepack.runtime.store import BackingStore
 
+    native.use_level(level)
     model = moepack.load(bundle, dtype=dtype, policy="static:w2")
     module = model.model.layers[1].mlp.experts
     names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]

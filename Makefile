@@ -18,7 +18,7 @@ lint: $(VENV)/.dev-installed
 # mypy does not see the root folders as moepack.* in an editable install: a folder of links shows them so.
 types: $(VENV)/.dev-installed
 	rm -rf .links && mkdir -p .links/moepack
-	for f in moepack/*.py moepack/py.typed; do ln -s ../../$$f .links/$$f; done
+	for f in moepack/*; do ln -s ../../$$f .links/$$f; done
 	for d in pack quantize calibrate runtime recipes; do ln -s ../../$$d .links/moepack/$$d; done
 	$(VENV)/bin/mypy -p moepack
 

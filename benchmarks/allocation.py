@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, arguments, finish
-from moepack.allocate import (
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pipeline.allocate import (
     LayerCosts,
     Map,
     bundle_costs,
@@ -31,12 +32,11 @@ from moepack.allocate import (
     split_layers,
     total_bytes,
 )
-from moepack.evaluate import Evaluation, evaluate
-from moepack.pack.reader import Bundle, open_bundle
-from moepack.pipeline import build
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import WEIGHTS, parse_recipe
 from moepack.progress import RichReporter, quiet_libraries
-from moepack.recipe import WEIGHTS, parse_recipe
-from moepack.runtime.allocation import greedy, milp, spent, uniform
+from moepack.reports.evaluate import Evaluation, evaluate
+from moepack.runtime.allocation.knapsack import greedy, milp, spent, uniform
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RANDOM_PREFIX = "prefix, random order"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, arguments, finish
-from moepack.report import inspect
+from moepack.reports.inspect import inspect
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _BUILD = """

@@ -140,7 +140,7 @@ def routed(tokens: int, experts: int, top_k: int) -> torch.Tensor:
 
 def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool) -> list[dict[str, Any]]:
     """A row a version, and one for a layer whose experts are in all five."""
-    from moepack.runtime.cpu import forward
+    from moepack.runtime.experts.cpu import forward
     from moepack.runtime.kernels.affine_native import read
 
     hidden, inner, experts, top_k = SHAPES[shape]
@@ -266,9 +266,9 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
     from transformers.cache_utils import DynamicCache
 
     import moepack
-    from moepack.pipeline import build
+    from moepack.pipeline.build import build
+    from moepack.pipeline.recipe import parse_recipe
     from moepack.progress import quiet_libraries
-    from moepack.recipe import parse_recipe
 
     quiet_libraries()
     models: dict[str, Any] = {}

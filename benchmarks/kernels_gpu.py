@@ -96,7 +96,7 @@ def measure(
     shape: str, sizes: tuple[int, int, int, int], versions: Sequence[Version], runs: int
 ) -> tuple[list[dict[str, Any]], list[Target]]:
     """Rows and targets of one layer: decode with 1 and 16 tokens, prefill with 2,048."""
-    from moepack.runtime.gpu import forward
+    from moepack.runtime.experts.gpu import forward
 
     device = torch.device("cuda")
     hidden, inner, experts, top_k = sizes

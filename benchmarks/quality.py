@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Target, arguments, finish
-from moepack.evaluate import evaluate
-from moepack.pipeline import build
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
 from moepack.progress import RichReporter, quiet_libraries
-from moepack.recipe import parse_recipe
-from moepack.report import inspect
+from moepack.reports.evaluate import evaluate
+from moepack.reports.inspect import inspect
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LIMITS = {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6.0}  # per cent above the plain model, on each file

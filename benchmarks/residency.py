@@ -25,12 +25,12 @@ import torch
 
 import moepack
 from benchmarks.common import Target, arguments, finish
-from moepack.evaluate import Evaluation, evaluate
-from moepack.pipeline import build
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
 from moepack.progress import RichReporter, quiet_libraries
-from moepack.recipe import parse_recipe
-from moepack.runtime.capacity import base_bytes, even_room
-from moepack.runtime.planning import Plan
+from moepack.reports.evaluate import Evaluation, evaluate
+from moepack.runtime.planning.capacity import base_bytes, even_room
+from moepack.runtime.planning.plan import Plan
 from moepack.runtime.trace import read_trace
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

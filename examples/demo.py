@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from moepack.evaluate import evaluate, generate
-from moepack.plan import plan
 from moepack.progress import quiet_libraries
-from moepack.report import inspect
+from moepack.reports.evaluate import evaluate, generate
+from moepack.reports.inspect import inspect
+from moepack.reports.plan import plan
 
 HERE = Path(__file__).resolve().parent
 MODEL, TEXT = HERE / "mini-qwen3-moe", HERE / "text"

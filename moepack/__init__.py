@@ -14,15 +14,14 @@ __all__ = ["BundleError", "InputError", "MoepackError", "__version__", "build", 
 if TYPE_CHECKING:
     from moepack.pack.errors import BundleError, InputError, MoepackError
     from moepack.pack.reader import open_bundle as open
+    from moepack.pipeline.build import build
     from moepack.runtime.load import load
-
-    from .pipeline import build
 
 _LAZY = {
     "BundleError": ("moepack.pack.errors", "BundleError"),
     "InputError": ("moepack.pack.errors", "InputError"),
     "MoepackError": ("moepack.pack.errors", "MoepackError"),
-    "build": ("moepack.pipeline", "build"),
+    "build": ("moepack.pipeline.build", "build"),
     "load": ("moepack.runtime.load", "load"),
     "open": ("moepack.pack.reader", "open_bundle"),
 }

@@ -141,12 +141,12 @@ def build(
     quiet: Quiet = False,
 ) -> None:
     """Make a bundle of a checkpoint, in one pass."""
-    from .pipeline import build as run
+    from moepack.pipeline.build import build as run
 
     if dry_run:
         from dataclasses import asdict
 
-        from .estimate import estimate, render
+        from moepack.pipeline.estimate import estimate, render
 
         with _reporter(quiet) as reporter:
             expected = estimate(checkpoint, output, recipe, calibration or (), device, reporter)
@@ -173,7 +173,7 @@ def calibrate(
     quiet: Quiet = False,
 ) -> None:
     """Stage 1: what reaches every expert."""
-    from .pipeline import calibrate as run
+    from moepack.pipeline.build import calibrate as run
 
     with _reporter(quiet) as reporter:
         run(checkpoint, work, recipe, calibration or (), fresh, device, reporter)
@@ -190,7 +190,7 @@ def quantize(
     quiet: Quiet = False,
 ) -> None:
     """Stage 2: every expert at every width."""
-    from .pipeline import quantize as run
+    from moepack.pipeline.build import quantize as run
 
     with _reporter(quiet) as reporter:
         run(work, recipe, fresh, device, engine, address, reporter)
@@ -206,7 +206,7 @@ def pack(
     quiet: Quiet = False,
 ) -> None:
     """Stage 3: the bundle."""
-    from .pipeline import pack as run
+    from moepack.pipeline.build import pack as run
 
     with _reporter(quiet) as reporter:
         report = run(work, output, reporter)
@@ -222,7 +222,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show versions, bytes, bits per weight and losses."""
-    from . import report
+    from moepack.reports import inspect as report
 
     facts = report.inspect(bundle)
     if plot is not None:
@@ -241,7 +241,7 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Check digests, and bits against a checkpoint."""
-    from .verify import verify as run
+    from moepack.reports.verify import verify as run
 
     with _reporter(quiet) as reporter:
         problems = run(bundle, checkpoint, reporter)
@@ -282,7 +282,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Perplexity on text."""
-    from .evaluate import evaluate as run
+    from moepack.reports.evaluate import evaluate as run
 
     with _reporter(quiet) as reporter:
         size = parse_size(device_memory)
@@ -323,7 +323,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt."""
-    from .evaluate import generate as run
+    from moepack.reports.evaluate import generate as run
 
     size = parse_size(device_memory)
     text = run(path, prompt, policy, device, _dtype(dtype), size, max_new_tokens, temperature, seed, batch, kv_tokens)
@@ -349,7 +349,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what a memory budget holds, at which loss and speed."""
-    from . import plan as planning
+    from moepack.reports import plan as planning
 
     size = parse_size(device_memory)
     assert size is not None
@@ -415,8 +415,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Show what this machine can do."""
-    from .doctor import doctor as run
-    from .doctor import kernels as measure
+    from moepack.reports.doctor import doctor as run
+    from moepack.reports.doctor import kernels as measure
 
     if kernels:
         rows = measure()

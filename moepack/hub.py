@@ -13,9 +13,9 @@ from moepack.pack.errors import BundleError, InputError, MoepackError, TargetErr
 from moepack.pack.manifest import MANIFEST, parse_manifest
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import VERSION_NAMES
+from moepack.reports.verify import verify
 
 from .progress import Reporter
-from .verify import verify
 
 
 class HubError(MoepackError):

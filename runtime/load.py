@@ -55,10 +55,11 @@ def load(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from .ahead import loading_report
-    from .fixed import Workload
+    from moepack.runtime.planning.fixed import Workload
+    from moepack.runtime.policies.registry import parse_policy
+    from moepack.runtime.store.read_ahead import loading_report
+
     from .plugin import METHOD
-    from .policies import parse_policy
 
     parse_policy(policy)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)

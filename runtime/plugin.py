@@ -23,19 +23,19 @@ from moepack.pack.errors import BundleError, InputError, Problem, TooSmallError
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import sha256_of
+from moepack.runtime.allocation.knapsack import BudgetError, uniform
+from moepack.runtime.devices import glibc
+from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
+from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.kernels.forms import resident_size
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda
+from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
+from moepack.runtime.policies.registry import Policy, Versions, parse_policy, static_map
+from moepack.runtime.residency.live import Live, make_plan
+from moepack.runtime.store.files import BackingStore
 
-from . import heap
-from .allocation import BudgetError, uniform
-from .budget import BudgetTracker
-from .experts import LayerExperts
-from .fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda
-from .forward import IMPLEMENTATION, experts_forward
-from .kernels.forms import resident_size
-from .live import Live, make_plan
-from .policies import Policy, Versions, parse_policy, static_map
-from .probe import EXPERT_PARAMETERS
 from .serving import Serving
-from .store import BackingStore
 
 log = logging.getLogger("moepack.runtime")
 METHOD = "moepack"
@@ -148,9 +148,9 @@ def attach(
         with store.reading_ahead((name, p, e) for p, row in enumerate(table) for e, name in enumerate(row)):
             layers = [LayerExperts(store, p, row, d) for p, (row, d) in enumerate(zip(table, devices, strict=True))]
     if device_memory is not None and devices[0].type == "cpu":
-        heap.own(model)
-        heap.bound()
-        heap.trim()
+        glibc.own(model)
+        glibc.bound()
+        glibc.trim()
     log.info("%s", fixed)
     for layer, experts in zip(bundle.layers, layers, strict=True):
         model.get_submodule(layer.module)._moepack = experts

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.reader import Bundle
+from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.fixed import Fixed, Needs
+from moepack.runtime.policies.registry import Versions
+from moepack.runtime.residency.kv_reserve import FreeReserve, KvWatch, LiveReserve
+from moepack.runtime.residency.live import Live
 
-from .budget import BudgetTracker
-from .experts import LayerExperts
-from .fixed import Fixed, Needs
-from .kv import FreeReserve, KvWatch, LiveReserve
-from .live import Live
-from .policies import Versions
-from .windows import Windows
+from .step_hooks import Windows
 
 COUNTERS = (
     "promotions",

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from moepack.pack.errors import InputError
-
-from .hotness import LivePolicy, Observation, Wanted
+from moepack.runtime.policies.hotness import LivePolicy, Observation, Wanted
 
 FORMAT = {"format": "moepack-trace", "version": 1}
 

@@ -21,8 +21,8 @@ if sys.dont_write_bytecode:  # every child process would compile torch and trans
     os.environ["PYTHONPYCACHEPREFIX"] = _bytecode.name
     del os.environ["PYTHONDONTWRITEBYTECODE"]
 
-from moepack.pipeline import build
-from moepack.recipe import parse_recipe
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = """

@@ -28,8 +28,8 @@ def start(model: Path, text: Path, bundle: Path, work: Path) -> int:
     if child:
         return child
     try:
-        from moepack.pipeline import build
-        from moepack.recipe import parse_recipe
+        from moepack.pipeline.build import build
+        from moepack.pipeline.recipe import parse_recipe
 
         build(model, bundle, parse_recipe(RECIPE, "test"), [text], work=work)
         os._exit(0)
@@ -51,7 +51,7 @@ def main() -> None:
     import transformers  # noqa: F401
 
     import moepack.calibrate.stream
-    import moepack.pipeline  # noqa: F401
+    import moepack.pipeline.build  # noqa: F401
 
     torch.set_num_threads(1)
     chance = random.Random(args.seed)

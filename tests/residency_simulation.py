@@ -9,12 +9,12 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import PAGE
-from moepack.runtime.budget import BudgetTracker
-from moepack.runtime.device import CpuMemory
-from moepack.runtime.entries import Key
-from moepack.runtime.pools import Pool
-from moepack.runtime.residency import Residency
-from moepack.runtime.transitions import Transitions
+from moepack.runtime.devices.cpu import CpuMemory
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.residency.entries import Key
+from moepack.runtime.residency.pools import Pool
+from moepack.runtime.residency.residency import Residency
+from moepack.runtime.residency.transitions import Transitions
 
 EXPERTS = (4, 3)
 FIXED = PAGE

@@ -87,10 +87,10 @@ def test_geometry_takes_every_slot_once() -> None:
 def test_the_forward_is_the_references(bundle: Path) -> None:
     """A layer with experts in five versions, its gate fused, sentinels among its slots; then one expert promoted."""
     import moepack
-    from moepack.runtime import gpu
-    from moepack.runtime.experts import LayerExperts
-    from moepack.runtime.forward import reference_forward
-    from moepack.runtime.store import BackingStore
+    from moepack.runtime.experts import gpu
+    from moepack.runtime.experts.forward import reference_forward
+    from moepack.runtime.experts.handles import LayerExperts
+    from moepack.runtime.store.files import BackingStore
 
     model = moepack.load(bundle, policy="static:w2", dtype=torch.float32, device=DEVICE)
     module = model.model.layers[1].mlp.experts

@@ -10,13 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepack.allocate import LayerCosts, allocate, bundle_costs, calibrated_importance, expected_losses, total_bytes
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import affine_extent_size
-from moepack.recipe import ALLOCATORS, Allocate
-from moepack.runtime.allocation import BudgetError, greedy, hull, milp, spent, uniform
-from moepack.runtime.allocation_prefix import prefill_importance, prefix_split
+from moepack.pipeline.allocate import (
+    LayerCosts,
+    allocate,
+    bundle_costs,
+    calibrated_importance,
+    expected_losses,
+    total_bytes,
+)
+from moepack.pipeline.recipe import ALLOCATORS, Allocate
+from moepack.runtime.allocation.knapsack import BudgetError, greedy, hull, milp, spent, uniform
+from moepack.runtime.allocation.prefix_split import prefill_importance, prefix_split
 
 Case = tuple[list[list[float]], list[list[float]], float]
 

@@ -19,14 +19,14 @@ from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
 from moepack.pack.errors import BundleError
 from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
-from moepack.runtime import filling
-from moepack.runtime import store as store_module
-from moepack.runtime.cudart import Cudart
-from moepack.runtime.device_cuda import CudaDevice
-from moepack.runtime.host import HostStore
+from moepack.runtime.devices.cuda import CudaDevice
+from moepack.runtime.devices.migration import Cancelled
 from moepack.runtime.kernels.forms import make_forms, resident_size
-from moepack.runtime.store import BackingStore
-from moepack.runtime.stream import Cancelled
+from moepack.runtime.store import files as store_module
+from moepack.runtime.store import filling
+from moepack.runtime.store.cudart import Cudart
+from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.pinned import HostStore
 
 WAYS = {
     "mapped": {REGISTERS: 1, READS_ONLY: 1},
@@ -251,7 +251,7 @@ def test_fetches_while_filling(
 
         return real(extents, rooms, threads, delayed, *more)
 
-    monkeypatch.setattr("moepack.runtime.filling.read_extents", slow)
+    monkeypatch.setattr("moepack.runtime.store.filling.read_extents", slow)
     bench = benches(bundle, way, fill=False, piece=100_000)
     problems: list[str] = []
     counted = {"pinned": 0, "staged": 0}
@@ -292,7 +292,7 @@ def test_a_fetch_does_not_wait_for_the_filling(
     bundle: Path, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr("moepack.runtime.filling.read_extents", lambda *a: gate.wait(20) and {})
+    monkeypatch.setattr("moepack.runtime.store.filling.read_extents", lambda *a: gate.wait(20) and {})
     bench = benches(bundle, "registered", fill=False)
     bench.device.serve()
     event, target = bench.fetch("bf16", 3, 3)
@@ -323,8 +323,8 @@ def test_marks(bundle: Path, benches: Callable[..., Bench]) -> None:
 def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model served in a budget: experts are promoted while host memory fills, and are the bundle's to the bit."""
     import moepack
-    from moepack.runtime import live as live_module
-    from moepack.runtime.device import CpuMemory
+    from moepack.runtime.devices.cpu import CpuMemory
+    from moepack.runtime.residency import live as live_module
 
     cuda = FakeCudart(WAYS["registered"])
     gpu = FakeGpu(cuda)
@@ -424,7 +424,7 @@ def test_every_way_on_a_gpu(bundle: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_failed_registration_leaves_no_error_on_a_gpu() -> None:
-    from moepack.runtime.cudart import CudaError
+    from moepack.runtime.store.cudart import CudaError
 
     device = gpu_or_skip()
     with pytest.raises(CudaError):

@@ -15,11 +15,11 @@ from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.encoded import decode_fp8, decode_mxfp4
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
-from moepack.pipeline import build
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
 from moepack.progress import Reporter
-from moepack.recipe import parse_recipe
-from moepack.report import inspect
-from moepack.verify import verify
+from moepack.reports.inspect import inspect
+from moepack.reports.verify import verify
 
 RECIPE = """
 versions: [bf16, w4]

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 import tiny_models
 from moepack.cli import app
-from moepack.estimate import estimate
 from moepack.pack.errors import InputError
-from moepack.pipeline import build
-from moepack.recipe import parse_recipe
-from moepack.report import inspect
+from moepack.pipeline.build import build
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.inspect import inspect
 
 RECIPE = """
 quantize: {method: rtn, group_size: {w4: 128, w2: 32}, loss_tokens: 64}

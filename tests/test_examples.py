@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moepack.evaluate import evaluate
-from moepack.pipeline import build
-from moepack.recipe import parse_recipe
-from moepack.verify import verify
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate
+from moepack.reports.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 

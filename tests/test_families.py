@@ -9,10 +9,10 @@ import torch
 
 import moepack
 import tiny_models
-from moepack.evaluate import evaluate
-from moepack.pipeline import build
-from moepack.recipe import parse_recipe
-from moepack.verify import verify
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate
+from moepack.reports.verify import verify
 
 RECIPE = """
 quantize: {{method: {}, group_size: 32, loss_tokens: 64}}

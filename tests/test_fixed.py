@@ -15,14 +15,14 @@ import torch
 
 import moepack
 import tiny_models
-from moepack.evaluate import evaluate, generate
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Matrix
-from moepack.pipeline import build
-from moepack.recipe import parse_recipe
-from moepack.runtime.caches import KvShape, cache_bytes
-from moepack.runtime.fixed import Activations, Fixed, Workload, dense_bytes
-from moepack.runtime.probe import LiveBytes, Probe, skeleton
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate, generate
+from moepack.runtime.planning.fixed import Activations, Fixed, Workload, dense_bytes
+from moepack.runtime.planning.kv_cache import KvShape, cache_bytes
+from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
 CPU = torch.device("cpu")
 HOT = "hotness:hi=bf16,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
@@ -325,7 +325,7 @@ def test_the_allocator_takes_what_is_reserved(middle: Path, bundle: Path) -> Non
 
 def test_the_arena_is_what_the_kernels_say() -> None:
     """Sizes that stand in C and are repeated for the budget."""
-    from moepack.runtime import fixed
+    from moepack.runtime.planning import fixed
 
     kernels = Path(__file__).resolve().parent.parent / "runtime" / "kernels"
     source = "".join((kernels / name).read_text() for name in ("affine_tiles.c", "tiles.h"))

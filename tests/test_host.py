@@ -18,13 +18,13 @@ import pytest
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart
 
 from moepack.pack.reader import open_bundle
-from moepack.runtime import filling, host_limit, pinning
-from moepack.runtime import store as store_module
-from moepack.runtime.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
-from moepack.runtime.host import HostStore, traffic
-from moepack.runtime.pieces import plan_pieces
-from moepack.runtime.pinning import Mode
-from moepack.runtime.store import BackingStore
+from moepack.runtime.store import files as store_module
+from moepack.runtime.store import filling, host_limit, pinning
+from moepack.runtime.store.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
+from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.pinned import HostStore, traffic
+from moepack.runtime.store.pinning import Mode
+from moepack.runtime.store.regions import plan_pieces
 
 GIB = 1 << 30
 PLACES = [("bf16", p, e) for p in range(4) for e in range(16)]
@@ -347,7 +347,7 @@ def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.Monk
             return real_read(e, r, t, wait, *more)
 
         with monkeypatch.context() as patch:
-            patch.setattr("moepack.runtime.filling.read_extents", slowly)
+            patch.setattr("moepack.runtime.store.filling.read_extents", slowly)
             host = HostStore(opened, ["bf16"], Cudart(0, cuda), GIB)
             host.start()
             assert reached.wait(10)
@@ -423,7 +423,7 @@ def test_limits_of_probing() -> None:
 def test_doctor_says_how_this_machine_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from moepack import doctor
+    from moepack.reports import doctor
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     facts = doctor.host_memory()
@@ -434,7 +434,7 @@ def test_doctor_says_how_this_machine_pins(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device", lambda index: current.append(index) or contextlib.nullcontext())
     for attributes, refused, mode in ((None, (), "mapped"), (NO_MAPPINGS, ("register",), "allocated")):
         cuda = FakeCudart(attributes, refuse(*refused))
-        monkeypatch.setattr("moepack.runtime.cudart._torchs_library", lambda cuda=cuda: cuda)
+        monkeypatch.setattr("moepack.runtime.store.cudart._torchs_library", lambda cuda=cuda: cuda)
         facts = doctor.host_memory()
         assert facts["mode"] == mode and [way["mode"] for way in facts["ways"]] == [m.value for m in Mode]
         assert ("not registered: cudaHostRegister: error 2" in facts["reason"]) == bool(refused)

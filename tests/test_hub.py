@@ -14,7 +14,7 @@ import pytest
 from hub_stand_in import Hub, serve
 
 import moepack
-from moepack.verify import verify
+from moepack.reports.verify import verify
 
 
 @dataclass

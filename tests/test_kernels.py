@@ -366,7 +366,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moepack.runtime import backends
+    from moepack.runtime.experts import backends
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     backends.forget()
@@ -392,9 +392,9 @@ def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
 def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
     """Both matrices of trained experts, every version, packed and in tiles, whichever this processor takes."""
     from moepack.pack.reader import open_bundle
-    from moepack.runtime import backends
-    from moepack.runtime.experts import LayerExperts
-    from moepack.runtime.store import BackingStore
+    from moepack.runtime.experts import backends
+    from moepack.runtime.experts.handles import LayerExperts
+    from moepack.runtime.store.files import BackingStore
 
     store = BackingStore(open_bundle(bundle))
     names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]
@@ -421,10 +421,10 @@ def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: 
     """Few tokens and many, in all versions, with tiles of our own and torch's product: what a machine without a
     compiler computes. BF16 rounds three times."""
     import moepack
-    from moepack.runtime import cpu
-    from moepack.runtime.experts import LayerExperts
-    from moepack.runtime.forward import reference_forward
-    from moepack.runtime.store import BackingStore
+    from moepack.runtime.experts import cpu
+    from moepack.runtime.experts.forward import reference_forward
+    from moepack.runtime.experts.handles import LayerExperts
+    from moepack.runtime.store.files import BackingStore
 
     native.use_level(level)
     model = moepack.load(bundle, dtype=dtype, policy="static:w2")

@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 
 import moepack
 from moepack.cli import app
-from moepack.evaluate import evaluate
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
-from moepack.runtime import device as device_module
-from moepack.runtime import store as store_module
-from moepack.runtime.live import make_plan
-from moepack.runtime.policies import LiveOptions
+from moepack.reports.evaluate import evaluate
+from moepack.runtime.devices import cpu as device_module
+from moepack.runtime.policies.registry import LiveOptions
+from moepack.runtime.residency.live import make_plan
+from moepack.runtime.store import files as store_module
 from moepack.runtime.trace import read_trace
 
 SECONDS = float(os.environ.get("MOEPACK_STRESS_SECONDS", "10"))

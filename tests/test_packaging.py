@@ -58,7 +58,7 @@ def test_the_wheel_works_without_the_repository(unpacked: Path, bundle: Path, tm
     code = (
         f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
         f"import moepack; assert moepack.__file__.startswith({str(unpacked)!r})\n"
-        f"from moepack.recipe import load_recipe; load_recipe('default')\n"
+        f"from moepack.pipeline.recipe import load_recipe; load_recipe('default')\n"
         f"print(moepack.load({str(bundle)!r}, policy='static:w4').moepack.policy)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import moepack
-from moepack import pipeline
 from moepack.pack.errors import InputError, TargetError
-from moepack.recipe import parse_recipe
-from moepack.report import inspect, read_tables
-from moepack.verify import verify
+from moepack.pipeline import build as pipeline
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.inspect import inspect, read_tables
+from moepack.reports.verify import verify
 
 RTN = """
 quantize: {method: rtn, loss_tokens: 64}
@@ -128,7 +128,7 @@ def test_changed_settings_are_refused_by_name(demo_model: Path, text: Path, eval
 
 
 def test_two_builds_in_one_work_directory(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    from moepack.work import WorkDirectory
+    from moepack.pipeline.work import WorkDirectory
 
     first = WorkDirectory(tmp_path / "work")
     with pytest.raises(TargetError, match="another build is at work"):
@@ -166,7 +166,7 @@ def test_loss_falls_with_width(bundle: Path) -> None:
 
 def test_gptq_bundle_of_the_demo_model(demo_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
     """The default method on a trained model: better than rounding at every width, one bit below 0.5 for each expert."""
-    from moepack.evaluate import evaluate
+    from moepack.reports.evaluate import evaluate
 
     recipe = "quantize: {{method: {}}}\ncalibration: {{samples: 96, length: 256, batch_size: 16}}"
     scores = {}

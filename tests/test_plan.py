@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import moepack
 import tiny_models
 from moepack.cli import app
-from moepack.pipeline import build
-from moepack.plan import plan
-from moepack.recipe import parse_recipe
-from moepack.report import read_tables
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.inspect import read_tables
+from moepack.reports.plan import plan
 
 BUDGET = 14_000_000
 QUIET = "hotness:hi=bf16,lo=w2,interval=1e9"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moepack.pack.errors import InputError
-from moepack.runtime.capacity import base_bytes, even_room, expected_loss, room_by_loss
-from moepack.runtime.hotness import Hotness, HotnessOptions, Observation, Recent, top_with_hysteresis
-from moepack.runtime.policies import parse_policy
+from moepack.runtime.planning.capacity import base_bytes, even_room, expected_loss, room_by_loss
+from moepack.runtime.policies.hotness import Hotness, HotnessOptions, Observation, Recent, top_with_hysteresis
+from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.trace import Record, TraceWriter, read_trace, replay
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import moepack
-from moepack.evaluate import evaluate
-from moepack.pipeline import build
-from moepack.recipe import parse_recipe
-from moepack.report import read_tables
-from moepack.verify import verify
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate
+from moepack.reports.inspect import read_tables
+from moepack.reports.verify import verify
 
 
 @pytest.fixture(scope="module")

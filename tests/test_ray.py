@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from moepack.pack.errors import InputError
-from moepack.pipeline import build
-from moepack.recipe import parse_recipe
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
 from support import tree
 
 ray = pytest.importorskip("ray")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moepack.pack.errors import InputError
-from moepack.recipe import load_recipe, parse_recipe, shipped
+from moepack.pipeline.recipe import load_recipe, parse_recipe, shipped
 
 EXPECTED = [
     "deepseek-v2-lite", "default", "gpt-oss-20b", "mixtral-8x7b", "phi-3.5-moe", "qwen3-30b-a3b", "qwen3-next-80b-a3b",

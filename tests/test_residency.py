@@ -21,10 +21,10 @@ from hypothesis.stateful import (
 )
 
 from moepack.pack.spec import PAGE
-from moepack.runtime.budget import BudgetTracker
-from moepack.runtime.device import CpuMemory
-from moepack.runtime.entries import Outcome, State
-from moepack.runtime.pools import Pool, StaleBlockError
+from moepack.runtime.devices.cpu import CpuMemory
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.residency.entries import Outcome, State
+from moepack.runtime.residency.pools import Pool, StaleBlockError
 from residency_simulation import (
     DROPS,
     FOUR,

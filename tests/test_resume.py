@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moepack.pack.errors import TargetError
-from moepack.pipeline import build
-from moepack.recipe import parse_recipe
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
 from support import tree
 
 RECIPE = """
@@ -59,11 +59,11 @@ def test_a_killed_layer_keeps_its_finished_groups(
 ) -> None:
     """Groups of four experts: the second run makes only those that the first had not."""
     import moepack.calibrate.quantise_layer as module
-    import moepack.engine
+    import moepack.pipeline.executors
 
     monkeypatch.setattr(module, "GROUP", 4)
     recipe, made = parse_recipe(RECIPE, "test"), []
-    original = moepack.engine.make_group
+    original = moepack.pipeline.executors.make_group
 
     def counted(task, observation):  # type: ignore[no-untyped-def]
         made.append((task.layer, task.experts.start))
@@ -71,7 +71,7 @@ def test_a_killed_layer_keeps_its_finished_groups(
             raise KeyboardInterrupt
         return original(task, observation)
 
-    monkeypatch.setattr(moepack.engine, "make_group", counted)
+    monkeypatch.setattr(moepack.pipeline.executors, "make_group", counted)
     with pytest.raises(KeyboardInterrupt):
         build(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
     assert made[-1] == (1, 8) and len(list((tmp_path / "w" / "objects").iterdir())) == 2

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import moepack
-from moepack.evaluate import evaluate, generate
 from moepack.pack.affine import decode_affine, encode_affine
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, affine_sections
-from moepack.runtime.allocation import greedy
-from moepack.runtime.experts import LayerExperts
+from moepack.reports.evaluate import evaluate, generate
+from moepack.runtime.allocation.knapsack import greedy
+from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.kernels.reference import dequantise, unpack
-from moepack.runtime.policies import parse_policy, static_map
-from moepack.runtime.store import BackingStore
+from moepack.runtime.policies.registry import parse_policy, static_map
+from moepack.runtime.store.files import BackingStore
 from support import random_matrix
 
 

@@ -19,10 +19,10 @@ import torch
 
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
-from moepack.runtime import ahead as ahead_module
-from moepack.runtime import store as store_module
-from moepack.runtime.ahead import Ahead, loading_report
-from moepack.runtime.store import BackingStore
+from moepack.runtime.store import files as store_module
+from moepack.runtime.store import read_ahead as ahead_module
+from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.read_ahead import Ahead, loading_report
 
 PLACES = [("w4", p, e) for p in range(4) for e in range(16)]
 CPU = torch.device("cpu")

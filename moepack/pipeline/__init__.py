@@ -1,0 +1,1 @@
+"""From a checkpoint to a bundle: recipes, the stages over a work directory, and the executors that run them."""

@@ -1,0 +1,183 @@
+"""From measured tables to a version for every expert: what a loss is, which bytes count, and who decides.
+
+The allocators themselves are pure code in `moepack.runtime`; here their numbers are put together.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moepack.pack.errors import InputError, MissingExtraError
+from moepack.pack.spec import ExpertLayer, Version, affine_extent_size
+from moepack.runtime.allocation.knapsack import BudgetError, greedy, milp, spent, uniform
+from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, prefix_split
+
+if TYPE_CHECKING:
+    from moepack.pack.reader import Bundle
+
+    from .recipe import Allocate
+
+Map = tuple[tuple[str, ...], ...]  # a version's name by layer position and expert
+Rows = list[list[float]]
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one layer's experts cost at every version, and what calibration sent to them.
+
+    Attributes:
+        tokens, gate_sum: [experts], tokens routed to each and the sum of their gate weights.
+        sizes: [experts][versions], bytes of extents.
+        mse, gated: [experts][versions], as in calibration.safetensors (pack/FORMAT.md, "Calibration tables").
+    """
+
+    tokens: list[float]
+    gate_sum: list[float]
+    sizes: Rows
+    mse: Rows
+    gated: Rows
+
+    @staticmethod
+    def of(tables: Mapping[str, Any], columns: Sequence[str], versions: Sequence[Version], sizes: Rows) -> LayerCosts:
+        """From a layer's arrays by name; `columns` names the versions of the loss tables, `versions` those wanted."""
+        at = [list(columns).index(v.name) for v in versions]
+        losses = {k: tables[k][:, at].tolist() for k in ("mse", "gated")}
+        return LayerCosts(tables["tokens"].tolist(), tables["gate_sum"].tolist(), sizes, losses["mse"], losses["gated"])
+
+
+def bundle_costs(bundle: Bundle) -> list[LayerCosts]:
+    """The costs of the versions that are here, layer by layer."""
+    from safetensors import safe_open
+
+    from moepack.reports.inspect import TABLES
+
+    out = []
+    with safe_open(bundle.path / TABLES, framework="np") as f:
+        columns = f.metadata()["versions"].split(",")
+        for position, layer in enumerate(bundle.layers):
+            names = ("tokens", "gate_sum", "mse", "gated")
+            tables = {k: f.get_tensor(f"layers.{layer.index}.{k}") for k in names}
+            sizes = [
+                [float(len(bundle.extent(v.name, position, e, check_digest=False))) for v in bundle.versions]
+                for e in range(layer.experts)
+            ]
+            out.append(LayerCosts.of(tables, columns, bundle.versions, sizes))
+    return out
+
+
+def expected_losses(costs: LayerCosts, weight: str) -> Rows:
+    """What each expert of a layer is expected to lose at each version, [experts][versions].
+
+    Args:
+        costs: the layer's tables.
+        weight: "gates": squared error that it adds to the layer's output over the calibration tokens, each token's by
+            its gate weight squared; "tokens": squared error of its own output over those tokens; "none": mean squared
+            error, every expert counting alike. To each expert's tokens one is added: what calibration never reached may
+            be reached in use, and is not free.
+    """
+    if weight == "none":
+        return costs.mse
+    table = costs.gated if weight == "gates" else costs.mse
+    return [[(n + 1) * x for x in row] for n, row in zip(costs.tokens, table, strict=True)]
+
+
+def allocate(how: Allocate, layers: Sequence[ExpertLayer], versions: Sequence[Version], costs: list[LayerCosts]) -> Map:
+    """A version for every expert, as a recipe's `allocation` asks.
+
+    Raises:
+        InputError: when the average cannot be met, naming the least that could.
+    """
+    weights = sum(layer.experts * layer.expert_weights for layer in layers)
+    budget = how.average_bits / 8 * weights
+    sizes = [row for layer in costs for row in layer.sizes]
+    losses = [row for layer in costs for row in expected_losses(layer, how.weight)]
+    try:
+        if how.method == "prefix_split":
+            return prefix_within(versions, costs, budget)
+        if how.method == "uniform":
+            chosen = uniform(sizes, budget)
+        else:
+            chosen = (milp if how.method == "milp" else greedy)(sizes, losses, budget)
+    except BudgetError as error:
+        raise _unmet(how, 8 * error.least / weights) from None
+    return named(chosen, versions, costs)
+
+
+def named(chosen: Sequence[int], versions: Sequence[Version], costs: Sequence[LayerCosts]) -> Map:
+    """Versions' indexes of all experts, one layer after another, as a map of names."""
+    names = iter(versions[v].name for v in chosen)
+    return tuple(tuple(next(names) for _ in layer.tokens) for layer in costs)
+
+
+def total_bytes(table: Map, versions: Sequence[Version], costs: Sequence[LayerCosts]) -> int:
+    """Bytes of all extents of a map."""
+    column = {v.name: i for i, v in enumerate(versions)}
+    return sum(int(spent(c.sizes, [column[name] for name in row])) for row, c in zip(table, costs, strict=True))
+
+
+def split_layers(
+    versions: Sequence[Version], costs: Sequence[LayerCosts], importance: Sequence[Sequence[float]], bits: float
+) -> Map:
+    """`prefix_split` in every layer at an average of `bits` code bits; the losses are mean squared errors, unweighted.
+
+    Args:
+        versions: must hold w4, w3, w2 and w1.
+        costs: the layers' tables.
+        importance: [layers][experts].
+        bits: the average in every layer.
+    """
+    column = {v.name: i for i, v in enumerate(versions)}
+    out = []
+    for layer, scores in zip(costs, importance, strict=True):
+        losses = [[row[column[f"w{b}"]] for b in WIDTHS] for row in layer.mse]
+        out.append(tuple(f"w{b}" for b in prefix_split(scores, losses, bits)))
+    return tuple(out)
+
+
+def calibrated_importance(costs: Sequence[LayerCosts]) -> list[list[float]]:
+    """The paper's importance of every expert, [layers][experts], from all calibration tokens."""
+    return [prefill_importance(layer.tokens, layer.gate_sum) for layer in costs]
+
+
+def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budget: float) -> Map:
+    """`prefix_split` at the greatest average, the same in all layers, whose extents fit the budget.
+
+    Raises:
+        BudgetError: when even one bit for all does not fit.
+    """
+    importance = calibrated_importance(costs)
+    steps = max(len(layer.tokens) for layer in costs)
+    best = split_layers(versions, costs, importance, 1)
+    least = total_bytes(best, versions, costs)
+    if least > budget:
+        raise BudgetError(least, budget)
+    low, high = 0, 3 * steps + 1  # `low` increments an expert of the widest layer fit, `high` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        table = split_layers(versions, costs, importance, 1 + middle / steps)
+        if total_bytes(table, versions, costs) <= budget:
+            low, best = middle, table
+        else:
+            high = middle
+    return best
+
+
+def check_allocation(how: Allocate | None, layers: Sequence[ExpertLayer], versions: Sequence[Version]) -> None:
+    """Refuse, before any work is done, an average that even the smallest versions pass, or a library that is absent."""
+    if how is not None and how.method == "milp" and importlib.util.find_spec("scipy") is None:
+        raise MissingExtraError("scipy", "build")
+    affine = [v for v in versions if not v.is_lossless]
+    if how is None or not affine:
+        return
+    least = sum(x.experts * min(affine_extent_size(x.matrices, v) for v in affine) for x in layers)
+    bits = 8 * least / sum(x.experts * x.expert_weights for x in layers)
+    if how.average_bits < bits:
+        raise _unmet(how, bits)
+
+
+def _unmet(how: Allocate, least: float) -> InputError:
+    what = f"average_bits {how.average_bits:g} cannot be met: the smallest versions take {least:.3f} bits a weight"
+    return InputError(f"allocation: {what}, with their tables and padding")

@@ -1,0 +1,233 @@
+"""The last stage: finished pieces to a bundle. Copies and links; computes nothing but digests and the allocation."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from moepack.pack.errors import InputError
+from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
+from moepack.pack.safetensors_file import merge, read_header
+from moepack.pack.spec import ExpertLayer, Matrix, Version, expert_file, extent_name
+from moepack.pack.writer import BundleWriter
+from moepack.progress import Reporter
+
+from .allocate import LayerCosts, allocate
+from .artifacts import run_record
+from .model_card import model_card
+from .recipe import Allocate, Recipe, parse_recipe
+from .work import WorkDirectory
+
+SHARD = 4 << 30  # bytes of dense tensors in one file, at the most
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a build did: the bundle, its calibration tokens, and how each (version, method) came out."""
+
+    bundle: Path
+    calibration_tokens: int
+    methods: dict[str, dict[str, int]]
+    unused_tensors: int
+
+
+def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
+    """Make the bundle at `target` from a work directory whose stages are done."""
+    record = run_record(work)
+    recipe = parse_recipe(record["recipe"], f"{work.path / 'run.json'}: recipe")
+    quantised = work.settings().get("quantize")
+    if quantised is None:
+        raise InputError(f"{work.path}: is not quantised yet: run moepack quantize first")
+    versions = tuple(Version(**v) for v in quantised["versions"])
+    layers = tuple(
+        ExpertLayer(x["index"], x["module"], x["experts"], tuple(Matrix(**m) for m in x["matrices"]))
+        for x in record["expert_layers"]
+    )
+    entries = _entries(work, record, layers)
+    reporter.stage("pack", len(layers) + 2)
+    with BundleWriter(target) as writer:
+        reporter.step("dense tensors")
+        _dense(work, writer, record["decoder_layers"], layers[0])
+        reporter.step("tables")
+        _tables(work, writer, layers)
+        for layer in layers:
+            reporter.step(f"layer {layer.index}")
+            for version in versions:
+                source = work.piece("quantize", layer.index, f"{version.name}.safetensors")
+                writer.adopt(expert_file(version.name, layer.index), source, entries[layer.index][version.name])
+        _config(Path(record["checkpoint"]), writer)
+        methods = _methods(work, layers)
+        how = quantised["allocation"]
+        allocation = None if how is None else _allocation(work, layers, versions, Allocate(**how))
+        manifest = Manifest(
+            {**record["model"], "decoder_layers": record["decoder_layers"]},
+            layers,
+            versions,
+            {},
+            {},
+            _provenance(work, record, recipe, quantised),
+            allocation,
+        )
+        card = model_card(record, layers, versions, _losses(work, layers, versions))
+        writer.path("README.md").write_text(card)
+        writer.add("README.md")
+        reporter.step("manifest")
+        writer.finish(manifest)
+    return Report(target, record["samples"] * record["length"], methods, record["unused"])
+
+
+def _entries(
+    work: WorkDirectory, record: Mapping[str, Any], layers: Sequence[ExpertLayer]
+) -> dict[int, dict[str, ExpertFileEntry]]:
+    for i in (None, *range(record["decoder_layers"])):
+        if work.done("calibrate", i) is None:
+            where = "the part outside the layers" if i is None else f"layer {i}"
+            raise InputError(f"{work.path}: {where} is not calibrated: run moepack calibrate to its end")
+    out = {}
+    for layer in layers:
+        note = work.done("quantize", layer.index)
+        if note is None:
+            raise InputError(f"{work.path}: layer {layer.index} is not quantised: run moepack quantize to its end")
+        out[layer.index] = {name: ExpertFileEntry(**entry) for name, entry in note["entries"].items()}
+    return out
+
+
+def _dense(work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first: ExpertLayer) -> None:
+    """The dense tensors, in files of at most SHARD bytes, and the tripwire.
+
+    The tripwire is a tensor of the wrong shape under the name of an expert parameter: a process without moepack, which
+    would otherwise fill the experts with random numbers, fails on it. The runtime skips it by name.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    tripwire = writer.path("tripwire.safetensors")
+    save_file({f"{first.module}.down_proj": torch.zeros(1, dtype=torch.bfloat16)}, tripwire)
+    parts = [work.piece("calibrate", i, "dense.safetensors") for i in (None, *range(decoder_layers))]
+    groups: list[list[Path]] = [[tripwire]]
+    held = 0
+    for part in parts:
+        size = part.stat().st_size
+        if held and held + size > SHARD:
+            groups.append([])
+            held = 0
+        groups[-1].append(part)
+        held += size
+    if len(groups) == 1:
+        merge([(p, "") for p in groups[0]], writer.path("model.safetensors"), {"format": "pt"})
+        writer.add("model.safetensors")
+    else:
+        places: dict[str, str] = {}
+        total = 0
+        for i, group in enumerate(groups):
+            name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+            tensors = merge([(p, "") for p in group], writer.path(name), {"format": "pt"})
+            places.update(dict.fromkeys(tensors, name))
+            total += sum(t.end - t.begin for t in tensors.values())
+            writer.add(name)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        writer.path("model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        writer.add("model.safetensors.index.json")
+    tripwire.unlink()
+
+
+def _tables(work: WorkDirectory, writer: BundleWriter, layers: Sequence[ExpertLayer]) -> None:
+    parts = []
+    for layer in layers:
+        parts.append((work.piece("calibrate", layer.index, "statistics.safetensors"), f"layers.{layer.index}."))
+        parts.append((work.piece("quantize", layer.index, "losses.safetensors"), f"layers.{layer.index}."))
+    columns = read_header(parts[1][0]).metadata
+    merge(parts, writer.path("calibration.safetensors"), dict(columns))
+    writer.add("calibration.safetensors")
+
+
+def _config(checkpoint: Path, writer: BundleWriter) -> None:
+    from moepack.calibrate.checkpoint import COMPANIONS
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "moepack"}
+    writer.path("config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    writer.add("config.json")
+    for name in COMPANIONS:
+        if (checkpoint / name).is_file():
+            writer.path(name).write_bytes((checkpoint / name).read_bytes())
+            writer.add(name)
+
+
+def _table(work: WorkDirectory, layer: ExpertLayer, stage: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
+    from safetensors import safe_open
+
+    with safe_open(work.piece(stage, layer.index, file), framework="np") as f:
+        return {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}  # noqa: SIM118 (not a mapping)
+
+
+def _losses(work: WorkDirectory, layers: Sequence[ExpertLayer], versions: Sequence[Version]) -> dict[str, float]:
+    """Version -> mean relative loss over all experts."""
+    total = dict.fromkeys((v.name for v in versions), 0.0)
+    for layer in layers:
+        table, _ = _table(work, layer, "quantize", "losses.safetensors")
+        for column, version in enumerate(versions):
+            total[version.name] += float(table["relative"][:, column].sum())
+    return {name: value / sum(x.experts for x in layers) for name, value in total.items()}
+
+
+def _methods(work: WorkDirectory, layers: Sequence[ExpertLayer]) -> dict[str, dict[str, int]]:
+    """Version -> method -> experts made by it."""
+    out: dict[str, dict[str, int]] = {}
+    for layer in layers:
+        table, meta = _table(work, layer, "quantize", "losses.safetensors")
+        methods = meta["methods"].split(",")
+        for column, version in enumerate(meta["versions"].split(",")):
+            counts = out.setdefault(version, {})
+            for number in table["method"][:, column]:
+                if number:
+                    counts[methods[number]] = counts.get(methods[number], 0) + 1
+    return {v: dict(sorted(c.items())) for v, c in out.items() if c}
+
+
+def _allocation(
+    work: WorkDirectory, layers: Sequence[ExpertLayer], versions: Sequence[Version], how: Allocate
+) -> Allocation:
+    """The map that the recipe asks for."""
+    costs = []
+    for layer in layers:
+        tables, meta = _table(work, layer, "quantize", "losses.safetensors")
+        tables |= _table(work, layer, "calibrate", "statistics.safetensors")[0]
+        columns = [_extents(work.piece("quantize", layer.index, f"{v.name}.safetensors"), layer) for v in versions]
+        sizes = [list(row) for row in zip(*columns, strict=True)]
+        costs.append(LayerCosts.of(tables, meta["versions"].split(","), versions, sizes))
+    return Allocation(str(how), allocate(how, layers, versions, costs))
+
+
+def _extents(path: Path, layer: ExpertLayer) -> list[float]:
+    """Bytes of the extents of a layer file, padding included."""
+    tensors = read_header(path).tensors
+    return [float(tensors[extent_name(e)].end - tensors[extent_name(e)].begin) for e in range(layer.experts)]
+
+
+def _provenance(
+    work: WorkDirectory, record: Mapping[str, Any], recipe: Recipe, quantised: Mapping[str, Any]
+) -> dict[str, Any]:
+    tools = {"python": platform.python_version()}
+    for package in ("moepack", "torch", "transformers", "gptqmodel", "hqq", "scipy"):
+        try:
+            tools[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "checkpoint": {"name": Path(record["name"]).name, "files": work.settings()["calibrate"]["checkpoint"]},
+        "calibration": {
+            "sources": record["sources"],
+            "samples": record["samples"],
+            "length": record["length"],
+            "tokens_sha256": record["digest"],
+        },
+        "method": quantised["method"],
+        "recipe": recipe.text,
+        "tools": tools,
+    }

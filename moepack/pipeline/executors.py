@@ -1,0 +1,124 @@
+"""Engines: where the groups of a build are made. `local` makes them here; `ray` sends them to a Ray cluster.
+
+Both give the same results in the same order: what a group's bytes follow from travels with it (groups.py), its number
+of threads included. The cluster's machines need moepack[build,ray] and the same kind of processor.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moepack.pack.errors import InputError, MissingExtraError
+
+from .expert_batch import GroupMade, GroupTask, make_group
+
+if TYPE_CHECKING:
+    from moepack.calibrate.forward import Observation
+
+NAMES = ("local", "ray")
+RETRIES = 8  # times a group is tried again when its worker dies
+
+
+class Engine(Protocol):
+    """Makes groups."""
+
+    def run(self, tasks: Sequence[GroupTask], observation: Observation) -> Iterator[GroupMade]:
+        """The results of the tasks, in their order."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what was started."""
+        ...
+
+
+def open_engine(name: str, address: str | None) -> Engine:
+    """The engine of that name; `address` is a Ray cluster's.
+
+    Raises:
+        InputError: for an unknown engine, or a cluster that does not answer.
+        MissingExtraError: when Ray is not installed.
+    """
+    if name not in NAMES:
+        raise InputError(f"engine {name!r} is unknown: there are {', '.join(NAMES)}")
+    if name == "local":
+        if address is not None:
+            raise InputError("--address is a Ray cluster's: say --engine ray as well")
+        return Local()
+    return OnRay(address)
+
+
+class Local:
+    """One group after another, in this process."""
+
+    def run(self, tasks: Sequence[GroupTask], observation: Observation) -> Iterator[GroupMade]:
+        """See `Engine`."""
+        for task in tasks:
+            yield make_group(task, observation)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class OnRay:
+    """Groups as tasks of a Ray cluster: an existing one, or one started on this machine and ended with the build.
+
+    A layer's observation is put into the object store once; at most two groups a CPU are in flight, so that results
+    wait in memory no more than the layer file can take them. A task whose worker dies is run again by Ray.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise MissingExtraError("ray", "ray") from None
+        self._ray, self._started = ray, not ray.is_initialized()
+        _reach(address)
+        if self._started:
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                where = address or "a local cluster"
+                raise InputError(f"Ray at {where}: {str(error).strip().splitlines()[0]}") from None
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        self._in_flight = max(2, 2 * int(resources.get("CPU", 1)))
+
+    def run(self, tasks: Sequence[GroupTask], observation: Observation) -> Iterator[GroupMade]:
+        """See `Engine`."""
+        ray, waiting = self._ray, list(tasks)
+        remote = ray.remote(make_group)
+        seen = ray.put(observation)
+        running: list[Any] = []
+        while waiting or running:
+            while waiting and len(running) < self._in_flight:
+                task = waiting.pop(0)
+                task = replace(task, weights=task.weights.copied())
+                resources = {"num_gpus": 1} if task.device.startswith("cuda") else {"num_cpus": task.threads}
+                running.append(remote.options(max_retries=RETRIES, **resources).remote(task, seen))
+            try:
+                yield ray.get(running.pop(0))
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise cause if isinstance(cause, Exception) else error from None
+            except ray.exceptions.RayError as error:
+                raise InputError(f"Ray gave up on a group: {str(error).strip().splitlines()[0]}") from None
+
+    def close(self) -> None:
+        """Leave the cluster; end it if it was started here."""
+        if self._started:
+            self._ray.shutdown()
+
+
+def _reach(address: str | None) -> None:
+    """Connect to a cluster's port: Ray itself tries an address where nobody listens for minutes."""
+    at = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or "")
+    if at is None:
+        return
+    try:
+        socket.create_connection((at.group(1), int(at.group(2))), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"Ray at {address}: nobody answers there: {error}") from None

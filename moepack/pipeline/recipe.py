@@ -1,0 +1,200 @@
+"""Recipes: the YAML that says how a bundle is made, validated key by key.
+
+Decides nothing: a recipe is a frozen record. Its text travels into the bundle's manifest.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import GROUP_SIZES, VERSION_NAMES, Version
+
+MOMENTS = ("routed", "gated", "all")
+METHODS = ("gptq", "hqq", "rtn", "gptqmodel")
+
+ALLOCATORS = ("milp", "greedy", "prefix_split", "uniform")
+WEIGHTED = ("milp", "greedy")  # the allocators that read a weighted loss
+WEIGHTS = ("gates", "tokens", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """How experts are quantised; see `moepack.calibrate.quantise_layer.Settings`."""
+
+    method: str = "gptq"
+    group_size: int | Mapping[str, int] = 64
+    min_tokens: int = 0
+    loss_tokens: int = 4096
+    moments: str = "routed"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What the model is shown. `data` names files or Hub data sets (NAME[:CONFIG[:SPLIT[:COLUMN]]])."""
+
+    data: tuple[str, ...] = ()
+    samples: int = 128
+    length: int = 2048
+    batch_size: int = 8
+    seed: int = 0
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Which version each expert gets in the bundle's own map; see `moepack.pipeline.allocate.allocate`.
+
+    Attributes:
+        average_bits: bytes of all extents, with tables and padding, as bits an expert weight.
+        method: "milp", "greedy", "prefix_split" or "uniform".
+        weight: of the losses, for the first two: "gates", "tokens" or "none" (`allocate.expected_losses`).
+    """
+
+    average_bits: float
+    method: str = "milp"
+    weight: str = "gates"
+
+    def __str__(self) -> str:
+        weighted = f", losses weighted by {self.weight}" if self.method in WEIGHTED else ""
+        return f"{self.method} at {self.average_bits:g} bits{weighted}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A validated recipe, and the text it came from."""
+
+    versions: tuple[str, ...] = VERSION_NAMES
+    quantize: Quantize = field(default_factory=Quantize)
+    calibration: Calibration = field(default_factory=Calibration)
+    allocation: Allocate | None = None
+    text: str = ""
+
+    def version_specs(self) -> tuple[Version, ...]:
+        """The versions as descriptors, from most to least precise."""
+        out = []
+        for name in VERSION_NAMES:
+            if name in self.versions:
+                size = self.quantize.group_size
+                group = size if isinstance(size, int) else size.get(name, 64)
+                out.append(Version.bf16() if name == "bf16" else Version.affine(int(name[1:]), group))
+        return tuple(out)
+
+
+def shipped() -> list[str]:
+    """Names of the recipes that come with moepack."""
+    root = resources.files("moepack.recipes")
+    return sorted(f.name.removesuffix(".yaml") for f in root.iterdir() if f.name.endswith(".yaml"))
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe by its shipped name or its file.
+
+    Raises:
+        InputError: naming the file, the key and, for an unknown key, the nearest known one.
+    """
+    if name in shipped():
+        return parse_recipe(resources.files("moepack.recipes").joinpath(f"{name}.yaml").read_text(), name)
+    path = Path(name)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        if path.suffix in (".yaml", ".yml") or "/" in name:
+            raise InputError(f"{name}: cannot be read: {error}") from None
+        raise InputError(f"{name}: {_unknown('recipe', name, shipped())}") from None
+    return parse_recipe(text, name)
+
+
+def parse_recipe(text: str, where: str) -> Recipe:
+    """Validate a recipe's text; `where` names it in errors."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    top = _mapping(where, {} if document is None else document, ["versions", "quantize", "calibration", "allocation"])
+    versions = tuple(_list(f"{where}: versions", top.get("versions", list(VERSION_NAMES)), VERSION_NAMES))
+    if not versions or len(set(versions)) != len(versions):
+        raise InputError(f"{where}: versions: name each version once, and at least one")
+    at = f"{where}: quantize"
+    q = _mapping(at, top.get("quantize", {}), [f.name for f in fields(Quantize)])
+    size = q.get("group_size", 64)
+    if isinstance(size, dict):
+        size = _mapping(f"{at}.group_size", size, [v for v in VERSION_NAMES if v != "bf16"])
+        for name, value in size.items():
+            _choice(f"{at}.group_size.{name}", value, GROUP_SIZES)
+    else:
+        _choice(f"{at}.group_size", size, GROUP_SIZES)
+    quantize = Quantize(
+        _choice(f"{at}.method", q.get("method", "gptq"), METHODS),
+        size,
+        _integer(f"{at}.min_tokens", q.get("min_tokens", 0), 0),
+        _integer(f"{at}.loss_tokens", q.get("loss_tokens", 4096), 1),
+        _choice(f"{at}.moments", q.get("moments", "routed"), MOMENTS),
+    )
+    at = f"{where}: calibration"
+    c = _mapping(at, top.get("calibration", {}), [f.name for f in fields(Calibration)])
+    calibration = Calibration(
+        tuple(_list(f"{at}.data", c.get("data", []), None)),
+        _integer(f"{at}.samples", c.get("samples", 128), 1),
+        _integer(f"{at}.length", c.get("length", 2048), 2),
+        _integer(f"{at}.batch_size", c.get("batch_size", 8), 1),
+        _integer(f"{at}.seed", c.get("seed", 0), 0),
+        _choice(f"{at}.dtype", c.get("dtype", "bfloat16"), ("bfloat16", "float32")),
+    )
+    allocation = _allocation(f"{where}: allocation", top["allocation"], versions) if "allocation" in top else None
+    return Recipe(versions, quantize, calibration, allocation, text)
+
+
+def _allocation(at: str, value: Any, versions: Sequence[str]) -> Allocate:
+    a = _mapping(at, value, [f.name for f in fields(Allocate)])
+    bits = a.get("average_bits")
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 20:
+        raise InputError(f"{at}.average_bits: {bits!r} is not a number from 1 to 20")
+    method = _choice(f"{at}.method", a.get("method", "milp"), ALLOCATORS)
+    if method == "prefix_split" and not {"w4", "w3", "w2", "w1"} <= set(versions):
+        raise InputError(f"{at}.method: prefix_split needs the versions w4, w3, w2 and w1")
+    if method not in WEIGHTED and "weight" in a:
+        raise InputError(f"{at}.weight: {method} reads no weighted loss: leave weight out")
+    return Allocate(bits, method, _choice(f"{at}.weight", a.get("weight", "gates"), WEIGHTS))
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"unknown {what} {name!r}" + (f": did you mean {near[0]!r}?" if near else f": known are {', '.join(known)}")
+
+
+def _mapping(where: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: must be a mapping of keys to values")
+    for key in value:
+        if key not in known:
+            raise InputError(f"{where}: {_unknown('key', str(key), known)}")
+    return value
+
+
+def _list(where: str, value: Any, known: Sequence[str] | None) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise InputError(f"{where}: must be a list of names")
+    for v in value:
+        if known is not None and v not in known:
+            raise InputError(f"{where}: {_unknown('version', v, known)}")
+    return value
+
+
+def _choice(where: str, value: Any, known: Sequence[Any]) -> Any:
+    if isinstance(value, bool) or value not in known:
+        raise InputError(f"{where}: {value!r} is not one of {', '.join(map(str, known))}")
+    return value
+
+
+def _integer(where: str, value: Any, low: int) -> int:
+    if type(value) is not int or not low <= value < 1 << 31:
+        raise InputError(f"{where}: {value!r} is not an integer of at least {low}")
+    return value

@@ -1,0 +1,154 @@
+"""What this machine can do for moepack: libraries, devices, memory, codec and disk rates."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = {
+    "torch": "2.11", "transformers": "5.17", "safetensors": "0.6", "huggingface-hub": "1.30", "numba": "0.62",
+    "triton": "3.6", "gptqmodel": "7.7", "hqq": "0.2.8", "datasets": "4",
+}  # fmt: skip
+_OPTIONAL = {"triton", "gptqmodel", "hqq", "datasets"}
+
+
+def doctor(directory: Path | None = None) -> dict[str, Any]:
+    """The facts, ready for JSON. `problems` lists what would keep moepack from working.
+
+    Args:
+        directory: where disk rates are measured; the temporary directory without it.
+    """
+    import psutil
+
+    problems: list[str] = []
+    libraries: dict[str, str | None] = {}
+    for name, least in _LIBRARIES.items():
+        try:
+            libraries[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            libraries[name] = None
+        version = libraries[name]
+        if version is None and name not in _OPTIONAL:
+            problems.append(f"{name} is not installed: pip install moepack")
+        elif version is not None and _parts(version) < _parts(least):
+            problems.append(f"{name} {version} is older than {least}: pip install -U {name}")
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "libraries": libraries,
+        "can_build": all(libraries[n] is not None for n in ("gptqmodel", "hqq", "datasets")),
+        "cpu": {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()},
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_free_bytes": psutil.virtual_memory().available,
+        "devices": _devices(),
+        "host_memory": host_memory(),
+        "codec": _codec(),
+        "disk": disk_rates(directory or Path(tempfile.gettempdir())),
+        "problems": problems,
+    }
+
+
+def kernels() -> list[dict[str, str]]:
+    """The backend table, measured anew: which kernel runs which version on which device, by tokens an expert."""
+    from moepack.runtime.experts import backends
+
+    backends.autotune()
+    return backends.table()
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(p) for p in version.split("+")[0].split(".") if p.isdigit())
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    out = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        free, total = torch.cuda.mem_get_info(i)
+        capability = f"{p.major}.{p.minor}"
+        out.append({"name": p.name, "memory_bytes": total, "free_bytes": free, "compute_capability": capability})
+    return out
+
+
+def host_memory() -> dict[str, Any]:
+    """How a GPU's extents are kept on the host here: the mode a store would take, why not a better one, and limits.
+
+    Every way of pinning is tried on 64 MiB; without a GPU `mode` is "files", and there is nothing to try.
+    """
+    import torch
+
+    from moepack.runtime.store.cudart import Cudart
+    from moepack.runtime.store.host_limit import host_limits
+    from moepack.runtime.store.pinning import probe
+
+    facts: dict[str, Any] = {
+        "mode": "files",
+        "reason": "no CUDA device: the page cache holds the files",
+        **host_limits(),
+    }
+    if torch.cuda.is_available():
+        try:
+            ways = probe(Cudart(torch.cuda.current_device()))
+        except OSError as error:
+            return {**facts, "mode": "staged", "reason": str(error)}
+        facts["ways"] = ways
+        facts["mode"] = next(way["mode"] for way in ways if way["works"])
+        facts["reason"] = "; ".join(f"not {way['mode']}: {way['reason']}" for way in ways if not way["works"])
+    return facts
+
+
+def _codec() -> dict[str, Any]:
+    """Rates of the exponent codec on all cores, in bytes of BF16 a second, and what runs it."""
+    import numpy as np
+
+    from moepack.pack import exponent_fast
+
+    values = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(np.float32)
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    out = np.empty_like(bits)
+    exponent_fast.decode_into(exponent_fast.encode(bits[:8192]), out[:8192])  # numba compiles
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        coded = exponent_fast.encode(bits)
+        middle = time.perf_counter()
+        exponent_fast.decode_into(coded, out)
+        times.append((middle - began, time.perf_counter() - middle))
+    return {
+        "engine": exponent_fast.engine_name(),
+        "encode_bytes_per_second": bits.nbytes / min(t[0] for t in times),
+        "decode_bytes_per_second": bits.nbytes / min(t[1] for t in times),
+    }
+
+
+def disk_rates(directory: Path) -> dict[str, Any]:
+    """Rates of writing (synced) and reading back 64 MiB, in bytes a second; reading may come from the page cache."""
+    size = 64 << 20
+    facts: dict[str, Any] = {"directory": str(directory), "free_bytes": shutil.disk_usage(directory).free}
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory) as f:
+            block = os.urandom(1 << 20)
+            began = time.perf_counter()
+            for _ in range(size >> 20):
+                f.write(block)
+            f.flush()
+            os.fsync(f.fileno())
+            facts["write_bytes_per_second"] = size / (time.perf_counter() - began)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            f.seek(0)
+            began = time.perf_counter()
+            while f.read(1 << 20):
+                pass
+            facts["read_bytes_per_second"] = size / (time.perf_counter() - began)
+    except OSError as error:
+        facts["error"] = error.strerror or type(error).__name__
+    return facts

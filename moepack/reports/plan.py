@@ -1,0 +1,298 @@
+"""What a budget holds, said before anything is loaded: versions by layer, expected loss, expected speed.
+
+The numbers are those of `moepack.load`: the same skeleton is measured, the same plan made. Reads the bundle's headers
+and tables and none of its weights. On a GPU activations are estimated from shapes; loading measures them there.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moepack.pack.errors import InputError, TooSmallError
+from moepack.pack.reader import Bundle, open_bundle
+
+from .inspect import Tables, read_tables
+
+if TYPE_CHECKING:
+    from moepack.runtime.planning.fixed import Fixed
+    from moepack.runtime.policies.registry import Policy, Versions
+
+MOST = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One layer: how many experts are at its high and its low version, and which those are.
+
+    Attributes:
+        layer: the decoder layer's index.
+        versions: experts by version, where a map uses more than two: then `hi` counts the best and `lo` all others.
+    """
+
+    layer: int
+    hi: int
+    lo: int
+    version_hi: str
+    version_lo: str
+    versions: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan.
+
+    Attributes:
+        feasible: whether the budget holds the least there is.
+        fixed_bytes: M_fixed, and by parts in `fixed`.
+        least_bytes: the smallest budget that would do.
+        used_bytes: what is reserved once every promotion that fits was made.
+        kv_bytes_per_token: that a sequence's cache grows by.
+        kv_tokens_most: tokens of cache of each sequence that fit, with every expert at its low version; what longer
+            caches add to activations comes off that. At most 2^40, for a model without a cache that grows.
+        host_bytes: of the files of the versions that are served.
+        expected_relative_loss: squared error of the experts' outputs over their squares, a mean over calibration's
+            routed tokens, with the hottest experts of each layer at the high version.
+        bytes_per_token: that a decoding step of one sequence reads.
+        bandwidth: measured bytes a second of the device's memory; None for a device that is not here.
+        expected_tokens_per_second: of decoding one sequence, were reading those bytes all it did.
+        estimated: whether activations are an estimate from shapes.
+        message: where it is not feasible, one line that says why.
+    """
+
+    bundle: str
+    policy: str
+    device: str
+    feasible: bool
+    budget_bytes: int
+    fixed_bytes: int
+    fixed: Fixed
+    least_bytes: int
+    used_bytes: int
+    kv_tokens: int
+    batch: int
+    kv_bytes_per_token: int
+    kv_tokens_most: int
+    host_bytes: int
+    per_layer: tuple[LayerPlan, ...]
+    expected_relative_loss: float | None
+    bytes_per_token: int | None
+    bandwidth: float | None
+    expected_tokens_per_second: float | None
+    estimated: bool
+    message: str | None = None
+
+
+def plan(
+    path: str | Path,
+    device_memory: int,
+    device: str = "cpu",
+    policy: str | None = None,
+    kv_tokens: int = 0,
+    batch: int = 1,
+    prefill_tokens: int = 512,
+    all_logits: bool = True,
+) -> Planned:
+    """Foretell what `moepack.load` with these arguments would serve.
+
+    Args:
+        path: a bundle's directory.
+        device_memory: bytes for everything.
+        device: as torch names it; it need not be here.
+        policy: as in `moepack.load`; `hotness` without it.
+        kv_tokens: as in `moepack.load`, and so are the others.
+
+    Raises:
+        InputError: for a policy that does not fit the bundle; not for a budget that is too small.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
+    from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
+    from moepack.runtime.policies.registry import parse_policy
+
+    parsed = parse_policy(policy or "hotness")
+    bundle = open_bundle(path)
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"device {device}: not a name that torch knows") from None
+    config = AutoConfig.from_pretrained(path)
+    workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
+    needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
+    fixed = Fixed(dense, needs.kv_bytes, needs.activations)
+    least = _decide(bundle, parsed, fixed, 0).least
+    decided = _decide(bundle, parsed, fixed, device_memory)
+    table, message = decided.table, None
+    if table is None:
+        message = f"{bundle.path}: {device_memory} bytes are not enough: the least that would do is {least} bytes"
+        message += f" ({fixed})"
+    facts: dict[str, Any] = dict.fromkeys(("expected_relative_loss", "bytes_per_token", "expected_tokens_per_second"))
+    layers: tuple[LayerPlan, ...] = ()
+    used = host = cached = 0
+    bandwidth = read_rate(where)
+    if table is not None:
+        fixed = Fixed(dense, fixed.kv, fixed.activations, decided.staging)
+        tables = read_tables(bundle)
+        served = {name for row in table for name in row}
+        layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
+        used = fixed.total + _bytes(bundle, table, parsed.is_live)
+        cached = needs.kv.tokens(fixed.kv + device_memory - fixed.total - decided.floor, batch, MOST)
+        host = sum(bundle.version_bytes(name) for name in served)
+        facts["expected_relative_loss"] = relative_loss(tables, table)
+        read = _dense_read(dense, config, bundle) + needs.kv.bytes(kv_tokens)
+        facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
+        if bandwidth:
+            facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
+    return Planned(
+        str(path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used, kv_tokens,
+        batch, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
+        estimated=where.type != "cpu", message=message, **facts,
+    )  # fmt: skip
+
+
+class _Decided(NamedTuple):
+    """What a budget holds: a map with the hottest experts high, the staging buffer's bytes, the experts' bytes with all
+    of them low. Or no map, and the least that would do."""
+
+    table: Versions | None
+    staging: int
+    floor: int
+    least: int
+
+
+def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
+    from moepack.runtime.planning.capacity import base_bytes
+    from moepack.runtime.planning.plan import calibration, make_plan
+    from moepack.runtime.plugin import unchanging
+
+    try:
+        if not policy.is_live:
+            versions, experts = unchanging(bundle, policy, fixed, budget)
+            return _Decided(versions, 0, experts, 0)
+        made = make_plan(bundle, policy.live_options(), fixed.total, budget)
+    except TooSmallError as error:
+        return _Decided(None, 0, 0, error.least)
+    traffic, _ = calibration(bundle)
+    high, low = made.versions[made.high].name, made.versions[made.low].name
+    table = []
+    for tokens, room in zip(traffic, made.room(), strict=True):
+        hot = set(sorted(range(len(tokens)), key=lambda e: -tokens[e])[:room])
+        table.append(tuple(high if e in hot else low for e in range(len(tokens))))
+    return _Decided(tuple(table), made.staging, base_bytes(made.sizes, made.experts, made.low), 0)
+
+
+def _layer(bundle: Bundle, position: int, row: tuple[str, ...], served: set[str]) -> LayerPlan:
+    order = [v.name for v in bundle.versions if v.name in served]
+    counts = {name: row.count(name) for name in order}
+    return LayerPlan(
+        bundle.layers[position].index, counts[order[0]], len(row) - counts[order[0]], order[0], order[-1], counts
+    )
+
+
+def _bytes(bundle: Bundle, table: Versions, blocks: bool) -> int:
+    """Bytes of a map; in whole pages where experts are in blocks."""
+    from moepack.pack.spec import PAGE, align
+    from moepack.runtime.kernels.forms import resident_size
+
+    sizes = [resident_size(x.matrices, bundle.manifest.version(n)) for x, row in _rows(bundle, table) for n in row]
+    return sum(align(size, PAGE) if blocks else size for size in sizes)
+
+
+def _rows(bundle: Bundle, table: Versions) -> list[tuple[Any, tuple[str, ...]]]:
+    return list(zip(bundle.layers, table, strict=True))
+
+
+def relative_loss(tables: Tables, table: Versions) -> float:
+    """The mean relative loss of a map over calibration's routed tokens (pack/FORMAT.md, "Calibration tables")."""
+    lost = routed = 0.0
+    for layer, row in zip(tables.layers, table, strict=True):
+        columns = [tables.versions.index(name) for name in row]
+        lost += sum(float(layer.tokens[e]) * float(layer.relative[e, c]) for e, c in enumerate(columns))
+        routed += float(layer.tokens.sum())
+    return lost / routed if routed else 0.0
+
+
+def _experts_read(bundle: Bundle, tables: Tables, table: Versions, chosen: int) -> float:
+    """Bytes of the experts that a token goes to, as calibration's tokens did."""
+    from moepack.runtime.kernels.forms import resident_size
+
+    total = 0.0
+    for layer, (described, row) in zip(tables.layers, _rows(bundle, table), strict=True):
+        tokens = [float(n) + 1 for n in layer.tokens]
+        size = {name: resident_size(described.matrices, bundle.manifest.version(name)) for name in set(row)}
+        total += chosen * sum(n * size[name] for n, name in zip(tokens, row, strict=True)) / sum(tokens)
+    return total
+
+
+def _dense_read(dense: int, config: Any, bundle: Bundle) -> int:
+    """Bytes of dense tensors that a token reads: all but a table of embeddings that is not the output's too."""
+    text = config.get_text_config()
+    table = text.vocab_size * text.hidden_size * (config.dtype.itemsize if config.dtype is not None else 4)
+    return dense if getattr(text, "tie_word_embeddings", False) else max(0, dense - table)
+
+
+def read_rate(device: Any) -> float | None:
+    """Bytes a second at which a device reads its memory, the best of five sums of 128 MiB; None for one not here."""
+    import torch
+
+    try:
+        block = torch.ones(32 << 20, dtype=torch.float32, device=device)
+    except (RuntimeError, AssertionError):
+        return None
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        float(block.sum())
+        best = min(best, time.perf_counter() - began)
+    return block.numel() * 4 / best
+
+
+def as_json(planned: Planned) -> dict[str, Any]:
+    """The plan for JSON."""
+    return asdict(planned)
+
+
+def render(planned: Planned) -> tuple[Any, str]:
+    """The plan for people: a table in which layers with equal numbers share a row, and a paragraph."""
+    from rich.table import Table
+
+    table = Table(
+        "layers", "experts at", "", title=f"{planned.bundle}: {planned.policy} in {_size(planned.budget_bytes)}"
+    )
+    for _, group in groupby(planned.per_layer, key=lambda x: (x.hi, x.lo, *x.versions.items())):
+        rows = list(group)
+        first, last = rows[0].layer, rows[-1].layer
+        counts = [f"{count:,} at {name}" for name, count in rows[0].versions.items()]
+        table.add_row(str(first) if first == last else f"{first}-{last}", counts[0], ", ".join(counts[1:]))
+    f = planned.fixed
+    estimated = " (estimated from shapes)" if planned.estimated else ""
+    parts = (
+        (f.dense, "dense tensors"),
+        (f.kv, f"KV cache for {planned.kv_tokens:,} tokens x {planned.batch}"),
+        (f.activations, f"activations{estimated}"),
+        (f.staging, "staging"),
+        (planned.used_bytes - f.total, "experts"),
+    )
+    text = (
+        f"{_size(planned.used_bytes)} are used: {', '.join(f'{_size(n)} {name}' for n, name in parts if n)}. "
+        f"The least that would do is {planned.least_bytes:,} bytes; with every expert at the low version the cache "
+        f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
+        f"{_size(planned.host_bytes)} on the host. Expected relative loss {planned.expected_relative_loss:.5f}. "
+        f"A decoding step reads {_size(planned.bytes_per_token or 0)}"
+    )
+    rate, bandwidth = planned.expected_tokens_per_second, planned.bandwidth
+    if rate is None or bandwidth is None:
+        return table, f"{text}; how fast, is known where {planned.device} is."
+    return table, f"{text}: at most {rate:,.0f} tokens/s at the {bandwidth / 1e9:.1f} GB/s measured here."
+
+
+def _size(size: int) -> str:
+    for unit, least in (("GB", 10**9), ("MB", 10**6)):
+        if size >= least:
+            return f"{size / least:,.2f} {unit}"
+    return f"{size / 1000:,.1f} kB"

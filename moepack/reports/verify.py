@@ -1,0 +1,110 @@
+"""Verification: digests and structure of a bundle, and bit-identity with the checkpoint it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepack.pack.errors import BundleError, CodecError, InputError, Problem
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.reader import verify as verify_digests
+from moepack.pack.spec import expert_file
+from moepack.progress import Reporter
+
+if TYPE_CHECKING:
+    from moepack.calibrate.experts import ExpertWeights
+
+
+def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Reporter | None = None) -> list[Problem]:
+    """Every problem of a bundle; with a checkpoint, every tensor of it that the bundle does not hold bit for bit."""
+    reporter = reporter or Reporter()
+    try:
+        bundle = open_bundle(path)
+    except BundleError as error:
+        return list(error.problems)
+    problems: list[Problem] = []
+    files = len(bundle.manifest.files) + len(bundle.versions) * len(bundle.layers)
+    reporter.stage("verify digests", files)
+    for name, found in verify_digests(bundle):
+        reporter.step(name)
+        problems += found
+    reporter.step("done")
+    if checkpoint is not None and not problems:
+        problems += _against(bundle, checkpoint, reporter)
+    return problems
+
+
+def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list[Problem]:
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.stream import StreamedModel
+
+    if "bf16" not in [v.name for v in bundle.versions]:
+        raise InputError(f"{bundle.path}: has no bf16 version here: there is nothing to compare with a checkpoint")
+    stream = StreamedModel(open_checkpoint(checkpoint))
+    if tuple(stream.expert_layers.values()) != bundle.layers:
+        return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
+    positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
+    dense = _DenseTensors(bundle)
+    problems: list[Problem] = []
+    reporter.stage("compare with checkpoint", len(stream.layers) + 1)
+    for i in (None, *range(len(stream.layers))):
+        reporter.step("outside the layers" if i is None else f"layer {i}")
+        tensors = stream.load(i)
+        rest, experts = (tensors, None) if i is None else stream.split(i, tensors)
+        for name, tensor in rest.items():
+            problems += dense.compare(name, tensor)
+        if experts is not None and i is not None:
+            problems += _compare_experts(bundle, positions[i], experts)
+        stream.free(i)
+    reporter.step("done")
+    return problems
+
+
+def _compare_experts(bundle: Bundle, position: int, experts: ExpertWeights) -> list[Problem]:
+    import numpy as np
+
+    from moepack.calibrate.experts import bits_of
+    from moepack.pack.lossless import decode_lossless
+
+    layer, problems = experts.layer, []
+    for expert in range(layer.experts):
+        where = f"{expert_file('bf16', layer.index)}: layer {layer.index}, expert {expert}, version bf16"
+        try:
+            decoded = decode_lossless(layer.matrices, bundle.extent("bf16", position, expert, check_digest=False))
+        except CodecError as error:
+            problems.append(Problem(where, "codec", str(error)))
+            continue
+        for m, value in enumerate(decoded):
+            bias = experts.bias(expert, m)
+            same = np.array_equal(value.weight, bits_of(experts.matrix(expert, m)))
+            if value.bias is not None and bias is not None:
+                same = same and np.array_equal(value.bias, bits_of(bias))
+            if not same:
+                problems.append(Problem(where, "bits", f"{layer.matrices[m].name} differs from the checkpoint"))
+    return problems
+
+
+class _DenseTensors:
+    """The dense tensors of a bundle, by name, wherever they are."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        from safetensors import safe_open
+
+        self._files: dict[str, Any] = {}
+        for name in bundle.manifest.files:
+            if name.startswith("model") and name.endswith(".safetensors"):
+                handle = safe_open(bundle.path / name, framework="pt")
+                self._files.update(dict.fromkeys(handle.keys(), handle))
+
+    def compare(self, name: str, tensor: Any) -> list[Problem]:
+        import torch
+
+        if name not in self._files:
+            return [Problem(name, "missing", "the bundle does not hold this tensor of the checkpoint")]
+        ours = self._files[name].get_tensor(name)
+        same = ours.dtype == tensor.dtype and ours.shape == tensor.shape
+        if same:
+            pair = [t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, tensor)]
+            if torch.equal(*pair):
+                return []
+        return [Problem(name, "bits", "differs from the checkpoint")]

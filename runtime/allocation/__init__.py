@@ -1,0 +1,1 @@
+"""Which version every expert gets under a budget in bytes or bits, for maps that never change. Pure."""

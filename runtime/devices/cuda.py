@@ -1,0 +1,293 @@
+"""A CUDA device for changing versions. It has not run on a GPU yet: tests put a stand-in behind gpu_calls.py.
+
+A thread issues copies on a stream of its own and polls for their end: from pinned memory one copy an extent (host.py),
+else the file is read into a staging buffer whose chunks are copied while the next ones are read. A lossless extent is
+decoded on another stream, beside the next one's copy. Compute and the forward pass's thread wait for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import BundleError, CodecError
+from moepack.pack.exponent import HEADER, TILE, parse
+from moepack.pack.lossless import directory, directory_size
+from moepack.pack.spec import PAGE, ExpertLayer, Version, align
+from moepack.runtime.kernels.forms import make_forms
+from moepack.runtime.residency.pools import Memory
+from moepack.runtime.store.cudart import Cudart
+from moepack.runtime.store.files import BackingStore, Stored
+from moepack.runtime.store.host_limit import host_limits
+from moepack.runtime.store.pinned import Held, HostStore
+
+from .cpu import Bytes, Event
+from .migration import Going, HostEvent, Migration
+from .torch_cuda import Gpu, GpuEvent, TorchGpu
+
+log = logging.getLogger("moepack.runtime")
+SLOTS = 2  # fetches that have begun: one is decoded while the next is copied, one is copied while the next is read
+MATRICES = 64  # of an expert, at the most: it has two or three
+
+
+class CudaMemory:
+    """One allocation, made while loading; parts of it cannot be given back."""
+
+    returnable = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def give_back(self, start: int, size: int) -> None:
+        """Never called: nothing is returnable."""
+
+
+class ComputeMark:
+    """That the compute issued before it has ended."""
+
+    def __init__(self, event: GpuEvent) -> None:
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether it has."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Wait until it has."""
+        self._event.synchronize()
+
+    def cancel(self) -> None:
+        """Compute is not cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Buffers of one copy: the host's staging, the device's for compressed extents, what the decoder reports."""
+
+    host: Tensor
+    device: Tensor
+    status: Tensor
+
+
+class CudaDevice(Migration):
+    """A GPU: pinned extents where there are any, two staging buffers, one migration stream.
+
+    Attributes:
+        staging_bytes: of the buffers on the device, which is a part of what the device takes beside the experts.
+    """
+
+    def __init__(
+        self,
+        largest: int,
+        device: torch.device,
+        on_event: Callable[[], None] = lambda: None,
+        *,
+        staging: int | None = None,
+        slots: int = SLOTS,
+        host: HostStore | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        """Set the buffers aside.
+
+        Args:
+            largest: bytes of the largest extent that is ever fetched.
+            device: the GPU.
+            on_event: called on the stream's thread after each fetch has ended.
+            staging: bytes of the largest lossless extent; as `largest` without it.
+            slots: fetches that may have begun, each with buffers of its own.
+            host: extents in pinned memory; started by `serve`, closed with the device.
+            gpu: what makes the calls.
+        """
+        gpu = gpu if gpu is not None else TorchGpu(device)
+        size = align(max(largest, PAGE), PAGE)
+        staging = align(largest if staging is None else staging, PAGE)
+        self.staging_bytes = slots * staging
+        self._gpu, self._host = gpu, host
+        self._free = [
+            _Slot(gpu.pinned(size), gpu.memory(staging), gpu.pinned(4 * MATRICES).view(torch.int32))
+            for _ in range(slots)
+        ]
+        super().__init__(on_event, depth=slots)
+
+    def memory(self, size: int) -> Memory:
+        """Device memory, allocated at once."""
+        return CudaMemory(self._gpu.memory(max(align(size, PAGE), PAGE)))
+
+    def fetch(self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version) -> Event:
+        """Copy an extent, and decode a lossless one on the device."""
+
+        def work(event: HostEvent) -> Going:
+            over = contextlib.ExitStack()  # what is given back once the device has ended
+            slot = self._free.pop()
+            over.callback(self._free.append, slot)
+            try:
+                return self._issue(event, over, slot, source, target, layer, version)
+            except BaseException:
+                over.close()
+                raise
+
+        return self.stream.submit(work)
+
+    def _issue(
+        self,
+        event: HostEvent,
+        over: contextlib.ExitStack,
+        slot: _Slot,
+        source: Stored,
+        target: Tensor,
+        layer: ExpertLayer,
+        version: Version,
+    ) -> Going:
+        before = self.gate(event, source.size)
+        held = self._host.hold(source.place) if self._host is not None else None
+        if held is not None:
+            over.callback(held.release)
+        status: Tensor | None = None
+        error: BaseException | None = None
+        with self._gpu.migrating():
+            try:
+                self._bring(source, slot.device if version.is_lossless else target, slot, held, before)
+                before(0)
+            except BaseException as caught:  # copies may have been issued: they end first
+                error = caught
+            issued = self._gpu.record()
+        if version.is_lossless and error is None:
+            with self._gpu.decoding():
+                try:
+                    status = self._decode(source, target, layer, version, slot, held)
+                except BaseException as caught:
+                    error = caught
+                issued = self._gpu.record()
+
+        def ended() -> bool:
+            try:
+                if not issued.query():
+                    return False
+            except BaseException:
+                over.close()
+                raise
+            wrong = status is not None and bool(status.any())
+            over.close()
+            if error is not None:
+                raise error
+            if wrong:
+                raise BundleError.single(source.where, "codec", "a matrix does not decode")
+            return True
+
+        return ended
+
+    def _bring(
+        self, source: Stored, there: Tensor, slot: _Slot, held: Held | None, before: Callable[[int], None]
+    ) -> None:
+        """Issue the copies of the stored bytes; the digest was checked when they were pinned, or is checked here."""
+        copy = self._gpu.copy
+        if held is not None:
+            before(source.size)
+            copy(there[: source.size], held.bytes)
+            return
+
+        def after(begin: int, end: int) -> None:
+            copy(there[begin:end], slot.host[begin:end])
+
+        if self._host is None:
+            source.read_into(slot.host.numpy(), before, None, after)
+        else:
+            with self._host.fetching():
+                source.read_into(slot.host.numpy(), before, None, after)
+
+    def _decode(
+        self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version, slot: _Slot, held: Held | None
+    ) -> Tensor:
+        """Issue the decoder, and the copies of biases beside it; returns where it will report on the host."""
+        from moepack.runtime.kernels.exponent_triton import Job
+
+        host: Bytes = slot.host.numpy()[: source.size] if held is None or held.mapped else held.bytes.numpy()
+        if held is not None and held.mapped:
+            _read_heads(source, host, layer)
+        jobs = []
+        try:
+            parts = directory(layer.matrices, host)
+            for m, form, (coded, bias) in zip(layer.matrices, make_forms(layer.matrices, version), parts, strict=True):
+                parse(coded, m.weights)
+                at = coded.ctypes.data - host.ctypes.data
+                out = target[form.low : form.low + 2 * m.weights].view(torch.bfloat16)
+                jobs.append(Job(slot.device[at : at + len(coded)], coded[:HEADER].copy(), out))
+                if bias is not None:
+                    at = bias.ctypes.data - host.ctypes.data
+                    self._gpu.copy(target[form.bias : form.bias + 2 * m.rows], slot.device[at : at + 2 * m.rows])
+            found = self._gpu.decode(jobs)
+        except (CodecError, ValueError) as error:
+            raise BundleError.single(source.where, "codec", str(error)) from None
+        status = slot.status[: len(found)]
+        self._gpu.copy(status, found)
+        return status
+
+    def mark(self) -> Event:
+        """An event on the compute stream."""
+        return ComputeMark(self._gpu.mark())
+
+    def serve(self) -> None:
+        """Begin to pin extents in the background."""
+        if self._host is not None:
+            self._host.start()
+
+    def host(self) -> dict[str, Any]:
+        """See HostStore.state."""
+        return self._host.state() if self._host is not None else {"mode": "staged"}
+
+    def close(self) -> None:
+        """End the stream's thread, then the filling."""
+        super().close()
+        if self._host is not None:
+            self._host.close()
+
+
+def _read_heads(source: Stored, out: Bytes, layer: ExpertLayer) -> None:
+    """Read of a lossless extent what `directory` and `parse` look at, each into its place."""
+
+    def read(at: int, size: int) -> None:
+        view = out.data[at : min(at + size, source.size)]
+        try:
+            whole = os.preadv(source.file, [view], source.offset + at) == len(view)
+        except OSError as error:
+            raise BundleError.single(source.where, "read", f"cannot be read: {error.strerror}") from None
+        if not whole:
+            raise BundleError.single(source.where, "size", "its file ends before it does")
+
+    read(0, directory_size(layer.matrices))
+    table = out[: 16 * len(layer.matrices)].view("<u4").reshape(-1, 4)
+    for m, row in zip(layer.matrices, np.array(table), strict=True):
+        read(int(row[0]), HEADER + 8 * (-(-m.weights // TILE) + 1))
+
+
+def open_cuda(
+    store: BackingStore,
+    versions: Sequence[str],
+    device: torch.device,
+    largest: int,
+    staging: int,
+    slots: int,
+    on_event: Callable[[], None],
+    host_memory: int | None,
+) -> CudaDevice:
+    """The device, and what may be pinned of `versions` beside it: `host_memory` bytes, or what the system has left."""
+    gpu = TorchGpu(device)
+    host: HostStore | None = None
+    try:
+        calls = Cudart(gpu.device.index)
+    except OSError as error:
+        log.info("host memory: nothing is pinned: %s", error)
+    else:
+        limit = host_limits()["pinnable_bytes"] if host_memory is None else host_memory
+        host = HostStore(store, versions, calls, limit)
+    return CudaDevice(largest, device, on_event, staging=staging, slots=slots, host=host, gpu=gpu)

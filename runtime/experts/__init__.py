@@ -1,0 +1,1 @@
+"""What runs in a forward pass: the experts' handles, their forward, and which kernel runs it."""

@@ -1,0 +1,90 @@
+"""The experts' forward on a CPU with compiled kernels: routing in, weighted sum out.
+
+All experts run in one call a matrix: those with few tokens straight from their packed bytes, those with many in tiles
+unpacked into a buffer that stays in cache. Where the processor does not multiply BF16, or activations are float32,
+torch multiplies by those tiles instead. backends.py says what few means.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
+
+from . import backends
+
+if TYPE_CHECKING:
+    from .handles import LayerExperts
+
+Limits = npt.NDArray[np.int64]
+TILE = 256  # rows unpacked at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
+
+
+def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`experts_forward` on a CPU; arguments and result as there."""
+    tokens = len(hidden)
+    x = (hidden if hidden.dtype in DTYPES else hidden.float()).detach().contiguous()
+    out = torch.empty(tokens, hidden.shape[-1], dtype=x.dtype)
+    if not tokens:
+        return out.to(hidden.dtype)
+    index = top_k_index.long().contiguous()
+    gates = top_k_weights.detach()
+    gates = gates if gates.dtype in DTYPES else gates.float()
+    limits = backends.direct_limits(x.dtype, experts.versions)
+    many = [] if has_tiles(x.dtype) or tokens <= limits.min() else _many(index, experts, limits)
+    h = _matrix(experts, 0, x, index, many, limits)
+    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+    y = _matrix(experts, 1, h.contiguous(), index, many, limits)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y.to(x.dtype)).contiguous()
+    combine(y, index, gates.contiguous(), experts.layer.experts, out)
+    return out.to(hidden.dtype)
+
+
+def _many(index: Tensor, experts: LayerExperts, limits: Limits) -> list[tuple[int, Tensor]]:
+    """The experts with more slots than their version's limit, and their slots in order."""
+    flat = index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=experts.layer.experts)[: experts.layer.experts].tolist()
+    most = limits[(experts.table & np.uint64(63)).astype(np.int64)].tolist()
+    out, start = [], 0
+    for expert, count in enumerate(counts):
+        if count > most[expert]:
+            out.append((expert, order[start : start + count]))
+        start += count
+    return out
+
+
+def _matrix(
+    experts: LayerExperts, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limits: Limits
+) -> Tensor:
+    """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
+
+    Finer than that would serve no one: a token near two experts then goes to the other than in the plain model.
+    """
+    assert experts.native is not None
+    m, slots = experts.layer.matrices[matrix], index.numel()
+    out = torch.empty(slots, m.rows, dtype=x.dtype)
+    if sum(len(s) for _, s in many) < slots:
+        product(experts.native, matrix, experts.table, x, index, out, limits)
+    share = slots // len(x)
+    for expert, where in many:
+        mine = x[where // share]
+        made, bias = experts.handles[expert], experts.bias(expert, matrix, x.dtype)
+        if made.weights:
+            out[where] = torch.nn.functional.linear(mine, made.weights[matrix].to(x.dtype), bias)
+            continue
+        result = torch.empty(len(where), m.rows, dtype=x.dtype)
+        number = experts.native.numbers[made.version.name]
+        for first in range(0, m.rows, TILE):
+            rows = min(TILE, m.rows - first)
+            tile = torch.empty(m.cols, -(-rows // 16) * 16, dtype=x.dtype)
+            unpack(experts.native, matrix, number, made.extent, tile, first)
+            torch.mm(mine, tile[:, :rows], out=result[:, first : first + rows])
+        out[where] = result if bias is None else result.add_(bias)
+    return out

@@ -1,0 +1,78 @@
+"""The function behind transformers' experts interface, for every family: from routing to the weighted sum.
+
+Kernels read extents as they are (cpu.py, gpu.py); without those, weights are dequantised for the tokens at hand and
+dropped. Which version of an expert is active its handle says (experts.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import InputError
+
+from .handles import LayerExperts
+
+IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run the experts of one layer from their active versions; transformers calls it for every family.
+
+    Args:
+        self: the experts module; its `_moepack` holds the layer's handles.
+        hidden_states: [tokens, hidden].
+        top_k_index: [tokens, top_k]; an index past the last expert (expert parallelism's sentinel) adds nothing.
+        top_k_weights: [tokens, top_k].
+
+    Returns:
+        [tokens, hidden], summed over a token's experts in the order of its top_k: the same bits every time.
+    """
+    experts: LayerExperts = self._moepack
+    if hidden_states.device != experts.device:
+        where = f"hidden states are on {hidden_states.device}, the experts on {experts.device}"
+        raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
+    if experts.observer is not None:
+        experts.observer(top_k_index)
+    if experts.backend == "native":
+        from .cpu import forward
+
+        return forward(self, experts, hidden_states, top_k_index, top_k_weights)
+    if experts.backend == "triton":
+        from . import gpu
+
+        return gpu.forward(self, experts, hidden_states, top_k_index, top_k_weights)
+    return reference_forward(self, experts, hidden_states, top_k_index, top_k_weights)
+
+
+def reference_forward(
+    module: Any, experts: LayerExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`experts_forward` in plain torch on any device: each expert's weights dequantised for its tokens."""
+    tokens, top_k = top_k_index.shape
+    flat = top_k_index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=experts.layer.experts).tolist()
+    out = hidden_states.new_zeros(tokens * top_k, hidden_states.shape[-1])
+    start = 0
+    for expert, count in enumerate(counts[: experts.layer.experts]):
+        if count:
+            slots = order[start : start + count]
+            x = hidden_states[slots // top_k]
+            out[slots] = _one(module, experts, expert, x)
+            start += count
+    weighted = out * top_k_weights.reshape(-1, 1)
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _one(module: Any, experts: LayerExperts, expert: int, x: Tensor) -> Tensor:
+    """One expert on its tokens [n, hidden]."""
+    linear, dtype = torch.nn.functional.linear, x.dtype
+    x = linear(x, experts.weight(expert, 0, dtype), experts.bias(expert, 0, dtype))
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = linear(x, experts.weight(expert, 1, dtype), experts.bias(expert, 1, dtype))
+    if getattr(module, "has_post_expert_norm", False):
+        x = module.post_expert_norm(x)
+    return x

@@ -1,0 +1,51 @@
+"""The experts' forward on a GPU: one routing geometry, one launch a version and matrix, no wait for the device.
+
+The gate activation is fused where it is silu(gate) * up on halves; other families' own `_apply_gate` runs in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moepack.runtime.kernels.affine_triton import DECODE, PREFILL, product, route
+
+if TYPE_CHECKING:
+    from .handles import LayerExperts
+
+
+def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`experts_forward` on a GPU; arguments and result as there."""
+    tokens, top_k = top_k_index.shape
+    x = (hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()).detach().contiguous()
+    if not tokens:
+        return torch.empty_like(hidden)
+    count, (first, second) = experts.layer.experts, experts.layer.matrices
+    tiling = DECODE if tokens * top_k <= DECODE.tokens * count else PREFILL
+    geometry = route(top_k_index.long(), count, tiling.tokens)
+    handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
+    h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
+    product(first, experts.forms(0), handles, geometry, x, h, tiling, fused)
+    if not fused:
+        h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
+    y = x.new_zeros(slots, second.rows)  # rows of experts past the last stay zero
+    product(second, experts.forms(1), handles, geometry, h, y, tiling)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y) * (top_k_index.reshape(-1, 1) < count)
+    weighted = y * top_k_weights.detach().reshape(-1, 1)
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden.dtype)
+
+
+def _fuses(module: Any) -> bool:
+    """Whether the family's activation is the one that the kernel makes."""
+    gate = getattr(type(module), "_apply_gate", None)
+    silu = (
+        isinstance(getattr(module, "act_fn", None), torch.nn.SiLU) or _name(getattr(module, "act_fn", None)) == "silu"
+    )
+    return bool(module.has_gate and silu and getattr(gate, "__name__", "") == "_default_apply_gate")
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__)).lower().removesuffix("activation")

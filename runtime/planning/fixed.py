@@ -1,0 +1,248 @@
+"""M_fixed: what a served model takes of its device that is no expert and does not change (dynaexq, section 3.3).
+
+Dense tensors, the KV cache that was asked for, room for a forward pass's activations, the staging buffer. Measured on a
+skeleton (probe.py), the same for `load`, which holds it back, and for `moepack plan`, which foretells it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import ExpertLayer
+from moepack.runtime.experts import backends
+
+from .kv_cache import KvShape
+from .skeleton import EXPERT_PARAMETERS, Probe, skeleton
+
+log = logging.getLogger("moepack.runtime")
+FAR = 4096  # tokens of context at which what a longer cache adds to activations is measured, at the least
+LOOPED = 2048  # the longest context that is run where operations grow in number with it (0.1 ms each)
+DIRECT = {torch.bfloat16: torch.bfloat16}  # what the CPU kernels compute in; others in float32
+CACHE = 24 << 20  # bytes of prepared activations at which the CPU kernels' arena stops growing (affine.c)
+BLOCK, BATCH, SCRATCH = 1024 + 64, 512, 80 << 10  # of affine_tiles.c: bytes of 16 tokens' step, tokens, bytes a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a budget must leave room for beside the experts.
+
+    Attributes:
+        kv_tokens: tokens of each sequence's cache that is reserved while loading; more is asked for as it is needed.
+        batch: sequences at a time.
+        prefill_tokens: tokens of each sequence in the largest forward pass; 0 leaves activations out of the budget.
+        all_logits: whether a pass returns the logits of all its tokens, and not of the last alone as when generating.
+    """
+
+    kv_tokens: int = 0
+    batch: int = 1
+    prefill_tokens: int = 512
+    all_logits: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("kv_tokens", 0), ("batch", 1), ("prefill_tokens", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InputError(f"{name} is a whole number from {least}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """M_fixed by its parts, in bytes.
+
+    Attributes:
+        dense: parameters and buffers outside the experts.
+        kv: the cache that was asked for.
+        activations: the most that a forward pass takes beside weights and cache.
+        staging: the buffer that versions pass through on their way into their blocks.
+    """
+
+    dense: int
+    kv: int = 0
+    activations: int = 0
+    staging: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.dense + self.kv + self.activations + self.staging
+
+    def __str__(self) -> str:
+        parts = ((n, getattr(self, n)) for n in ("dense", "kv", "activations", "staging"))
+        return f"{self.total} bytes outside the experts: " + ", ".join(f"{n} {size}" for n, size in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What a forward pass takes beside weights and cache, as bilinear in its tokens and in the cache's length.
+
+    Attributes:
+        passes, lengths: the tokens of two passes and two lengths of the cache after them, where it was measured.
+        corners: bytes there, for one sequence: both lengths with the first pass, then with the second.
+    """
+
+    passes: tuple[int, int] = (1, 2)
+    lengths: tuple[int, int] = (1, 2)
+    corners: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def bytes(self, tokens: int, length: int, batch: int = 1) -> int:
+        """Bytes of a pass of `tokens` tokens that leaves caches of `length` tokens."""
+        x = (tokens - self.passes[0]) / max(1, self.passes[1] - self.passes[0])
+        y = (length - self.lengths[0]) / max(1, self.lengths[1] - self.lengths[0])
+        a, b, c, d = self.corners
+        return max(0, int(batch * ((1 - x) * ((1 - y) * a + y * b) + x * ((1 - y) * c + y * d))))
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What was measured for a workload.
+
+    Attributes:
+        workload: the workload.
+        kv: how a sequence's cache grows.
+        activations: bytes of the largest pass asked for, at the longest cache asked for.
+        passes: those of other passes.
+        kept: of the bytes for activations, those that kernels keep between passes; they come on top of `passes`.
+    """
+
+    workload: Workload
+    kv: KvShape
+    activations: int
+    passes: Activations
+    kept: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache asked for."""
+        return self.kv.bytes(self.workload.kv_tokens, self.workload.batch)
+
+    def beyond(self, tokens: int, length: int, batch: int) -> int:
+        """Bytes that a pass takes more than is held back for activations."""
+        asked = self.workload
+        within = tokens <= asked.prefill_tokens and length <= max(asked.kv_tokens, asked.prefill_tokens)
+        if not asked.prefill_tokens or (within and batch <= asked.batch):
+            return 0
+        return max(0, self.kept + self.passes.bytes(tokens, length, batch) - self.activations)
+
+
+def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
+    """Bytes of a model's parameters and buffers, tied ones once; without the experts of `layers`."""
+    modules = [model.get_submodule(layer.module) for layer in layers]
+    skipped = {id(m._parameters[n]) for m in modules for n in EXPERT_PARAMETERS if m._parameters.get(n) is not None}
+    held = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in skipped]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+
+
+def measure(
+    bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
+) -> tuple[Needs, int]:
+    """Measure a workload on the skeleton of a model; about ten forward passes without arithmetic.
+
+    Returns:
+        what it takes, and the bytes of the skeleton's dense tensors.
+
+    Raises:
+        InputError: for a model whose forward pass does not run on a skeleton.
+    """
+    layers = tuple(bundle.layers)
+    limit = max(backends.direct_limit(DIRECT.get(dtype, torch.float32), v) for v in bundle.versions)
+    key = (config.to_json_string(use_diff=False), dtype, device.type, layers, limit, workload)
+    if key not in _known:
+        _known.clear()
+        try:
+            _known[key] = _measure(config, dtype, device, layers, limit, workload)
+        except Exception as error:  # a family whose code looks at values, which a skeleton does not have
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise InputError(
+                f"{bundle.path}: what its forward pass takes cannot be measured ({why}): serve it without a budget"
+            ) from error
+    return _known[key]
+
+
+_known: dict[Any, tuple[Needs, int]] = {}  # the last one: the same model is often loaded again
+
+
+def _measure(
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: Sequence[ExpertLayer],
+    limit: int,
+    workload: Workload,
+) -> tuple[Needs, int]:
+    model, mode = skeleton(config, dtype)
+    probe = Probe(model, layers, device, mode)
+    shape = probe.kv_shape()
+    short, cached = probe.calls, bool(shape.parts)
+    activations, kept, passes = 0, 0, Activations()
+    tokens, batch = workload.prefill_tokens, workload.batch
+    if tokens:
+        activations = probe.headroom([tokens], batch, 0, workload.all_logits, cached)[0]
+        most = LOOPED if probe.calls > 1.2 * short else 1 << 40
+        after = max(0, workload.kv_tokens - tokens)
+        near = min(after, most // 2)
+        far = min(max(2 * near, FAR), most)
+        if cached:
+            at = [probe.headroom([tokens, 1], batch, c, workload.all_logits) for c in (near, far)]
+            corners = (at[0][1] / batch, at[1][1] / batch, at[0][0] / batch, at[1][0] / batch)
+            passes = Activations((1, tokens), (near + tokens, far + tokens), corners)
+        else:
+            double = probe.headroom([2 * tokens], batch, 0, workload.all_logits, False)[0]
+            once, twice = activations / batch, double / batch
+            passes = Activations((tokens, 2 * tokens), (0, 1), (once, once, twice, twice))
+        activations = max(activations, passes.bytes(tokens, max(tokens, workload.kv_tokens), batch))
+        if device.type == "cpu":
+            threads = backends.tile_threads(DIRECT.get(dtype, torch.float32))
+            kept = max(arena_bytes(x, tokens * batch, top_k(config), limit, threads) for x in layers)
+    return Needs(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
+
+
+def top_k(config: Any) -> int:
+    """Experts of a token, by its config's names for it."""
+    text = config.get_text_config()
+    return int(getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None) or 8)
+
+
+def arena_bytes(layer: ExpertLayer, tokens: int, top_k: int, limit: int, threads: int) -> int:
+    """Bytes that the CPU kernels keep between calls for prepared activations.
+
+    The sizes are those of affine.c, 13 floats a column (one value and at most 12 sums), for experts with at most
+    `limit` tokens; and of affine_tiles.c, where others run in tiles on `threads` threads: blocks of 16 tokens in BF16
+    and their sums, and each thread's scratch. At most CACHE bytes at a time, or what one expert's tokens take.
+    """
+    if backends.backend(torch.device("cpu")) != "native":
+        return 0
+    slots, out = min(tokens * top_k, layer.experts * limit), 0
+    for m, activations in zip(layer.matrices, (tokens, tokens * top_k), strict=True):
+        steps = -(-m.cols // 32)
+        each = 4 * (13 * 32 * steps + 3 * (steps + 16))
+        out = max(out, min(slots, activations, max(CACHE // each, min(tokens, limit))) * each)
+        if threads and tokens > limit:
+            block, blocks = steps * BLOCK, min(tokens * top_k, -(-tokens * top_k // 16) + layer.experts)
+            piece = min(tokens, BATCH) * block // 16
+            out = max(out, threads * SCRATCH + min(blocks * block, CACHE + piece))
+    return out
+
+
+def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: Needs) -> int:
+    """Bytes that the allocator takes at the peak of the largest pass asked for, run on a GPU: libraries' own included.
+
+    The skeleton does not see what cuBLAS and attention kernels take for themselves. Long caches are left to it.
+    """
+    asked = needs.workload
+    if not asked.prefill_tokens:
+        return 0
+    probe = Probe(model, layers, device)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    probe.headroom([asked.prefill_tokens], asked.batch, 0, asked.all_logits, bool(needs.kv.parts))
+    taken = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return max(0, taken - needs.kv.bytes(asked.prefill_tokens, asked.batch))

@@ -1,0 +1,249 @@
+"""What forward passes take beside weights, measured on a model's skeleton: tensors that have shapes and no memory.
+
+The skeleton is the real transformers model, built and run under torch's FakeTensorMode, so that every family's cache
+and temporaries come out as its own code makes them, in a second or so and without taking memory. On the ten families
+of the suite storages add up to what they do in a real forward on a CPU, to the byte. What happens inside one torch
+operation is not seen, but for attention on a CPU, which is known. Decides nothing: fixed.py makes a budget of this.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ExpertsInterface
+
+from moepack.pack.spec import ExpertLayer, Matrix
+from moepack.runtime.experts import backends
+
+from .kv_cache import KvShape, cache_bytes, sliding_window, tensors
+
+IMPLEMENTATION = "moepack-probe"
+EXPERT_PARAMETERS = (
+    "gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias",
+)  # fmt: skip
+SHORT = 8  # tokens: a cache's slope is measured between so many and twice as many
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages that operations make, until they die.
+
+    Attributes:
+        now, peak: bytes alive, and the most there were.
+        calls: operations so far.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """What `model` holds is not counted."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = self.calls = 0
+        self._held = [*model.parameters(), *model.buffers()]  # kept, so that no other storage gets their identity
+        self._seen: dict[int, Any] = {t.untyped_storage()._cdata: None for t in self._held}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it returns."""
+        out = function(*args, **(kwargs or {}))
+        self.calls += 1
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._follow(storage, storage._cdata, storage.nbytes())
+        if function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.peak = max(self.peak, self.now + _packed(*args[:3]))
+        return out
+
+    def _follow(self, storage: Any, key: int, size: int) -> None:
+        def gone(_: Any) -> None:
+            self.now -= size
+            del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Bytes to which the CPU's attention packs keys and values for itself, for every head of the query."""
+    if query.element_size() != 2:
+        return 0
+    return query.shape[0] * query.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
+    """The model of a config without memory, and the mode to run it under."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    mode = FakeTensorMode()
+    with mode, torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if any(re.search(pattern, name) for pattern in plan):  # what loading keeps in float32
+                tensor.data = tensor.data.float()
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)  # "dynamic" and "longrope" look at positions, which have no values
+        if isinstance(kind, str):
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = dict.fromkeys(kind, "default")
+    return model.eval(), mode
+
+
+class Probe:
+    """Runs a model whose experts allocate what the real ones do, and read no weights.
+
+    Attributes:
+        model: the model.
+        calls: operations of the last pass.
+    """
+
+    def __init__(
+        self, model: Any, layers: Sequence[ExpertLayer], device: torch.device, mode: FakeTensorMode | None = None
+    ) -> None:
+        """For a model on `device`, or a skeleton of one and its mode."""
+        self.model, self.calls = model, 0
+        self._mode: AbstractContextManager[Any] = nullcontext() if mode is None else mode
+        self._on = torch.device("cpu") if mode is not None else device
+        kind = backends.backend(device)
+        for layer in layers:
+            model.get_submodule(layer.module)._moepack_probe = layer, kind
+
+    def kv_shape(self) -> KvShape:
+        """How a sequence's cache grows; no parts for a model without a cache."""
+        with self._running() as live:
+            cache = self._forward(None, SHORT)
+            self.calls = live.calls
+            if cache is None:
+                return KvShape()
+            short = _sizes(cache)
+            self._forward(cache, SHORT)
+            double, far = _sizes(cache), None
+            window = sliding_window(cache)
+            if window:
+                far = _sizes(self._forward(None, window + 2 * SHORT))
+                further = _sizes(self._forward(None, window + 3 * SHORT))
+        if len(short) != len(double):
+            raise ValueError("a cache whose number of tensors changes with its length")
+        parts: list[tuple[int, int, int | None]] = []
+        for i, (a, b) in enumerate(zip(short, double, strict=True)):
+            slope = (b - a) // SHORT
+            cap = far[i] if far is not None and slope and far[i] == further[i] else None
+            parts.append((a - slope * SHORT, slope, cap))
+        return KvShape(tuple(parts))
+
+    def headroom(
+        self, passes: Sequence[int], batch: int, context: int = 0, all_logits: bool = False, cached: bool = True
+    ) -> list[int]:
+        """The most that passes take beside weights and the caches they leave, one after another on the same cache.
+
+        Args:
+            passes: tokens of each sequence in each pass.
+            batch: sequences.
+            context: tokens that are in the cache before.
+            all_logits: of every token, and not of the last alone.
+            cached: whether there is a cache.
+        """
+        out = []
+        with self._running() as live:
+            cache = self._forward(None, context, batch) if context else None
+            for tokens in passes:
+                live.peak, live.calls = live.now, 0
+                cache = self._forward(cache, tokens, batch, all_logits, cached)
+                out.append(max(0, live.peak - cache_bytes(cache)))
+            self.calls = live.calls
+        return out
+
+    def _forward(self, cache: Any, tokens: int, batch: int = 1, all_logits: bool = False, cached: bool = True) -> Any:
+        ids = torch.zeros(batch, tokens, dtype=torch.long, device=self._on)
+        some: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        if not all_logits and self.model._supports_logits_to_keep():
+            some["logits_to_keep"] = 1
+        out = self.model(input_ids=ids, use_cache=cached, **some)
+        return getattr(out, "past_key_values", None)
+
+    def _running(self) -> _Running:
+        return _Running(self.model, self._mode)
+
+
+class _Running:
+    """A model's experts replaced, its storages followed, for the time of a `with`."""
+
+    def __init__(self, model: Any, mode: AbstractContextManager[Any]) -> None:
+        self._model, self._mode, self._live = model, mode, LiveBytes(model)
+        self._no_grad = torch.no_grad()  # and not inference mode, in which composite operations are not taken apart
+        self._configs: dict[int, tuple[Any, Any]] = {}
+
+    def __enter__(self) -> LiveBytes:
+        for module in self._model.modules():
+            config = getattr(module, "config", None)
+            if config is not None and id(config) not in self._configs:
+                self._configs[id(config)] = config, config._experts_implementation_internal
+                config._experts_implementation_internal = IMPLEMENTATION
+        for context in (self._mode, self._no_grad, self._live):
+            context.__enter__()
+        return self._live
+
+    def __exit__(self, *error: Any) -> None:
+        for context in (self._live, self._no_grad, self._mode):
+            context.__exit__(*error)
+        for config, before in self._configs.values():
+            config._experts_implementation_internal = before
+
+
+def _sizes(cache: Any) -> list[int]:
+    """Bytes of a cache's storages, in the order in which they stand in it."""
+    out: dict[int, int] = {}
+    for tensor in tensors(cache):
+        storage = tensor.untyped_storage()
+        out.setdefault(storage._cdata, storage.nbytes())
+    return list(out.values())
+
+
+def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Allocates what `experts_forward` does on a device, with one expert chosen by every token: the most it can take.
+
+    Arguments and result as there; the result's values are what memory held.
+    """
+    layer, kind = module._moepack_probe
+    tokens, top_k = top_k_index.shape
+    x = hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()
+    out, order = torch.empty_like(x), top_k_index.new_empty(tokens * top_k)
+    h = _product(x, layer.matrices[0], tokens, top_k, kind)
+    h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
+    y = _product(h, layer.matrices[1], tokens, top_k, kind)
+    del h
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y.to(x.dtype))
+    if kind != "native":
+        out = (y * top_k_weights.reshape(-1, 1)).view(tokens, top_k, -1).sum(dim=1)
+    del order
+    return out.to(hidden.dtype)
+
+
+def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor:
+    """The result [slots, rows], made beside the tokens of one expert and what its weights are unpacked to."""
+    out = x.new_empty(tokens * top_k, m.rows)
+    if kind == "triton" or (kind == "native" and backends.tile_threads(x.dtype)):
+        return out
+    mine, result = x.new_empty(tokens, m.cols), x.new_empty(tokens, m.rows)
+    weights = x.new_empty(m.rows if kind == "reference" else min(m.rows, 256), m.cols)
+    whole = (
+        x.new_empty(m.rows, m.cols, dtype=torch.float32) if kind == "reference" or x.dtype == torch.float32 else None
+    )
+    del mine, result, weights, whole
+    return out
+
+
+ExpertsInterface.register(IMPLEMENTATION, probe_experts)

@@ -1,0 +1,1 @@
+"""Which version of each expert is wanted: pure code, one file a policy."""

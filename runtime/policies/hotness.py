@@ -1,0 +1,228 @@
+"""Policies that change versions while a model is served. Pure: observations in, wanted versions out, no torch.
+
+`Hotness` follows the workload (dynaexq, section 3.5); `Recent` is the baseline that loads what is asked for. Decides
+nothing about copies, blocks or bytes: those come as how many experts a layer may have above the base version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moepack.runtime.planning.capacity import Table
+
+Key = tuple[int, int]  # layer position, expert
+Wanted = Mapping[Key, int]  # the version of every expert that is to be above the base one, the most wanted first
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a policy sees.
+
+    Attributes:
+        time: seconds on a clock that never goes back.
+        counts: [layers][experts], how often the router chose each since the last observation.
+        room: [layers], how many experts of each may be above the base version.
+    """
+
+    time: float
+    counts: Sequence[Sequence[int]]
+    room: Sequence[int]
+
+
+class LivePolicy(Protocol):
+    """What serving asks of a policy.
+
+    Attributes:
+        blocking: whether the forward pass waits until what is wanted is there; it then observes each layer before its
+            experts run, and otherwise never waits.
+    """
+
+    blocking: bool
+
+    def observe(self, seen: Observation) -> Wanted | None:
+        """What is wanted now; None where it is what was wanted before."""
+
+    def worth(self, key: Key) -> float:
+        """How much better an expert is off at the high version, wanted or not; of any two, the lesser goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotnessOptions:
+    """Settings of `Hotness`.
+
+    Attributes:
+        interval: T_u, seconds between decisions.
+        alpha: the share of a score that is kept at each decision, from 0 up to but not including 1.
+        margin: by what share of an incumbent's score a newcomer's must exceed it.
+        slack: an incumbent stays while its rank is less than this many places below the last that fits.
+        anchor: what the prior weighs beside the scores for as long as the policy runs, in multiples of them.
+    """
+
+    interval: float = 1.0
+    alpha: float = 0.5
+    margin: float = 0.1
+    slack: int = 1
+    anchor: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha < 1 and all(x >= 0 for x in (self.interval, self.margin, self.slack, self.anchor))):
+            raise ValueError(f"{self} is out of range: 0 <= alpha < 1, the others from 0")
+
+
+class Hotness:
+    """The hottest experts of each layer at high precision (dynaexq, section 3.5).
+
+    Counters are added up over an interval T_u; then S <- alpha S + (1 - alpha) c for every expert, and each layer's
+    top n are wanted, n being the layer's room. A newcomer takes an incumbent's place only when the margin and the rank
+    slack both allow it. An interval without any token changes nothing.
+
+    Two things are beyond the paper. Scores may start from what calibration saw, as if an interval of such traffic had
+    gone before the first, so that there is a choice before any token; and that prior goes on to weigh `anchor` times as
+    much as the scores do, so that after a shift experts of the workload before do not crowd out those of all others.
+    And experts may be ranked by score times what a token at the high version saves in loss: an expert can be busy and
+    yet lose little at the low one.
+    """
+
+    blocking = False
+
+    def __init__(
+        self,
+        experts: Sequence[int],
+        version: int,
+        options: HotnessOptions | None = None,
+        prior: Table | None = None,
+        gains: Table | None = None,
+    ) -> None:
+        """Args:
+        experts: [layers].
+        version: the number of the high one.
+        options: settings.
+        prior: [layers][experts], tokens of an earlier workload; only their shares in a layer matter.
+        gains: [layers][experts], what a token saves at the high version; without it, as much everywhere.
+        """
+        self.version, self.options = version, options or HotnessOptions()
+        self.scores = [list(row) for row in prior] if prior else [[0.0] * n for n in experts]
+        self._gains = [list(row) for row in gains] if gains else [[1.0] * n for n in experts]
+        self._prior = [[n / sum(row) for n in row] for row in prior] if prior else None
+        self._is_prior = [prior is not None] * len(experts)
+        self.sets: list[list[int]] = [[] for _ in experts]
+        self._worth = self._values()
+        self._counts = [[0] * n for n in experts]
+        self._room: list[int] = []
+        self._last: float | None = None
+
+    def observe(self, seen: Observation) -> Wanted | None:
+        """Count, and decide when an interval has gone by, or at once where the room has changed."""
+        for mine, new in zip(self._counts, seen.counts, strict=True):
+            for e, n in enumerate(new):
+                mine[e] += n
+        if self._last is None:
+            self._last = seen.time
+        due = seen.time - self._last >= self.options.interval and any(map(any, self._counts))
+        if not due and list(seen.room) == self._room:
+            return None
+        if due:
+            self._last = seen.time
+            self._score()
+        self._room = list(seen.room)
+        before = [set(s) for s in self.sets]
+        self._worth = self._values()
+        self.sets = [
+            top_with_hysteresis(values, current, room, self.options.margin, self.options.slack)
+            for values, current, room in zip(self._worth, self.sets, seen.room, strict=True)
+        ]
+        if not due and before == [set(s) for s in self.sets]:
+            return None
+        return self.wanted()
+
+    def _score(self) -> None:
+        alpha = self.options.alpha
+        for p, (scores, counts) in enumerate(zip(self.scores, self._counts, strict=True)):
+            scale = 1.0
+            if self._is_prior[p] and any(counts):
+                self._is_prior[p] = False
+                scale = sum(counts) / sum(scores)
+            for e, n in enumerate(counts):
+                scores[e] = alpha * scale * scores[e] + (1 - alpha) * n
+                counts[e] = 0
+
+    def _values(self) -> list[list[float]]:
+        scores = self.scores
+        if self._prior:
+            anchors = [self.options.anchor * sum(row) for row in scores]
+            rows = zip(scores, self._prior, anchors, strict=True)
+            scores = [[s + a * q for s, q in zip(row, prior, strict=True)] for row, prior, a in rows]
+        return [[s * g for s, g in zip(*rows, strict=True)] for rows in zip(scores, self._gains, strict=True)]
+
+    def worth(self, key: Key) -> float:
+        """An expert's score times what a token saves, as of the last decision."""
+        return self._worth[key[0]][key[1]]
+
+    def wanted(self) -> Wanted:
+        """The sets as they are, those worth most of all layers first."""
+        values = self._worth
+        keys = [(p, e) for p, chosen in enumerate(self.sets) for e in chosen]
+        return dict.fromkeys(sorted(keys, key=lambda k: (-values[k[0]][k[1]], k)), self.version)
+
+
+def top_with_hysteresis(
+    scores: Sequence[float], current: Sequence[int], room: int, margin: float, slack: int
+) -> list[int]:
+    """At most `room` experts by score, keeping those of `current` that no newcomer clearly beats; the best first.
+
+    Args:
+        scores: [experts].
+        current: the incumbents.
+        room: how many fit.
+        margin: a newcomer's score must exceed (1 + margin) times an incumbent's.
+        slack: an incumbent ranked better than room + slack is not challenged.
+    """
+    held = set(current)
+    order = sorted(range(len(scores)), key=lambda e: (-scores[e], e not in held, e))
+    rank = {e: i for i, e in enumerate(order)}
+    chosen = [e for e in order if e in held][:room]
+    taken = set(chosen)
+    outside = [e for e in order if e not in taken and scores[e] > 0]
+    while outside and len(chosen) < room:
+        chosen.append(outside.pop(0))
+    challenged = sorted((e for e in chosen if e in held), key=lambda e: -rank[e])
+    for incumbent in challenged:
+        if not outside or rank[incumbent] < room + slack:
+            break
+        if scores[outside[0]] <= (1 + margin) * scores[incumbent]:
+            break
+        chosen[chosen.index(incumbent)] = outside.pop(0)
+    return sorted(chosen, key=lambda e: rank[e])
+
+
+class Recent:
+    """The experts used last at high precision, loaded when they are asked for: what caches for offloading do.
+
+    The room of all layers is one cache. Experts of one layer's call never displace each other: where there are more of
+    them than room, those with the most tokens are loaded and the others run at the base version.
+    """
+
+    blocking = True
+
+    def __init__(self, version: int) -> None:
+        """`version` is the number of the high one."""
+        self.version = version
+        self._used: dict[Key, None] = {}  # the least recent first
+
+    def observe(self, seen: Observation) -> Wanted | None:
+        """What the cache holds once those that are needed now are in it."""
+        room = sum(seen.room)
+        needed = [((p, e), n) for p, row in enumerate(seen.counts) for e, n in enumerate(row) if n]
+        needed.sort(key=lambda item: -item[1])
+        for key, _ in reversed(needed[:room]):
+            self._used.pop(key, None)
+            self._used[key] = None
+        while len(self._used) > room:
+            del self._used[next(iter(self._used))]
+        return dict.fromkeys(reversed(self._used), self.version)
+
+    def worth(self, key: Key) -> float:
+        """Nothing is left to be chosen: what is not in the cache goes at once."""
+        return 0.0

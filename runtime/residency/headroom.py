@@ -1,0 +1,55 @@
+"""What memory the experts leave: what may be promised, and how it is got at. Decides nothing about who gets it.
+
+Every transition holds two versions for a while and gives one back, so bytes are promised against what will be free once
+everything under way has ended, however it ends. Of that a reserve is never promised: a demotion's low version is copied
+into it. Where it is lent out, what borrowed it is on its way back, so that a demotion can always go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moepack.runtime.planning.budget import BudgetTracker
+
+from .pools import Pool
+from .residency import Residency
+
+
+class Ledger:
+    """The bytes of one residency's pools.
+
+    Attributes:
+        tracker: the budget.
+        reserve: bytes that promotions and the KV reserve leave: a block of the largest version that a demotion may go
+            to, or several, for as many demotions in one window.
+    """
+
+    def __init__(self, residency: Residency, tracker: BudgetTracker, pools: Sequence[Pool], reserve: int) -> None:
+        self.tracker, self.reserve = tracker, reserve
+        self._residency, self._pools = residency, tuple(pools)
+
+    def settled(self) -> int:
+        """Bytes beyond the reserve that are free once everything under way has ended, at the least."""
+        spare = sum(pool.spare_bytes for pool in self._pools)
+        return self.tracker.free + spare + self._residency.available() - self.reserve
+
+    def make_block(self, pool: Pool) -> bool:
+        """Get a block of a pool from what is spare: a version of that pool, or bytes where the pool can grow."""
+        return self._residency.drop_spare(pool) > 0 or (pool.can_grow and self.make_bytes(pool.block_bytes))
+
+    def make_bytes(self, size: int) -> bool:
+        """Get bytes into the budget from what is spare: blocks first, then versions. Whether they are free."""
+        while (short := size - self.tracker.free) > 0:
+            if not any(pool.trim(short) for pool in self._pools) and not self._residency.drop_spare():
+                return False
+        return True
+
+    def most_kv(self) -> int:
+        """Bytes that the KV reserve can have at the most: what base versions leave, or what pools that cannot shrink
+        do."""
+        tracker = self.tracker
+        if not all(pool.returnable for pool in self._pools):
+            return tracker.free + tracker.held("kv")
+        base = self._residency.base
+        least = sum(n * self._residency.pool(p, base).block_bytes for p, n in enumerate(self._residency.experts))
+        return tracker.budget - tracker.held("fixed") - least

@@ -1,0 +1,311 @@
+"""The KV cache at run time: what live caches take, and a reserve in the budget that stays at or above it.
+
+Seen by hooks on the model's forward pass. Within the tokens asked for while loading nothing happens. Beyond them the
+reserve grows in steps, ahead of need, so that experts can be pushed out meanwhile; it shrinks some time after caches
+have died. A pass that needs more than is reserved waits for experts to leave, or is refused before it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from moepack.pack.errors import InputError
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.fixed import Needs
+from moepack.runtime.planning.kv_cache import cache_bytes, static_length
+
+from .live import Live
+
+STEP = 128  # tokens of every sequence by which the reserve grows at a time: seconds of decoding
+LINGER = 0.5  # seconds after which bytes that no cache needs are given back: the next request may come at once
+PATIENCE = 30.0  # seconds that a pass waits for experts to leave before it is refused
+
+
+class Reserve(Protocol):
+    """Bytes of the budget for caches beyond those asked for while loading."""
+
+    @property
+    def held(self) -> int:
+        """Bytes reserved."""
+
+    @property
+    def coming(self) -> int:
+        """Bytes asked for that are not there yet."""
+
+    @property
+    def most(self) -> int:
+        """Bytes that could be reserved, with every expert at its least."""
+
+    def grow(self, size: int) -> bool:
+        """Ask for `size` bytes more; whether they are there. Raises MemoryError where they can never be."""
+
+    def shrink(self, size: int) -> None:
+        """Give bytes back, and first those that are not there yet."""
+
+    def advance(self) -> None:
+        """Help what was asked for to come about. Called outside forward passes."""
+
+
+class FreeReserve:
+    """What a map that never changes leaves free."""
+
+    def __init__(self, tracker: BudgetTracker) -> None:
+        self._tracker = tracker
+        self.most, self.coming = tracker.free, 0
+
+    @property
+    def held(self) -> int:
+        """Bytes reserved."""
+        return self._tracker.held("kv")
+
+    def grow(self, size: int) -> bool:
+        """Reserve at once, or never."""
+        if not self._tracker.try_reserve("kv", size):
+            raise MemoryError
+        return True
+
+    def shrink(self, size: int) -> None:
+        """Give bytes back."""
+        self._tracker.release("kv", size)
+
+    def advance(self) -> None:
+        """Nothing is ever under way."""
+
+
+class LiveReserve:
+    """What experts can be pushed out of."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    @property
+    def most(self) -> int:
+        """Bytes that the experts leave at their least."""
+        return self._live.transitions.ledger.most_kv()
+
+    @property
+    def held(self) -> int:
+        """Bytes reserved."""
+        return self._live.transitions.kv_bytes
+
+    @property
+    def coming(self) -> int:
+        """Bytes that experts have still to leave."""
+        return self._live.transitions.kv_asked
+
+    def grow(self, size: int) -> bool:
+        """Push experts out, the least wanted first."""
+        return self._live.grow_kv(size)
+
+    def shrink(self, size: int) -> None:
+        """Give bytes back to the experts."""
+        self._live.transitions.shrink_kv(size)
+
+    def advance(self) -> None:
+        """A round of transitions, as the worker does them: a policy that blocks has no worker."""
+        self._live.transitions.tick()
+        if self._live.residency.boundary():
+            self._live.transitions.tick()
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward pass that is running: its cache, the bytes that will have, and what it takes beside."""
+
+    depth: int
+    cache: int | None
+    size: int
+    beside: int
+
+
+class KvWatch:
+    """Watches a model's caches.
+
+    Attributes:
+        waits: passes that waited for experts to leave.
+        waited: seconds they did.
+    """
+
+    def __init__(self, model: Any, needs: Needs, reserve: Reserve, budget: int) -> None:
+        """Watch every forward pass of `model` from now on."""
+        self.waits, self.waited = 0, 0.0
+        self._needs, self._reserve, self._budget = needs, reserve, budget
+        self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._dead: deque[int] = deque()  # a weak reference's callback may run anywhere: it takes no lock
+        self._passes: dict[int, _Pass] = {}
+        self._lock = threading.RLock()
+        self._needed_at = 0.0
+        # Before the window begins: experts leave between windows only.
+        model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    @property
+    def used(self) -> int:
+        """Bytes of live caches, those that running passes will leave included."""
+        with self._lock:
+            self._bury()
+            ahead = {p.cache for p in self._passes.values()}
+            held = sum(size for key, (_, size) in self._caches.items() if key not in ahead)
+            return held + sum(p.size for p in self._passes.values())
+
+    def settle(self) -> None:
+        """Give back what caches no longer need. Any thread may call it, at any time."""
+        with self._lock:
+            needed, step = self._beyond(), self._step(1)
+            total, now = self._reserve.held + self._reserve.coming, time.monotonic()
+            keep = _up(needed, step) + step if needed else 0
+            if total <= keep + step * bool(needed):
+                self._needed_at = now
+            elif now - self._needed_at > LINGER:
+                self._reserve.shrink(total - keep)
+
+    def _bury(self) -> None:
+        while self._dead:
+            key = self._dead.popleft()
+            if key in self._caches and self._caches[key][0]() is None:
+                del self._caches[key]
+
+    def _beyond(self) -> int:
+        """Bytes needed beyond those asked for while loading."""
+        with self._lock:
+            return max(0, self.used + sum(p.beside for p in self._passes.values()) - self._needs.kv_bytes)
+
+    def _step(self, batch: int) -> int:
+        return max(1, STEP * batch * self._needs.kv.token_bytes)
+
+    # --- hooks
+
+    def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        me = threading.get_ident()
+        if me in self._passes:  # a forward inside another belongs to it
+            self._passes[me].depth += 1
+            return
+        ids = args[0] if args else kwargs.get("input_ids")
+        ids = kwargs.get("inputs_embeds") if ids is None else ids
+        batch, tokens = (int(n) for n in ids.shape[:2]) if ids is not None and ids.ndim >= 2 else (1, 0)
+        cache, length, size = _cache(kwargs), tokens, 0
+        if cache is not None:
+            size, length = self._foretold(cache, tokens, batch)
+        elif _uses_cache(model, kwargs):
+            size = self._needs.kv.bytes(tokens, batch)
+        beside = self._needs.beyond(tokens, length, batch)
+        mine = _Pass(1, None if cache is None else id(cache), size, beside)
+        with self._lock:
+            self._passes[me] = mine
+        try:
+            self._provide(mine, tokens, length, batch)
+        except BaseException:
+            with self._lock:
+                del self._passes[me]
+            raise
+
+    def _foretold(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
+        """Bytes and tokens of a cache after a pass."""
+        kv, now = self._needs.kv, cache_bytes(cache)
+        before = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+        whole = static_length(cache)
+        if whole:
+            return max(now, kv.bytes(whole, batch)), whole
+        after = before + tokens
+        return now + kv.bytes(after, batch) - kv.bytes(before, batch), after
+
+    def _after(self, model: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        me = threading.get_ident()
+        mine = self._passes.get(me)
+        if mine is None:  # refused
+            return
+        mine.depth -= 1
+        if mine.depth:
+            return
+        caches = {id(c): c for c in (_cache(kwargs), getattr(out, "past_key_values", None)) if c is not None}
+        with self._lock:
+            del self._passes[me]
+            for key, cache in caches.items():
+                try:
+                    reference = weakref.ref(cache, partial(_died, self._dead, key))
+                except TypeError:  # a kind that cannot be followed: counted while it is in a pass
+                    continue
+                self._bury()
+                self._caches[key] = reference, cache_bytes(cache)
+            self.settle()
+
+    # --- growing
+
+    def _provide(self, mine: _Pass, tokens: int, length: int, batch: int) -> None:
+        """See that what a pass needs is reserved, and ask for more where that comes near."""
+        reserve, step = self._reserve, self._step(batch)
+        with self._lock:
+            needed = self._beyond()
+            if not needed:
+                return
+            if needed > reserve.most:
+                raise self._refused(mine, tokens, length, batch)
+            total = reserve.held + reserve.coming
+            wanted = min(reserve.most, _up(needed, step) + step)
+            if needed + step // 2 > total and wanted > total:
+                self._grow(wanted - total, max(0, needed - total))
+            self._needed_at = time.monotonic()
+            if needed <= reserve.held:
+                return
+        began = time.perf_counter()
+        self.waits += 1
+        while needed > reserve.held:
+            if time.perf_counter() - began > PATIENCE:
+                with self._lock:
+                    reserve.shrink(reserve.coming)
+                raise self._refused(mine, tokens, length, batch)
+            reserve.advance()
+            if needed > reserve.held:
+                time.sleep(0.0005)
+        self.waited += time.perf_counter() - began
+
+    def _grow(self, wanted: int, least: int) -> None:
+        for size in (wanted, least):
+            try:
+                if size:
+                    self._reserve.grow(size)
+                return
+            except MemoryError:
+                continue
+
+    def _refused(self, mine: _Pass, tokens: int, length: int, batch: int) -> InputError:
+        room = self._needs.kv_bytes + self._reserve.most
+        with self._lock:
+            others = self.used - mine.size + sum(p.beside for p in self._passes.values()) - mine.beside
+        kv, needs = self._needs.kv, self._needs
+        per = (mine.size / kv.bytes(length, batch)) if mine.size else 0.0
+        low, high = 0, length
+        while low < high:
+            middle = (low + high + 1) // 2
+            takes = per * kv.bytes(middle, batch) + needs.beyond(min(tokens, middle), middle, batch)
+            low, high = (middle, high) if others + takes <= room else (low, middle - 1)
+        sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
+        return InputError(
+            f"a forward pass over {length} tokens of {sequences} needs {mine.size} bytes of KV cache and {mine.beside} "
+            "more than is held back for activations: beside the experts at their least and other caches the budget of "
+            f"{self._budget} bytes has {max(0, room - others)}, which holds {low} tokens"
+        )
+
+
+def _died(dead: deque[int], key: int, _: object) -> None:
+    dead.append(key)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _cache(kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get("past_key_values")
+    return kwargs.get("cache_params") if cache is None else cache
+
+
+def _uses_cache(model: Any, kwargs: dict[str, Any]) -> bool:
+    wanted = kwargs.get("use_cache")
+    return bool(getattr(model.config.get_text_config(), "use_cache", True) if wanted is None else wanted)

@@ -1,0 +1,275 @@
+"""A bundle served by a policy that changes versions: pools, windows, the worker that carries transitions out.
+
+Here the parts meet: the plan (planning.py), the policy (hotness.py), residency and its transitions, the device. The
+forward pass calls `begin`, `observe` and `end`; under a policy that does not block none of them waits for a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import InputError, MoepackError
+from moepack.pack.reader import Bundle
+from moepack.runtime.devices.cpu import CpuDevice, Device
+from moepack.runtime.experts.handles import Handle, LayerExperts
+from moepack.runtime.kernels.forms import resident_size
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.capacity import base_bytes
+from moepack.runtime.planning.plan import Plan, make_plan
+from moepack.runtime.policies.hotness import Hotness, LivePolicy, Observation, Recent
+from moepack.runtime.policies.registry import Policy
+from moepack.runtime.store.files import BackingStore
+
+from .demand import load_now
+from .entries import Key
+from .pools import Pool
+from .residency import Residency
+from .transitions import Transitions
+
+__all__ = ["Live", "Plan", "make_plan"]
+
+log = logging.getLogger("moepack.runtime")
+
+
+def _device(
+    device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
+) -> Device:
+    if device.type == "cpu":
+        return CpuDevice(plan.staging, on_event)
+    from moepack.runtime.devices.cuda import open_cuda
+
+    staging = plan.staging // buffers
+    largest = max(staging, max(row[plan.low] for row in plan.sizes))
+    if not plan.versions[plan.high].is_lossless:
+        largest = max(largest, max(row[plan.high] for row in plan.sizes))
+    served = [plan.versions[v].name for v in ((plan.high,) if plan.keep else (plan.high, plan.low))]
+    return open_cuda(store, served, device, largest, staging, buffers, on_event, host)
+
+
+def _second_buffer(plan: Plan) -> tuple[Plan, int]:
+    """A plan with two staging buffers where there is room: an extent is then copied while the last one is decoded."""
+    two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
+    least = two.fixed + base_bytes(plan.sizes, plan.experts, plan.low) + plan.reserve
+    return (two, 2) if least <= plan.budget else (plan, 1)
+
+
+class Live:
+    """Serves a bundle while its experts' versions change. Every method may be called from any thread.
+
+    Attributes:
+        plan: what fits.
+        tracker: the budget.
+        waits: how often a forward pass waited for a copy.
+        waited: seconds it did.
+        each_round: called by the worker in every round.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        policy: Policy,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        host_memory: int | None = None,
+    ) -> None:
+        """Load what the policy wants before any token, the others' low versions, and start serving.
+
+        Args:
+            bundle: the bundle.
+            policy: a live one.
+            plan: of `make_plan`.
+            devices: the layers'.
+            host_memory: bytes that may be pinned for a GPU; without it, what the system has left.
+
+        Raises:
+            InputError: on a device that cannot change versions.
+            BundleError: when a low version is damaged.
+        """
+        options = policy.live_options()
+        if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
+            raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
+        self._can_shrink = devices[0].type == "cpu"
+        if not self._can_shrink and options.prior == "none":
+            plan = replace(plan, keep=True)  # all experts are low at first, so that there must be a block for each
+        plan, buffers = (plan, 1) if self._can_shrink else _second_buffer(plan)
+        self.plan, self._policy_text = plan, str(policy)
+        self.store = BackingStore(bundle)
+        self._wake = threading.Event()
+        self.device = _device(devices[0], self.store, plan, buffers, self._wake.set, host_memory)
+        self.tracker = BudgetTracker(plan.budget, plan.fixed)
+        self.layers = [LayerExperts(self.store, p, (), d) for p, d in enumerate(devices)]
+        pools = self._pools()
+        self.residency = Residency(
+            plan.experts, plan.low, lambda p, v: pools[v, plan.sizes[p][v]], self._fetch, self._make, self._publish,
+            self.device.mark, plan.keep,
+        )  # fmt: skip
+        self.transitions = Transitions(self.residency, self.tracker, list(pools.values()), plan.reserve)
+        self.policy: LivePolicy = Recent(plan.high)
+        if policy.name == "hotness":
+            prior = plan.traffic if options.prior == "calibration" else None
+            gains = plan.gains if options.score == "loss" else None
+            self.policy = Hotness(plan.experts, plan.high, options.hotness(), prior, gains)
+        try:
+            self._load()
+        except BaseException:
+            self.device.close()
+            raise
+        self.device.limit(None if self.policy.blocking else options.rate * 1e6 or None)
+        self.waits, self.waited = 0, 0.0
+        self.each_round: Callable[[], None] = lambda: None
+        self._counts_lock = threading.Lock()
+        self._counts = [np.zeros(n, np.int64) for n in plan.experts]
+        self._seen_at, self._seen_room = 0.0, [-1]
+        self._one_at_a_time = threading.RLock()
+        self._closing = False
+        self._patience = min(0.1, options.interval / 4)
+        self._worker = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
+        if not self.policy.blocking:
+            self._worker.start()
+
+    def _pools(self) -> dict[tuple[int, int], Pool]:
+        """One for each size of each version.
+
+        Memory that can be given back is not taken before it is used, so that a pool may be as large as it will ever
+        need to be. Other memory is divided once and for all, as it will be when what fits is high: that many high
+        blocks, and low ones for the others and for demotions.
+        """
+        plan, pools = self.plan, {}
+        room = plan.room()
+        for version in (plan.high, plan.low):
+            for size in sorted({row[version] for row in plan.sizes}):
+                mine = [p for p, row in enumerate(plan.sizes) if row[version] == size]
+                blocks = sum(plan.experts[p] for p in mine)
+                if version == plan.high:
+                    most = sum(room[p] for p in mine)
+                    blocks = min(blocks, (plan.budget - plan.fixed) // size) if self._can_shrink else most
+                elif not (self._can_shrink or plan.keep):
+                    blocks += plan.spare_blocks - sum(room[p] for p in mine)
+                memory = self.device.memory(size * blocks)
+                pools[version, size] = Pool(f"{plan.versions[version].name}/{size}", size, blocks, self.tracker, memory)
+        return pools
+
+    def _load(self) -> None:
+        nothing = [[0] * n for n in self.plan.experts]
+        wanted = self.policy.observe(Observation(time.monotonic(), nothing, self._room())) or {}
+        first = {} if self.plan.keep else wanted
+        keys = [(p, e) for p, n in enumerate(self.plan.experts) for e in range(n)]
+        version = {key: first.get(key, self.plan.low) for key in keys}
+        with self.store.reading_ahead((self.plan.versions[version[key]].name, *key) for key in keys):
+            for p, e in keys:
+                layer = self.layers[p]
+                layer.handles.append(self._place((p, e), version[p, e]))
+                layer.publish(e, layer.handles[e])
+        self.transitions.want(wanted, self.policy.worth)
+        self.device.serve()
+
+    def _place(self, key: Key, version: int) -> Any:
+        try:
+            return self.residency.place(key, version)
+        except (MoepackError, OSError) as error:
+            if version == self.plan.low:
+                raise
+            self.transitions.note_failure(key, version, error)
+            return self.residency.place(key, self.plan.low)
+
+    def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
+        position, expert = key
+        described = self.plan.versions[version]
+        stored = self.store.stored(described.name, position, expert)
+        return self.device.fetch(stored, target, self.layers[position].layer, described)
+
+    def _make(self, key: Key, version: int, tensor: Tensor) -> Handle:
+        layer, described = self.layers[key[0]], self.plan.versions[version]
+        return layer.over(described, tensor[: resident_size(layer.layer.matrices, described)])
+
+    def _publish(self, key: Key, made: Handle) -> None:
+        self.layers[key[0]].publish(key[1], made)
+
+    # --- windows
+
+    def begin(self) -> int:
+        """Begin a window. Under a policy that blocks, one runs at a time."""
+        if self.policy.blocking:
+            self._one_at_a_time.acquire()
+        return self.residency.begin()
+
+    def end(self, window: int, counts: Sequence[npt.NDArray[np.int64]]) -> None:
+        """End a window in which the router chose experts so often, int64 [experts] a layer."""
+        self.residency.end(window)
+        if self.policy.blocking:
+            self._one_at_a_time.release()
+            return
+        with self._counts_lock:
+            for mine, new in zip(self._counts, counts, strict=True):
+                mine += new
+        self._wake.set()
+
+    def demand(self, position: int, counts: npt.NDArray[np.int64]) -> None:
+        """Before a layer's experts run: under a policy that blocks, load what it wants and wait."""
+        if not self.policy.blocking:
+            return
+        seen = [[0] * n for n in self.plan.experts]
+        seen[position] = counts.tolist()
+        wanted = self.policy.observe(Observation(time.monotonic(), seen, self._room()))
+        began = time.perf_counter()
+        loads = load_now(self.residency, self.transitions, wanted or {})
+        if loads:
+            self.waits += loads
+            self.waited += time.perf_counter() - began
+
+    def _room(self) -> list[int]:
+        """Where pools cannot shrink, the KV reserve has what they leave, and high blocks stay as many."""
+        kv = self.transitions.kv_bytes + self.transitions.kv_asked
+        return self.plan.room(kv if self._can_shrink else 0)
+
+    # --- the worker
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(max(self._patience, 0.01))
+            self._wake.clear()
+            try:
+                self.step(time.monotonic())
+            except Exception:  # serving goes on with the versions that are there
+                log.exception("transitions have stopped")
+                return
+
+    def step(self, now: float) -> None:
+        """One round: let the policy see what was counted, then carry transitions on."""
+        self.each_round()
+        room = self._room()
+        if now - self._seen_at >= self._patience or room != self._seen_room:
+            self._seen_at, self._seen_room = now, room
+            with self._counts_lock:
+                counts, self._counts = self._counts, [np.zeros(n, np.int64) for n in self.plan.experts]
+            wanted = self.policy.observe(Observation(now, [c.tolist() for c in counts], room))
+            if wanted is not None:
+                self.transitions.want(wanted, self.policy.worth)
+        self.transitions.tick()
+        if self.residency.boundary():
+            self.transitions.tick()
+
+    def grow_kv(self, size: int) -> bool:
+        """Ask for `size` bytes more for the KV cache; whether they are there already (transitions.py)."""
+        granted = self.transitions.grow_kv(size)
+        self._wake.set()
+        return granted
+
+    def close(self) -> None:
+        """Stop changing versions; the model goes on with those it has. May be called twice."""
+        self._closing = True
+        self._wake.set()
+        if self._worker.is_alive() and threading.current_thread() is not self._worker:
+            self._worker.join()
+        self.device.close()
+        self.store.close()

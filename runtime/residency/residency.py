@@ -1,0 +1,341 @@
+"""Versioned residency: which versions of each expert are in device memory, and which one its handle points to.
+
+Blocks are taken from pools and filled by `fetch`; a version is published at a window's boundary and only once its fetch
+has ended well; the one before it is spare after the last window that could read it, and its block goes when somebody
+needs the bytes. Decides nothing about which version is wanted (transitions.py carries that out), and knows neither
+torch modules nor files.
+
+Versions are numbers, 0 the most precise; there may be any number of them. Every expert has one active version,
+complete, at every moment: a transition in either direction brings the new version first and lets the old one go later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moepack.runtime.devices.cpu import Event
+
+from .entries import Counts, Entry, Flying, Key, Outcome, Resident, Windows
+from .pools import Block, Pool
+
+
+class Residency:
+    """The experts of all layers. Every method may be called from any thread; none but `place` waits for a copy.
+
+    Args:
+        experts: how many each layer has.
+        base: the number of the base version: what an expert is at while nobody wants another.
+        pool: the pool for (layer position, version).
+        fetch: starts copying (key, version) into a tensor, returning its event.
+        make: the handle of (key, version) over a complete block.
+        publish: lets the forward pass see a handle from now on: it must be quick, and cannot fail.
+        mark: an event that ends with the compute issued until now.
+        keeps_base: whether the base version stays in memory beside a better one: a demotion to it is then one
+            publication, and never needs a block.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[int],
+        base: int,
+        pool: Callable[[int, int], Pool],
+        fetch: Callable[[Key, int, Tensor], Event],
+        make: Callable[[Key, int, Tensor], Any],
+        publish: Callable[[Key, Any], None],
+        mark: Callable[[], Event],
+        keeps_base: bool = False,
+    ) -> None:
+        self.experts, self.base, self.keeps_base = tuple(experts), base, keeps_base
+        self.pool, self._fetch, self._make, self._publish, self._mark = pool, fetch, make, publish, mark
+        self._lock = threading.RLock()
+        self.entries: dict[Key, Entry] = {}
+        self._flying: dict[Key, None] = {}
+        self._ready: dict[Key, None] = {}
+        self._above: set[Key] = set()
+        self._leaving: dict[tuple[Key, int], int] = {}  # the last window that may read it
+        self._spare: dict[tuple[Key, int], None] = {}  # complete, and nobody reads it; the longest so first
+        self._spare_bytes = 0
+        self._windows = Windows()
+        self.counts = Counts()
+
+    # --- loading
+
+    def place(self, key: Key, version: int) -> Any:
+        """Load an expert's first version and wait for it; returns its handle. Before serving only.
+
+        With `keeps_base`, that is the base version.
+
+        Raises:
+            MemoryError: when the pool or the budget does not hold it: the caller's arithmetic was wrong.
+            MoepackError: when its bytes are damaged.
+        """
+        block = self.pool(key[0], version).allocate()
+        if block is None:
+            raise MemoryError(f"no block for version {version} of expert {key}")
+        event = self._fetch(key, version, block.tensor)
+        event.wait()
+        if event.error is not None:
+            block.pool.free(block)
+            raise event.error
+        made = Resident(block, self._make(key, version, block.tensor))
+        self.entries[key] = Entry(self.base, version, {version: made})
+        if version != self.base:
+            self._above.add(key)
+        return made.handle
+
+    # --- windows
+
+    def begin(self) -> int:
+        """Begin a window: publish what is ready, and keep every handle as it is until `end`. Returns its number.
+
+        Where another window is running, nothing is published: its versions do not change under it.
+        """
+        with self._lock:
+            self.boundary()
+            self._windows.begun += 1
+            self.counts.windows += 1
+            self._windows.open.add(self._windows.begun)
+            return self._windows.begun
+
+    def end(self, window: int) -> None:
+        """End a window: what only it could read may go once its compute has ended."""
+        mark = self._mark()
+        with self._lock:
+            self._windows.open.discard(window)
+            if not mark.done():
+                self._windows.ended[window] = mark
+
+    def boundary(self) -> int:
+        """Publish what is ready, unless a window is running; returns how many versions were published."""
+        with self._lock:
+            if self._windows.open:
+                return 0
+            keys = list(self._ready)
+            for key in keys:
+                self._switch(key)
+            return len(keys)
+
+    def switch_now(self, key: Key, version: int) -> None:
+        """Publish a complete version inside a window, its predecessor's block being free at once.
+
+        For policies that block, whose one forward pass calls this itself: it reads nothing of the expert then.
+        """
+        with self._lock:
+            entry = self.entries[key]
+            if entry.active == version:
+                return
+            if entry.ready != version:
+                self._drop_ready(key)
+                self._make_ready(key, version)
+            self._switch(key)
+            for old in list(entry.leaving):
+                self._left(key, old)
+                self._free(key, old)
+
+    def _switch(self, key: Key) -> None:
+        entry = self.entries[key]
+        assert entry.ready is not None
+        old, entry.active, entry.ready = entry.active, entry.ready, None
+        del self._ready[key]
+        (self._above.discard if entry.active == entry.base else self._above.add)(key)
+        self._publish(key, entry.complete[entry.active].handle)
+        if old < entry.active:
+            self.counts.demotions += 1
+        else:
+            self.counts.promotions += 1
+        self._leave(key, old)
+
+    def _leave(self, key: Key, version: int) -> None:
+        """A version is neither active nor ready any more; windows that have begun may still read it."""
+        if not self._pinned(version):
+            self.entries[key].leaving.add(version)
+            self._leaving[key, version] = self._windows.begun
+
+    def _left(self, key: Key, version: int) -> None:
+        """No window reads a version any more."""
+        del self._leaving[key, version]
+        self.entries[key].leaving.discard(version)
+        self._set_aside(key, version)
+
+    def _set_aside(self, key: Key, version: int) -> None:
+        self._spare[key, version] = None
+        self._spare_bytes += self._size(key, version)
+
+    def _take_back(self, key: Key, version: int) -> None:
+        if (key, version) in self._spare:
+            del self._spare[key, version]
+            self._spare_bytes -= self._size(key, version)
+
+    def _pinned(self, version: int) -> bool:
+        return self.keeps_base and version == self.base
+
+    # --- transitions
+
+    def start(self, key: Key, version: int) -> Outcome:
+        """Ask for a version of an expert. Never waits; `poll` and a boundary do the rest."""
+        with self._lock:
+            entry = self.entries[key]
+            if entry.flying is not None:
+                return Outcome.NOTHING if entry.coming == version else Outcome.BUSY
+            if entry.ready == version:
+                return Outcome.NOTHING
+            self._drop_ready(key)
+            if entry.active == version:
+                return Outcome.NOTHING
+            if version in entry.complete:
+                self._make_ready(key, version)
+                return Outcome.READY
+            block = self.pool(key[0], version).allocate()
+            if block is None:
+                return Outcome.REFUSED
+            try:
+                event = self._fetch(key, version, block.tensor)
+            except Exception:
+                block.pool.free(block)
+                raise
+            entry.flying = Flying(version, block, event)
+            self._flying[key] = None
+            return Outcome.STARTED
+
+    def _make_ready(self, key: Key, version: int) -> None:
+        """A complete version is to be published; a spare or leaving one stays."""
+        entry = self.entries[key]
+        entry.ready = version
+        self._ready[key] = None
+        entry.leaving.discard(version)
+        self._leaving.pop((key, version), None)
+        self._take_back(key, version)
+
+    def cancel(self, key: Key) -> None:
+        """Give up what is on its way for an expert: it stays on its active version."""
+        with self._lock:
+            entry = self.entries[key]
+            if entry.flying is not None:
+                entry.flying.event.cancel()
+            else:
+                self._drop_ready(key)
+
+    def _drop_ready(self, key: Key) -> None:
+        """Forget that a version was to be published. A window may be reading it: it was leaving, perhaps."""
+        entry = self.entries[key]
+        if entry.ready is None:
+            return
+        del self._ready[key]
+        version, entry.ready = entry.ready, None
+        self.counts.cancelled += 1
+        self._leave(key, version)
+
+    def poll(self, wanted: Callable[[Key, int], bool]) -> list[tuple[Key, int, BaseException]]:
+        """Take note of copies that have ended; returns those that failed, not those that were cancelled.
+
+        Args:
+            wanted: whether a version that has arrived is still wanted; where not, it is spare.
+        """
+        failed = []
+        with self._lock:
+            for key in list(self._flying):
+                entry = self.entries[key]
+                flying = entry.flying
+                assert flying is not None
+                if not flying.event.done():
+                    continue
+                del self._flying[key]
+                coming, entry.flying = entry.coming, None
+                error = flying.event.error
+                if error is not None:
+                    flying.block.pool.free(flying.block)
+                    if flying.event.cancelled:
+                        self.counts.cancelled += 1
+                    else:
+                        self.counts.failures += 1
+                        failed.append((key, flying.version, error))
+                    continue
+                handle = self._make(key, flying.version, flying.block.tensor)
+                entry.complete[flying.version] = Resident(flying.block, handle)
+                if coming is not None and wanted(key, coming):
+                    self._make_ready(key, coming)
+                else:
+                    self.counts.cancelled += 1
+                    self._set_aside(key, flying.version)
+        return failed
+
+    def reclaim(self) -> int:
+        """Make spare what no window can read any more; returns the bytes."""
+        freed = 0
+        with self._lock:
+            oldest = self._windows.oldest()
+            for (key, version), last in list(self._leaving.items()):
+                if last < oldest:
+                    self._left(key, version)
+                    freed += self._size(key, version)
+        return freed
+
+    def drop_spare(self, pool: Pool | None = None) -> int:
+        """Free the block of the version that has been spare the longest, of one pool or of any; returns its bytes."""
+        with self._lock:
+            for key, version in self._spare:
+                if pool is None or self.pool(key[0], version) is pool:
+                    return self._free(key, version)
+        return 0
+
+    def _free(self, key: Key, version: int) -> int:
+        self._take_back(key, version)
+        block: Block = self.entries[key].complete.pop(version).block
+        block.pool.free(block)
+        return block.pool.block_bytes
+
+    # --- bytes
+
+    def _size(self, key: Key, version: int) -> int:
+        """What an expert's being at a version takes beside what it has in any case."""
+        return 0 if self._pinned(version) else self.pool(key[0], version).block_bytes
+
+    def growth(self, key: Key, version: int) -> int:
+        """Bytes that an expert will take more once it is at `version` and its active one has gone."""
+        with self._lock:
+            return self._size(key, version) - self._size(key, self.entries[key].active)
+
+    def available(self) -> int:
+        """Bytes of spare versions, and those that come back at the least once everything under way has ended.
+
+        However it ends: of a transition's two versions one goes, whether its copy arrives or fails.
+        """
+        with self._lock:
+            size = self._spare_bytes + sum(self._size(key, version) for key, version in self._leaving)
+            for key in [*self._flying, *self._ready]:
+                entry = self.entries[key]
+                version = entry.flying.version if entry.flying else entry.ready
+                assert version is not None
+                coming = self._size(key, version)
+                size += coming if entry.coming is None else min(coming, self._size(key, entry.active))
+            return size
+
+    def going_bytes(self) -> int:
+        """Bytes that demotions under way will free beyond `available`, if their copies arrive."""
+        with self._lock:
+            size = 0
+            for key in [*self._flying, *self._ready]:
+                coming = self.entries[key].coming
+                size += max(0, -self.growth(key, coming)) if coming is not None else 0
+            return size
+
+    # --- seeing
+
+    def active(self) -> list[list[int]]:
+        """The active version of every expert, by layer."""
+        with self._lock:
+            return [[self.entries[p, e].active for e in range(n)] for p, n in enumerate(self.experts)]
+
+    def above(self) -> set[Key]:
+        """Experts that are above their base version, or on their way to another."""
+        with self._lock:
+            return self._above | self._flying.keys() | self._ready.keys()
+
+    def in_flight(self) -> int:
+        """Copies that have not ended."""
+        with self._lock:
+            return len(self._flying)

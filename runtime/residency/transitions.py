@@ -1,0 +1,296 @@
+"""The transition pipeline: from wanted versions to copies, demotions and blocks given back (dynaexq, section 3.4).
+
+`tick` does one round of work and never waits, so a thread may call it, or a test, or a simulator. Decides nothing about
+which versions are wanted: a policy says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moepack.pack.errors import MoepackError
+from moepack.runtime.planning.budget import BudgetTracker
+
+from .entries import Key, Outcome
+from .headroom import Ledger
+from .pools import Pool
+from .residency import Residency
+
+log = logging.getLogger("moepack.runtime")
+AHEAD = 4  # promotions that evictions make room for at a time: more would only lower experts long before others rise
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """Lengths of the queues, and the copies in flight."""
+
+    updates: int
+    evictions: int
+    in_flight: int
+
+
+class Transitions:
+    """Carries out what is wanted, inside the budget. Every method may be called from any thread.
+
+    Attributes:
+        refusals: rounds in which a promotion was put off for want of room.
+        failures: copies that failed; each message was logged once.
+        kv_asked: bytes that the KV reserve is still to grow by.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        tracker: BudgetTracker,
+        pools: Sequence[Pool],
+        reserve: int = 0,
+        in_flight: int = 2,
+        retry_after: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        residency: whose versions change.
+        tracker: the budget.
+        pools: all pools.
+        reserve: bytes that are kept for demotions (ledger.py).
+        in_flight: promotions on the migration stream at a time; demotions are bounded by memory alone.
+        retry_after: seconds until a copy that failed is tried again, if it is still wanted then.
+        clock: seconds.
+        """
+        self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
+        self.ledger = Ledger(residency, tracker, pools, reserve)
+        self._limit, self._retry, self._clock = in_flight, retry_after, clock
+        sizes = sorted({pool.block_bytes for pool in self.pools})
+        self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
+        self._lock = threading.RLock()
+        self._wanted: dict[Key, int] = {}
+        self._worth: Callable[[Key], float] = lambda key: 0.0
+        self._updates: dict[Key, int] = {}
+        self._evictions: dict[Key, None] = {}
+        self._pushed: set[Key] = set()  # experts that leave for the KV reserve, whatever is wanted
+        self._failed: dict[tuple[Key, int], float] = {}
+        self._logged: set[str] = set()
+        self.kv_asked = 0
+        self.refusals = self.failures = 0
+
+    def want(self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0) -> None:
+        """What every expert should be at: those that are not named at their base version.
+
+        Promotions are carried out in the order of `wanted`; experts that are not named are evicted when somebody needs
+        their bytes, those of the least `worth` first. What is on its way and no longer wanted is cancelled.
+        """
+        with self._lock:
+            self._wanted, self._worth = dict(wanted), worth
+            self._queue()
+
+    def _queue(self) -> None:
+        self._updates.clear()
+        residency, evicted = self.residency, []
+        for key in residency.above() | self._wanted.keys():
+            entry, target = residency.entries[key], self._target(key)
+            if entry.coming is not None and entry.coming != target:
+                residency.cancel(key)
+            if target == entry.base and entry.active != target and entry.coming != target:
+                evicted.append(key)
+        self._evictions = dict.fromkeys(sorted(evicted, key=self._worth))
+        for key, target in self._wanted.items():
+            entry = residency.entries[key]
+            if self._target(key) != entry.base and entry.active != target and entry.coming != target:
+                self._updates[key] = target
+
+    def _target(self, key: Key) -> int:
+        base = self.residency.base
+        return base if key in self._pushed else self._wanted.get(key, base)
+
+    def tick(self) -> None:
+        """One round: note what has ended, let spare versions go, evict where memory is tight, admit promotions. Never
+        waits."""
+        with self._lock:
+            for key, version, error in self.residency.poll(lambda key, version: self._target(key) == version):
+                self.note_failure(key, version, error)
+            self.residency.reclaim()
+            if not self.kv_asked or self._settle_kv():
+                self._admit()
+
+    def _admit(self) -> None:
+        """Begin the updates that fit, in their order; evict for those that do not.
+
+        An update that must wait for evictions does not hold up what is behind it, as long as the experts that are still
+        to be evicted leave room for both: it may then wait for more of them, but memory does not idle, and in the end
+        there is room for it. One that no eviction can make room for holds up nothing.
+        """
+        residency = self.residency
+        room = self.ledger.settled()
+        reach: int | None = None  # room once all evictions are done; summed up only where one is needed
+        heads = short = behind = 0
+        for key, version in list(self._updates.items()):
+            full = residency.in_flight() >= self._limit
+            if (full or room < self._least) and max(heads, behind) >= AHEAD:
+                break
+            growth = max(0, residency.growth(key, version))
+            if not self.may_try(key, version):
+                continue
+            if growth > max(room, 0):
+                if reach is None:
+                    reach = room + residency.going_bytes() + self._evictable()
+                if growth <= reach:
+                    reach -= growth
+                    heads += 1
+                    short += growth if heads <= AHEAD else 0
+                continue
+            if reach is not None:
+                if growth > reach:
+                    continue
+                reach -= growth
+            room -= growth
+            if full:
+                behind += 1
+            elif self._begin(key, version) not in (Outcome.REFUSED, Outcome.BUSY):
+                self._updates.pop(key, None)
+        if heads:
+            self.refusals += 1
+            self._evict(short - room - residency.going_bytes())
+
+    def _evictable(self) -> int:
+        base = self.residency.base
+        return sum(-self.residency.growth(key, base) for key in self._evictions if self.may_try(key, base))
+
+    def _evict(self, needed: int) -> None:
+        """Begin demotions that will free so many bytes."""
+        base = self.residency.base
+        for key in list(self._evictions):
+            if needed <= 0:
+                return
+            if not self.may_try(key, base):
+                continue
+            gain = -self.residency.growth(key, base)
+            outcome = self._begin(key, base)
+            if outcome is Outcome.REFUSED:
+                return  # what was lent for other demotions comes back first
+            if outcome is not Outcome.BUSY:
+                self._evictions.pop(key, None)
+                needed -= gain
+
+    def _begin(self, key: Key, version: int) -> Outcome:
+        """Start a transition, in a block made from what is spare if need be."""
+        try:
+            outcome = self.residency.start(key, version)
+            if outcome is Outcome.REFUSED and self.ledger.make_block(self.residency.pool(key[0], version)):
+                outcome = self.residency.start(key, version)
+            return outcome
+        except (MoepackError, OSError) as error:
+            self.note_failure(key, version, error)
+            return Outcome.BUSY
+
+    def may_try(self, key: Key, version: int) -> bool:
+        """Whether a version's copy did not fail lately."""
+        failed = self._failed.get((key, version))
+        return failed is None or self._clock() - failed >= self._retry
+
+    def note_failure(self, key: Key, version: int, error: BaseException) -> None:
+        """Count a copy that failed, and log it unless the same was logged before."""
+        self.failures += 1
+        self._failed[key, version] = self._clock()
+        self._pushed.discard(key)
+        if str(error) not in self._logged:
+            self._logged.add(str(error))
+            log.warning("position %d, expert %d stays on its version: %s", *key, error)
+        if self._target(key) == version:
+            if version == self.residency.base:
+                self._evictions[key] = None
+            else:
+                self._updates[key] = version
+
+    # --- the KV reserve
+
+    def grow_kv(self, size: int) -> bool:
+        """Reserve `size` bytes more for the KV cache; never waits.
+
+        Where they are not free, experts are pushed out, the least wanted first, and the reserve grows as soon as they
+        have left: `kv_bytes` tells. Promotions wait until then.
+
+        Returns:
+            Whether the bytes are reserved already.
+
+        Raises:
+            MemoryError: when the base versions leave less than that; or the pools, where they cannot shrink.
+        """
+        with self._lock:
+            most = self.ledger.most_kv()
+            if self.kv_bytes + self.kv_asked + size > most:
+                raise MemoryError(f"a KV reserve of {self.kv_bytes + size} bytes: the experts leave {most}")
+            self.kv_asked += size
+            return self._settle_kv()
+
+    def shrink_kv(self, size: int) -> None:
+        """Give back bytes of the KV reserve, and first what was asked for and is not there yet."""
+        with self._lock:
+            asked = min(size, self.kv_asked)
+            self.kv_asked -= asked
+            self.tracker.release("kv", size - asked)
+            if not self.kv_asked:
+                self._recall()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV cache."""
+        return self.tracker.held("kv")
+
+    def _settle_kv(self) -> bool:
+        short = self._kv_short()
+        if short <= 0 and self.ledger.make_bytes(self.kv_asked) and self.tracker.try_reserve("kv", self.kv_asked):
+            self.kv_asked = 0
+            self._recall()
+            return True
+        if short > self.residency.going_bytes():
+            self._push_out()
+        return False
+
+    def _kv_short(self) -> int:
+        """Bytes to come before the KV reserve can grow. With all experts at base, demotions need no reserve."""
+        reserve = self.ledger.reserve if self.residency.above() else 0
+        return self.kv_asked + reserve - (self.ledger.settled() + self.ledger.reserve)
+
+    def _push_out(self) -> None:
+        """Give up promotions, then demote, the least wanted first, until enough is on its way out."""
+        residency = self.residency
+        rank = {key: i for i, key in enumerate(self._wanted)}
+        order = sorted(residency.above(), key=lambda key: (-rank.get(key, len(rank)), self._worth(key), key))
+        for key in order:
+            entry = residency.entries[key]
+            if entry.coming is not None and residency.growth(key, entry.coming) > 0:
+                if key in self._wanted:
+                    self._updates[key] = self._wanted[key]
+                residency.cancel(key)
+        for key in order:
+            if self._kv_short() <= residency.going_bytes():
+                return
+            entry = residency.entries[key]
+            if entry.flying is None and entry.active != residency.base and self.may_try(key, residency.base):
+                self._pushed.add(key)
+                outcome = self._begin(key, residency.base)
+                if outcome is Outcome.REFUSED:
+                    return
+
+    def _recall(self) -> None:
+        """The KV reserve has what it asked for: what was pushed out may be wanted again."""
+        if self._pushed:
+            self._pushed.clear()
+            self._queue()
+
+    # --- seeing
+
+    def waiting(self) -> dict[Key, int]:
+        """Promotions that have not begun, and the versions they go to."""
+        with self._lock:
+            return dict(self._updates)
+
+    def queues(self) -> Queues:
+        """Lengths of the queues."""
+        with self._lock:
+            return Queues(len(self._updates), len(self._evictions), self.residency.in_flight())

@@ -1,0 +1,212 @@
+"""The backing store: extents in the bundle's files, checked against their digests before anyone sees them.
+
+Extents are read, and not mapped: a file that is cut short is then an error and not a signal, and reading is five times
+as fast as page faults. What is kept of them on the host beside the page cache is host.py's matter. Decides nothing
+about what should be resident.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import BundleError, CodecError
+from moepack.pack.lossless import LosslessMatrix, decode_lossless
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import expert_file
+
+from .read_ahead import Ahead, Place, Report
+
+CHUNK = 1 << 20  # bytes read, and added to the digest, at a time: they are still in cache when they are digested
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where one extent stands, and what its bytes must be.
+
+    Attributes:
+        file: a descriptor open for reading.
+        offset: of its first byte.
+        size: its bytes.
+        sha256: their digest, in hexadecimal.
+        where: file, layer, expert and version, for errors.
+        place: version, layer position, expert.
+        ahead: who may have read it already.
+    """
+
+    file: int
+    offset: int
+    size: int
+    sha256: str
+    where: str
+    place: Place = ("", 0, 0)
+    ahead: Ahead | None = field(default=None, compare=False, repr=False)
+
+    def read_into(
+        self,
+        out: npt.NDArray[np.uint8],
+        before: Callable[[int], None] | None = None,
+        read: Callable[[memoryview, int], int] | None = None,
+        after: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read the extent into the first `size` bytes of `out`, and check its digest. Releases the GIL.
+
+        Args:
+            out: uint8, contiguous. One that is smaller than the extent holds one chunk after another: the extent is
+                checked, and not kept.
+            before: called with the size of each chunk before it is read; what it raises ends the read.
+            read: reads some bytes from an offset of the file, returning how many; the plain way without it.
+            after: called with where in the extent each chunk begins and ends, once it is in `out`; the digest is
+                checked only after the last.
+
+        Raises:
+            BundleError: when the file cannot be read to the end, or its bytes do not match their digest; `out` then
+                holds bytes that nobody may use.
+        """
+        ready = self.ahead.take(self.place) if self.ahead is not None else None
+        digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
+        while done < self.size:
+            begin = done if kept else 0
+            part = out.data[begin : begin + min(CHUNK, self.size - done)]
+            if before is not None:
+                before(len(part))
+            got = len(part)
+            if ready is not None:  # its digest was checked when it was read
+                part[:] = ready.numpy().data[done : done + got]
+            else:
+                got = self._some(part, done, read)
+                digest.update(part[:got])
+            done += got
+            if after is not None:
+                after(done - got, done)
+        if ready is None and digest.hexdigest() != self.sha256:
+            raise BundleError.single(self.where, "digest", "its bytes do not match their digest")
+
+    def _some(self, part: memoryview, done: int, read: Callable[[memoryview, int], int] | None) -> int:
+        try:
+            at = self.offset + done
+            got = os.preadv(self.file, [part], at) if read is None else read(part, at)
+        except OSError as error:
+            raise BundleError.single(self.where, "read", f"cannot be read: {error.strerror}") from None
+        if not got:
+            raise BundleError.single(self.where, "size", "its file ends before it does")
+        return got
+
+    def load(self) -> Tensor:
+        """The extent in memory of its own, uint8 [size], beginning on a multiple of 64, which kernels rely on.
+
+        Raises:
+            BundleError: as `read_into`.
+        """
+        if self.ahead is not None and (ready := self.ahead.take(self.place)) is not None:
+            return ready
+        room = torch.empty(self.size, dtype=torch.uint8)
+        replace(self, ahead=None).read_into(room.numpy())
+        return room
+
+
+class BackingStore:
+    """Reads extents of an open bundle. `position` counts the layers that have experts."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self._lock = threading.Lock()
+        self._files: dict[tuple[str, int], int] = {}
+        self._ahead: Ahead | None = None
+        weakref.finalize(self, _close, self._files)
+
+    def stored(self, version: str, position: int, expert: int) -> Stored:
+        """Where an extent stands. Its file is opened the first time, and its header checked.
+
+        Raises:
+            BundleError: when the file is missing or damaged.
+        """
+        with self._lock:
+            described = self.bundle.layer_file(version, position)
+            layer = self.bundle.layers[position]
+            key, name = (version, position), expert_file(version, layer.index)
+            if key not in self._files:
+                try:
+                    self._files[key] = os.open(self.bundle.path / name, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise BundleError.single(name, "missing", f"cannot be read: {error.strerror}") from None
+            return Stored(
+                self._files[key],
+                described.offset(expert),
+                described.extent_size(expert),
+                described.digests[expert],
+                f"{name}: layer {layer.index}, expert {expert}, version {version}",
+                (version, position, expert),
+                self._ahead,
+            )
+
+    @contextlib.contextmanager
+    def reading_ahead(self, wanted: Iterable[Place], report: Report | None = None) -> Iterator[None]:
+        """While a model is loaded: threads read and check these extents, in this order, before they are asked for.
+
+        Args:
+            wanted: what will be asked for.
+            report: called with the bytes that were taken and the bytes in all, on the thread that takes them.
+        """
+        sizes = []
+        for place in wanted:
+            with contextlib.suppress(BundleError):  # who asks for it will see
+                sizes.append((place, self.stored(*place).size))
+        ahead = Ahead(sizes, lambda place: self.stored(*place).load(), report)
+        self._ahead = ahead
+        ahead.start()
+        try:
+            yield
+        finally:
+            self._ahead = None
+            ahead.close()
+
+    def release(self, version: str, position: int, expert: int | None = None) -> None:
+        """Let the system drop an extent, or all of a layer file, from its cache; it can be read again, and is checked.
+
+        The system keeps what it holds in larger pieces than the range: of small extents only whole files go.
+        """
+        stored = self.stored(version, position, expert or 0)
+        offset, size = (0, 0) if expert is None else (stored.offset, stored.size)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stored.file, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the files that `stored` opened."""
+        with self._lock:
+            _close(self._files)
+
+    def extent(self, version: str, position: int, expert: int, device: torch.device) -> Tensor:
+        """A copy of one extent on `device`, uint8 [bytes], beginning on a multiple of 64.
+
+        Raises:
+            BundleError: when it cannot be read, or its bytes do not match their digest.
+        """
+        return self.stored(version, position, expert).load().to(device)
+
+    def lossless(self, position: int, expert: int) -> list[LosslessMatrix]:
+        """The decoded lossless version of one expert.
+
+        Raises:
+            BundleError: when it cannot be read, its bytes do not match their digest, or do not decode.
+        """
+        stored = self.stored("bf16", position, expert)
+        try:
+            return decode_lossless(self.bundle.layers[position].matrices, stored.load().numpy())
+        except CodecError as error:
+            raise BundleError.single(stored.where, "codec", str(error)) from None
+
+
+def _close(files: dict[tuple[str, int], int]) -> None:
+    while files:
+        os.close(files.popitem()[1])

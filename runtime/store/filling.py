@@ -1,0 +1,239 @@
+"""Filling pinned memory: many extents read at once, past the page cache where that is allowed, each checked once.
+
+Decides nothing about which extents they are, or what a region holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moepack.pack.errors import BundleError
+from moepack.pack.spec import PAGE
+
+from .cudart import CudaError, HostCalls
+from .files import CHUNK, Stored
+from .pinning import Bytes, Chain, Mode, Pinned, allocate, anonymous, pin_filled, pin_mapping
+
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a filesystem or a device says that does not read this way
+
+
+class PageFile:
+    """A file read with O_DIRECT where that goes, the plain way elsewhere.
+
+    Attributes:
+        direct: whether it goes, as far as is known.
+    """
+
+    def __init__(self, path: Path, plain: int) -> None:
+        """`plain` is a descriptor that stays the caller's."""
+        self._plain, self._fd = plain, -1
+        with contextlib.suppress(OSError):  # refused, or gone by now: `plain` is open
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        self.direct = self._fd >= 0 and hasattr(os, "O_DIRECT")
+
+    def read(self, part: memoryview, at: int) -> int:
+        """Read some bytes from an offset; returns how many. After a short read the rest may begin within a page.
+
+        Raises:
+            OSError: when it cannot be read.
+        """
+        if self.direct and not at % PAGE and not len(part) % PAGE:
+            try:
+                return os.preadv(self._fd, [part], at)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self.direct = False
+        return os.preadv(self._plain, [part], at)
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+@contextlib.contextmanager
+def page_file(path: Path, plain: int) -> Iterator[PageFile]:
+    """A PageFile for as long as it is used."""
+    file = PageFile(path, plain)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+class Filler:
+    """Fills regions of pinned memory, one after another, on one thread and its readers."""
+
+    def __init__(
+        self,
+        calls: HostCalls,
+        chain: Chain,
+        threads: int,
+        before: Callable[[int], None],
+        done: Callable[[Stored], None],
+        damaged: Callable[[str, str], None],
+    ) -> None:
+        """As `read_extents`; `damaged` is told what is wrong, and where, of every extent that is not good."""
+        self._calls, self._chain, self._threads = calls, chain, threads
+        self._before, self._done, self._damaged = before, done, damaged
+
+    def pin(self, path: Path, extents: Sequence[Stored]) -> tuple[set[int], Pinned | None]:
+        """Fill a region and pin it, going down the chain where that fails.
+
+        Args:
+            path: of the file that holds the extents.
+            extents: as they lie in the region; as they lie in the file where the chain stands at mappings.
+
+        Returns:
+            The numbers of the extents that are good, and the region's memory; None where it was not pinned.
+        """
+        chain, calls = self._chain, self._calls
+        size = sum(stored.size for stored in extents)
+        if chain.mode is Mode.MAPPED:
+            # Registered before it is checked: from then on the pages that are read are the pages that stay.
+            if not warm(extents, self._threads, self._before):
+                return self._read(path, extents, None), None
+            try:
+                pinned = pin_mapping(calls, extents[0].file, extents[0].offset, size)
+            except (CudaError, OSError, ValueError) as error:
+                chain.fall(str(error))
+            else:
+                return self._read_or_close(path, extents, pinned, None)
+        filled: Bytes | None = None
+        good: set[int] | None = None
+        if chain.mode is Mode.REGISTERED:
+            try:
+                filled = anonymous(size)
+                good = self._read(path, extents, filled)
+                return good, pin_filled(calls, filled)
+            except (CudaError, OSError) as error:  # of memory: a file's are damage
+                chain.fall(str(error))
+        if chain.mode is Mode.ALLOCATED:
+            try:
+                pinned = allocate(calls, size)
+            except CudaError as error:
+                chain.fall(str(error))
+                return set(), None
+            if good is None or filled is None:
+                return self._read_or_close(path, extents, pinned, pinned.bytes)
+            pinned.bytes[:] = filled
+            return good, pinned
+        return set(), None
+
+    def _read_or_close(
+        self, path: Path, extents: Sequence[Stored], pinned: Pinned, out: Bytes | None
+    ) -> tuple[set[int], Pinned]:
+        try:
+            return self._read(path, extents, out), pinned
+        except BaseException:
+            pinned.close()
+            raise
+
+    def _read(self, path: Path, extents: Sequence[Stored], out: Bytes | None) -> set[int]:
+        """Read and check a region's extents; returns the numbers of those that are good."""
+        rooms = None
+        if out is not None:
+            rooms, begin = [], 0
+            for stored in extents:
+                rooms.append(out[begin : begin + stored.size])
+                begin += stored.size
+        with page_file(path, extents[0].file) as file:
+            read = file.read if out is not None else None
+            bad = read_extents(extents, rooms, self._threads, self._before, self._done, read)
+            if out is not None and not file.direct and hasattr(os, "posix_fadvise"):
+                for stored in extents:  # else the page cache holds them once more
+                    os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
+        for i, error in bad.items():
+            self._damaged(str(error), extents[i].where)
+        return set(range(len(extents))) - bad.keys()
+
+
+def read_extents(
+    extents: Sequence[Stored],
+    rooms: Sequence[Bytes] | None,
+    threads: int,
+    before: Callable[[int], None],
+    done: Callable[[Stored], None] = lambda stored: None,
+    read: Callable[[memoryview, int], int] | None = None,
+) -> dict[int, BundleError]:
+    """Read extents in threads and check every digest; returns those that are damaged, by their number.
+
+    Args:
+        extents: what is read.
+        rooms: where each goes; without it they are checked and not kept.
+        threads: how many.
+        before: called with the size of each chunk before it is read; what it raises ends everything.
+        done: called, on any thread, after each that is good.
+        read: as of `Stored.read_into`.
+    """
+    bad: dict[int, BundleError] = {}
+
+    def one(i: int) -> None:
+        room = rooms[i] if rooms is not None else np.empty(CHUNK, np.uint8)
+        try:
+            extents[i].read_into(room, before, read)
+        except BundleError as error:
+            bad[i] = error
+        else:
+            done(extents[i])
+
+    in_threads(one, range(len(extents)), threads)
+    return bad
+
+
+def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None]) -> bool:
+    """Bring extents into the page cache; returns whether all are there to their end."""
+    complete = True
+
+    def one(i: int) -> None:
+        nonlocal complete
+        stored, room, at = extents[i], np.empty(CHUNK, np.uint8).data, 0
+        while at < stored.size:
+            part = room[: min(CHUNK, stored.size - at)]
+            before(len(part))
+            try:
+                got = os.preadv(stored.file, [part], stored.offset + at)
+            except OSError:
+                got = 0
+            if not got:
+                complete = False
+                return
+            at += got
+
+    in_threads(one, range(len(extents)), threads)
+    return complete
+
+
+def in_threads(work: Callable[[int], None], items: Sequence[int], threads: int) -> None:
+    """Do `work` on items, taken in order by threads; the first error ends the taking and is raised."""
+    queue, lock = iter(items), threading.Lock()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        while True:
+            with lock:
+                item = next(queue, None) if not errors else None
+            if item is None:
+                return
+            try:
+                work(item)
+            except BaseException as error:
+                errors.append(error)
+
+    # Daemons: a process that ends does not wait for gigabytes.
+    workers = [threading.Thread(target=run, name="moepack-fill", daemon=True) for _ in range(min(threads, len(items)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,311 @@
+"""The host's store for a GPU: extents in pinned memory, filled in the background while the model is served.
+
+Regions become usable one after another; until then, and for what does not fit or is damaged, a fetch reads the file
+through its staging buffers (device_cuda.py) and never waits for the filling. Decides nothing about what is fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import BundleError
+from moepack.pack.spec import expert_file
+from moepack.runtime.devices.migration import Cancelled
+
+from .cudart import CudaError, HostCalls
+from .files import BackingStore, Stored
+from .filling import Filler
+from .pinning import Chain, Mode, Pinned
+from .read_ahead import Place, Report, readers
+from .regions import PIECE, File, Piece, plan_pieces
+
+log = logging.getLogger("moepack.runtime")
+GIVE_WAY = 0.02  # seconds that a chunk of the filling waits, at the most, for fetches that read the same disk
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """One registration. What changes is guarded by the store's lock."""
+
+    pinned: Pinned
+    tensor: Tensor
+    at: dict[Place, tuple[int, int]]
+    users: int = 0
+    released: set[Place] = field(default_factory=set)
+
+
+class Held:
+    """A pinned extent while it is copied from.
+
+    Attributes:
+        bytes: uint8 [size], pinned.
+        mapped: whether these are a file's own pages: the host does not read those, for a file cut short since then
+            would be a signal; the device can.
+    """
+
+    def __init__(self, bytes_: Tensor, mapped: bool, let_go: Callable[[], None]) -> None:
+        self.bytes, self.mapped, self._let_go = bytes_, mapped, let_go
+
+    def release(self) -> None:
+        """Say that it is not used any more. Once."""
+        self.bytes = torch.empty(0)  # a view would keep the memory
+        self._let_go()
+
+
+class HostStore:
+    """Pinned extents. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        store: BackingStore,
+        versions: Sequence[str],
+        calls: HostCalls,
+        limit: int,
+        wanted: Mapping[File, Sequence[float]] | None = None,
+        progress: Report | None = None,
+        piece: int = PIECE,
+        threads: int | None = None,
+    ) -> None:
+        """Nothing is read before `start`.
+
+        Args:
+            store: the files.
+            versions: what is to be pinned, first things first.
+            calls: CUDA's.
+            limit: bytes to pin at the most.
+            wanted: traffic of each expert by version and layer position; as in calibration without it.
+            progress: called with the bytes that were read and those that will be.
+            piece: bytes of a region at the most.
+            threads: that read; without it, as many as while loading.
+        """
+        self._store, self._versions, self._limit = store, tuple(versions), limit
+        self._wanted, self._progress, self._piece = wanted, progress, piece
+        self._chain = Chain(calls)
+        self._filler = Filler(calls, self._chain, threads or readers(), self._give_way, self._one_more, self._note)
+        self._lock = threading.Lock()
+        self._regions: dict[Place, _Region] = {}
+        self._damaged: dict[str, str] = {}
+        self._closing, self._filled = threading.Event(), threading.Event()
+        self._fetching = 0
+        self._every = self._total = self._done = self._pinned = 0
+        self._last: Mode | None = None
+        self._began = self._ended = 0.0
+        self._thread = threading.Thread(target=self._run, name="moepack-host", daemon=True)
+
+    # --- fetches
+
+    def hold(self, place: Place) -> Held | None:
+        """A pinned extent, or None where the file is to be read. Never waits for the filling."""
+        with self._lock:
+            region = self._regions.get(place)
+            if region is None:
+                return None
+            region.users += 1
+            region.released.discard(place)
+            begin, size = region.at[place]
+            bytes_ = region.tensor[begin : begin + size]
+        return Held(bytes_, region.pinned.mode is Mode.MAPPED, lambda: self._let_go(region))
+
+    def _let_go(self, region: _Region) -> None:
+        with self._lock:
+            region.users -= 1
+        self._drop(region)
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Around a read of a file: the filling gives way to it."""
+        with self._lock:
+            self._fetching += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._fetching -= 1
+
+    def release(self, place: Place) -> None:
+        """Say that an extent is resident on the device: its host memory may go, and is read again if need be.
+
+        A region goes as a whole, when all of it was released: a part of a registration cannot.
+        """
+        with self._lock:
+            region = self._regions.get(place)
+            if region is not None:
+                region.released.add(place)
+        if region is None:
+            self._store.release(*place)
+        else:
+            self._drop(region)
+
+    def _drop(self, region: _Region, closing: bool = False) -> None:
+        with self._lock:
+            unused = closing or len(region.released) == len(region.at)
+            if region.users or not unused or self._regions.get(next(iter(region.at))) is not region:
+                return
+            for place in region.at:
+                del self._regions[place]
+            self._pinned -= len(region.tensor)
+        region.tensor = torch.empty(0)
+        try:
+            region.pinned.close()
+        except CudaError as error:
+            log.warning("host memory was not let go: %s", error)
+
+    # --- filling
+
+    def start(self) -> None:
+        """Begin to fill, in the background."""
+        self._began = time.monotonic()
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all is filled that will be; whether it is."""
+        return self._filled.wait(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._fill_all()
+        except Cancelled:
+            pass
+        except Exception:  # serving goes on from the files
+            log.exception("filling host memory has stopped")
+        self._ended = time.monotonic()
+        self._filled.set()
+        if not self._closing.is_set():
+            self._say()
+
+    def _fill_all(self) -> None:
+        sizes = self._sizes()
+        wanted = self._wanted or traffic(self._store, sizes)
+        self._every = sum(sum(of.values()) for of in sizes.values())
+        pieces: list[Piece] | None = None
+        while self._chain.mode is not Mode.STAGED:
+            mode = self._chain.mode
+            if pieces is None:
+                left = {f: {e: n for e, n in of.items() if (*f, e) not in self._regions} for f, of in sizes.items()}
+                pieces = plan_pieces(left, wanted, self._limit - self._pinned, mode is Mode.MAPPED, self._piece)
+                self._total = self._done + sum(p.size for p in pieces)
+            if not pieces:
+                return
+            self._fill(pieces.pop(0))
+            if mode is Mode.MAPPED and self._chain.mode is not mode:
+                pieces = None  # what is gathered can be chosen better than what lies in place
+
+    def _sizes(self) -> dict[File, dict[int, int]]:
+        out: dict[File, dict[int, int]] = {}
+        for version in self._versions:
+            for position, layer in enumerate(self._store.bundle.layers):
+                try:
+                    file = self._store.bundle.layer_file(version, position)
+                except BundleError as error:
+                    self._note(str(error), f"all of {expert_file(version, layer.index)}")
+                else:
+                    out[version, position] = {e: file.extent_size(e) for e in range(layer.experts)}
+        return out
+
+    def _fill(self, piece: Piece) -> None:
+        """Pin one region the way the chain says, and go down the chain where it fails."""
+        try:
+            extents = [self._store.stored(*piece.file, e) for e in piece.experts]
+        except BundleError as error:
+            self._note(str(error), f"{piece.file[0]}, layer position {piece.file[1]}")
+            return
+        layer = self._store.bundle.layers[piece.file[1]]
+        path = self._store.bundle.path / expert_file(piece.file[0], layer.index)
+        good, pinned = self._filler.pin(path, extents)
+        if pinned is None:
+            return
+        self._last = pinned.mode
+        at, begin = {}, 0
+        for i, stored in enumerate(extents):
+            if i in good:
+                at[stored.place] = begin, stored.size
+            begin += stored.size
+        if not at:
+            pinned.close()
+            return
+        region = _Region(pinned, torch.from_numpy(pinned.bytes), at)
+        with self._lock:
+            self._pinned += piece.size
+            self._regions.update(dict.fromkeys(at, region))
+
+    def _give_way(self, size: int) -> None:
+        until = time.monotonic() + GIVE_WAY
+        while self._fetching and time.monotonic() < until and not self._closing.is_set():
+            time.sleep(0.001)
+        if self._closing.is_set():
+            raise Cancelled
+
+    def _one_more(self, stored: Stored) -> None:
+        with self._lock:
+            self._done += stored.size
+            done, total = self._done, self._total
+        if self._progress is not None:
+            self._progress(done, total)
+
+    def _note(self, message: str, where: str) -> None:
+        self._damaged[where] = message
+        log.warning("not kept on the host: %s", message)
+
+    # --- seeing
+
+    def state(self) -> dict[str, Any]:
+        """What is pinned and how, ready for JSON.
+
+        `mode` is the way that is taken; `pinned_bytes` are usable, `bytes_to_go` will be read, `file_bytes` stay in
+        files, for want of room or because they are damaged; `fallbacks` are the ways that were given up, with why;
+        `damaged` says where.
+        """
+        with self._lock:
+            usable = sum(region.at[place][1] for place, region in self._regions.items())
+            to_go = 0 if self._filled.is_set() else max(0, self._total - self._done)
+            seconds = (self._ended or time.monotonic()) - self._began if self._began else 0.0
+            return {
+                "mode": (self._last if self._last and self._chain.mode is Mode.STAGED else self._chain.mode).value,
+                "filling": bool(self._began) and not self._filled.is_set(),
+                "pinned_bytes": usable,
+                "bytes_to_go": to_go,
+                "file_bytes": max(0, self._every - usable - to_go),
+                "limit_bytes": self._limit,
+                "read_bytes": self._done,
+                "seconds": seconds,
+                "bytes_per_second": self._done / seconds if seconds else 0.0,
+                "fallbacks": [{"mode": mode.value, "reason": reason} for mode, reason in self._chain.reasons],
+                "damaged": sorted(self._damaged),
+            }
+
+    def _say(self) -> None:
+        state = self.state()
+        gave_up = "".join(f"; not {x['mode']}: {x['reason']}" for x in state["fallbacks"])
+        log.info(
+            "host memory: %s, %d bytes pinned, %d in files, %.2f s at %.2f GB/s%s",
+            state["mode"], state["pinned_bytes"], state["file_bytes"], state["seconds"],
+            state["bytes_per_second"] / 1e9, gave_up,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop filling and give everything back; nothing may be held any more. May be called twice."""
+        self._closing.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+        for region in set(self._regions.values()):
+            self._drop(region, closing=True)
+
+
+def traffic(store: BackingStore, sizes: Mapping[File, Mapping[int, int]]) -> dict[File, list[float]]:
+    """How many calibration tokens were routed to each expert (pack/FORMAT.md, "Calibration tables")."""
+    from safetensors import safe_open
+
+    tokens: dict[int, list[float]] = {}
+    with safe_open(store.bundle.path / "calibration.safetensors", framework="np") as f:
+        for position, layer in enumerate(store.bundle.layers):
+            tokens[position] = [float(n) for n in f.get_tensor(f"layers.{layer.index}.tokens")]
+    return {file: tokens[file[1]] for file in sizes}

@@ -1,0 +1,208 @@
+"""Checkpoints stored as block FP8 and MXFP4: decoded as their authors do, and what "lossless" then means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+import moepack
+from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.encoded import decode_fp8, decode_mxfp4
+from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.progress import Reporter
+from moepack.reports.inspect import inspect
+from moepack.reports.verify import verify
+
+RECIPE = """
+versions: [bf16, w4]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 64, batch_size: 2}
+"""
+BLOCK = 32  # so that the tiny matrices of 48 rows end in half a block
+SCALES = "_scale_inv"
+
+
+class Notes(Reporter):
+    """Keeps what a build says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+def block_ranges(size: int, block: int) -> list[slice]:
+    return [slice(i, min(i + block, size)) for i in range(0, size, block)]
+
+
+def to_fp8(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales, and the value they stand for, block by block."""
+    rows, cols = block_ranges(weight.shape[0], block), block_ranges(weight.shape[1], block)
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(len(rows), len(cols))
+    value = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for i, r in enumerate(rows):
+        for j, c in enumerate(cols):
+            part = weight[r, c].float()
+            scales[i, j] = part.abs().max() / 448
+            codes[r, c] = (part / scales[i, j]).to(torch.float8_e4m3fn)
+            value[r, c] = (codes[r, c].float() * scales[i, j]).to(torch.bfloat16)
+    return codes, scales, value
+
+
+def rewrite(path: Path, tensors: dict[str, torch.Tensor], quantization: dict | None) -> None:
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def fp8_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
+    """A DeepSeek-V3 in block FP8, dense projections and all, and the same model in BF16."""
+    coded = tiny_models.save_tiny("deepseek_v3", path / "fp8", tokenizer)
+    plain = tiny_models.save_tiny("deepseek_v3", path / "bf16", tokenizer)
+    stored, values = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith("_proj.weight") or ("_proj" in name and "self_attn" in name and tensor.ndim == 2):
+            stored[name], stored[name + SCALES], values[name] = to_fp8(tensor, BLOCK)
+        else:
+            stored[name] = values[name] = tensor
+    rewrite(coded, stored, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]})
+    rewrite(plain, values, None)
+    return coded, plain
+
+
+def mxfp4_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
+    """A gpt-oss with its experts in MXFP4, and the same model in BF16, decoded by transformers."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    coded = tiny_models.save_tiny("gpt_oss", path / "mxfp4", tokenizer)
+    plain = tiny_models.save_tiny("gpt_oss", path / "bf16", tokenizer)
+    rng = torch.Generator().manual_seed(0)
+    stored, values = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+            experts, cols, rows = tensor.shape
+            blocks = torch.randint(0, 256, (experts, rows, cols // 32, 16), generator=rng, dtype=torch.uint8)
+            scales = torch.randint(118, 123, (experts, rows, cols // 32), generator=rng, dtype=torch.uint8)
+            stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+            values[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+            assert values[name].shape == tensor.shape
+        else:
+            stored[name] = values[name] = tensor
+    rewrite(coded, stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    rewrite(plain, values, None)
+    return coded, plain
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "said"),
+    [(fp8_checkpoint, "F8_E4M3", "rounded to BF16"), (mxfp4_checkpoint, "MXFP4", "BF16 holds exactly")],
+)
+def test_a_bundle_of_it_is_the_decoded_model(
+    make: object, dtype: str, said: str, demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    coded, plain = make(tmp_path, demo_model)  # type: ignore[operator]
+    notes = Notes()
+    build(coded, tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text], reporter=notes)
+    assert verify(tmp_path / "bundle", coded) == []
+    assert verify(tmp_path / "bundle", plain) == []  # every dense tensor and every expert, bit for bit
+    assert open_bundle(tmp_path / "bundle").manifest.model["expert_dtype"] == dtype
+    assert any(said in n for n in notes.said) and inspect(tmp_path / "bundle")["expert_dtype"] == dtype
+    assert not any("no place in the model" in n for n in notes.said)  # scales are not left over
+    config = json.loads((tmp_path / "bundle" / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "moepack"}
+    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    ours = moepack.load(tmp_path / "bundle", dtype=torch.float32)
+    with torch.inference_mode():
+        want, got = model(ids).logits, ours(ids).logits
+    assert float((got - want).norm() / want.norm()) <= 1e-3  # as in test_families: another order of sums
+
+
+def test_fp8_agrees_with_transformers() -> None:
+    """Where every block is whole, which is what transformers can decode; batched as fused experts are."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    rng = torch.Generator().manual_seed(0)
+    codes = torch.randn(3, 256, 384, generator=rng).mul(100).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, 3, generator=rng) / 1000
+    got = decode_fp8(codes, scales, (128, 128))
+    for e in range(3):
+        want = Fp8Dequantize(None)._dequantize_one(codes[e], scales[e], torch.bfloat16)
+        assert torch.equal(got[e].view(torch.int16), want.view(torch.int16))
+
+
+def test_fp8_blocks_may_be_partial() -> None:
+    codes = torch.full((130, 5), 2.0).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0], [3.0]])
+    got = decode_fp8(codes, scales, (128, 128))
+    assert got[:128].unique().tolist() == [2.0] and got[128:].unique().tolist() == [6.0]
+    assert torch.equal(decode_fp8(codes, scales.to(torch.float8_e8m0fnu), (128, 128))[:128], got[:128])
+
+
+def test_mxfp4_agrees_with_transformers() -> None:
+    """All codes at all exponents that keep within BF16's normal range."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 1, 16).repeat(4, 1, 7, 1)
+    rng = torch.Generator().manual_seed(0)
+    scales = torch.randint(4, 252, (4, 16, 7), generator=rng, dtype=torch.uint8)
+    got, want = decode_mxfp4(blocks, scales), convert_moe_packed_tensors(blocks, scales)
+    assert got.shape == want.shape == (4, 224, 16) and torch.equal(got, want)
+    exact = decode_mxfp4(blocks, scales).double()
+    assert set((exact / 2.0 ** exact.abs().log2().floor()).abs().nan_to_num(0).unique().tolist()) == {0.0, 1.0, 1.5}
+
+
+BROKEN = {
+    "no scales": (lambda t, n: t.pop(n + SCALES), "has no model"),
+    "scales of another grid": (lambda t, n: t.update({n + SCALES: torch.ones(1, 1)}), "needs F32 or BF16"),
+    "scales of integers": (lambda t, n: t.update({n + SCALES: t[n + SCALES].to(torch.int32)}), "is I32"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_incomplete_fp8_is_refused(case: str, demo_model: Path, tmp_path: Path) -> None:
+    change, word = BROKEN[case]
+    coded, _ = fp8_checkpoint(tmp_path, demo_model)
+    tensors = load_file(coded / "model.safetensors")
+    change(tensors, "model.layers.1.mlp.experts.3.up_proj.weight")
+    save_file(tensors, coded / "model.safetensors")
+    with pytest.raises(InputError, match=word) as error:
+        open_checkpoint(coded)
+    assert "experts.3.up_proj.weight" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "bitsandbytes"},
+        {"quant_method": "fp8", "weight_block_size": None},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
+        {"quant_method": "compressed-tensors"},
+        "strange",
+    ],
+    ids=str,
+)
+def test_other_methods_are_refused(quantization: object, demo_model: Path, tmp_path: Path) -> None:
+    import shutil
+
+    checkpoint = Path(shutil.copytree(demo_model, tmp_path / "checkpoint"))
+    rewrite(checkpoint, load_file(checkpoint / "model.safetensors"), quantization)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="is already quantised") as error:
+        open_checkpoint(checkpoint)
+    assert "\n" not in str(error.value) and "moepack reads fp8" in str(error.value)

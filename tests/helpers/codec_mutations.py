@@ -1,0 +1,121 @@
+"""Hostile coded matrices against the codec's fast path: `python tests/helpers/codec_mutations.py --count 100000`.
+
+Input and output end at pages that may not be touched, so that a read or write beyond them ends the process. Every
+stream must raise CodecError or decode to something (which the extent's digest would then have caught), and memory
+allocated must stay below what the header's checked sizes allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import tracemalloc
+from typing import Any
+
+import numpy as np
+
+from moepack.pack import exponent_fast
+from moepack.pack.errors import CodecError
+from moepack.pack.exponent import HEADER, TILE
+
+PAGE = mmap.PAGESIZE
+SIZES = (1, 100, 128, 1000, TILE, TILE + 1, 20000)
+
+
+class Fenced:
+    """Room for bytes that end (but for alignment to 4) at a page that may not be touched."""
+
+    def __init__(self, size: int) -> None:
+        self._pages = -(-size // PAGE) * PAGE
+        self._map = mmap.mmap(-1, self._pages + PAGE)
+        self._all = np.frombuffer(self._map, np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        fence = ctypes.c_void_p(self._all.ctypes.data + self._pages)
+        assert libc.mprotect(fence, ctypes.c_size_t(PAGE), 0) == 0
+
+    def room(self, size: int) -> np.ndarray[Any, Any]:
+        """The last `size` bytes, beginning on a multiple of 4."""
+        start = (self._pages - size) // 4 * 4
+        return self._all[start : start + size]
+
+
+def mutate(coded: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]], rng: np.random.Generator) -> Any:
+    """One of: flipped bits, noise over a stretch, truncation, another stream's header or table, forged lengths."""
+    out = coded.copy()
+    kind = rng.integers(6)
+    if kind == 0:
+        for at in rng.integers(0, len(out), rng.integers(1, 9)):
+            out[at] ^= 1 << rng.integers(8)
+    elif kind == 1:
+        at, length = rng.integers(0, len(out)), int(rng.integers(1, 64))
+        out[at : at + length] = rng.integers(0, 256, len(out[at : at + length]))
+    elif kind == 2:
+        out = out[: rng.integers(0, len(out))]
+    elif kind == 3:
+        other = others[rng.integers(len(others))]
+        span = slice(16, HEADER) if rng.integers(2) else slice(HEADER, HEADER + 64)
+        length = min(len(out[span]), len(other[span]))
+        out[span][:length] = other[span][:length]
+    elif kind == 4:
+        word = 4 * int(rng.integers(0, min(len(out) // 4, 40)))
+        value = rng.choice([0, 1, 0x7FFFFFFF, 0xFFFFFFFF, int(rng.integers(1 << 32)), len(out)])
+        out[word : word + 4] = np.array([value], np.uint32).view(np.uint8)
+    else:  # a lane's length, and one that makes up for it: sizes stay right, lanes do not
+        start = HEADER + 8 * (-(-int(out[:4].view("<u4")[0]) // TILE) + 1) + 4 * int(out[12:16].view("<u4")[0]) + 4
+        if start + 32 <= len(out):
+            a, b = rng.integers(0, 32, 2)
+            d = int(rng.integers(1, 255))
+            out[start + a] = (int(out[start + a]) + d) % 256
+            out[start + b] = (int(out[start + b]) - d) % 256
+    return out
+
+
+def attack(count: int, seed: int = 0, overrun: int = 0) -> tuple[int, int]:
+    """Decode `count` mutated streams; how many were refused, and how many decoded. `overrun` plants a fault."""
+    rng = np.random.default_rng(seed)
+    whole: list[tuple[int, np.ndarray[Any, Any]]] = []
+    for n in SIZES:
+        gaussian = (rng.normal(0, 0.02, n).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        heavy = (rng.standard_cauchy(n).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        for bits in (gaussian, heavy, rng.integers(0, 1 << 16, n).astype(np.uint16), np.full(n, 0x3F80, np.uint16)):
+            whole.append((n, exponent_fast.encode(bits)))
+    room_in, room_out = Fenced(max(len(c) for _, c in whole)), Fenced(2 * max(SIZES))
+    others = [c for _, c in whole]
+    refused = 0
+    for n, coded in whole:
+        exponent_fast.decode(coded, n)  # numba loads what it compiled
+    tracemalloc.start()
+    for _ in range(count):
+        n, coded = whole[rng.integers(len(whole))]
+        data = mutate(coded, others, rng)
+        fenced = room_in.room(len(data))
+        fenced[:] = data
+        out = room_out.room(2 * n + 2 * overrun)[2 * overrun :].view(np.uint16)
+        if overrun:
+            ctypes.memset(out.ctypes.data + out.nbytes, 0, 4 * overrun)
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        try:
+            exponent_fast.decode_into(fenced, out)
+        except CodecError:
+            refused += 1
+        used = tracemalloc.get_traced_memory()[1] - before
+        assert used < 64 * 1024, f"decoding {len(data)} bytes allocated {used}"
+    return refused, count - refused
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=["C", "numba"], default="C")
+    options = parser.parse_args()
+    if options.engine == "numba":
+        from moepack.pack import exponent_jit
+
+        exponent_fast.engine = lambda: exponent_jit  # type: ignore[assignment]
+    bad, decoded = attack(options.count, options.seed)
+    print(
+        f"{options.count} streams, {bad} refused, {decoded} decoded, nothing read or written outside ({options.engine})"
+    )

@@ -1,0 +1,97 @@
+"""Experts of one matrix in given versions, random, with their weights as float64: what kernels are held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from moepack.pack.affine import AffineMatrix, bf16_to_float32, encode_affine
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+
+try:
+    from moepack.runtime.kernels import affine_native as native
+except OSError:
+    pytest.skip("the kernels were not compiled: there was no C compiler", allow_module_level=True)
+
+# float32 sums of a few thousand terms; a BF16 result has 8 significant bits (2**-9 relative, and what went in exactly)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values.astype(np.float32)).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def random_expert(m: Matrix, version: Version, seed: int) -> AffineMatrix:
+    """Like a trained matrix: scales of one size, some negative; zero points about the middle of the codes."""
+    rng = np.random.default_rng(seed)
+    shape = (m.rows, -(-m.cols // max(version.group_size, 1)))
+    scale = bf16(rng.uniform(0.01, 0.03, shape) * rng.choice([-1, 1, 1, 1], shape))
+    zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
+    bias = bf16(rng.normal(0, 0.1, m.rows)) if m.bias else None
+    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
+
+
+@dataclass
+class Layer:
+    """Experts of one matrix in given versions: what kernels read, and the weights and biases as float64."""
+
+    forms: native.LayerForms
+    table: np.ndarray
+    extents: list[torch.Tensor]
+    weights: list[np.ndarray]
+    biases: list[np.ndarray | None]
+
+
+def make_layer(m: Matrix, versions: list[Version], of_expert: list[int], seed: int = 0) -> Layer:
+    extents, weights, biases, table = [], [], [], []
+    for e, number in enumerate(of_expert):
+        version = versions[number]
+        room = torch.zeros(resident_size((m,), version), dtype=torch.uint8)
+        if version.is_lossless:
+            (form,) = make_forms((m,), version)
+            w = bf16(np.random.default_rng(seed + e).normal(0, 0.02, (m.rows, m.cols)))
+            room[form.low : form.low + 2 * m.weights] = torch.from_numpy(w.view(np.uint8).reshape(-1).copy())
+            value, bias = bf16_to_float32(w), None
+            if m.bias:
+                b = bf16(np.random.default_rng(seed + e).normal(0, 0.1, m.rows))
+                room[form.bias : form.bias + 2 * m.rows] = torch.from_numpy(b.view(np.uint8).copy())
+                bias = b
+        else:
+            made = random_expert(m, version, seed + e)
+            encode_affine((m,), version, [made], room.numpy())
+            value, bias = made.dequantise(version), made.bias
+        extents.append(room)
+        weights.append(value.astype(np.float64))
+        biases.append(None if bias is None else bf16_to_float32(bias).astype(np.float64))
+        table.append(handle(room.data_ptr(), number))
+    return Layer(native.LayerForms((m,), versions), np.array(table, np.uint64), extents, weights, biases)
+
+
+def expected(layer: Layer, x: torch.Tensor, index: torch.Tensor) -> np.ndarray:
+    """float64 [slots, rows]; rows of slots whose expert does not exist are zero."""
+    flat = index.reshape(-1).tolist()
+    share = len(flat) // len(x)
+    out = np.zeros((len(flat), len(layer.weights[0])))
+    values = x.double().numpy()
+    for s, e in enumerate(flat):
+        if e < len(layer.weights):
+            out[s] = layer.weights[e] @ values[s // share]
+            if layer.biases[e] is not None:
+                out[s] += layer.biases[e]
+    return out
+
+
+def relative(got: torch.Tensor, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got.double().numpy() - want) / np.linalg.norm(want))
+
+
+def activations(n: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """With a mean, which is what makes zero points matter."""
+    return (torch.randn(n, cols, generator=torch.Generator().manual_seed(seed)) + 0.3).to(dtype)
+
+
+VERSIONS = [Version.bf16(), *(Version.affine(b, g) for b, g in ((4, 128), (3, 64), (2, 32), (1, 64)))]

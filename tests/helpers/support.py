@@ -1,0 +1,28 @@
+"""What several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from moepack.pack.affine import AffineMatrix
+from moepack.pack.spec import Matrix, Version
+
+HELPERS = Path(__file__).resolve().parent
+ROOT = HELPERS.parent.parent
+
+
+def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:
+    """Random codes, scales, zero points and bias of a matrix."""
+    rng = np.random.default_rng(seed)
+    groups = -(-m.cols // version.group_size)
+    zero = rng.integers(0, 256, (m.rows, groups)).astype(np.uint8) if version.zero == "stored" else None
+    bias = rng.integers(0, 1 << 16, m.rows).astype(np.uint16) if m.bias else None
+    scale = (rng.normal(0, 1, (m.rows, groups)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file under a directory, by its relative path."""
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}

@@ -1,0 +1,56 @@
+"""The dry run: its bytes are those of the bundle that the build then makes, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+from typer.testing import CliRunner
+
+from moepack.cli import app
+from moepack.pack.errors import InputError
+from moepack.pipeline.build import build
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.inspect import inspect
+
+RECIPE = """
+quantize: {method: rtn, group_size: {w4: 128, w2: 32}, loss_tokens: 64}
+calibration: {samples: 4, length: 64, batch_size: 2}
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_bytes_are_exact(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """With biases, transposed and interleaved matrices, and layers without experts among the families."""
+    checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
+    recipe = parse_recipe(RECIPE, "test")
+    expected = estimate(checkpoint, tmp_path / "out" / "bundle", recipe, [text])
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+    build(checkpoint, tmp_path / "bundle", recipe, [text])
+    facts = inspect(tmp_path / "bundle")
+    assert expected.versions == {name: v["bytes"] for name, v in facts["versions"].items()}
+    headers = 64 * 1024
+    assert expected.dense_bytes <= facts["dense_bytes"] <= expected.dense_bytes + headers
+    assert expected.experts == facts["experts"] and expected.layers == facts["moe_layers"]
+    assert all(part > 0 for part in expected.memory.values()) and expected.seconds["quantise"] > 0
+
+
+def test_command(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE)
+    arguments = ["build", str(demo_model), "-o", str(tmp_path / "b"), "-r", str(recipe), "-c", str(text), "--dry-run"]
+    out = CliRunner().invoke(app, [*arguments, "--json", "--quiet"])
+    assert out.exit_code == 0, out.output
+    assert set(json.loads(out.stdout)["versions"]) == {"bf16", "w4", "w3", "w2", "w1"}
+    assert not (tmp_path / "b").exists()
+    shown = CliRunner().invoke(app, [*arguments, "--quiet"])
+    assert shown.exit_code == 0 and "bundle, bytes" in shown.output
+
+
+def test_what_the_build_would_refuse_is_refused(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    recipe = parse_recipe(RECIPE.replace("samples: 4, length: 64", "samples: 4, length: 2000000"), "test")
+    with pytest.raises(InputError):
+        estimate(tmp_path / "nothing", tmp_path / "b", recipe, [text])

@@ -1,0 +1,131 @@
+"""`moepack plan`: what it foretells is what loading then does, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+from typer.testing import CliRunner
+
+import moepack
+from moepack.cli import app
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.inspect import read_tables
+from moepack.reports.plan import plan
+
+BUDGET = 14_000_000
+QUIET = "hotness:hi=bf16,lo=w2,interval=1e9"
+POLICIES = ("static:w4", "static:allocation", "uniform", "hotness", QUIET, "lru")
+
+
+def command(*arguments: object) -> tuple[int, dict[str, Any], str]:
+    out = CliRunner().invoke(app, ["plan", *map(str, arguments), "--json"])
+    return out.exit_code, json.loads(out.stdout), out.stderr
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
+    planned = plan(bundle, BUDGET, policy=policy, kv_tokens=300, batch=2)
+    model = moepack.load(bundle, policy=policy, device_memory=BUDGET, kv_tokens=300, batch=2)
+    serving = model.moepack
+    assert planned.feasible and planned.fixed == serving.fixed and planned.fixed_bytes == serving.fixed.total
+    if serving.live is None:
+        assert [x.versions for x in planned.per_layer] == [
+            {n: row.count(n) for n in x.versions} for x, row in zip(planned.per_layer, serving.versions, strict=True)
+        ]
+        assert planned.used_bytes == serving.resident_bytes()
+    else:
+        made = serving.live.plan
+        assert [x.hi for x in planned.per_layer] == made.room()
+        names = {(x.version_hi, x.version_lo) for x in planned.per_layer}
+        assert names == {(made.versions[made.high].name, made.versions[made.low].name)}
+        assert planned.used_bytes <= BUDGET
+    reserve = serving.caches._reserve
+    assert planned.kv_tokens_most == (300 * 2 * 1024 + reserve.most) // 2048
+    assert all(x.hi + x.lo == 16 for x in planned.per_layer)
+    serving.close()
+    least = planned.least_bytes
+    moepack.load(bundle, policy=policy, device_memory=least, kv_tokens=300, batch=2).moepack.close()
+    assert plan(bundle, least, policy=policy, kv_tokens=300, batch=2).feasible
+    assert not plan(bundle, least - 1, policy=policy, kv_tokens=300, batch=2).feasible
+
+
+def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
+    tables = read_tables(moepack.open(bundle))
+    column = {v: i for i, v in enumerate(tables.versions)}
+    tokens = np.stack([layer.tokens for layer in tables.layers]).astype(float)
+    relative = np.stack([layer.relative for layer in tables.layers]).astype(float)
+    for version in ("bf16", "w2"):
+        want = (tokens * relative[:, :, column[version]]).sum() / tokens.sum()
+        got = plan(bundle, BUDGET, policy=f"static:{version}").expected_relative_loss
+        assert got == pytest.approx(want, rel=1e-9)
+    planned = plan(bundle, 8_500_000, policy=QUIET)
+    assert 0 < planned.per_layer[0].hi < 16
+    lost = 0.0
+    for row, t, r in zip(planned.per_layer, tokens, relative, strict=True):
+        hot = np.argsort(-t, kind="stable")[: row.hi]
+        versions = np.full(16, column["w2"])
+        versions[hot] = column["bf16"]
+        lost += float((t * r[np.arange(16), versions]).sum())
+    assert planned.expected_relative_loss == pytest.approx(lost / tokens.sum(), rel=1e-6)
+    losses = [plan(bundle, size, policy=QUIET).expected_relative_loss for size in (8_000_000, 8_500_000, 40_000_000)]
+    assert losses[0] > losses[1] > losses[2] == 0.0
+
+
+def test_speed_is_bytes_over_bandwidth(bundle: Path) -> None:
+    planned = plan(bundle, BUDGET, policy="static:w4", kv_tokens=100)
+    opened = moepack.open(bundle)
+    model = moepack.load(bundle, policy="static:w4")
+    dense = model.moepack.fixed.dense
+    if not model.config.tie_word_embeddings:
+        dense -= model.get_input_embeddings().weight.nbytes
+    extent = opened.layer_file("w4", 0).extent_size(0)
+    assert planned.bytes_per_token == dense + 4 * 2 * extent + 100 * planned.kv_bytes_per_token
+    assert planned.bandwidth is not None and planned.bandwidth > 1e8
+    assert planned.expected_tokens_per_second == pytest.approx(planned.bandwidth / planned.bytes_per_token)
+    assert planned.kv_bytes_per_token == 1024 and planned.host_bytes == opened.version_bytes("w4")
+
+
+def test_the_command(bundle: Path) -> None:
+    code, facts, err = command(bundle, "--device-memory", "14MB", "--kv-tokens", "300", "--batch", "2")
+    assert code == 0 and err == ""
+    keys = {"feasible", "budget_bytes", "fixed_bytes", "per_layer", "expected_relative_loss"}
+    assert keys <= set(facts) and facts["feasible"] is True and facts["fixed"]["kv"] == 600 * 1024
+    assert set(facts["per_layer"][0]) >= {"hi", "lo", "version_hi", "version_lo"} and len(facts["per_layer"]) == 4
+    shown = CliRunner().invoke(app, ["plan", str(bundle), "--device-memory", "9MB"])
+    assert shown.exit_code == 0 and "least that would do" in shown.stderr and "tokens/s" in shown.stderr
+
+
+def test_what_does_not_fit(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    from moepack.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["moepack", "plan", str(bundle), "--device-memory", "1MB", "--json"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    captured = capsys.readouterr()
+    facts = json.loads(captured.out)
+    assert stop.value.code == 2 and facts["feasible"] is False and facts["expected_relative_loss"] is None
+    lines = [line for line in captured.err.splitlines() if line.startswith("moepack: ")]
+    assert len(lines) == 1 and f"the least that would do is {facts['least_bytes']} bytes" in lines[0]
+
+
+def test_a_gpu_need_not_be_here(bundle: Path) -> None:
+    planned = plan(bundle, BUDGET, device="cuda:0")
+    assert planned.feasible and planned.estimated and planned.fixed.activations > 0
+
+
+def test_mla_and_weights_kept_in_float32(tmp_path: Path, demo_model: Path, text: Path) -> None:
+    """DeepSeek-V3 keeps its router's correction in float32 whatever the model's dtype."""
+    tiny_models.save_tiny("deepseek_v3", tmp_path / "model", demo_model)
+    recipe = "versions: [bf16, w2]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\n"
+    build(tmp_path / "model", tmp_path / "bundle", parse_recipe(recipe, "tiny"), [text])
+    planned = plan(tmp_path / "bundle", 20_000_000, policy="static:w2", kv_tokens=77)
+    model = moepack.load(tmp_path / "bundle", policy="static:w2", device_memory=20_000_000, kv_tokens=77)
+    assert planned.fixed == model.moepack.fixed and planned.used_bytes == model.moepack.resident_bytes()

@@ -1,0 +1,382 @@
+"""The command line: what it prints and where, and one clear line with exit code 2 for every bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from moepack.cli import main, parse_size
+from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
+
+Run = Callable[..., tuple[int, str, str]]
+RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\nversions: [bf16, w2]\n"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process; returns exit code, stdout and stderr."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moepack", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+# --- what works
+
+
+def test_help_is_fast_and_names_every_command() -> None:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        out = subprocess.run([sys.executable, "-m", "moepack", "--help"], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - began)
+    for name in (
+        "build",
+        "calibrate",
+        "quantize",
+        "pack",
+        "inspect",
+        "verify",
+        "eval",
+        "generate",
+        "plan",
+        "push",
+        "pull",
+        "doctor",
+    ):
+        assert f"\n  {name} " in out.stdout, name
+    assert min(times) < 0.5, times
+
+
+def test_version(run: Run) -> None:
+    import moepack
+
+    assert run("--version") == (0, f"moepack {moepack.__version__}\n", "")
+
+
+def test_build_verify_eval_generate(
+    run: Run, demo_model: Path, text: Path, recipe: Path, evaluation: Path, tmp_path: Path
+) -> None:
+    bundle = tmp_path / "b"
+    code, out, err = run("build", demo_model, "-o", bundle, "-r", recipe, "-c", text, "--json", "--quiet")
+    assert code == 0 and err == ""
+    assert json.loads(out)["calibration_tokens"] == 128 and json.loads(out)["methods"] == {"w2": {"rtn": 64}}
+    code, out, _ = run("verify", bundle, "--checkpoint", demo_model, "--json", "-q")
+    assert code == 0 and json.loads(out) == {"ok": True, "problems": []}
+    code, out, _ = run(
+        "eval",
+        bundle,
+        "-d",
+        evaluation,
+        "-d",
+        text,
+        "--policy",
+        "static:w2",
+        "--length",
+        "64",
+        "--samples",
+        "4",
+        "--json",
+        "-q",
+    )
+    facts = json.loads(out)
+    keys = {"perplexity", "tokens", "tokens_per_second", "policy", "resident_bytes_peak", "budget_bytes", "promotions",
+            "demotions", "forward_waits"}  # fmt: skip
+    assert keys <= set(facts) and facts["policy"] == "static:w2" and len(facts["files"]) == 2
+    code, out, err = run("generate", bundle, "-p", "The history of", "--max-new-tokens", "5")
+    assert code == 0 and out.startswith("The history of")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "recipe.yaml"]
+
+
+def test_inspect_json_has_the_keys_others_rely_on(run: Run, bundle: Path, tmp_path: Path) -> None:
+    code, out, err = run("inspect", bundle, "--json", "--plot", tmp_path / "x" / "plot.png")
+    facts = json.loads(out)
+    assert code == 0 and err == ""
+    assert facts["model_type"] == "qwen3_moe" and facts["moe_layers"] == 4 and facts["experts"] == 64
+    assert facts["calibration_tokens"] == 16 * 128
+    assert list(facts["versions"]) == list(facts["loss"]) == ["bf16", "w4", "w3", "w2", "w1"]
+    assert (
+        facts["versions"]["w4"]["bits_per_weight"] == 4.375 and 10 < facts["versions"]["bf16"]["bits_per_weight"] < 11
+    )
+    on_disk = sum(p.stat().st_size for p in (bundle / "experts" / "w3").iterdir())
+    assert facts["versions"]["w3"]["bytes"] == on_disk
+    assert facts["loss"]["bf16"] == 0 and facts["loss"]["w4"] < facts["loss"]["w2"] < facts["loss"]["w1"]
+    assert (tmp_path / "x" / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_tables_go_to_stderr_when_stdout_is_no_terminal(run: Run, bundle: Path) -> None:
+    code, out, err = run("inspect", bundle)
+    assert code == 0 and out == "" and "bits/weight" in err and "w3" in err
+
+
+def test_doctor(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["problems"] == [] and facts["can_build"] is True
+    assert facts["codec"]["decode_bytes_per_second"] > 100e6 and facts["codec"]["encode_bytes_per_second"] > 100e6
+    assert facts["cpu"]["cores"] >= 1 and facts["disk"]["write_bytes_per_second"] > 0
+    assert run("doctor")[0] == 0
+
+
+def test_sizes() -> None:
+    for text, size in (
+        ("4096", 4096),
+        ("24GiB", 24 * 2**30),
+        ("1.5g", 1_500_000_000),
+        ("800 MB", 800_000_000),
+        ("2Ki", 2048),
+    ):
+        assert parse_size(text) == size
+    for text in ("", "GiB", "12 parsecs", "-4", "1e3x"):
+        with pytest.raises(InputError):
+            parse_size(text)
+
+
+# --- what does not
+
+
+def refused(result: tuple[int, str, str], *words: str) -> None:
+    code, out, err = result
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert code == 2 and out == "" and len(lines) == 1 and lines[0].startswith("moepack: "), result
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+@pytest.fixture
+def checkpoint(demo_model: Path, tmp_path: Path) -> Path:
+    """A copy of the demo model that a test may damage."""
+    return Path(shutil.copytree(demo_model, tmp_path / "checkpoint"))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def shard(checkpoint: Path) -> None:
+    """Cut the checkpoint into two shards with an index."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i}.safetensors"
+        save_file({n: tensors[n] for n in part}, checkpoint / file)
+        places.update(dict.fromkeys(part, file))
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def drop_tensor(checkpoint: Path, name: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+def make_dense(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    tiny_models.save_tiny("qwen3", checkpoint)
+
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no config": (lambda c: (c / CONFIG).unlink(), ("config.json",)),
+    "config not JSON": (lambda c: (c / CONFIG).write_text("{"), ("config.json", "not JSON")),
+    "unknown family": (lambda c: edit_json(c / CONFIG, model_type="mystery"), ("'mystery'", "upgrade")),
+    "no model_type": (lambda c: edit_json(c / CONFIG, model_type=None), ("model_type",)),
+    "dense model": (make_dense, ("not a Mixture-of-Experts model",)),
+    "already quantised": (
+        lambda c: edit_json(c / CONFIG, quantization_config={"quant_method": "awq"}),
+        ("already quantised (awq)", "give it the checkpoint this was made from"),
+    ),
+    "FP8 without blocks": (
+        lambda c: edit_json(c / CONFIG, quantization_config={"quant_method": "fp8"}),
+        ("already quantised (fp8 without weight_block_size)",),
+    ),
+    "no weights": (lambda c: (c / "model.safetensors").unlink(), ("model.safetensors",)),
+    "truncated weights": (lambda c: truncate(c / "model.safetensors"), ("model.safetensors", "download")),
+    "empty weights": (lambda c: (c / "model.safetensors").write_bytes(b""), ("too short", "download")),
+    "missing shard": (lambda c: (shard(c), (c / "model-1.safetensors").unlink()), ("model-1.safetensors", "missing")),
+    "truncated shard": (lambda c: (shard(c), truncate(c / "model-0.safetensors")), ("model-0.safetensors", "download")),
+    "index outside": (
+        lambda c: (shard(c), edit_json(c / INDEX, weight_map={"a": "../../x"})), ("'../../x'",)
+    ),
+    "index not an index": (lambda c: (shard(c), edit_json(c / INDEX, weight_map=3)), ("index",)),
+    "index promises more": (
+        lambda c: (shard(c), edit_json(c / INDEX, weight_map={"a": "model-0.safetensors"})),
+        ("lacks tensor a",),
+    ),
+    "dense tensor missing": (
+        lambda c: drop_tensor(c, "model.layers.2.self_attn.q_proj.weight"), ("model.layers.2.self_attn.q_proj.weight",)
+    ),
+    "expert tensor missing": (
+        lambda c: drop_tensor(c, "model.layers.1.mlp.experts.5.up_proj.weight"), ("model.layers.1.mlp.experts",)
+    ),
+    "other shapes": (lambda c: edit_json(c / CONFIG, moe_intermediate_size=32), ("model.layers.0.mlp.experts",)),
+    "no tokenizer": (
+        lambda c: [(c / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], ("tokenizer",)
+    ),
+    "nothing there": (shutil.rmtree, ("checkpoint",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CHECKPOINTS)
+def test_bad_checkpoints(name: str, run: Run, checkpoint: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+    damage, words = BAD_CHECKPOINTS[name]
+    damage(checkpoint)
+    before = sorted(p for p in tmp_path.rglob("*"))
+    refused(run("build", checkpoint, "-o", tmp_path / "out" / "b", "-r", recipe, "-c", text, "-q"), *words)
+    after = sorted(p for p in tmp_path.rglob("*") if p != tmp_path / "out")
+    assert after == before and not list((tmp_path / "out").glob("*"))
+
+
+def test_bad_targets(run: Run, demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("keep me")
+    for target, word in (
+        (tmp_path / "full", "not empty"),
+        (recipe, "not a directory"),
+        (recipe / "b", "cannot be written"),
+    ):
+        refused(run("build", demo_model, "-o", target, "-r", recipe, "-c", text, "-q"), str(target), word)
+    assert (tmp_path / "full" / "mine").read_text() == "keep me"
+    refused(
+        run("build", demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q", "--work", recipe),
+        "work directory",
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "recipe.yaml"]
+
+
+def test_bad_recipes_and_text(run: Run, demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+    build = ("build", demo_model, "-o", tmp_path / "b", "-q")
+    recipe.write_text(RECIPE + "verions: [w4]\n")
+    refused(run(*build, "-r", recipe, "-c", text), "recipe.yaml", "did you mean 'versions'")
+    refused(run(*build, "-r", "defualt", "-c", text), "did you mean 'default'")
+    recipe.write_text(RECIPE)
+    (tmp_path / "short.txt").write_text("not much")
+    refused(
+        run(*build, "-r", recipe, "-c", tmp_path / "short.txt"), "short.txt", "shorter than one sample of 64 tokens"
+    )
+    refused(run(*build, "-r", recipe, "-c", tmp_path / "absent.txt"), "absent.txt", "no such file")
+    refused(run(*build, "-r", recipe), "no calibration text")
+    recipe.write_text(RECIPE + "allocation: {average_bits: 1.1}\n")
+    refused(run(*build, "-r", recipe, "-c", text), "average_bits 1.1", "2.667 bits")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["recipe.yaml", "short.txt"]
+
+
+def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path) -> None:
+    evaluate = ("eval", bundle, "-d", evaluation, "-q", "--length", "32", "--samples", "1")
+    refused(run(*evaluate, "--policy", "magic"), "policy 'magic'")
+    refused(run(*evaluate, "--policy", "static:w7"), "no version 'w7'")
+    refused(run(*evaluate, "--device-memory", "lots"), "size 'lots'")
+    refused(run(*evaluate, "--device-memory", "1MB"), "needs", "the budget is 1000000")
+    refused(run(*evaluate, "--device-memory", "3MB", "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
+    refused(run(*evaluate, "--dtype", "int8"), "dtype 'int8'")
+    refused(run(*evaluate, "--device", "warp"), "device warp")
+    refused(run("eval", demo_model, "-d", evaluation, "-q", "--policy", "static:w4"), "not a bundle")
+    refused(run("eval", tmp_path / "absent", "-d", evaluation, "-q"), "absent")
+    refused(run("eval", bundle, "-d", tmp_path / "absent.txt", "-q"), "absent.txt")
+    refused(run("generate", bundle, "-p", ""), "prompt is empty")
+    refused(run("plan", bundle, "--device-memory", "lots"), "size 'lots'")
+    refused(run("plan", bundle, "--device-memory", "1GB", "--policy", "static:w7"), "no version 'w7'")
+    refused(run("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
+    refused(run("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
+    refused(run("inspect", demo_model), "not a bundle")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def overflow(document: dict) -> None:
+    document["files"]["experts/w4/layer-000.safetensors"]["size"] = 1 << 63
+
+
+BAD_BUNDLES: dict[str, tuple[Callable[..., object], str]] = {
+    "flipped byte in the manifest": (lambda b, edit: flip(b / "manifest.json", 500), "manifest.json"),
+    "flipped byte in a header": (
+        lambda b, edit: flip(b / "experts/w3/layer-001.safetensors", 40),
+        "experts/w3/layer-001.safetensors",
+    ),
+    "flipped byte in an extent": (
+        lambda b, edit: flip(b / "experts/w4/layer-002.safetensors", open_bundle(b).layer_file("w4", 2).offset(9) + 7),
+        "layer 2, expert 9, version w4",
+    ),
+    "flipped byte in a dense tensor": (lambda b, edit: flip(b / "model.safetensors", 9999), "model.safetensors"),
+    "path that leaves": (
+        lambda b, edit: edit(b, lambda d: d["files"].update({"../../etc/x": d["files"]["config.json"]})),
+        "../../etc/x",
+    ),
+    "sizes that overflow": (lambda b, edit: edit(b, overflow), "not an integer from"),
+    "header longer than the file": (
+        lambda b, edit: (b / "experts/w1/layer-000.safetensors").write_bytes(
+            struct.pack("<Q", 1 << 63) + (b / "experts/w1/layer-000.safetensors").read_bytes()[8:]
+        ),
+        "experts/w1/layer-000.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BUNDLES)
+def test_bad_bundles(name: str, run: Run, damaged: Path, edit_manifest: Callable[..., None]) -> None:
+    damage, word = BAD_BUNDLES[name]
+    damage(damaged, edit_manifest)
+    refused(run("verify", damaged, "-q"), word)
+    code, out, err = run("verify", damaged, "-q", "--json")
+    listed = json.loads(out)
+    assert code == 2 and listed["ok"] is False and err == ""
+    assert set(listed["problems"][0]) == {"location", "kind", "message"}
+
+
+@pytest.mark.parametrize("name", ["flipped byte in the manifest", "flipped byte in an extent", "path that leaves"])
+def test_bad_bundles_do_not_load(name: str, run: Run, damaged: Path, edit_manifest: Callable[..., None]) -> None:
+    damage, word = BAD_BUNDLES[name]
+    damage(damaged, edit_manifest)
+    refused(run("generate", damaged, "-p", "The", "--policy", "static:w4"), word)
+
+
+def test_verify_against_another_checkpoint(run: Run, bundle: Path, checkpoint: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    code, _, err = run("verify", bundle, "--checkpoint", checkpoint, "-q")
+    assert code == 2 and len(err.splitlines()) == 2
+    assert "layer 1, expert 3, version bf16: gate_up differs" in err and "model.norm.weight: differs" in err

@@ -1,0 +1,82 @@
+"""The wheel: every module, recipe and document is in it, and it works without the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+
+def unpack_wheel(work: Path, compiler: str | None = None) -> Path:
+    """The wheel's content, built from a copy of the sources so that nothing is left in the repository."""
+    source = work / "source"
+    source.mkdir()
+    for name in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    code = (
+        "import sys, setuptools.build_meta as b, os; os.chdir(sys.argv[1]); print('WHEEL', b.build_wheel(sys.argv[2]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(work)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **({"CC": compiler} if compiler else {})},
+    )
+    wheel = next(line.split()[1] for line in out.stdout.splitlines() if line.startswith("WHEEL"))
+    with zipfile.ZipFile(work / wheel) as archive:
+        archive.extractall(work / "unpacked")
+    return work / "unpacked"
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_everything_is_in_the_wheel(unpacked: Path) -> None:
+    expected = set()
+    for folder in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
+        files = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".md", ".yaml", ".c", ".h", ".typed")]
+        inside = "" if folder == "moepack" else "moepack/"
+        expected |= {f"{inside}{p.relative_to(ROOT)}" for p in files}
+    found = {str(p.relative_to(unpacked)) for p in (unpacked / "moepack").rglob("*") if p.is_file()}
+    compiled = {f for f in found if f.endswith(".so")}
+    assert {f.split(".")[0] for f in compiled} == {"moepack/pack/_exponent", "moepack/runtime/kernels/_affine"}
+    assert found - compiled == expected
+
+
+def test_the_wheel_works_without_the_repository(unpacked: Path, bundle: Path, tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
+        f"import moepack; assert moepack.__file__.startswith({str(unpacked)!r})\n"
+        f"from moepack.pipeline.recipe import load_recipe; load_recipe('default')\n"
+        f"print(moepack.load({str(bundle)!r}, policy='static:w4').moepack.policy)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == "static:w4"
+
+
+def test_without_a_compiler_it_installs_and_numba_runs_the_codec(tmp_path: Path) -> None:
+    unpacked = unpack_wheel(tmp_path, compiler="false")
+    assert not list(unpacked.rglob("*.so"))
+    code = (
+        f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
+        "import numpy as np\n"
+        "from moepack.pack import exponent, exponent_fast\n"
+        "bits = np.arange(9000).astype(np.uint16)\n"
+        "assert np.array_equal(exponent_fast.encode(bits), exponent.encode(bits))\n"
+        "assert np.array_equal(exponent_fast.decode(exponent_fast.encode(bits), 9000), bits)\n"
+        "print(exponent_fast.__file__.startswith(sys.path[0]), exponent_fast.engine_name())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert out.stdout.split() == ["True", "numba"], out.stderr

@@ -1,0 +1,111 @@
+"""Bit packing and affine extents: round trips, exact values, sections where FORMAT.md puts them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import random_matrix
+
+from moepack.pack.affine import bf16_to_float32, decode_affine, encode_affine
+from moepack.pack.bits import join_planes, pack_plane, split_planes, unpack_plane
+from moepack.pack.spec import (
+    PAGE,
+    SECTION,
+    Matrix,
+    Version,
+    affine_extent_size,
+    affine_payload,
+    affine_sections,
+)
+
+SHAPES = [(1, 1), (3, 31), (3, 32), (3, 33), (5, 64), (2, 127), (2, 129), (7, 2880)]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_plane_round_trip(bits: int, rows: int, cols: int) -> None:
+    values = np.random.default_rng(rows * cols + bits).integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
+    words = pack_plane(values, bits)
+    assert words.shape == (-(-rows // 16), -(-cols * bits // 32), 16) and words.dtype == np.uint32
+    assert np.array_equal(unpack_plane(words, bits, rows, cols), values)
+
+
+def test_plane_bit_order() -> None:
+    """Column c stands at bits c*p of the row, low bits first: 1, 2, 3 ... in nibbles read backwards in hexadecimal."""
+    for values, bits, words in (
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 4, [0x87654321, 0x9]),
+        ([1, 0, 0, 1], 1, [0b1001]),
+        ([3, 0, 1], 2, [0b010011]),
+    ):
+        packed = pack_plane(np.array([values], np.uint8), bits)
+        assert packed[0, :, 0].tolist() == words and not packed[0, :, 1:].any()
+
+
+def test_a_block_holds_sixteen_rows_side_by_side() -> None:
+    packed = pack_plane(np.arange(18, dtype=np.uint8)[:, None] % 16 * np.ones((1, 9), np.uint8), 4)
+    assert packed.shape == (2, 2, 16)
+    assert packed[0, 1].tolist() == list(range(16)) and packed[1, 1].tolist() == [0, 1] + [0] * 14
+
+
+def test_three_bits_split_low_two_first() -> None:
+    low, high = split_planes(np.array([[0b110, 0b011]], np.uint8), 3)
+    assert low[0, 0, 0] == 0b1110 and high[0, 0, 0] == 0b01
+
+
+@given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.integers(1, 200), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_planes_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
+    assert np.array_equal(join_planes(split_planes(codes, bits), bits, rows, cols), codes)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("bias", [False, True])
+def test_extent_round_trip(bits: int, group_size: int, bias: bool) -> None:
+    version = Version.affine(bits, group_size)
+    matrices = (Matrix("gate_up", 6, 100, bias), Matrix("down", 5, 33, bias))
+    values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
+    extent = encode_affine(matrices, version, values)
+    assert len(extent) == affine_extent_size(matrices, version) and len(extent) % PAGE == 0
+    for ours, theirs in zip(decode_affine(matrices, version, extent), values, strict=True):
+        for field in ("codes", "scale", "zero", "bias"):
+            a, b = getattr(ours, field), getattr(theirs, field)
+            assert (a is None and b is None) or np.array_equal(a, b), field
+    covered = np.zeros(len(extent), bool)
+    for s in affine_sections(matrices, version):
+        assert s.offset % SECTION == 0 and not covered[s.offset : s.end].any()
+        covered[s.offset : s.end] = True
+    assert not extent[~covered].any() and covered.sum() == affine_payload(matrices, version)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+def test_values_are_exact_in_float32(bits: int) -> None:
+    """The promise that lets every kernel agree: float32 and float64 give the same number."""
+    version = Version.affine(bits, 32)
+    m = Matrix("down", 40, 70)
+    v = random_matrix(m, version, bits)
+    values = v.dequantise(version)
+    zero = (
+        np.full(v.scale.shape, ((1 << bits) - 1) / 2) if v.zero is None else v.zero.astype(np.float64) / 2 ** (8 - bits)
+    )
+    group = np.arange(m.cols) // 32
+    exact = (v.codes.astype(np.float64) - zero[:, group]) * bf16_to_float32(v.scale).astype(np.float64)[:, group]
+    assert np.array_equal(values.astype(np.float64), exact)
+
+
+def test_bits_per_weight_are_what_the_format_says() -> None:
+    """4 bits in groups of 64: 4 + 16/64 for the scale + 8/64 for the zero; 1 bit has no zero."""
+    matrices = (Matrix("gate_up", 128, 256), Matrix("down", 256, 64))
+    weights = sum(m.weights for m in matrices)
+    for bits, expected in ((4, 4.375), (3, 3.375), (2, 2.375), (1, 1.25)):
+        assert 8 * affine_payload(matrices, Version.affine(bits, 64)) / weights == expected
+
+
+def test_wrong_shape_is_refused() -> None:
+    version, matrices = Version.affine(4, 64), (Matrix("gate_up", 4, 64), Matrix("down", 4, 64))
+    values = [random_matrix(Matrix("x", 4, 64), version, 0), random_matrix(Matrix("x", 5, 64), version, 0)]
+    with pytest.raises(ValueError, match="down"):
+        encode_affine(matrices, version, values)

@@ -1,0 +1,214 @@
+"""The exponent codec: every bit pattern survives, the fast paths write the reference's bytes, damage is caught."""
+
+from __future__ import annotations
+
+import heapq
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from codec_mutations import attack
+from exponent_inputs import KINDS, draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import HELPERS
+
+from moepack.pack import exponent, exponent_fast, exponent_jit
+from moepack.pack.errors import CodecError
+from moepack.pack.exponent import HEADER, TILE, Code, make_code
+
+LENGTHS = [0, 1, 2, 3, 4, 5, 127, 128, 129, 4095, TILE - 1, TILE, TILE + 1, 10007, 3 * TILE]
+
+
+def every_engine() -> Iterator[str]:
+    """Makes exponent_fast run each of its engines in turn."""
+    kept = exponent_fast.engine
+    try:
+        exponent_fast.engine = lambda: exponent_jit  # type: ignore[assignment]
+        yield "numba"
+        try:
+            from moepack.pack import exponent_native
+        except OSError:
+            return
+        exponent_fast.engine = lambda: exponent_native  # type: ignore[assignment]
+        for level in range(exponent_native.level + 1):
+            assert exponent_native.use_level(level) == level
+            yield f"C {level}"
+        exponent_native.use_level()
+    finally:
+        exponent_fast.engine = kept
+
+
+def test_the_compiled_engine_is_there() -> None:
+    """Where a compiler was at hand when moepack was installed; it is wherever these tests run."""
+    assert exponent_fast.engine_name().startswith("C")
+
+
+def both_ways(bits: np.ndarray) -> np.ndarray:
+    coded = exponent.encode(bits)
+    assert np.array_equal(exponent.decode(coded, bits.size), bits)
+    for engine in every_engine():
+        assert np.array_equal(exponent_fast.encode(bits), coded), engine
+        assert np.array_equal(exponent_fast.decode(coded, bits.size), bits), engine
+    return coded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_round_trip(kind: str, n: int) -> None:
+    both_ways(draw(kind, n, n))
+
+
+def test_every_bit_pattern() -> None:
+    patterns = np.arange(1 << 16).astype(np.uint16)
+    both_ways(patterns)
+    both_ways(np.random.default_rng(0).permutation(patterns))
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 20000), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_round_trip_drawn(kind: str, n: int, seed: int) -> None:
+    both_ways(draw(kind, n, seed))
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "lanes"])
+@pytest.mark.parametrize("tiles", [64, 128, 191.5])
+def test_threads_change_no_byte(kind: str, tiles: float) -> None:
+    bits = draw(kind, int(tiles * TILE), 7)
+    coded = exponent_fast.encode(bits, threads=1)
+    assert np.array_equal(exponent_fast.encode(bits, threads=3), coded)
+    for threads in (1, 2, 3):
+        out = np.zeros_like(bits)
+        exponent_fast.decode_into(coded, out, threads)
+        assert np.array_equal(out, bits)
+
+
+def test_size_on_gaussian_weights() -> None:
+    """Within 1.2 % of sign, mantissa and the exponents' entropy, at an expert's size (2048 by 768)."""
+    bits = draw("gaussian", 2048 * 768, 1)
+    exponents = bits >> 7 & 0xFF
+    p = np.bincount(exponents) / bits.size
+    entropy = -(p[p > 0] * np.log2(p[p > 0])).sum()
+    assert 8 * len(exponent_fast.encode(bits)) / bits.size <= 1.012 * (8 + entropy)
+
+
+@pytest.mark.parametrize("n", [TILE, 10 * TILE, 1 << 20])
+def test_incompressible_grows_by_half_a_percent_at_most(n: int) -> None:
+    assert len(exponent_fast.encode(draw("uniform", n, 2))) <= 1.005 * 2 * n
+
+
+def test_decodes_from_any_offset_and_into_a_slice() -> None:
+    bits = draw("gaussian", 10007, 3)
+    coded = exponent_fast.encode(bits)
+    for shift in (1, 2, 3, 64):
+        room = np.zeros(len(coded) + shift, np.uint8)
+        room[shift:] = coded
+        out = np.zeros(bits.size + 8, np.uint16)
+        exponent_fast.decode_into(room[shift:], out[4:-4])
+        assert np.array_equal(out[4:-4], bits) and not out[:4].any() and not out[-4:].any()
+
+
+def huffman_cost(weights: list[int]) -> int:
+    """Total code bits of an unlimited Huffman code, by the textbook heap."""
+    heap, total = list(weights), 0
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        a, b = heapq.heappop(heap), heapq.heappop(heap)
+        total += a + b
+        heapq.heappush(heap, a + b)
+    return total
+
+
+def test_code_lengths_are_optimal_and_capped() -> None:
+    counts = np.zeros(256, np.int64)
+    counts[100:108] = [5, 9, 12, 13, 16, 45, 3, 7]
+    code = make_code(counts)
+    cost = sum(int(counts[code.exponent[s]]) * int(code.length[s]) for s in range(8))
+    assert cost == huffman_cost([5, 9, 12, 13, 16, 45, 3, 7])
+    counts[:] = 0
+    counts[:15] = [2**k for k in range(15)]  # an unlimited code would need 14 bits
+    capped = make_code(counts)
+    used = capped.length[capped.length > 0]
+    assert used.max() == 8 and sum(2.0 ** -int(v) for v in used) == 1
+
+
+def test_canonical_code_words() -> None:
+    length = np.zeros(16, np.uint8)
+    length[[0, 1, 2, 15]] = [1, 3, 3, 2]
+    assert Code(np.zeros(16, np.uint8), length).codewords()[[0, 15, 1, 2]].tolist() == [0b0, 0b10, 0b110, 0b111]
+
+
+# Damage. Each entry: what is done to a coded matrix of 10007 weights, and a word of the error.
+def _set32(at: int, value: int):
+    def change(data: np.ndarray) -> np.ndarray:
+        data[at : at + 4] = np.array([value], "<u4").view(np.uint8)
+        return data
+
+    return change
+
+
+DAMAGE = {
+    "short": (lambda d: d[: HEADER - 1], "header"),
+    "truncated": (lambda d: d[:-1], "bytes"),
+    "longer": (lambda d: np.concatenate([d, d[:4]]), "bytes"),
+    "weights": (_set32(0, 10008), "weights"),
+    "tiles": (_set32(4, 3), "tiles"),
+    "stream words": (_set32(8, 0xFFFFFFFF), "bytes"),
+    "patches": (_set32(12, 0x7FFFFFFF), "bytes"),
+    "first tile": (_set32(HEADER, 1), "offsets"),
+    "falling tiles": (_set32(HEADER + 4, 0xFFFFFFF0), "offsets"),
+    "code length 9": (lambda d: _byte(d, 32, 9), "prefix code"),
+    "code not complete": (lambda d: _byte(d, 32, 0), "prefix code"),
+}
+
+
+def _byte(data: np.ndarray, at: int, value: int) -> np.ndarray:
+    data[at] = value
+    return data
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("decode", [exponent.decode, exponent_fast.decode], ids=["reference", "compiled"])
+def test_damage_is_refused(name: str, decode) -> None:
+    change, word = DAMAGE[name]
+    data = change(exponent.encode(draw("gaussian", 10007, 4)).copy())
+    with pytest.raises(CodecError, match=word):
+        decode(data, 10007)
+
+
+@pytest.mark.parametrize("change", ["mode", "base", "delta", "patch"])
+@pytest.mark.parametrize("decode", [exponent.decode, exponent_fast.decode], ids=["reference", "compiled"])
+def test_damaged_tile_is_refused(change: str, decode) -> None:
+    data = exponent.encode(draw("cauchy", 10007, 5)).copy()
+    coded = exponent.parse(data, 10007)
+    patches = HEADER + 4 * 2 * (coded.tiles + 1)
+    stream = patches + 4 * len(coded.patches)
+    assert len(coded.patches)
+    if change == "patch":
+        data[patches : patches + 2] = 0xFF
+    else:
+        data[stream + {"mode": 2, "base": 0, "delta": 4}[change]] ^= 0x55
+    with pytest.raises(CodecError, match="tile 0"):
+        decode(data, 10007)
+
+
+def test_mutated_streams_never_reach_outside() -> None:
+    """As `python tests/helpers/codec_mutations.py --count 100000` does; in its own process, which a bad access ends."""
+    script = HELPERS / "codec_mutations.py"
+    for engine in ("C", "numba"):
+        command = [sys.executable, str(script), "--count", "3000", "--engine", engine]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, f"{run.returncode}: {run.stderr}"
+        assert "3000 streams" in run.stdout
+
+
+def test_an_attack_that_succeeds_is_seen() -> None:
+    """The mutation run itself: a decoder that writes one weight too far ends its process."""
+    import multiprocessing
+
+    child = multiprocessing.get_context("spawn").Process(target=attack, kwargs={"count": 1, "overrun": 1})
+    child.start()
+    child.join()
+    assert child.exitcode not in (0, None)

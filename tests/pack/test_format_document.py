@@ -1,0 +1,72 @@
+"""The format document suffices: a reader written from it alone finds the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import independent_reader as reader
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from moepack.pack.affine import decode_affine
+from moepack.pack.lossless import decode_lossless
+from moepack.pack.reader import open_bundle
+
+
+@pytest.mark.parametrize("version", ["w4", "w3", "w2", "w1"])
+def test_affine_versions(bundle: Path, version: str) -> None:
+    manifest = reader.read_manifest(bundle)
+    described = next(v for v in manifest["versions"] if v["name"] == version)
+    extent = reader.read_extent(bundle, manifest, version, 1, 7)
+    theirs = reader.affine_values(extent, manifest["layers"][1], described)
+    opened = open_bundle(bundle)
+    ours = decode_affine(opened.layers[1].matrices, opened.manifest.version(version), opened.extent(version, 1, 7))
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.array_equal(a.dequantise(opened.manifest.version(version)).astype(np.float64), np.array(b))
+
+
+def test_lossless_version_is_the_checkpoint(bundle: Path, demo_model: Path) -> None:
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    manifest = reader.read_manifest(bundle)
+    theirs = reader.lossless_bits(reader.read_extent(bundle, manifest, "bf16", 2, 3), manifest["layers"][2])
+    tensors = load_torch(demo_model / "model.safetensors")
+    prefix = "model.layers.2.mlp.experts.3."
+    gate_up = torch.cat([tensors[prefix + "gate_proj.weight"], tensors[prefix + "up_proj.weight"]])
+    for bits, weight in zip(theirs, (gate_up, tensors[prefix + "down_proj.weight"]), strict=True):
+        assert bits == weight.contiguous().view(torch.uint16).flatten().tolist()
+    opened = open_bundle(bundle)
+    for bits, m in zip(theirs, decode_lossless(opened.layers[2].matrices, opened.extent("bf16", 2, 3)), strict=True):
+        assert bits == m.weight.reshape(-1).tolist()
+
+
+def test_tables_are_what_the_document_says(bundle: Path) -> None:
+    tables = load_file(bundle / "calibration.safetensors")
+    shapes = {
+        "mse": (16, 5), "relative": (16, 5), "gated": (16, 5), "method": (16, 5), "tokens": (16,), "gate_sum": (16,),
+        "prefill_counts": (16, 16), "decode_counts": (16, 16), "prefill_gates": (16, 16), "coactivation": (16, 16),
+        "reuse": (),
+    }  # fmt: skip
+    assert {k.rpartition(".")[2] for k in tables} == set(shapes)
+    for layer in range(4):
+        for name, shape in shapes.items():
+            assert tables[f"layers.{layer}.{name}"].shape == shape, name
+        tokens = tables[f"layers.{layer}.tokens"]
+        both = tables[f"layers.{layer}.prefill_counts"] + tables[f"layers.{layer}.decode_counts"]
+        assert tokens.sum() == 16 * 128 * 2 and np.array_equal(both.sum(0), tokens)
+        assert np.array_equal(np.diag(tables[f"layers.{layer}.coactivation"]), tokens)
+        assert (tables[f"layers.{layer}.relative"][:, 0] == 0).all()
+
+
+def test_tripwire_and_config(bundle: Path, demo_model: Path) -> None:
+    import json
+
+    from safetensors import safe_open
+
+    with safe_open(bundle / "model.safetensors", framework="pt") as f:
+        assert f.get_slice("model.layers.0.mlp.experts.down_proj").get_shape() == [1]
+    config = json.loads((bundle / "config.json").read_text())
+    assert config.pop("quantization_config") == {"quant_method": "moepack"}
+    assert config == json.loads((demo_model / "config.json").read_text())

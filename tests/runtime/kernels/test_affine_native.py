@@ -1,0 +1,387 @@
+"""The compiled CPU kernels against float64 at every width, group and instruction set; and against pack's weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from expert_layers import TOLERANCE, VERSIONS, activations, expected, make_layer, native, relative
+from support import HELPERS
+
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.kernels.forms import handle
+
+# Matrices of Qwen3-30B-A3B, Mixtral, DeepSeek-V2-Lite, Phi-3.5-MoE, gpt-oss: true columns, fewer rows; and shapes that
+# divide nothing.
+SHAPES = [
+    (96, 2048), (80, 768), (32, 4096), (32, 14336), (64, 1408), (32, 6400), (96, 2880),
+    (1, 1), (17, 31), (33, 100), (65, 33), (130, 257), (79, 191),
+]  # fmt: skip
+BEST = native.use_level()
+LEVELS = range(min(BEST, native.LEVELS.index("AVX-512")) + 1)
+TILES = range(native.LEVELS.index("AVX-512 BF16"), len(native.LEVELS))
+ALL_IN_TILES = np.zeros(8, np.int64)  # limits
+
+
+@pytest.fixture(autouse=True)
+def best_level() -> object:
+    yield
+    native.use_level()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+def test_products_against_float64(bits: int, group_size: int, level: int) -> None:
+    """Every shape; one token, and as many as take all tile sizes (4 + 2 + 1)."""
+    assert native.use_level(level) == level
+    version = Version.affine(bits, group_size)
+    for k, (rows, cols) in enumerate(SHAPES):
+        m = Matrix("m", rows, cols, bias=bool(k % 2))
+        layer = make_layer(m, [version], [0, 0], seed=k)
+        index = torch.tensor([[0], [1], [1], [1], [1], [1], [1], [1]])
+        for dtype in TOLERANCE:
+            x = activations(len(index), cols, dtype)
+            want = expected(layer, x, index)
+            for out_dtype in TOLERANCE:
+                out = torch.full((len(index), rows), torch.nan, dtype=out_dtype)
+                native.product(layer.forms, 0, layer.table, x, index, out, threads=1)
+                for row in (slice(0, 1), slice(1, None)):
+                    assert relative(out[row], want[row]) <= TOLERANCE[out_dtype], (rows, cols, dtype, out_dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_plain_bf16_experts(level: int, dtype: torch.dtype) -> None:
+    native.use_level(level)
+    for k, (rows, cols) in enumerate(SHAPES):
+        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [Version.bf16()], [0, 0], seed=k)
+        index = torch.tensor([[0], [1], [1], [1], [1], [1], [1], [1]])
+        x = activations(len(index), cols, dtype)
+        out = torch.full((len(index), rows), torch.nan)
+        native.product(layer.forms, 0, layer.table, x, index, out)
+        assert relative(out, expected(layer, x, index)) <= 1e-5, (rows, cols)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_unpacked_weights_are_packs(bits: int, group_size: int, level: int, dtype: torch.dtype) -> None:
+    """The same numbers: exact in float32, rounded once in BF16."""
+    native.use_level(level)
+    version = Version.affine(bits, group_size)
+    for k, (rows, cols) in enumerate(SHAPES):
+        m = Matrix("m", rows, cols, bias=True)
+        layer = make_layer(m, [version], [0], seed=k)
+        first = 16 if rows > 32 else 0
+        tile = torch.full((cols, -(-(rows - first) // 16) * 16), torch.nan, dtype=dtype)
+        native.unpack(layer.forms, 0, 0, layer.extents[0], tile, first)
+        want = torch.from_numpy(layer.weights[0]).float().to(dtype)
+        got = tile.T[: rows - first]
+        assert torch.equal(got, want[first:]), (rows, cols)
+
+
+def use_tiles(level: int) -> None:
+    if native.use_level(level) != level:
+        pytest.skip(f"this processor has no {native.LEVELS[level]}")
+
+
+@pytest.mark.parametrize("level", TILES)
+@pytest.mark.parametrize("bits", [16, 4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+def test_tiles_against_float64(bits: int, group_size: int, level: int) -> None:
+    """Every shape, with slots that leave tiles and batches of 512 unfilled.
+
+    Of many tokens weights are rounded to BF16: float32 results hold to the one or the other.
+    """
+    use_tiles(level)
+    version = Version.bf16() if bits == 16 else Version.affine(bits, group_size)
+    for k, (rows, cols) in enumerate(SHAPES):
+        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [version], [0, 0, 0, 0], seed=k)
+        index = torch.cat([torch.zeros(1), torch.ones(33), torch.full((17,), 2), torch.full((530 * (k == 0),), 3)])
+        index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(k))].long()[:, None]
+        x = activations(len(index), cols, torch.bfloat16)
+        exact = expected(layer, x, index)
+        layer.weights = [torch.from_numpy(w).bfloat16().double().numpy() for w in layer.weights]
+        rounded = expected(layer, x, index)
+        out, short = torch.full((len(index), rows), torch.nan), torch.empty(len(index), rows, dtype=torch.bfloat16)
+        native.product(layer.forms, 0, layer.table, x, index, out, ALL_IN_TILES)
+        native.product(layer.forms, 0, layer.table, x, index, short, ALL_IN_TILES)
+        for e in range(int(index.max()) + 1):
+            mine = np.flatnonzero((index[:, 0] == e).numpy())
+            for batch in (mine[:512], mine[512:]):
+                got = [relative(out[batch], want[batch]) for want in (exact, rounded) if len(batch)]
+                assert min(got[: 1 if len(batch) <= 16 else 2], default=0) <= 1e-5, (rows, cols, e)
+        assert relative(short, exact) <= 4e-3, (rows, cols)
+
+
+@pytest.mark.parametrize("level", TILES)
+def test_tiles_beside_packed_bytes_and_whatever_the_threads(level: int) -> None:
+    """Busy experts in tiles, the others not, sentinels left alone; more activations than have room at a time."""
+    use_tiles(level)
+    layer = make_layer(Matrix("m", 40, 14336), VERSIONS, [e % 5 for e in range(10)])
+    index = torch.randint(0, 10, (500, 2), generator=torch.Generator().manual_seed(1))
+    index[index == 7] = 6
+    index[0], index[4, 1] = 7, 10
+    x = activations(len(index), 14336, torch.bfloat16)
+    want, absent = expected(layer, x, index), (index.reshape(-1) == 10).numpy()
+    outs = []
+    for threads in (1, 2, 5):
+        out = torch.full((index.numel(), 40), 7.0)
+        native.product(layer.forms, 0, layer.table, x, index, out, np.full(5, 3), threads=threads)
+        outs.append(out)
+    assert (outs[0][absent] == 7).all() and relative(outs[0][~absent], want[~absent]) <= 4e-3
+    few = (index.reshape(-1) == 7).numpy()
+    assert few.sum() == 2 and relative(outs[0][few], want[few]) <= 1e-5
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_five_versions_in_one_call(level: int) -> None:
+    """Experts without tokens, with one and with many, sentinels, biases; several activations a slot and the reverse."""
+    native.use_level(level)
+    layer = make_layer(Matrix("m", 70, 200, bias=True), VERSIONS, [e % 5 for e in range(12)])
+    generator = torch.Generator().manual_seed(3)
+    index = torch.randint(0, 9, (11, 3), generator=generator)  # 9 to 11 have no tokens
+    index[2, 1] = index[7, 0] = 12
+    for share in (3, 1):
+        x = activations(index.numel() // share, 200, torch.float32)
+        out = torch.full((index.numel(), 70), 7.0)
+        native.product(layer.forms, 0, layer.table, x, index, out)
+        want = expected(layer, x, index)
+        absent = (index.reshape(-1) == 12).numpy()
+        assert (out[absent] == 7).all() and relative(out[~absent], want[~absent]) <= 1e-5
+
+
+def test_neither_threads_nor_company_change_a_bit() -> None:
+    layer = make_layer(Matrix("m", 200, 300), VERSIONS, [e % 5 for e in range(20)])
+    index = torch.randint(0, 20, (9, 4), generator=torch.Generator().manual_seed(1))
+    x = activations(9, 300, torch.bfloat16)
+
+    def run(threads: int) -> torch.Tensor:
+        out = torch.empty(36, 200)
+        native.product(layer.forms, 0, layer.table, x, index, out, threads=threads)
+        return out
+
+    one = run(1)
+    try:
+        for borrowed in (True, False):
+            native.use_openmp(borrowed)
+            for threads in (2, 3, 7):
+                assert all(torch.equal(run(threads), one) for _ in range(5))
+    finally:
+        native.use_openmp()
+    alone = torch.empty(1, 200)
+    for s, e in enumerate(index.reshape(-1).tolist()):
+        if (index == e).sum() == 1:
+            native.product(layer.forms, 0, layer.table, x[s // 4 : s // 4 + 1], index.reshape(-1)[s : s + 1], alone)
+            assert torch.equal(alone[0], one[s])
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("borrowed", [True, False])
+def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None:
+    layer = make_layer(Matrix("m", 128, 256), VERSIONS, [e % 5 for e in range(10)])
+    index = torch.arange(10).repeat(20 if tiles else 1, 1)
+    x = activations(len(index), 256, torch.bfloat16 if tiles else torch.float32)
+    if tiles and not native.has_tiles(x.dtype):
+        pytest.skip("this processor does not multiply BF16")
+    limits = ALL_IN_TILES if tiles else None
+    want = torch.empty(index.numel(), 128)
+    native.product(layer.forms, 0, layer.table, x, index, want, limits, threads=1)
+    wrong = []
+
+    def work() -> None:
+        out = torch.empty_like(want)
+        for _ in range(100):
+            native.product(layer.forms, 0, layer.table, x, index, out.fill_(0), limits, threads=2)
+            if not torch.equal(out, want):
+                wrong.append(1)
+
+    try:
+        native.use_openmp(borrowed)
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        native.use_openmp()
+    assert not wrong
+
+
+def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
+    code = (
+        "import os, sys, torch\n"
+        f"sys.path.insert(0, {str(HELPERS)!r})\n"
+        "import expert_layers as t\n"
+        "t.native.use_openmp(False)\n"
+        "layer = t.make_layer(t.Matrix('m', 300, 256), t.VERSIONS, [0, 1, 2, 3, 4])\n"
+        "x, index = t.activations(1, 256, torch.float32), torch.arange(5)[None]\n"
+        "def run():\n"
+        "    out = torch.empty(5, 300)\n"
+        "    t.native.product(layer.forms, 0, layer.table, x, index, out, threads=2)\n"
+        "    return out\n"
+        "first = run()\n"
+        "child = os.fork()\n"
+        "if not child: os._exit(0 if all(torch.equal(run(), first) for _ in range(20)) else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_limit_leaves_busy_experts_out() -> None:
+    layer = make_layer(Matrix("m", 20, 64), VERSIONS, [1, 2])
+    index = torch.tensor([[0], [1], [1], [1]])
+    x = activations(4, 64, torch.float32)
+    out = torch.full((4, 20), 7.0)
+    native.product(layer.forms, 0, layer.table, x, index, out, np.full(len(VERSIONS), 2))
+    assert (out[1:] == 7).all() and relative(out[:1], expected(layer, x, index)[:1]) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_combine(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(12, 1300, generator=generator).to(dtype)
+    y[5] = torch.nan  # a sentinel's row was never written
+    index = torch.arange(12).reshape(4, 3) % 11
+    index[1, 2] = 12
+    gates = torch.rand(4, 3, generator=generator)
+    out = torch.empty(4, 1300, dtype=dtype)
+    native.combine(y, index, gates, 12, out)
+    weights = gates.clone()
+    weights[1, 2] = 0
+    want = (y.nan_to_num().double().view(4, 3, -1) * weights[..., None].double()).sum(1)
+    assert relative(out, want.numpy()) <= TOLERANCE[dtype]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layer = make_layer(Matrix("m", 20, 64), VERSIONS, [1, 2])
+    x, index, out = torch.zeros(2, 64), torch.tensor([[0], [1]]), torch.empty(2, 20)
+    table = layer.table
+    for bad in (
+        (table, x[:, :32], index, out),
+        (table, x, index, out[:1]),
+        (table, x, index.int(), out),
+        (table, x.half(), index, out),
+        (table, x, index, torch.empty(20, 2).T),
+        (table.astype(np.int64), x, index, out),
+        (table, torch.zeros(3, 64), index, out),
+    ):
+        with pytest.raises(ValueError, match="m:"):
+            native.product(layer.forms, 0, *bad)
+    with pytest.raises(ValueError, match="do not fit"):
+        native.unpack(layer.forms, 0, 1, layer.extents[0], torch.empty(64, 20))
+    with pytest.raises(ValueError, match="multiple of 64"):
+        handle(8, 0)
+
+
+def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moepack.runtime.experts import backends
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    backends.forget()
+    assert backends._limits() == backends.defaults()
+    limits = backends.autotune()
+    assert all(limits[name] in backends.CANDIDATES for name in backends.DEFAULTS)
+    backends.forget()
+    assert (
+        backends._limits() == limits
+        and backends.direct_limit(torch.float32, Version.affine(3, 64)) == limits["float32 3"]
+    )
+    shown = {(row["version"], row["tokens"]) for row in backends.table()}
+    assert ("bf16", f"1-{limits['bfloat16 16']}") in shown
+    for spoilt in ("", "[]", '{"machine": "another", "limits": {}}'):
+        (tmp_path / "moepack" / "kernels.json").write_text(spoilt)
+        backends.forget()
+        assert backends._limits() == backends.defaults()
+    monkeypatch.undo()
+    backends.forget()
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 150])
+def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
+    """Both matrices of trained experts, every version, packed and in tiles, whichever this processor takes."""
+    from moepack.pack.reader import open_bundle
+    from moepack.runtime.experts import backends
+    from moepack.runtime.experts.handles import LayerExperts
+    from moepack.runtime.store.files import BackingStore
+
+    store = BackingStore(open_bundle(bundle))
+    names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]
+    experts = LayerExperts(store, 2, names, torch.device("cpu"))
+    assert experts.native is not None
+    index = torch.arange(10).repeat(tokens, 1)
+    for matrix, m in enumerate(experts.layer.matrices):
+        for dtype in TOLERANCE:
+            limits = np.array([backends.direct_limit(dtype, v) for v in experts.versions])
+            if not native.has_tiles(dtype):
+                limits[:] = 1 << 40
+            x = activations(tokens, m.cols, dtype, seed=matrix)
+            out = torch.full((10 * tokens, m.rows), torch.nan, dtype=dtype)
+            native.product(experts.native, matrix, experts.table, x, index, out, limits)
+            for e in range(10):
+                want = x.double() @ experts.weight(e, matrix, torch.float32).double().T
+                assert relative(out[e::10], want.numpy()) <= TOLERANCE[dtype], (names[e], dtype)
+
+
+@pytest.mark.parametrize("level", sorted({LEVELS[-1], BEST}))
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: int, level: int) -> None:
+    """Few tokens and many, in all versions, with tiles of our own and torch's product: what a machine without a
+    compiler computes. BF16 rounds three times."""
+    import moepack
+    from moepack.runtime.experts import cpu
+    from moepack.runtime.experts.forward import reference_forward
+    from moepack.runtime.experts.handles import LayerExperts
+    from moepack.runtime.store.files import BackingStore
+
+    native.use_level(level)
+    model = moepack.load(bundle, dtype=dtype, policy="static:w2")
+    module = model.model.layers[1].mlp.experts
+    names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]
+    experts = LayerExperts(BackingStore(model.moepack.bundle), 1, names, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 128, generator=generator).to(dtype)
+    index = torch.stack([torch.randperm(17, generator=generator)[:4] for _ in range(tokens)])
+    index[: tokens // 2, 0] = 3  # one busy expert
+    gates = torch.rand(tokens, 4, generator=generator).to(dtype)
+    with torch.inference_mode():
+        want = reference_forward(module, experts, x, index, gates)
+        got = cpu.forward(module, experts, x, index, gates)
+        assert torch.equal(got, cpu.forward(module, experts, x, index, gates))
+        assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
+        before, other = experts.table.copy(), model.model.layers[1].mlp.experts._moepack.handles[0]
+        experts.publish(0, other)
+        changed = experts.table != before
+        assert changed.tolist() == [True] + [False] * 15
+        want = reference_forward(module, experts, x, index, gates)
+        got = cpu.forward(module, experts, x, index, gates)
+        assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_without_the_extension_the_fallback_serves(bundle: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['moepack.runtime.kernels.affine_native'] = None\n"
+        "import moepack, torch\n"
+        f"model = moepack.load({str(bundle)!r}, dtype=torch.float32, policy='static:w3')\n"
+        "assert model.model.layers[0].mlp.experts._moepack.backend == 'reference'\n"
+        "print(float(model(torch.arange(1, 20)[None]).logits.double().norm()))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    import moepack
+
+    model = moepack.load(bundle, dtype=torch.float32, policy="static:w3")
+    assert model.model.layers[0].mlp.experts._moepack.backend == "native"
+    with torch.inference_mode():
+        norm = float(model(torch.arange(1, 20)[None]).logits.double().norm())
+    assert norm == pytest.approx(float(out.stdout), rel=1e-5)

@@ -1,0 +1,337 @@
+"""M_fixed, and KV caches inside the budget: measured against real forward passes and the process's own memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from support import HELPERS, ROOT
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.pack.spec import ExpertLayer, Matrix
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate, generate
+from moepack.runtime.planning.fixed import Activations, Fixed, Workload, dense_bytes
+from moepack.runtime.planning.kv_cache import KvShape, cache_bytes
+from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
+
+CPU = torch.device("cpu")
+HOT = "hotness:hi=bf16,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
+TOKEN = 1024  # bytes of KV cache a token of the demo model: 4 layers, 2 heads of 32, keys and values in BF16
+
+
+def ids(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny(family: str) -> tuple[Any, Any, list[ExpertLayer]]:
+    """A family's config, a real random model of it, and its experts."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family](**{**tiny_models._BASE, **tiny_models.FAMILIES[family]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    layers = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            count, *shape = module.down_proj.shape
+            inner = shape[0] if family == "gpt_oss" else shape[1]
+            matrices = (Matrix("gate_up", 2 * inner, 64, False), Matrix("down", 64, inner, False))
+            layers.append(ExpertLayer(0, name, count, matrices))
+    return config, model, layers
+
+
+# --- what is foretold
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_kv_bytes_are_those_of_real_caches(family: str) -> None:
+    """Full attention, MLA, a sliding window of 32 tokens, linear attention's states: to the byte, at every length."""
+    config, model, layers = tiny(family)
+    made, mode = skeleton(config, torch.bfloat16)
+    shape = Probe(made, layers, CPU, mode).kv_shape()
+    for tokens in (8, 21, 31, 32, 33, 70):
+        with torch.no_grad():
+            cache = model(input_ids=ids(tokens, 2), use_cache=True).past_key_values
+        counters = 8 if family == "gpt_oss" else 0  # one counter for all sequences, counted for each
+        assert shape.bytes(tokens, 2) == cache_bytes(cache) + counters
+    assert shape.bytes(0) == 0
+    size = shape.bytes(40, 3)
+    assert shape.tokens(size, 3, 1000) == 40
+    assert shape.tokens(size - 1, 3, 1000) == 39
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_headroom_is_that_of_a_real_forward(family: str) -> None:
+    """The skeleton's storages are the real model's to the byte; its dense tensors too."""
+    config, model, layers = tiny(family)
+    made, mode = skeleton(config, torch.bfloat16)
+    for arguments in (([48], 2, 0, True, False), ([48], 2, 0, False, True), ([16, 1], 1, 40, True, True)):
+        foretold = Probe(made, layers, CPU, mode).headroom(*arguments)
+        real = Probe(model, layers, CPU).headroom(*arguments)
+        # Linear attention in plain torch picks other views where values are known.
+        assert foretold == (pytest.approx(real, rel=0.01) if family == "qwen3_next" else real) and foretold[0] > 0
+    kept = [b for n, b in model.named_buffers() if "e_score_correction_bias" in n]  # float32 once it is loaded
+    more = sum(2 * b.numel() for b in kept)
+    assert dense_bytes(made, layers) == dense_bytes(model, layers) + more
+    everything = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    assert dense_bytes(made) == everything + more
+
+
+def test_a_family_that_cannot_be_measured_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
+
+    def looks(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> None:
+        raise ValueError(f"{int(input_ids.sum())} is not known")
+
+    monkeypatch.setattr(Qwen3MoeModel, "forward", looks)
+    with pytest.raises(InputError, match="cannot be measured"):
+        moepack.load(bundle, policy="static:w2", device_memory=77_777_777, prefill_tokens=77)
+
+
+def test_the_served_experts_take_what_the_probes_do(bundle: Path) -> None:
+    """Within 15 %: the probe lets one expert have every token, and the real router does not."""
+    for policy in ("static:w4", "static:bf16"):
+        model = moepack.load(bundle, policy=policy, device_memory=1 << 30)
+        foretold = Probe(*_skeleton(model, bundle)).headroom([512], 1, 0, True, False)[0]
+        with LiveBytes(model) as live, torch.no_grad():
+            model(input_ids=ids(512), use_cache=False)
+        assert live.peak <= foretold <= 1.15 * live.peak
+        assert model.moepack.fixed.activations >= foretold
+
+
+def _skeleton(model: Any, bundle: Path) -> tuple[Any, ...]:
+    made, mode = skeleton(model.config, model.dtype)
+    return made, moepack.open(bundle).layers, CPU, mode
+
+
+def test_arithmetic() -> None:
+    assert Fixed(1, 20, 300, 4000).total == 4321 and "activations 300" in str(Fixed(1, 20, 300, 4000))
+    shape = KvShape(((0, 4, None), (10, 2, 30), (5, 0, None)))
+    assert [shape.bytes(n) for n in (1, 10, 11)] == [4 + 12 + 5, 40 + 30 + 5, 44 + 30 + 5] and shape.token_bytes == 6
+    passes = Activations((1, 11), (100, 200), (10.0, 20.0, 110.0, 220.0))
+    assert passes.bytes(1, 100) == 10 and passes.bytes(11, 200, 2) == 440 and passes.bytes(6, 150) == 90
+    for wrong in ({"kv_tokens": -1}, {"batch": 0}, {"prefill_tokens": 1.5}):
+        with pytest.raises(InputError, match="whole number"):
+            Workload(**wrong)
+
+
+# --- budgets
+
+
+@pytest.mark.parametrize("policy", ["static:w2", "uniform", "hotness:hi=bf16,lo=w2"])
+def test_refusals_name_the_least_to_the_byte(bundle: Path, policy: str) -> None:
+    def load(budget: int, **options: int) -> Any:
+        return moepack.load(bundle, policy=policy, device_memory=budget, **options)
+
+    def least(**options: int) -> int:
+        with pytest.raises(InputError, match=r"\d+ bytes") as refused:
+            load(1000, **options)
+        return int(re.findall(r"(?:do is|needs) (\d+) bytes", str(refused.value))[0])
+
+    plain, cached = least(), least(kv_tokens=100, batch=3)
+    bare = least(prefill_tokens=0)
+    for size, options in ((plain, {}), (cached, {"kv_tokens": 100, "batch": 3}), (bare, {"prefill_tokens": 0})):
+        model = load(size, **options)
+        fixed = model.moepack.fixed
+        assert model.moepack.resident_bytes_peak <= size and fixed.kv == 300 * TOKEN * bool(options.get("kv_tokens"))
+        assert fixed.dense == dense_bytes(model) and (fixed.activations > 0) == (size != bare)
+        model.moepack.close()
+        with pytest.raises(InputError, match=f"{size} bytes"):
+            load(size - 1, **options)
+
+
+def served(bundle: Path, policy: str, room: int, **options: Any) -> Any:
+    """A model with `room` bytes beside all experts at w2."""
+    static = moepack.load(bundle, policy="static:w2", device_memory=1 << 30, **options).moepack.tracker.reserved
+    staging = 36_864 if policy.startswith("hotness") else 0
+    return moepack.load(bundle, policy=policy, device_memory=static + staging + room, **options)
+
+
+@pytest.mark.parametrize("policy", [HOT, "static:w2"])
+def test_what_does_not_fit_is_refused_before_it_runs(bundle: Path, policy: str) -> None:
+    """The refusal names how many tokens fit: so many run, one more does not, and the model goes on."""
+    model = served(bundle, policy, 600_000, kv_tokens=64, prefill_tokens=1024)
+    tracker = model.moepack.tracker
+    with torch.inference_mode():
+        want = model(ids(40), use_cache=False).logits
+        with pytest.raises(InputError, match=r"which holds (\d+) tokens") as refused:
+            model(ids(5000, seed=1))
+        fit = int(str(refused.value).split("holds ")[1].split()[0])
+        assert fit == 64 + 600_000 // TOKEN
+        model(ids(fit))
+        with pytest.raises(InputError, match=f"holds {fit} tokens"):
+            model(ids(fit + 1))
+        cache = model(ids(fit - 1)).past_key_values
+        cache = model(ids(1), past_key_values=cache).past_key_values
+        with pytest.raises(InputError, match=f"holds {fit} tokens"):
+            model(ids(1), past_key_values=cache)
+        del cache
+        assert model(ids(40), use_cache=False).logits.shape == want.shape
+        if policy == "static:w2":
+            assert torch.equal(model(ids(40), use_cache=False).logits, want)
+    assert tracker.peak <= tracker.budget and model.moepack.counters()["forward_waits"] == 0
+    model.moepack.close()
+
+
+def test_the_reserve_grows_ahead_and_shrinks(bundle: Path) -> None:
+    model = served(bundle, HOT, 1_500_000, kv_tokens=64)
+    tracker, watch = model.moepack.tracker, model.moepack.caches
+
+    def settle(until: Any) -> None:
+        end = time.monotonic() + 10
+        while not until():
+            assert time.monotonic() < end, tracker.named()
+            time.sleep(0.01)
+
+    with torch.inference_mode():
+        cache = model(ids(60)).past_key_values
+        assert tracker.held("kv") == 0 and watch.used == 60 * TOKEN, "within the asked tokens nothing happens"
+        for n in range(61, 600):
+            cache = model(ids(1), past_key_values=cache).past_key_values
+            assert tracker.held("kv") + 64 * TOKEN >= watch.used == n * TOKEN and tracker.reserved <= tracker.budget
+        assert tracker.held("kv") > (600 - 64) * TOKEN, "a step ahead of need"
+        assert watch.waits <= 1, "but for the first token past the asked ones, none waits"
+        two = model(ids(30, 2), use_cache=True).past_key_values
+        assert watch.used == (599 + 60) * TOKEN
+        del cache
+        assert watch.used == 60 * TOKEN
+        settle(lambda: tracker.held("kv") == 0)
+        del two
+    assert watch.used == 0 and model.moepack.counters()["forward_waits"] == 0
+    model.moepack.close()
+
+
+def test_a_pass_waits_until_experts_have_left(bundle: Path) -> None:
+    model = served(bundle, HOT, 1_200_000, prefill_tokens=1024)
+    tracker = model.moepack.tracker
+    end = time.monotonic() + 20
+    with torch.inference_mode():
+        while tracker.free > 200_000 and time.monotonic() < end:
+            model(ids(256, seed=int(1000 * time.monotonic())), use_cache=False)
+        assert tracker.free < 400_000
+        high = sum(row.count("bf16") for row in model.moepack.versions)
+        model(ids(900), use_cache=True)
+    counters = model.moepack.counters()
+    assert counters["kv_waits"] >= 1 and counters["forward_waits"] == 0 and model.moepack.caches.waited > 0
+    assert sum(row.count("bf16") for row in model.moepack.versions) < high and tracker.peak <= tracker.budget
+    model.moepack.close()
+
+
+def test_other_caches_and_none(bundle: Path) -> None:
+    """Static caches take all at once; passes without a cache take none; longer passes pay for their activations."""
+    from transformers import StaticCache
+
+    model = served(bundle, "static:w2", 2_000_000, prefill_tokens=128)
+    tracker, watch = model.moepack.tracker, model.moepack.caches
+    with torch.inference_mode():
+        model(ids(100), use_cache=False)
+        assert tracker.held("kv") == 0
+        cache = StaticCache(model.config, max_cache_len=700)
+        model(ids(10), past_key_values=cache)
+        assert watch.used == cache_bytes(cache) >= 700 * TOKEN and tracker.held("kv") >= watch.used
+        del cache
+        assert watch.used == 0
+        with pytest.raises(InputError, match="held back for activations"):
+            model(ids(3000), use_cache=False)
+        assert generate_twice(model)
+
+
+def generate_twice(model: Any) -> bool:
+    """Generation with and without a static cache gives the same."""
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids(20), **options)
+    return torch.equal(plain, model.generate(ids(20), cache_implementation="static", **options))
+
+
+def test_generate_asks_for_its_cache(bundle: Path) -> None:
+    """A prompt longer than a chunk goes in by chunks; what comes out is what comes out without a budget."""
+    prompt = "The history of the world. " * 120
+    small = generate(bundle, prompt, policy="static:w2", max_new_tokens=6)
+    budget = 5_900_000
+    assert generate(bundle, prompt, policy="static:w2", max_new_tokens=6, device_memory=budget) == small
+    with pytest.raises(InputError, match="kv 20480000"):
+        generate(bundle, prompt, policy="static:w2", device_memory=budget, kv_tokens=10_000, batch=2)
+
+
+def test_eval_scores_in_the_budget(bundle: Path, evaluation: Path) -> None:
+    """Scored in pieces, within what is held back; the same perplexity."""
+    plain = evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4)
+    held = evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4, device_memory=8_000_000)
+    assert held.perplexity == pytest.approx(plain.perplexity, rel=1e-3) and held.fixed is not None
+    assert held.resident_bytes_peak <= 8_000_000 and held.fixed.kv == 0 and held.kv_waits == 0
+    with pytest.raises(InputError, match="kv 1024000"):
+        evaluate(bundle, [str(evaluation)], "static:w2", length=64, device_memory=3_000_000, kv_tokens=500, batch=2)
+
+
+# --- what the process takes
+
+
+@pytest.fixture(scope="module")
+def middle(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of 302 MB of experts in BF16, random weights."""
+    folder = tmp_path_factory.mktemp("middle")
+    tiny_models.save_tiny(
+        "qwen3_moe", folder / "model", demo_model, hidden_size=512, intermediate_size=512, moe_intermediate_size=768,
+        num_experts=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        num_experts_per_tok=4, max_position_embeddings=8192,
+    )  # fmt: skip
+    recipe = """
+versions: [bf16, w4, w2]
+quantize: {method: rtn, group_size: 64, loss_tokens: 64}
+calibration: {samples: 4, length: 64, batch_size: 4}
+"""
+    build(folder / "model", folder / "bundle", parse_recipe(recipe, "middle"), [text])
+    return folder / "bundle"
+
+
+def agree(bundle: Path, tiny: Path, budget: int, device: str) -> dict[str, Any]:
+    script = HELPERS / "memory_agreement.py"
+    command = [sys.executable, str(script), str(bundle), str(tiny), str(budget), device]
+    out = subprocess.run(command, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr[-2000:]
+    facts: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
+    assert facts["reserved"] <= budget and facts["counters"]["promotions"] > 40, facts
+    return facts
+
+
+# What the budget does not see on a CPU: stacks and arenas of two threads, Python objects of the serving machinery, what
+# the host's store reads ahead for a while, holes of buffers below 512 KiB in the heap. Measured: 3 to 12 MB of 220.
+UNSEEN = 16 << 20
+
+
+def test_the_process_takes_what_is_reserved(middle: Path, bundle: Path) -> None:
+    """Within 3 % and 16 MiB, at the peak, through promotions, a growing cache and its end."""
+    facts = agree(middle, bundle, 220_000_000, "cpu")
+    assert abs(facts["taken"] - facts["reserved"]) <= 0.03 * facts["reserved"] + UNSEEN, facts
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_allocator_takes_what_is_reserved(middle: Path, bundle: Path) -> None:
+    """The same on a GPU, by the allocator's own peak; the libraries' workspaces were there before."""
+    facts = agree(middle, bundle, 260_000_000, "cuda")
+    assert abs(facts["taken"] - facts["reserved"]) <= 0.03 * facts["reserved"] + UNSEEN, facts
+
+
+def test_the_arena_is_what_the_kernels_say() -> None:
+    """Sizes that stand in C and are repeated for the budget."""
+    from moepack.runtime.planning import fixed
+
+    kernels = ROOT / "runtime" / "kernels"
+    source = "".join((kernels / name).read_text() for name in ("affine_tiles.c", "tiles.h"))
+    depth, batch, tile = (int(re.search(rf"#define {n} (\d+)", source)[1]) for n in ("DEPTH", "BATCH", "TILE"))  # type: ignore[index]
+    assert (batch, tile + 64) == (fixed.BATCH, fixed.BLOCK)
+    assert 2 * depth * tile + batch // 32 * 4 * tile == fixed.SCRATCH
+    both = source + (kernels / "affine.c").read_text()
+    assert re.findall(r"#define CACHE \((\d+) << (\d+)\)", both) == [("24", "20")] * 2 and fixed.CACHE == 24 << 20

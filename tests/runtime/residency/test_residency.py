@@ -1,0 +1,573 @@
+"""Versioned residency: the invariants under a state machine, planted violations of each, and the parts alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from residency_simulation import (
+    DROPS,
+    FOUR,
+    KEEPS,
+    POOLS,
+    TIGHT,
+    Kind,
+    Simulation,
+    Violation,
+    all_keys,
+    settled,
+)
+
+from moepack.pack.spec import PAGE
+from moepack.runtime.devices.cpu import CpuMemory
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.residency.entries import Outcome, State
+from moepack.runtime.residency.pools import Pool, StaleBlockError
+
+KEYS = all_keys()
+BASE = DROPS.base
+Plant = Callable[[Simulation], None]
+
+
+class Machine(RuleBasedStateMachine):
+    """Forward passes, policies, copies and the KV cache, in every order."""
+
+    steps = 0
+    plant: Plant | None = None
+    sim: Simulation
+
+    @initialize(kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS]))
+    def load(self, kind: Kind) -> None:
+        self.sim = Simulation(kind)
+        if type(self).plant is not None:
+            type(self).plant(self.sim)
+
+    @rule()
+    @precondition(lambda self: len(self.sim.readers) < 2)
+    def begin(self) -> None:
+        self.sim.begin()
+
+    @rule(compute_goes_on=st.booleans(), which=st.integers(0, 1))
+    @precondition(lambda self: self.sim.readers)
+    def end(self, compute_goes_on: bool, which: int) -> None:
+        windows = list(self.sim.readers)
+        self.sim.end(windows[which % len(windows)], compute_goes_on)
+
+    @rule()
+    @precondition(lambda self: self.sim.draining)
+    def compute_ends(self) -> None:
+        self.sim.draining.pop(0)[0].ended = True
+
+    @rule(wanted=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 3), max_size=6))
+    def policy(self, wanted: dict[tuple[int, int], int]) -> None:
+        base = self.sim.kind.base
+        self.sim.transitions.want({key: min(version, base) for key, version in wanted.items()})
+
+    @rule()
+    def tick(self) -> None:
+        self.sim.transitions.tick()
+
+    @rule(which=st.integers(0, 7), how=st.sampled_from(["good", "good", "good", "damaged", "failed"]))
+    @precondition(lambda self: self.sim.jobs)
+    def copy_ends(self, which: int, how: str) -> None:
+        self.sim.finish(which % len(self.sim.jobs), how == "damaged", how == "failed")
+
+    @rule(rounds=st.integers(1, 3), compute_goes_on=st.booleans())
+    def serve(self, rounds: int, compute_goes_on: bool) -> None:
+        """Copies that go well, and forward passes one after another: else few promotions would get through."""
+        for _ in range(rounds):
+            self.sim.transitions.tick()
+            while self.sim.jobs:
+                self.sim.finish(0)
+            self.sim.transitions.tick()
+            window = self.sim.begin()
+            self.sim.check()
+            self.sim.end(window, compute_goes_on)
+            self.sim.check()
+
+    @rule(pages=st.integers(1, 4))
+    def kv_grows(self, pages: int) -> None:
+        transitions = self.sim.transitions
+        try:
+            transitions.grow_kv(pages * PAGE)
+        except MemoryError:
+            asked = transitions.kv_bytes + transitions.kv_asked + pages * PAGE
+            assert asked > transitions.ledger.most_kv()
+
+    @rule()
+    @precondition(lambda self: self.sim.transitions.kv_bytes >= PAGE)
+    def kv_shrinks(self) -> None:
+        self.sim.transitions.shrink_kv(PAGE)
+
+    @rule(seconds=st.sampled_from([0.1, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.sim.now += seconds
+
+    @invariant()
+    def everything_holds(self) -> None:
+        Machine.steps += 1
+        self.sim.check()
+
+    def teardown(self) -> None:
+        """Left alone, it comes to rest with what is wanted: nothing ever blocks for good."""
+        if type(self).plant is not None or not hasattr(self, "sim"):
+            return
+        sim = self.sim
+        for window in list(sim.readers):
+            sim.end(window, compute_goes_on=False)
+        for mark, _ in sim.draining:
+            mark.ended = True
+        sim.draining.clear()
+        settled(sim, 40)
+        assert not sim.jobs and not sim.transitions.kv_asked
+        queues = sim.transitions.queues()
+        assert not queues.in_flight
+        for key, version in sim.transitions.waiting().items():  # none of them fits
+            full = sim.kind.fixed and sim.pools[version].taken == sim.pools[version].blocks
+            assert full or sim.residency.growth(key, version) > sim.transitions.ledger.settled()
+
+
+LIMITS = settings(
+    max_examples=250,
+    stateful_step_count=80,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    phases=[Phase.generate],
+)
+
+
+@pytest.fixture
+def silent() -> Iterator[None]:
+    """Failures are a part of it: thousands of lines would be kept."""
+    logging.getLogger("moepack.runtime").disabled = True
+    yield
+    logging.getLogger("moepack.runtime").disabled = False
+
+
+def test_invariants_hold_in_every_order(silent: None) -> None:
+    Machine.steps = 0
+    run_state_machine_as_test(Machine, settings=LIMITS)
+    assert Machine.steps >= 10_000
+
+
+# --- planted violations: each breaks one rule, and the check above must find it
+
+
+def _published_early(sim: Simulation) -> None:
+    """A copy counts as ended before it has."""
+    fetch = sim.residency._fetch
+
+    def early(*args: Any) -> Any:
+        event = fetch(*args)
+        event.done = lambda: True
+        return event
+
+    sim.residency._fetch = early
+
+
+def _torn(sim: Simulation) -> None:
+    """The device says that a copy has ended when half of it has."""
+    fetch = sim.residency._fetch
+
+    def half(key: Any, version: int, target: torch.Tensor) -> Any:
+        event = fetch(key, version, target)
+        event.ended = True
+        sim.finished.add((key, version, target.data_ptr()))
+        sim.jobs.pop()
+        return event
+
+    sim.residency._fetch = half
+
+
+def _over_budget(sim: Simulation) -> None:
+    """The tracker grants everything."""
+    tracker = sim.tracker
+
+    def grant(name: str, size: int) -> bool:
+        tracker._reserved += size
+        tracker._named[name] = tracker._named.get(name, 0) + size
+        return True
+
+    tracker.try_reserve = grant  # type: ignore[method-assign]
+
+
+def _forward_waits(sim: Simulation) -> None:
+    """A window begins only after the copies in flight."""
+    begin = sim.residency.begin
+
+    def waiting() -> int:
+        for event, *_ in sim.jobs:
+            event.wait()
+        return begin()
+
+    sim.residency.begin = waiting  # type: ignore[method-assign]
+
+
+def _general_allocator(sim: Simulation) -> None:
+    """Blocks come from the allocator."""
+    from dataclasses import replace
+
+    for pool in sim.pools:
+        allocate = pool.allocate
+
+        def outside(allocate: Any = allocate) -> Any:
+            block = allocate()
+            return None if block is None else replace(block, tensor=torch.zeros(len(block.tensor), dtype=torch.uint8))
+
+        pool.allocate = outside  # type: ignore[method-assign]
+
+
+def _reused_early(sim: Simulation) -> None:
+    """Blocks are freed whatever still reads them."""
+    sim.residency._windows.oldest = lambda: 1 << 60  # type: ignore[method-assign]
+
+
+def _published_in_a_window(sim: Simulation) -> None:
+    """Boundaries are not looked for."""
+    residency, tick = sim.residency, sim.transitions.tick
+
+    def anywhere() -> None:
+        tick()
+        for key in list(residency._ready):
+            residency._switch(key)
+
+    sim.transitions.tick = anywhere  # type: ignore[method-assign]
+
+
+def _inexact(sim: Simulation) -> None:
+    """Decoding the most precise version changes a bit."""
+    finish = sim.finish
+
+    def flips(index: int, damaged: bool = False, failed: bool = False) -> None:
+        _, _, version, target = sim.jobs[index]
+        finish(index, damaged, failed)
+        if version == 0:
+            target[5] ^= 1
+
+    sim.finish = flips  # type: ignore[method-assign]
+
+
+def _unchecked(sim: Simulation) -> None:
+    """Digests are not looked at, and the file is damaged everywhere."""
+    finish = sim.finish
+    sim.check_digest = lambda target: False  # type: ignore[method-assign]
+    sim.finish = lambda index, damaged=False, failed=False: finish(index, True, failed)  # type: ignore[method-assign]
+
+
+def _leaves_too_soon(sim: Simulation) -> None:
+    """A demotion gives the high version's block back before the low one has arrived."""
+    residency = sim.residency
+    start = residency.start
+
+    def hasty(key: Any, version: int) -> Any:
+        outcome = start(key, version)
+        entry = residency.entries[key]
+        if outcome is Outcome.STARTED and version > entry.active:
+            resident = entry.complete.pop(entry.active)
+            resident.block.pool.free(resident.block)
+        return outcome
+
+    residency.start = hasty  # type: ignore[method-assign]
+
+
+def _no_reserve(sim: Simulation) -> None:
+    """Promotions take what is kept for demotions."""
+    ledger = sim.transitions.ledger
+    settled, admit = ledger.settled, sim.transitions._admit
+
+    def careless() -> None:
+        ledger.settled = lambda: settled() + ledger.reserve  # type: ignore[method-assign]
+        admit()
+        del ledger.settled  # type: ignore[method-assign]
+
+    sim.transitions._admit = careless  # type: ignore[method-assign]
+
+
+def _spare_in_use(sim: Simulation) -> None:
+    """A version that is leaving counts as spare at once."""
+    residency, leave = sim.residency, sim.residency._leave
+
+    def at_once(key: Any, version: int) -> None:
+        leave(key, version)
+        if (key, version) in residency._leaving:
+            residency._left(key, version)
+
+    residency._leave = at_once  # type: ignore[method-assign]
+
+
+# The rule that finds each; what is published or reused too early may show as half copied, or as other bytes, first.
+PLANTS = {
+    _torn: "1",
+    _leaves_too_soon: "1",
+    _over_budget: "2",
+    _forward_waits: "3",
+    _general_allocator: "4",
+    _published_early: "[15]",
+    _reused_early: "[156]",
+    _published_in_a_window: "5",
+    _inexact: "6",
+    _unchecked: "7",
+    _no_reserve: "8",
+    _spare_in_use: "[156]",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__.strip("_"))
+def test_planted_violations_are_found(plant: Plant, silent: None) -> None:
+    broken = type("Broken", (Machine,), {"plant": staticmethod(plant)})
+    limits = settings(LIMITS, max_examples=400, report_multiple_bugs=False, derandomize=True, database=None)
+    with pytest.raises(Violation, match=f"^{PLANTS[plant]}:"):
+        run_state_machine_as_test(broken, settings=limits)
+
+
+# --- the states of one expert
+
+
+def test_an_expert_goes_through_its_states() -> None:
+    sim = Simulation()
+    entry, key = sim.residency.entries[0, 1], (0, 1)
+    assert entry.state is State.RESIDENT_LO
+    sim.transitions.want({key: 0})
+    sim.transitions.tick()
+    assert entry.state is State.PROMOTING and sim.seen[key][0] == BASE
+    window = sim.begin()
+    sim.finish(0)
+    sim.transitions.tick()
+    assert entry.state is State.PROMOTING and sim.seen[key][0] == BASE, "no boundary yet"
+    sim.end(window, False)
+    window = sim.begin()
+    assert entry.state is State.EVICTING and sim.seen[key][0] == 0, "the base version is on its way out"
+    sim.transitions.tick()
+    assert entry.state is State.RESIDENT_HI and set(entry.complete) == {0, BASE}, "spare, as nobody needs its bytes"
+    sim.transitions.want({key: 1})
+    sim.transitions.tick()
+    assert entry.state is State.DEMOTING and sim.seen[key][0] == 0, "the high version serves until the other is there"
+    sim.finish(0)
+    sim.transitions.tick()
+    sim.end(window, compute_goes_on=True)
+    sim.begin()
+    assert entry.state is State.EVICTING and sim.seen[key][0] == 1
+    assert not sim.residency.drop_spare(sim.pools[0]), "a window reads it"
+    sim.draining.pop()[0].ended = True
+    sim.transitions.tick()
+    assert entry.state is State.RESIDENT_HI and sim.residency.drop_spare(sim.pools[0]) and sim.pools[0].taken == 0
+    counts = sim.residency.counts
+    assert (counts.promotions, counts.demotions, counts.failures) == (1, 1, 0)
+    assert sim.residency.start(key, 1) is Outcome.NOTHING
+
+
+def promoted(kind: Kind, wanted: dict[tuple[int, int], int]) -> Simulation:
+    sim = Simulation(kind)
+    sim.transitions.want(wanted)
+    settled(sim)
+    return sim
+
+
+def test_low_versions_leave_when_their_bytes_are_needed() -> None:
+    """Four high experts in eight pages more than all-low: with their low versions they would be three."""
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:5], 0))
+    assert sim.residency.active() == [[0] * 4, [BASE] * 3]
+    assert sim.tracker.free + sim.pools[BASE].spare_bytes + sim.residency.available() == DROPS.reserve * PAGE
+    kept = promoted(KEEPS, dict.fromkeys(KEYS[:5], 0))
+    assert kept.residency.active() == [[0, 0, 0, BASE], [BASE] * 3]
+
+
+def test_evictions_make_room_for_promotions() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    sim.transitions.want({(1, 0): 0, (1, 1): 0, (0, 0): 0})
+    sim.transitions.tick()
+    assert sim.transitions.refusals == 1 and {v for _, _, v, _ in sim.jobs} == {BASE}, "low versions are fetched first"
+    settled(sim)
+    active = sim.residency.active()
+    assert active[1] == [0, 0, BASE] and active[0][0] == 0 and active[0].count(0) == 2
+
+
+def test_the_least_worth_is_evicted_first() -> None:
+    for least in range(4):
+        sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+        sim.transitions.want({(1, 0): 0}, lambda key, least=least: float(key != (0, least)))
+        settled(sim)
+        assert sim.residency.active() == [[BASE if e == least else 0 for e in range(4)], [0, BASE, BASE]]
+
+
+def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    sim.transitions.want({(1, 0): 0})
+    sim.transitions.tick()
+    leaving = [key for _, key, _, _ in sim.jobs]
+    assert leaving
+    sim.transitions.want(dict.fromkeys(KEYS[:4], 0))
+    settled(sim)
+    assert sim.residency.active() == [[0] * 4, [BASE] * 3]
+    assert sim.residency.counts.demotions == 0 and sim.residency.counts.cancelled == len(leaving)
+
+
+def test_a_low_version_that_cannot_be_fetched_leaves_its_expert_high(caplog: pytest.LogCaptureFixture) -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    sim.transitions.want({(1, 0): 0, (0, 0): 0, (0, 1): 0, (0, 2): 0})
+    for _ in range(3):
+        sim.transitions.tick()
+        while sim.jobs:
+            sim.finish(0, failed=True)
+        sim.end(sim.begin(), False)
+    assert sim.residency.active() == [[0] * 4, [BASE] * 3] and sim.transitions.failures == 1
+    assert len(caplog.records) == 1 and "simulated" in caplog.text
+    sim.now += 31
+    settled(sim)
+    assert sim.residency.active() == [[0, 0, 0, BASE], [0, BASE, BASE]]
+
+
+def test_what_fits_goes_past_a_promotion_that_does_not() -> None:
+    """Room for eight pages: three experts take two more each; one that takes four waits; those that take one do not."""
+    kind = Kind(pages=(5, 3, 2, 1), reserve=3, room=8)
+    sim = promoted(kind, {(0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 2, (0, 3): 2})
+    assert sim.residency.active() == [[1, 1, 1, 3], [3, 2, 2]]
+    assert sim.transitions.waiting() == {(1, 0): 0, (0, 3): 2}
+    sim.transitions.want({(1, 0): 0, (1, 1): 2, (0, 0): 1, (0, 3): 2})
+    settled(sim)
+    assert sim.residency.active()[1][0] == 0 and sim.residency.active()[0][3] == 2, "the head is not starved"
+
+
+def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    sim = Simulation()
+    sim.transitions.want({(0, 0): 0})
+    for _ in range(3):
+        sim.transitions.tick()
+        assert len(sim.jobs) == 1
+        sim.finish(0, failed=True)
+        sim.transitions.tick()
+        sim.transitions.tick()
+        assert not sim.jobs and sim.seen[0, 0][0] == BASE
+        sim.now += 31
+    assert sim.transitions.failures == sim.residency.counts.failures == 3
+    assert len(caplog.records) == 1 and "simulated" in caplog.text
+    settled(sim)
+    assert sim.seen[0, 0][0] == 0
+
+
+def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
+    wanted = {(0, 0): 0, (1, 1): 0, (0, 2): 0, (0, 3): 0}
+    sim = promoted(DROPS, wanted)
+    while sim.residency.drop_spare():
+        pass
+    assert not sim.transitions.grow_kv(3 * PAGE) and {key for _, key, _, _ in sim.jobs} == {(0, 2), (0, 3)}
+    settled(sim)
+    assert sim.transitions.kv_bytes == 3 * PAGE
+    assert sim.residency.active() == [[0, BASE, BASE, BASE], [BASE, 0, BASE]], "the last of the wanted went"
+    with pytest.raises(MemoryError, match="leave"):
+        sim.transitions.grow_kv(8 * PAGE)
+    assert not sim.transitions.grow_kv(7 * PAGE), "all there is: the reserve too, once nothing can be demoted"
+    settled(sim)
+    assert sim.transitions.kv_bytes == 10 * PAGE and sim.tracker.free == 0
+    sim.transitions.shrink_kv(10 * PAGE)
+    sim.transitions.want(wanted)
+    settled(sim)
+    assert sim.residency.active()[0] == [0, BASE, 0, 0]
+
+
+def test_the_kv_cache_picks_another_expert_where_one_cannot_leave() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    assert not sim.transitions.grow_kv(2 * PAGE)
+    sim.finish(0, failed=True)
+    settled(sim, 3)
+    assert sim.transitions.kv_bytes == 2 * PAGE and sim.transitions.failures == 1
+    assert sim.residency.active()[0] == [0, 0, BASE, 0], "the least wanted stayed high"
+
+
+def test_pools_that_cannot_shrink_are_settled_from_the_start() -> None:
+    """Three high blocks, and low ones for the others and one demotion: experts change places in them."""
+    sim = Simulation(POOLS)
+    assert sim.residency.active() == [[0, 0, 0, 1], [1, 1, 1]] and sim.pools[1].blocks == 5
+    sim.transitions.want({(1, 0): 0, (1, 1): 0, (1, 2): 0})
+    settled(sim)
+    assert sim.residency.active() == [[1, 1, 1, 1], [0, 0, 0]]
+    with pytest.raises(MemoryError):
+        sim.transitions.grow_kv(3 * PAGE)
+    assert sim.transitions.grow_kv(2 * PAGE)
+
+
+# --- the tracker and the pools
+
+
+def test_tracker_arithmetic() -> None:
+    tracker = BudgetTracker(100, 30)
+    assert tracker.try_reserve("a", 70) and not tracker.try_reserve("b", 1) and tracker.try_reserve("b", 0)
+    assert (tracker.reserved, tracker.peak, tracker.free, tracker.refusals) == (100, 100, 0, 1)
+    tracker.release("a", 20)
+    assert tracker.try_reserve("b", 20) and tracker.named() == {"fixed": 30, "a": 50, "b": 20}
+    for name, size in (("a", 51), ("c", 1), ("a", -1)):
+        with pytest.raises(ValueError, match="released"):
+            tracker.release(name, size)
+    with pytest.raises(ValueError, match="do not fit"):
+        BudgetTracker(10, 11)
+
+
+def test_tracker_under_threads() -> None:
+    tracker, seen = BudgetTracker(1000), []
+
+    def work(name: str) -> None:
+        for i in range(2000):
+            if tracker.try_reserve(name, i % 300):
+                seen.append(tracker.reserved)
+                tracker.release(name, i % 300)
+
+    threads = [threading.Thread(target=work, args=(str(i),)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert tracker.reserved == 0 and max(seen) <= 1000 and tracker.peak <= 1000
+
+
+def test_blocks_are_aligned_reused_and_given_back() -> None:
+    tracker = BudgetTracker(3 * PAGE)
+    pool = Pool("p", PAGE - 5, 5, tracker, CpuMemory(5 * PAGE))
+    blocks = [pool.allocate() for _ in range(4)]
+    assert blocks[3] is None and tracker.reserved == 3 * PAGE
+    first = blocks[0]
+    assert first is not None and first.tensor.data_ptr() % 64 == 0 and len(first.tensor) == PAGE
+    first.tensor.fill_(7)
+    pool.free(first)
+    with pytest.raises(StaleBlockError):
+        pool.free(first)
+    again = pool.allocate()
+    assert again is not None and again.index == first.index and again.generation == first.generation + 1
+    with pytest.raises(StaleBlockError):
+        first.check()
+    pool.free(again)
+    assert pool.trim(1) == PAGE and tracker.reserved == 2 * PAGE and pool.trim(PAGE) == 0
+    assert not first.tensor.any(), "its pages were returned"
+
+
+def test_memory_that_cannot_be_given_back_is_reserved_whole() -> None:
+    memory = CpuMemory(2 * PAGE)
+    memory.returnable = False
+    tracker = BudgetTracker(2 * PAGE)
+    pool = Pool("p", PAGE, 2, tracker, memory)
+    block = pool.allocate()
+    assert block is not None and tracker.reserved == 2 * PAGE
+    pool.free(block)
+    assert pool.trim(PAGE) == 0 and tracker.reserved == 2 * PAGE
+    with pytest.raises(ValueError, match="pass the budget"):
+        Pool("q", PAGE, 1, tracker, memory)

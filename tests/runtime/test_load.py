@@ -1,0 +1,301 @@
+"""Serving: versions as `pack` defines them, static policies, the forward against transformers' own, the plug-in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import ROOT, random_matrix
+
+import moepack
+from moepack.pack.affine import decode_affine, encode_affine
+from moepack.pack.errors import BundleError, InputError
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import Matrix, Version, affine_sections
+from moepack.reports.evaluate import evaluate, generate
+from moepack.runtime.allocation.knapsack import greedy
+from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.kernels.reference import dequantise, unpack
+from moepack.runtime.policies.registry import parse_policy, static_map
+from moepack.runtime.store.files import BackingStore
+
+
+@pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: torch.dtype) -> None:
+    opened = open_bundle(bundle)
+    layer = LayerExperts(BackingStore(opened), 1, [version] * 16, torch.device("cpu"))
+    described = opened.manifest.version(version)
+    for expert in (0, 15):
+        if version == "bf16":
+            want = [m.weight for m in BackingStore(opened).lossless(1, expert)]
+            for m in range(2):
+                assert torch.equal(
+                    layer.weight(expert, m, torch.bfloat16).view(torch.uint16), torch.from_numpy(want[m])
+                )
+        else:
+            decoded = decode_affine(opened.layers[1].matrices, described, opened.extent(version, 1, expert))
+            for m in range(2):
+                exact = torch.from_numpy(decoded[m].dequantise(described))
+                assert torch.equal(layer.weight(expert, m, dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_reference_kernel_at_odd_shapes(bits: int, group_size: int) -> None:
+    version = Version.affine(bits, group_size)
+    matrices = (Matrix("gate_up", 6, 2880 // 8, True), Matrix("down", 5, 33, True))
+    values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
+    extent = torch.from_numpy(encode_affine(matrices, version, values))
+    for i, m in enumerate(matrices):
+        sections = {s.kind: s for s in affine_sections(matrices, version) if s.matrix == i}
+        got = dequantise(extent, sections, m, version, torch.float32)
+        assert torch.equal(got, torch.from_numpy(values[i].dequantise(version)))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_unpack(bits: int) -> None:
+    plane = torch.randint(0, 256, (3, 5), dtype=torch.uint8)
+    codes = unpack(plane, bits, 17 if bits < 4 else 5)
+    for r in range(3):
+        string = int.from_bytes(bytes(plane[r].tolist()), "little")
+        assert codes[r].tolist() == [string >> c * bits & (1 << bits) - 1 for c in range(codes.shape[1])]
+
+
+def test_mixed_versions_in_one_layer(bundle: Path) -> None:
+    """Every expert runs in its own version: the output is that of a plain model with those weights."""
+    opened = open_bundle(bundle)
+    names = ["bf16", "w4", "w3", "w2", "w1"]
+    table = [[names[(e + k) % 5] for e in range(16)] for k in range(4)]
+    path = bundle.parent / "map.json"
+    path.write_text(json.dumps({"versions": table}))
+    ours = moepack.load(bundle, dtype=torch.float32, policy=f"static:{path}")
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(ROOT / "examples" / "mini-qwen3-moe", dtype=torch.float32)
+    for position, layer in enumerate(opened.layers):
+        module, handles = plain.get_submodule(layer.module), ours.get_submodule(layer.module)._moepack
+        for e in range(16):
+            assert handles.handles[e].version.name == table[position][e]
+            module.gate_up_proj.data[e] = handles.weight(e, 0, torch.float32)
+            module.down_proj.data[e] = handles.weight(e, 1, torch.float32)
+    ids = torch.randint(1, 4000, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        want, got = plain(ids).logits, ours(ids).logits
+    assert float((want - got).norm() / want.norm()) < 1e-5
+
+
+def test_forward_is_deterministic_and_takes_any_batch(bundle: Path) -> None:
+    model = moepack.load(bundle, dtype=torch.float32, policy="static:w3")
+    ids = torch.randint(1, 4000, (3, 20), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        first = model(ids).logits
+        assert torch.equal(first, model(ids).logits)
+        for i in range(3):
+            assert torch.allclose(model(ids[i : i + 1]).logits, first[i : i + 1], atol=1e-4)
+        assert model(ids[:1, :1]).logits.shape == (1, 1, 4096)
+
+
+def test_sentinel_indices_add_nothing(bundle: Path) -> None:
+    """Expert parallelism marks another rank's experts by an index past the last: no row of theirs is computed."""
+    model = moepack.load(bundle, dtype=torch.float32)
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
+    index = torch.tensor([[0, 1], [2, 16], [16, 16], [3, 0], [16, 5], [1, 2]])
+    gates = torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        out = experts(x, index, gates)
+        alone = experts(x, index.clamp(max=15), gates.masked_fill(index == 16, 0.0))
+    assert torch.allclose(out, alone, atol=1e-6) and not out[2].any()
+
+
+def test_resident_bytes_are_counted(bundle: Path) -> None:
+    model = moepack.load(bundle, policy="static:w2")
+    opened = open_bundle(bundle)
+    dense = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    extents = sum(opened.layer_file("w2", p).extent_size(e) for p in range(4) for e in range(16))
+    assert model.moepack.resident_bytes(model) == dense + extents
+    assert not [n for n, _ in model.named_parameters() if "experts" in n], "no expert weight but the policy's"
+
+
+def test_budget(bundle: Path) -> None:
+    size = moepack.load(bundle, policy="static:w2").moepack.resident_bytes()
+    moepack.load(bundle, policy="static:w2", device_memory=size, prefill_tokens=0)
+    with pytest.raises(InputError, match=f"needs {size} bytes"):
+        moepack.load(bundle, policy="static:w2", device_memory=size - 1, prefill_tokens=0)
+
+
+# --- policies
+
+
+def test_static_maps(bundle: Path, tmp_path: Path) -> None:
+    opened = open_bundle(bundle)
+    assert static_map(opened, "") == (("bf16",) * 16,) * 4
+    assert static_map(opened, "w1") == (("w1",) * 16,) * 4
+    allocation = static_map(opened, "allocation")
+    assert {v for row in allocation for v in row} <= {"bf16", "w4", "w3", "w2", "w1"}
+    bits = {v.name: opened.bits_per_weight(v.name) for v in opened.versions}
+    assert sum(bits[v] for row in allocation for v in row) / 64 <= 3.0
+    for text, word in (
+        ("[]", "is not"),
+        ('{"versions": [["w4"]]}', "has 1 layers, the bundle 4"),
+        (json.dumps({"versions": [["w4"] * 16] * 3 + [["w4"] * 15]}), "layer 3 has 16 experts, the map 15"),
+        (json.dumps({"versions": [["w4"] * 15 + ["w9"]] * 4}), "no version 'w9'"),
+    ):
+        (tmp_path / "map.json").write_text(text)
+        with pytest.raises(InputError, match=word):
+            static_map(opened, str(tmp_path / "map.json"))
+    for argument, word in (("w7", "no version 'w7'"), (str(tmp_path / "absent.json"), "cannot be read")):
+        with pytest.raises(InputError, match=word):
+            static_map(opened, argument)
+    assert str(parse_policy("static:w4")) == "static:w4" and str(parse_policy(None)) == "static"
+    with pytest.raises(InputError, match="unknown"):
+        parse_policy("magic")
+
+
+def test_the_best_version_that_is_here_is_the_default(damaged: Path) -> None:
+    import shutil
+
+    shutil.rmtree(damaged / "experts" / "bf16")
+    assert moepack.load(damaged).moepack.versions == (("w4",) * 16,) * 4
+
+
+def test_greedy_allocation() -> None:
+    sizes = [[10.0, 4.0, 2.0]] * 3
+    losses = [[0.0, 1.0, 9.0], [0.0, 0.5, 2.0], [0.0, 0.1, 0.2]]
+    assert greedy(sizes, losses, 6) == [2, 2, 2]
+    assert greedy(sizes, losses, 8) == [1, 2, 2]
+    assert greedy(sizes, losses, 10) == [1, 1, 2]
+    assert greedy(sizes, losses, 30) == [0, 0, 0]
+    with pytest.raises(ValueError, match="budget"):
+        greedy(sizes, losses, 5.9)
+
+
+def test_greedy_is_close_to_the_best_of_all() -> None:
+    """Against brute force: within one upgrade of it, and never over the budget."""
+    import itertools
+    import random
+
+    rng = random.Random(0)
+    for _ in range(50):
+        sizes = [[8.0, 4.0, 3.0, 2.0]] * 5
+        losses = [sorted(rng.random() ** 3 for _ in range(4)) for _ in range(5)]
+        budget = rng.uniform(10, 40)
+        chosen = greedy(sizes, losses, budget)
+        assert sum(sizes[e][v] for e, v in enumerate(chosen)) <= budget
+        got = sum(losses[e][v] for e, v in enumerate(chosen))
+        best = min(
+            sum(losses[e][v] for e, v in enumerate(choice))
+            for choice in itertools.product(range(4), repeat=5)
+            if sum(sizes[e][v] for e, v in enumerate(choice)) <= budget
+        )
+        assert best <= got <= best + max(row[3] - row[0] for row in losses)
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("version", ["bf16", "w2"])
+def test_damaged_extents_are_never_served(damaged: Path, version: str) -> None:
+    at = open_bundle(damaged).layer_file(version, 1).offset(7) + 70
+    file = damaged / "experts" / version / "layer-001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BundleError, match=f"layer 1, expert 7, version {version}"):
+        moepack.load(damaged, policy=f"static:{version}")
+    moepack.load(damaged, policy="static:w4")
+
+
+def test_damaged_dense_tensors_are_never_served(damaged: Path) -> None:
+    data = bytearray((damaged / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (damaged / "model.safetensors").write_bytes(data)
+    with pytest.raises(BundleError, match=r"model\.safetensors"):
+        moepack.load(damaged)
+
+
+# --- the plug-in
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import moepack\nfrom transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM\nimport moepack",
+        "import transformers, moepack\nfrom transformers import AutoModelForCausalLM",
+        "import transformers.quantizers.auto\nimport moepack\nfrom transformers import AutoModelForCausalLM",
+    ],
+)
+def test_registers_whichever_is_imported_first(bundle: Path, imports: str) -> None:
+    out = python(f"{imports}\nprint(AutoModelForCausalLM.from_pretrained({str(bundle)!r}).moepack.policy)")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == "static"
+
+
+def test_without_moepack_nothing_is_served(bundle: Path) -> None:
+    out = python(
+        f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({str(bundle)!r})"
+    )
+    assert out.returncode != 0 and "mismatch" in (out.stderr + out.stdout).lower()
+
+
+def test_a_loaded_bundle_is_not_saved_or_moved(bundle: Path, tmp_path: Path) -> None:
+    model = moepack.load(bundle)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "x")
+    with pytest.raises(InputError, match="does not move"):
+        model.model.layers[0].mlp.experts(
+            torch.zeros(1, 128, device="meta"), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)
+        )
+
+
+def test_load_says_what_is_wrong(tmp_path: Path, demo_model: Path, bundle: Path) -> None:
+    for path, word in ((demo_model, "not a bundle"), (tmp_path, "not a bundle"), ("no/such/thing", "neither a bundle")):
+        with pytest.raises(InputError, match=word):
+            moepack.load(path)
+    with pytest.raises(InputError, match="device"):
+        moepack.load(bundle, device="warp:9")
+
+
+# --- evaluation
+
+
+def test_lossless_perplexity_is_the_checkpoints(bundle: Path, demo_model: Path, evaluation: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        plain = evaluate(demo_model, [str(evaluation)], dtype=dtype, length=128, samples=24)
+        ours = evaluate(bundle, [str(evaluation)], dtype=dtype, length=128, samples=24)
+        assert ours.tokens == plain.tokens == 24 * 127
+        assert ours.perplexity == pytest.approx(plain.perplexity, rel=1e-3 if dtype == "float32" else 5e-3)
+        assert plain.policy is None and ours.policy == "static"
+
+
+def test_perplexity_is_the_definition(demo_model: Path, evaluation: Path) -> None:
+    import math
+
+    from transformers import AutoModelForCausalLM
+
+    from moepack.calibrate.data import load_tokenizer, windows
+
+    score = evaluate(demo_model, [str(evaluation)], dtype="float32", length=64, samples=3)
+    ids = windows(str(evaluation), load_tokenizer(demo_model), 64, 3)
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    with torch.inference_mode():
+        losses = [float(model(w[None], labels=w[None]).loss) for w in ids]
+    assert score.perplexity == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
+    assert score.files[0].perplexity == score.perplexity
+
+
+def test_generation_is_transformers_own(bundle: Path, demo_model: Path) -> None:
+    texts = [generate(path, "The history of", max_new_tokens=12) for path in (bundle, demo_model)]
+    assert texts[0] == texts[1] and len(texts[0]) > 10
+    sampled = {generate(bundle, "The", temperature=1.0, seed=s, max_new_tokens=8) for s in (0, 0, 1)}
+    assert len(sampled) == 2

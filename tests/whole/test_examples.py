@@ -1,0 +1,30 @@
+"""The training script makes a model that the pipeline takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from support import ROOT
+
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate
+from moepack.reports.verify import verify
+
+
+def test_train_then_build(text: Path, evaluation: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, ROOT / "examples" / "train.py", "--text", text, "-o", tmp_path / "model", "--steps", "40",
+        "--batch", "4", "--length", "64", "--vocabulary", "512", "--layers", "2", "--hidden", "32", "--experts", "4",
+        "--expert-size", "32",
+    ]  # fmt: skip
+    out = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in out.stdout.splitlines() if "loss" in line]
+    assert losses and losses[-1] < 6.2, "it does not learn: a uniform guess over 512 tokens has a loss of 6.24"
+    recipe = parse_recipe("quantize: {method: rtn}\ncalibration: {samples: 8, length: 64}", "test")
+    build(tmp_path / "model", tmp_path / "bundle", recipe, [text])
+    assert verify(tmp_path / "bundle", tmp_path / "model") == []
+    assert evaluate(tmp_path / "bundle", [str(evaluation)], length=64, samples=8).perplexity < 512

@@ -1,0 +1,89 @@
+"""Every family: build, verify, load and evaluate a tiny random model, through transformers' own modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+import moepack
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate
+from moepack.reports.verify import verify
+
+RECIPE = """
+quantize: {{method: {}, group_size: 32, loss_tokens: 64}}
+calibration: {{samples: 4, length: 64, batch_size: 2}}
+"""
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_family(family: str, demo_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
+    method = "gptq" if family in ("gpt_oss", "mixtral") else "rtn"
+    report = build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE.format(method), "test"), [text])
+    assert report.calibration_tokens == 4 * 64
+    assert verify(tmp_path / "bundle", checkpoint) == []
+
+    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 2e-2)):
+        plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        ours = moepack.load(tmp_path / "bundle", dtype=dtype, policy="static:bf16")
+        assert not [n for n, p in ours.named_parameters() if p.is_meta]
+        with torch.inference_mode():
+            assert relative(ours(ids).logits, plain(ids).logits) <= tolerance
+    with torch.inference_mode():
+        want = plain(ids).logits
+        errors = [
+            relative(moepack.load(tmp_path / "bundle", dtype=torch.bfloat16, policy=f"static:{v}")(ids).logits, want)
+            for v in ("w4", "w2", "w1")
+        ]
+    assert errors[0] < errors[1] < errors[2], errors
+
+    score = evaluate(tmp_path / "bundle", [str(evaluation)], policy="static:w4", length=32, samples=8)
+    assert score.tokens == 8 * 31 and score.perplexity > 1 and score.policy == "static:w4"
+
+
+def test_another_dtype_is_rounded_and_said_so(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """A float32 checkpoint: experts are held rounded to BF16, everything else in float32 as it was."""
+    from safetensors import safe_open
+
+    from moepack.pack.reader import open_bundle
+    from moepack.progress import Reporter
+
+    checkpoint = tiny_models.save_tiny("olmoe", tmp_path / "checkpoint", demo_model, dtype=torch.float32)
+    notes: list[str] = []
+
+    class Notes(Reporter):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE.format("rtn"), "test"), [text], reporter=Notes())
+    assert any("rounded" in n for n in notes)
+    assert open_bundle(tmp_path / "bundle").manifest.model["expert_dtype"] == "F32"
+    with safe_open(tmp_path / "bundle" / "model.safetensors", framework="pt") as f:
+        assert f.get_slice("model.embed_tokens.weight").get_dtype() == "F32"
+    assert verify(tmp_path / "bundle", checkpoint) == []
+
+
+def test_sharded_checkpoint(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Shards cut anywhere, as on the Hub: a layer's tensors may be in two files."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model)
+    model.save_pretrained(tmp_path / "checkpoint", max_shard_size="700KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "checkpoint" / name).write_bytes((demo_model / name).read_bytes())
+    assert len(list((tmp_path / "checkpoint").glob("model-*.safetensors"))) > 4
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE.format("rtn"), "test"), [text])
+    assert verify(tmp_path / "bundle", tmp_path / "checkpoint") == []
+    assert verify(tmp_path / "bundle", demo_model) == []

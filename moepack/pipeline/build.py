@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack import __version__
-from moepack.memory import bound_kernel_caches, give_back
+from moepack.memory import bound_kernel_caches
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.spec import EXPERT_DTYPES
 from moepack.pack.writer import check_target
 from moepack.progress import Reporter
+from moepack.runtime.devices.glibc import trim
 
 from .allocate import check_allocation
 from .artifacts import load_hidden, load_observation, run_record, save
@@ -306,7 +307,7 @@ class Run:
             if walk is not None:
                 self._keep_hidden(walk, i)
             del dense, experts, observation
-            give_back()
+            trim()
         reporter.step("done")
 
     def _observed(self, layer: int) -> bool:
@@ -366,7 +367,7 @@ class Run:
         reporter.advance(sum(len(t.experts) for i, t in enumerate(tasks) if i not in missing))
         for i, made in zip(missing, self._engine.run([tasks[i] for i in missing], observation), strict=True):
             save_group(made, kept[i])
-            give_back()
+            trim()
             reporter.advance(len(tasks[i].experts))
         losses: list[dict[str, torch.Tensor]] = []
         with contextlib.ExitStack() as stack:

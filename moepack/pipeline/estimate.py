@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.memory import bound_kernel_caches, give_back, resident_memory
+from moepack.memory import bound_kernel_caches, resident_memory
 from moepack.pack.layer_file import header_size
 from moepack.pack.spec import affine_extent_size
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
+from moepack.runtime.devices.glibc import trim
 
 from .allocate import check_allocation
 from .expert_batch import GroupTask, bare, lossless_extent, make_group
@@ -135,7 +136,7 @@ def estimate(
             sizes["bf16"] += _lossless_bytes(experts, reporter)
             seconds["encode"] += time.perf_counter() - began
         del tensors, dense, experts
-        give_back()
+        trim()
     reporter.step("disk")
     count = sum(layer.experts for layer in descriptors)
     batches = -(-len(ids) // how.batch_size)

@@ -27,7 +27,7 @@ from moepack.calibrate.moments import NEGLIGIBLE, PRIOR, second_moments, shrink
 from moepack.pack.spec import Version
 from moepack.quantize.gptq import SWEEPS
 from moepack.quantize.grid import dequantise
-from moepack.quantize.methods import method_for, quantise_all
+from moepack.quantize.methods import quantise_all
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 METHODS = ("gptq", "gptqmodel", "hqq", "rtn")
@@ -126,7 +126,7 @@ def measure(case: Case, versions: list[Version], runs: int, errors: Errors, seco
             for version in versions:
                 if version not in made:
                     one_bit = method if method == "gptq" else "rtn"
-                    made |= quantise_all(method_for(one_bit, version), case.weight, case.learn, [version])
+                    made |= quantise_all(one_bit, case.weight, case.learn, [version])
                 wrong = case.weight - dequantise(made[version], version)
                 error = _output(wrong, case.held_out) / _output(case.weight, case.held_out)
                 errors.setdefault(method, {}).setdefault(version.name, []).extend(error.tolist())

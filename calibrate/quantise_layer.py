@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.quantize.grid import Quantised, dequantise
-from moepack.quantize.methods import NEEDS_MOMENTS, fallbacks, method_for, quantise, quantise_all
+from moepack.quantize.methods import fallbacks, method_for, quantise, quantise_all
 
 from .experts import ExpertWeights, hidden
 from .forward import Observation
@@ -25,8 +25,6 @@ from .moments import NEGLIGIBLE, PRIOR, second_moments, shrink
 from .tokens import ExpertTokens, LayerTokens
 
 Pair = tuple[Quantised, Quantised]
-# HQQ takes longer than all else together, and its error was never below 0.7 of rounding's: not tried below this share.
-HQQ_WORTH = 0.6
 GROUP = 16  # experts of a group at the most: what is lost when a build is killed, and a unit of work for a cluster
 
 
@@ -35,7 +33,7 @@ class Settings:
     """How to quantise.
 
     Attributes:
-        method: "gptq", "hqq", "rtn" or "gptqmodel".
+        method: its name (moepack.quantize.methods).
         versions: the affine versions wanted.
         min_tokens: an expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 means as many
             as its widest matrix has columns.
@@ -138,7 +136,7 @@ class _Group:
     def run(self) -> Iterator[list[ExpertVersion]]:
         """Quantise at every width and measure."""
         methods = {v: method_for(self._settings.method, v) for v in self._settings.versions}
-        moments = self._moments() if set(methods.values()) & NEEDS_MOMENTS else (None, None)
+        moments = self._moments() if any(m.needs_moments for m in methods.values()) else (None, None)
         exact = [self._output(i, self._weights(i), t.measure) for i, t in enumerate(self._tokens)]
         results: list[list[ExpertVersion]] = [[] for _ in self._experts]
         both = [
@@ -146,9 +144,7 @@ class _Group:
         ]
         for version, method in methods.items():
             made: Pair = (both[0][version], both[1][version])
-            names = [method] * len(self._experts)
-            if method in NEEDS_MOMENTS:
-                made, names = self._replace_starved(method, made, version)
+            made, names = self._replace_starved(method.name, made, version)
             values = [dequantise(q, version) for q in made]
             for i, (e, tokens) in enumerate(zip(self._experts, self._tokens, strict=True)):
                 got = self._output(i, [values[0][i], values[1][i]], tokens.measure)
@@ -192,25 +188,25 @@ class _Group:
         """For starved experts, take a fallback where it does better on tokens that were not learnt from."""
         starved = [i for i, t in enumerate(self._tokens) if t.starved]
         names = [method] * len(self._tokens)
-        if not starved:
+        tried_as_well = fallbacks(self._settings.method, version)
+        if not starved or not tried_as_well:
             return made, names
         exact = {i: self._output(i, self._weights(i), self._tokens[i].compare) for i in starved}
         best = self._errors(made, exact, {i: i for i in starved}, version)
-        rounded: dict[int, float] = {}
-        for candidate in fallbacks(self._settings.method, version):
-            tries = [i for i in starved if candidate != "hqq" or best[i] > HQQ_WORTH * rounded[i]]
+        first: dict[int, float] = {}
+        for candidate in tried_as_well:
+            tries = [i for i in starved if best[i] > candidate.worth * first.get(i, 0.0)]
             if not tries:
                 continue
             few = [batch[tries] for batch in self._batch]
-            tried = quantise(candidate, few[0], None, version), quantise(candidate, few[1], None, version)
+            tried = quantise(candidate.name, few[0], None, version), quantise(candidate.name, few[1], None, version)
             wanted = {i: exact[i] for i in tries}
             errors = self._errors(tried, wanted, {i: k for k, i in enumerate(tries)}, version)
-            if candidate == "rtn":
-                rounded = errors
+            first = first or errors
             better = torch.zeros(len(names), dtype=torch.bool, device=self._device)
             for i in tries:
                 if errors[i] < best[i]:
-                    best[i], names[i], better[i] = errors[i], candidate, True
+                    best[i], names[i], better[i] = errors[i], candidate.name, True
             made = (
                 made[0].select(better, _spread(tried[0], tries, len(names))),
                 made[1].select(better, _spread(tried[1], tries, len(names))),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from moepack.pack.spec import Version
 
 from .grid import Quantised, fix_scale, fix_zero, grouped, round_to_grid
+
+
+def quantise_widths(weight: Tensor, moments: Tensor | None, versions: Sequence[Version]) -> dict[Version, Quantised]:
+    """Quantise float32 [experts, rows, cols] at every width; reads no moments."""
+    return {v: quantise(weight, v) for v in versions}
 
 
 def quantise(weight: Tensor, version: Version) -> Quantised:

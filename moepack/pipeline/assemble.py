@@ -16,6 +16,7 @@ from moepack.pack.safetensors_file import merge, read_header
 from moepack.pack.spec import ExpertLayer, Matrix, Version, expert_file, extent_name
 from moepack.pack.writer import BundleWriter
 from moepack.progress import Reporter
+from moepack.quantize import methods
 
 from .allocate import LayerCosts, allocate
 from .artifacts import run_record
@@ -61,7 +62,7 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
                 source = work.piece("quantize", layer.index, f"{version.name}.safetensors")
                 writer.adopt(expert_file(version.name, layer.index), source, entries[layer.index][version.name])
         _config(Path(record["checkpoint"]), writer)
-        methods = _methods(work, layers)
+        made_by = _methods(work, layers)
         how = quantised["allocation"]
         allocation = None if how is None else _allocation(work, layers, versions, Allocate(**how))
         manifest = Manifest(
@@ -78,7 +79,7 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
         writer.add("README.md")
         reporter.step("manifest")
         writer.finish(manifest)
-    return Report(target, record["samples"] * record["length"], methods, record["unused"])
+    return Report(target, record["samples"] * record["length"], made_by, record["unused"])
 
 
 def _entries(
@@ -181,12 +182,12 @@ def _methods(work: WorkDirectory, layers: Sequence[ExpertLayer]) -> dict[str, di
     out: dict[str, dict[str, int]] = {}
     for layer in layers:
         table, meta = _table(work, layer, "quantize", "losses.safetensors")
-        methods = meta["methods"].split(",")
+        names = meta["methods"].split(",")
         for column, version in enumerate(meta["versions"].split(",")):
             counts = out.setdefault(version, {})
             for number in table["method"][:, column]:
                 if number:
-                    counts[methods[number]] = counts.get(methods[number], 0) + 1
+                    counts[names[number]] = counts.get(names[number], 0) + 1
     return {v: dict(sorted(c.items())) for v, c in out.items() if c}
 
 
@@ -214,7 +215,7 @@ def _provenance(
     work: WorkDirectory, record: Mapping[str, Any], recipe: Recipe, quantised: Mapping[str, Any]
 ) -> dict[str, Any]:
     tools = {"python": platform.python_version()}
-    for package in ("moepack", "torch", "transformers", "gptqmodel", "hqq", "scipy"):
+    for package in ("moepack", "torch", "transformers", *(x.name for x in methods.libraries()), "scipy"):
         try:
             tools[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

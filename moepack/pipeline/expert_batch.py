@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moepack import __version__
 from moepack.pack.affine import Buffer
 from moepack.pack.spec import Version, affine_payload
+from moepack.quantize import methods
 
 from .artifacts import save
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from moepack.calibrate.forward import Observation
     from moepack.calibrate.quantise_layer import Settings
 
-METHODS = ("none", "gptq", "sign", "hqq", "rtn", "gptqmodel")  # numbered so in the loss tables
 _LOSSES = ("mse", "relative", "gated")
 
 
@@ -156,7 +156,7 @@ def make_group(task: GroupTask, observation: Observation) -> GroupMade:
             made.payloads[name].append(affine_payload(matrices, item.version))
             for k in _LOSSES:
                 made.losses[k][i, column] = getattr(item.loss, k)
-            made.losses["method"][i, column] = METHODS.index(item.method)
+            made.losses["method"][i, column] = methods.numbered().index(item.method)
     return made
 
 
@@ -191,4 +191,4 @@ def load_group(path: Path) -> GroupMade:
 
 def loss_metadata(versions: Sequence[Version]) -> dict[str, str]:
     """What the columns and the method numbers of a loss table mean."""
-    return {"versions": ",".join(v.name for v in versions), "methods": ",".join(METHODS)}
+    return {"versions": ",".join(v.name for v in versions), "methods": ",".join(methods.numbered())}

@@ -16,9 +16,9 @@ import yaml
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import GROUP_SIZES, VERSION_NAMES, Version
+from moepack.quantize import methods
 
 MOMENTS = ("routed", "gated", "all")
-METHODS = ("gptq", "hqq", "rtn", "gptqmodel")
 
 ALLOCATORS = ("milp", "greedy", "prefix_split", "uniform")
 WEIGHTED = ("milp", "greedy")  # the allocators that read a weighted loss
@@ -132,7 +132,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     else:
         _choice(f"{at}.group_size", size, GROUP_SIZES)
     quantize = Quantize(
-        _choice(f"{at}.method", q.get("method", "gptq"), METHODS),
+        _choice(f"{at}.method", q.get("method", "gptq"), methods.named()),
         size,
         _integer(f"{at}.min_tokens", q.get("min_tokens", 0), 0),
         _integer(f"{at}.loss_tokens", q.get("loss_tokens", 4096), 1),

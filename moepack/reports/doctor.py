@@ -1,4 +1,4 @@
-"""What this machine can do for moepack: libraries, devices, memory, codec and disk rates."""
+"""What this machine can do for moepack: libraries, methods of quantising, devices, memory, codec and disk rates."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moepack.pipeline.recipe import Quantize
+from moepack.quantize import methods
+
 _LIBRARIES = {
     "torch": "2.11", "transformers": "5.17", "safetensors": "0.6", "huggingface-hub": "1.30", "numba": "0.62",
-    "triton": "3.6", "gptqmodel": "7.7", "hqq": "0.2.8", "datasets": "4",
+    "triton": "3.6", "datasets": "4", **{x.name: x.least for x in methods.libraries()},
 }  # fmt: skip
-_OPTIONAL = {"triton", "gptqmodel", "hqq", "datasets"}
+_OPTIONAL = {"triton", "datasets", *(x.name for x in methods.libraries())}
+READY = "ready"
 
 
 def doctor(directory: Path | None = None) -> dict[str, Any]:
     """The facts, ready for JSON. `problems` lists what would keep moepack from working.
+
+    `methods` says of each method that a recipe may ask for whether a build by it can run here, or what it lacks;
+    `can_build` is whether one by the default method can.
 
     Args:
         directory: where disk rates are measured; the temporary directory without it.
@@ -27,6 +34,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
     import psutil
 
     problems: list[str] = []
+    builds = quantisers()
     libraries: dict[str, str | None] = {}
     for name, least in _LIBRARIES.items():
         try:
@@ -42,7 +50,8 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libraries": libraries,
-        "can_build": all(libraries[n] is not None for n in ("gptqmodel", "hqq", "datasets")),
+        "methods": builds,
+        "can_build": builds[Quantize().method] == READY,
         "cpu": {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()},
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
@@ -52,6 +61,32 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "disk": disk_rates(directory or Path(tempfile.gettempdir())),
         "problems": problems,
     }
+
+
+def quantisers() -> dict[str, str]:
+    """Method -> READY, or what a build by it lacks here.
+
+    Every build reads text through `datasets`, files too. A method may need a library of its own, and those of its
+    fallbacks, which experts with few tokens try as well: `gptq` is moepack's own, and needs hqq for such experts alone.
+    """
+    out = {}
+    for name in methods.named():
+        entry = methods.get(name)
+        lacks = [f"{x} to read text" for x in ("datasets",) if not _installed(x)]
+        lacks += [x.name for x in (entry.library,) if x is not None and not _installed(x.name)]
+        for library in (methods.get(other).library for other in entry.fallbacks):
+            if library is not None and not _installed(library.name):
+                lacks.append(f"{library.name} for experts with few tokens")
+        out[name] = f"lacks {', '.join(lacks)}: pip install 'moepack[build]'" if lacks else READY
+    return out
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def kernels() -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ from moepack.pack.spec import Version
 from moepack.quantize import gptq, gptqmodel_reference, rtn
 from moepack.quantize.factor import factor
 from moepack.quantize.grid import Quantised, column_groups, dequantise, fix_scale
-from moepack.quantize.methods import fallbacks, method_for, quantise, quantise_all
+from moepack.quantize.methods import quantise, quantise_all
 
 WIDTHS = [4, 3, 2, 1]
 
@@ -45,7 +45,7 @@ def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_s
     """Every method fills the same descriptor, last groups may be partial, and pack dequantises to the same values."""
     version = Version.affine(bits, group_size)
     w = weights(2, 8, cols)
-    q = quantise(method_for(method, version), w, moments(inputs(2, 300, cols)), version)
+    q = quantise(method, w, moments(inputs(2, 300, cols)), version)
     groups = -(-cols // group_size)
     assert q.codes.shape == w.shape and q.codes.dtype == torch.uint8 and int(q.codes.max()) < 1 << bits
     assert q.scale.shape == (2, 8, groups) and q.scale.dtype == torch.bfloat16
@@ -331,14 +331,3 @@ def test_importing_gptqmodel_leaves_the_environment(capfd: pytest.CaptureFixture
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert out.returncode == 0, out.stderr
     assert out.stdout == ""
-
-
-def test_fallbacks_and_method_names() -> None:
-    assert method_for("gptq", Version.affine(1, 64)) == "sign" and method_for("gptq", Version.affine(2, 64)) == "gptq"
-    assert method_for("hqq", Version.affine(1, 64)) == "hqq"
-    assert fallbacks("gptq", Version.affine(2, 64)) == ("rtn", "hqq") and fallbacks("rtn", Version.affine(2, 64)) == ()
-    assert method_for("gptqmodel", Version.affine(1, 64)) == "sign"
-    with pytest.raises(ValueError, match="moments"):
-        quantise("gptq", weights(), None, Version.affine(4, 64))
-    with pytest.raises(ValueError, match="unknown"):
-        quantise("magic", weights(), None, Version.affine(4, 64))

@@ -74,7 +74,7 @@ _FALLBACKS = ("rtn", "hqq")
 # The order is part of the bundles' bytes (loss tables number methods by it): new ones go to the end.
 METHODS: tuple[Method, ...] = (
     Method("gptq", _GPTQ, needs_moments=True, one_bit="sign", fallbacks=_FALLBACKS),
-    Method("sign", _GPTQ, needs_moments=True, fallbacks=_FALLBACKS, named=False),
+    Method("sign", _GPTQ, needs_moments=True, named=False),
     # It takes longer than all else together, and its error was never below 0.7 of rounding's: not tried below 0.6. At
     # one bit it would be `rtn` again.
     Method("hqq", in_file("hqq"), least_bits=2, worth=0.6, library=Library("hqq", "0.2.8")),

@@ -20,7 +20,7 @@ from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
 
 from .allocate import check_allocation
-from .expert_batch import GroupTask, bare, lossless_extent, make_group
+from .expert_batch import ExpertBatchTask, bare, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def estimate(
     from moepack.calibrate import data
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.forward import CalibrationPass
-    from moepack.calibrate.quantise_layer import Settings, expert_groups, group_memory
     from moepack.calibrate.stream import StreamedModel
+    from moepack.quantize.expert_batch import Settings, expert_batches, expert_memory
 
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -125,7 +125,7 @@ def estimate(
                 walking = False
                 affine = tuple(v for v in versions if not v.is_lossless)
                 settings = Settings(q.method, affine, q.min_tokens, q.loss_tokens, q.moments)
-                task = GroupTask(
+                task = ExpertBatchTask(
                     bare(stream.experts_module(i)), experts.select(range(1)), i, range(1), affine, settings,
                     str(stream.device), torch.get_num_threads(),
                 )  # fmt: skip
@@ -154,8 +154,9 @@ def estimate(
         "process": base,
         "layer": max(largest, rest_bytes),
         "activations": 2 * hidden,  # what goes into the next layer, and what this layer's experts saw
-        "group": max(
-            group_memory(layer, settings) * max(len(g) for g in expert_groups(layer, settings)) for layer in descriptors
+        "expert batch": max(
+            expert_memory(layer, settings) * max(len(part) for part in expert_batches(layer, settings))
+            for layer in descriptors
         ),
     }
     work_bytes = sum(sizes.values()) + dense_bytes + hidden + layer_bytes
@@ -176,7 +177,7 @@ def _lossless_bytes(experts: ExpertWeights, reporter: Reporter) -> int:
     return total
 
 
-def _probe(task: GroupTask, observation: Observation, tokens: int, experts: int) -> float:
+def _probe(task: ExpertBatchTask, observation: Observation, tokens: int, experts: int) -> float:
     """Seconds for one expert that sees its share of `tokens` tokens, the observed ones over and over."""
     import torch
 
@@ -191,7 +192,7 @@ def _probe(task: GroupTask, observation: Observation, tokens: int, experts: int)
     times = []
     for _ in range(2):  # the first loads and compiles what the quantisers need
         began = time.perf_counter()
-        make_group(task, seen)
+        make_batch(task, seen)
         times.append(time.perf_counter() - began)
     return times[-1]
 

@@ -1,7 +1,7 @@
-"""A group of experts at every width: the unit of a build's quantising, the same bytes wherever it is made.
+"""An expert batch at every width: the unit of a build's quantising, the same bytes wherever it is made.
 
-What goes in is picklable, so that an engine can send it to another machine; what comes out is what a layer file takes,
-and can be kept in the work directory under the address of what went in.
+What goes in is picklable, so that an executor can send it to another machine; what comes out is what a layer file
+takes, and can be kept in the work directory under the address of what went in.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
-    from moepack.calibrate.quantise_layer import Settings
+    from moepack.quantize.expert_batch import Settings
 
 _LOSSES = ("mse", "relative", "gated")
 
 
 @dataclass(frozen=True)
-class GroupTask:
-    """What making one group takes, but for what the calibration tokens brought to the layer.
+class ExpertBatchTask:
+    """What making one expert batch takes, but for what the calibration tokens brought to the layer.
 
     Attributes:
         module: the layer's experts module without its parameters, for its gate activation.
@@ -75,8 +75,8 @@ class GroupTask:
 
 
 @dataclass(frozen=True)
-class GroupMade:
-    """A finished group.
+class ExpertBatchResult:
+    """A finished expert batch.
 
     Attributes:
         extents: version -> one extent an expert, uint8.
@@ -123,27 +123,26 @@ def lossless_extent(weights: ExpertWeights, expert: int) -> tuple[Buffer, int]:
     return encode_lossless(weights.layer.matrices, values)
 
 
-def make_group(task: GroupTask, observation: Observation) -> GroupMade:
-    """Quantise, measure and encode one group."""
+def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchResult:
+    """Quantise, measure and encode one expert batch."""
     import torch
 
     from moepack.calibrate.experts import bits_of
-    from moepack.calibrate.quantise_layer import quantise_group
+    from moepack.calibrate.gather import gather_batch
     from moepack.pack.affine import encode_affine
+    from moepack.quantize.expert_batch import quantise_batch
 
     torch.set_num_threads(task.threads)
     weights, matrices = task.weights, task.weights.layer.matrices
     names = [v.name for v in task.versions]
-    made = GroupMade(
+    made = ExpertBatchResult(
         {n: [] for n in names},
         {n: [] for n in names},
         {k: torch.zeros(len(task.experts), len(names)) for k in _LOSSES}
         | {"method": torch.zeros(len(task.experts), len(names), dtype=torch.uint8)},
     )
-    quantised = quantise_group(
-        task.module, weights, task.experts, observation, task.settings, torch.device(task.device)
-    )
-    for i, row in enumerate(quantised):
+    batch = gather_batch(task.module, weights, task.experts, observation, task.settings, torch.device(task.device))
+    for i, row in enumerate(quantise_batch(batch, task.settings)):
         biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
         if "bf16" in made.extents:
             extent, payload = lossless_extent(weights, i)
@@ -160,8 +159,8 @@ def make_group(task: GroupTask, observation: Observation) -> GroupMade:
     return made
 
 
-def save_group(made: GroupMade, path: Path) -> None:
-    """Keep a finished group."""
+def save_batch(made: ExpertBatchResult, path: Path) -> None:
+    """Keep a finished expert batch."""
     import torch
 
     tensors = {f"losses.{k}": v for k, v in made.losses.items()}
@@ -175,8 +174,8 @@ def _writeable(extent: Buffer) -> Buffer:
     return extent if extent.flags.writeable else extent.copy()  # a view of Ray's object store is not
 
 
-def load_group(path: Path) -> GroupMade:
-    """The inverse of `save_group`."""
+def load_batch(path: Path) -> ExpertBatchResult:
+    """The inverse of `save_batch`."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)
@@ -186,7 +185,7 @@ def load_group(path: Path) -> GroupMade:
     extents: dict[str, list[Buffer]] = {
         name: [tensors[f"extents.{name}.{i}"].numpy() for i in range(len(sizes))] for name, sizes in payloads.items()
     }
-    return GroupMade(extents, payloads, losses)
+    return ExpertBatchResult(extents, payloads, losses)
 
 
 def loss_metadata(versions: Sequence[Version]) -> dict[str, str]:

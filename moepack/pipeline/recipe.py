@@ -27,7 +27,7 @@ WEIGHTS = ("gates", "tokens", "none")
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """How experts are quantised; see `moepack.calibrate.quantise_layer.Settings`."""
+    """How experts are quantised; see `moepack.quantize.expert_batch.Settings`."""
 
     method: str = "gptq"
     group_size: int | Mapping[str, int] = 64

@@ -17,6 +17,7 @@ import moepack
 from moepack.pack.errors import InputError, TargetError
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.run import Run
 from moepack.reports.inspect import inspect, read_tables
 from moepack.reports.verify import verify
 
@@ -67,16 +68,16 @@ def test_a_stopped_build_resumes_to_the_same_bytes(
 ) -> None:
     recipe = parse_recipe(RTN, "test")
     pipeline.build(demo_model, tmp_path / "whole", recipe, [text])
-    real = pipeline.Run._quantise_layer
+    real = Run._quantise_layer
     ran: list[int] = []
 
-    def stop(self: pipeline.Run, index: int, *rest: object) -> None:
+    def stop(self: Run, index: int, *rest: object) -> None:
         if index > stop_after:
             raise KeyboardInterrupt
         ran.append(index)
         real(self, index, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pipeline.Run, "_quantise_layer", stop)
+    monkeypatch.setattr(Run, "_quantise_layer", stop)
     if stop_after < 3:
         with pytest.raises(KeyboardInterrupt):
             pipeline.build(demo_model, tmp_path / "bundle", recipe, [text], work=tmp_path / "work")

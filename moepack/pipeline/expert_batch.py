@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,8 +185,3 @@ def load_batch(path: Path) -> ExpertBatchResult:
         name: [tensors[f"extents.{name}.{i}"].numpy() for i in range(len(sizes))] for name, sizes in payloads.items()
     }
     return ExpertBatchResult(extents, payloads, losses)
-
-
-def loss_metadata(versions: Sequence[Version]) -> dict[str, str]:
-    """What the columns and the method numbers of a loss table mean."""
-    return {"versions": ",".join(v.name for v in versions), "methods": ",".join(methods.numbered())}

@@ -19,13 +19,15 @@ from moepack.memory import bound_kernel_caches
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.spec import EXPERT_DTYPES
+from moepack.pack.tables import metadata
 from moepack.progress import Reporter
+from moepack.quantize import methods
 from moepack.runtime.devices.glibc import trim
 
 from .allocate import check_allocation
 from .artifacts import load_hidden, load_observation, run_record, save
 from .executors import Executor, Local
-from .expert_batch import ExpertBatchTask, bare, load_batch, loss_metadata, observation_digest, save_batch
+from .expert_batch import ExpertBatchTask, bare, load_batch, observation_digest, save_batch
 from .recipe import Recipe, parse_recipe
 from .work import WorkDirectory
 
@@ -274,7 +276,8 @@ class Run:
                     for extent, payload in zip(batch.extents[name], batch.payloads[name], strict=True):
                         writer.add(extent, payload)
         table = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
-        save(work.piece("quantize", index, "losses.safetensors"), table, loss_metadata(versions))
+        columns = metadata([v.name for v in versions], methods.numbered())
+        save(work.piece("quantize", index, "losses.safetensors"), table, columns)
         work.mark("quantize", index, {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}})
         for path in kept:
             path.unlink()

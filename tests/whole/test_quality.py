@@ -11,7 +11,6 @@ import moepack
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
-from moepack.reports.inspect import read_tables
 from moepack.reports.verify import verify
 
 
@@ -30,7 +29,7 @@ def test_bit_identity(tiny: Path, shared: Path) -> None:
 
 def test_losses(tiny: Path) -> None:
     """Loss falls with width for 99 % of experts; one bit is below 0.5, and 0.25 on average."""
-    tables = read_tables(moepack.open(tiny))
+    tables = moepack.open(tiny).calibration()
     relative = np.concatenate([t.relative for t in tables.layers])
     assert (np.diff(relative, axis=1) > 0).all(1).mean() >= 0.99
     one_bit = relative[:, tables.versions.index("w1")]

@@ -18,7 +18,7 @@ from moepack.pack.errors import InputError, TargetError
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import Run
-from moepack.reports.inspect import inspect, read_tables
+from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
 RTN = """
@@ -160,7 +160,7 @@ def test_the_manifest_tells_how_the_bundle_was_made(bundle: Path) -> None:
 
 
 def test_loss_falls_with_width(bundle: Path) -> None:
-    tables = read_tables(moepack.open(bundle))
+    tables = moepack.open(bundle).calibration()
     falls = np.concatenate([(np.diff(t.relative, axis=1) > 0).all(1) for t in tables.layers])
     assert falls.mean() >= 0.99
 
@@ -179,7 +179,7 @@ def test_gptq_bundle_of_the_demo_model(demo_model: Path, text: Path, evaluation:
         }
     for v in ("w4", "w3", "w2", "w1"):
         assert scores["gptq"][v] < scores["rtn"][v], scores
-    tables = read_tables(moepack.open(tmp_path / "gptq"))
+    tables = moepack.open(tmp_path / "gptq").calibration()
     one_bit = np.concatenate([t.relative[:, tables.versions.index("w1")] for t in tables.layers])
     assert one_bit.mean() < 0.35 and one_bit.max() < 0.7
     facts = inspect(tmp_path / "gptq")

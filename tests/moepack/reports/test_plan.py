@@ -15,7 +15,6 @@ import moepack
 from moepack.cli import app
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.reports.inspect import read_tables
 from moepack.reports.plan import plan
 
 BUDGET = 14_000_000
@@ -56,7 +55,7 @@ def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
 
 
 def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
-    tables = read_tables(moepack.open(bundle))
+    tables = moepack.open(bundle).calibration()
     column = {v: i for i, v in enumerate(tables.versions)}
     tokens = np.stack([layer.tokens for layer in tables.layers]).astype(float)
     relative = np.stack([layer.relative for layer in tables.layers]).astype(float)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from moepack.calibrate.forward import Observation
     from moepack.quantize.expert_batch import Settings
 
+    from .recipe import Recipe
+
 _LOSSES = ("mse", "relative", "gated")
 
 
@@ -86,6 +88,15 @@ class ExpertBatchResult:
     extents: dict[str, list[Buffer]]
     payloads: dict[str, list[int]]
     losses: dict[str, torch.Tensor]
+
+
+def batch_settings(recipe: Recipe) -> Settings:
+    """How a recipe wants expert batches quantised."""
+    from moepack.quantize.expert_batch import Settings
+
+    q = recipe.quantize
+    affine = tuple(v for v in recipe.version_specs() if not v.is_lossless)
+    return Settings(q.method, affine, q.min_tokens, q.loss_tokens, q.moments)
 
 
 def bare(module: Any) -> Any:

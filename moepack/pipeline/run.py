@@ -27,17 +27,38 @@ from moepack.runtime.devices.glibc import trim
 from .allocate import check_allocation
 from .artifacts import load_hidden, load_observation, run_record, save
 from .executors import Executor, Local
-from .expert_batch import ExpertBatchTask, bare, load_batch, observation_digest, save_batch
+from .expert_batch import ExpertBatchTask, bare, batch_settings, load_batch, observation_digest, save_batch
 from .recipe import Recipe, parse_recipe
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
     import torch
 
+    from moepack.calibrate.checkpoint import Checkpoint
+    from moepack.calibrate.data import Windows
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
     from moepack.calibrate.stream import StreamedModel
     from moepack.pack.spec import Version
+
+
+def calibration_text(
+    checkpoint: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path]
+) -> tuple[list[str], Windows]:
+    """The sources that a model is calibrated on, and their windows, no longer than the model was made for.
+
+    Args:
+        checkpoint: the model.
+        recipe: what is wanted.
+        calibration: files or Hub data sets in place of the recipe's.
+    """
+    from moepack.calibrate import data
+
+    how = recipe.calibration
+    tokenizer = data.load_tokenizer(checkpoint.path)
+    sources = [str(s) for s in calibration] or list(how.data)
+    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or how.length
+    return sources, data.calibration_windows(sources, tokenizer, how.samples, min(how.length, limit), how.seed)
 
 
 class Run:
@@ -64,7 +85,6 @@ class Run:
         reporter: Reporter,
     ) -> Run:
         """Open everything a calibration needs, before any work is done."""
-        from moepack.calibrate import data
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
@@ -78,11 +98,7 @@ class Run:
         if stream.expert_dtype != "BF16":
             reporter.note(f"the bf16 version holds {EXPERT_DTYPES[stream.expert_dtype]}")
         settings = recipe.calibration
-        tokenizer = data.load_tokenizer(opened.path)
-        sources = [str(s) for s in calibration] or list(settings.data)
-        limit = getattr(opened.config.get_text_config(), "max_position_embeddings", None) or settings.length
-        length = min(settings.length, limit)
-        windows = data.calibration_windows(sources, tokenizer, settings.samples, length, settings.seed)
+        sources, windows = calibration_text(opened, recipe, calibration)
         if len(windows.ids) < settings.samples:
             reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
         directory.begin(
@@ -102,7 +118,7 @@ class Run:
             "recipe": recipe.text,
             "sources": [Path(s).name for s in sources],
             "samples": len(windows.ids),
-            "length": length,
+            "length": windows.ids.shape[1],
             "digest": windows.digest,
             "unused": len(stream.unused),
             "model": {
@@ -285,11 +301,9 @@ class Run:
     def _tasks(self, index: int, experts: ExpertWeights, versions: tuple[Version, ...]) -> list[ExpertBatchTask]:
         import torch
 
-        from moepack.quantize.expert_batch import Settings, expert_batches
+        from moepack.quantize.expert_batch import expert_batches
 
-        q = self._recipe.quantize
-        affine = tuple(v for v in versions if not v.is_lossless)
-        settings = Settings(q.method, affine, q.min_tokens, q.loss_tokens, q.moments)
+        settings = batch_settings(self._recipe)
         module, device, threads = (
             bare(self._stream.experts_module(index)),
             str(self._stream.device),

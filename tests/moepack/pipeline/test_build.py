@@ -165,27 +165,6 @@ def test_loss_falls_with_width(bundle: Path) -> None:
     assert falls.mean() >= 0.99
 
 
-def test_gptq_bundle_of_the_demo_model(demo_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
-    """The default method on a trained model: better than rounding at every width, one bit below 0.5 for each expert."""
-    from moepack.reports.evaluate import evaluate
-
-    recipe = "quantize: {{method: {}}}\ncalibration: {{samples: 96, length: 256, batch_size: 16}}"
-    scores = {}
-    for method in ("gptq", "rtn"):
-        pipeline.build(demo_model, tmp_path / method, parse_recipe(recipe.format(method), "t"), [text])
-        scores[method] = {
-            v: evaluate(tmp_path / method, [str(evaluation)], f"static:{v}", length=128, samples=96).perplexity
-            for v in ("bf16", "w4", "w3", "w2", "w1")
-        }
-    for v in ("w4", "w3", "w2", "w1"):
-        assert scores["gptq"][v] < scores["rtn"][v], scores
-    tables = moepack.open(tmp_path / "gptq").calibration()
-    one_bit = np.concatenate([t.relative[:, tables.versions.index("w1")] for t in tables.layers])
-    assert one_bit.mean() < 0.35 and one_bit.max() < 0.7
-    facts = inspect(tmp_path / "gptq")
-    assert facts["methods"]["w1"].get("sign", 0) >= 60 and facts["methods"]["w2"].get("gptq", 0) >= 56
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_FSIZE behaves so on Linux")
 def test_a_full_disk_is_one_line_and_leaves_nothing(demo_model: Path, text: Path, tmp_path: Path) -> None:
     """A limit on file size stands in for a full disk: the write fails in the middle of a stage."""

@@ -55,7 +55,7 @@ CASES = {
     ),
     "shared": Case(
         SHARED / "models" / "tiny-qwen3-moe", tuple(SHARED / "data" / name for name in _CALIBRATION),
-        tuple(SHARED / "data" / name for name in _DATA), 96, 8, {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6}, 0.25,
+        tuple(SHARED / "data" / name for name in _DATA), 64, 8, {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6}, 0.25,
     ),
 }  # fmt: skip
 Made = tuple[Case, Path]
@@ -69,7 +69,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def made(name: str) -> Path:
         case = CASES[name]
         if not (root / name).exists():
-            recipe = f"calibration: {{samples: {case.samples}, length: 256, batch_size: 16}}"
+            recipe = f"quantize: {{loss_tokens: 512}}\ncalibration: {{samples: {case.samples}, length: 256}}"
             build(case.model, root / name, parse_recipe(recipe, "test"), case.calibration)
         return root / name
 

@@ -66,6 +66,7 @@ def client(clients: Client) -> Client:
     """With an empty Hub and nothing downloaded."""
     for state in (clients.hub.files, clients.hub.objects, clients.hub.commits, clients.hub.requests):
         state.clear()
+    clients.hub.fail_commits = False
     shutil.rmtree(clients.home / "hf", ignore_errors=True)
     return clients
 

@@ -1,6 +1,6 @@
 """What the versions may cost on trained models: the one in examples/, and a larger one where it stands beside.
 
-Bounds are per cent of perplexity above plain transformers in float32, about one and a half times what was measured.
+Bounds are per cent of perplexity above plain transformers in float32, at least half as much again as was measured.
 """
 
 from __future__ import annotations

@@ -86,6 +86,9 @@ METHODS: tuple[Method, ...] = (
 )  # fmt: skip
 
 
+DEFAULT = METHODS[0].name
+
+
 def get(name: str) -> Method:
     """The entry of that name.
 

@@ -29,7 +29,7 @@ WEIGHTS = ("gates", "tokens", "none")
 class Quantize:
     """How experts are quantised; see `moepack.quantize.expert_batch.Settings`."""
 
-    method: str = "gptq"
+    method: str = methods.DEFAULT
     group_size: int | Mapping[str, int] = 64
     min_tokens: int = 0
     loss_tokens: int = 4096
@@ -132,7 +132,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     else:
         _choice(f"{at}.group_size", size, GROUP_SIZES)
     quantize = Quantize(
-        _choice(f"{at}.method", q.get("method", "gptq"), methods.named()),
+        _choice(f"{at}.method", q.get("method", methods.DEFAULT), methods.named()),
         size,
         _integer(f"{at}.min_tokens", q.get("min_tokens", 0), 0),
         _integer(f"{at}.loss_tokens", q.get("loss_tokens", 4096), 1),

@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moepack.pipeline.recipe import Quantize
 from moepack.quantize import methods
 
 _LIBRARIES = {
@@ -51,7 +50,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libraries": libraries,
         "methods": builds,
-        "can_build": builds[Quantize().method] == READY,
+        "can_build": builds[methods.DEFAULT] == READY,
         "cpu": {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()},
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from moepack.pack.errors import MoepackError
 from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.policies.contract import Key
 
-from .entries import Key, Outcome
-from .headroom import Ledger
+from .entries import Outcome
+from .headroom import Headroom
 from .pools import Pool
 from .residency import Residency
 
@@ -57,13 +58,13 @@ class Transitions:
         residency: whose versions change.
         tracker: the budget.
         pools: all pools.
-        reserve: bytes that are kept for demotions (ledger.py).
+        reserve: bytes that are kept for demotions (headroom.py).
         in_flight: promotions on the migration stream at a time; demotions are bounded by memory alone.
         retry_after: seconds until a copy that failed is tried again, if it is still wanted then.
         clock: seconds.
         """
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
-        self.ledger = Ledger(residency, tracker, pools, reserve)
+        self.headroom = Headroom(residency, tracker, pools, reserve)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({pool.block_bytes for pool in self.pools})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
@@ -125,7 +126,7 @@ class Transitions:
         there is room for it. One that no eviction can make room for holds up nothing.
         """
         residency = self.residency
-        room = self.ledger.settled()
+        room = self.headroom.settled()
         reach: int | None = None  # room once all evictions are done; summed up only where one is needed
         heads = short = behind = 0
         for key, version in list(self._updates.items()):
@@ -180,7 +181,7 @@ class Transitions:
         """Start a transition, in a block made from what is spare if need be."""
         try:
             outcome = self.residency.start(key, version)
-            if outcome is Outcome.REFUSED and self.ledger.make_block(self.residency.pool(key[0], version)):
+            if outcome is Outcome.REFUSED and self.headroom.make_block(self.residency.pool(key[0], version)):
                 outcome = self.residency.start(key, version)
             return outcome
         except (MoepackError, OSError) as error:
@@ -221,7 +222,7 @@ class Transitions:
             MemoryError: when the base versions leave less than that; or the pools, where they cannot shrink.
         """
         with self._lock:
-            most = self.ledger.most_kv()
+            most = self.headroom.most_kv()
             if self.kv_bytes + self.kv_asked + size > most:
                 raise MemoryError(f"a KV reserve of {self.kv_bytes + size} bytes: the experts leave {most}")
             self.kv_asked += size
@@ -243,7 +244,7 @@ class Transitions:
 
     def _settle_kv(self) -> bool:
         short = self._kv_short()
-        if short <= 0 and self.ledger.make_bytes(self.kv_asked) and self.tracker.try_reserve("kv", self.kv_asked):
+        if short <= 0 and self.headroom.make_bytes(self.kv_asked) and self.tracker.try_reserve("kv", self.kv_asked):
             self.kv_asked = 0
             self._recall()
             return True
@@ -253,8 +254,8 @@ class Transitions:
 
     def _kv_short(self) -> int:
         """Bytes to come before the KV reserve can grow. With all experts at base, demotions need no reserve."""
-        reserve = self.ledger.reserve if self.residency.above() else 0
-        return self.kv_asked + reserve - (self.ledger.settled() + self.ledger.reserve)
+        reserve = self.headroom.reserve if self.residency.above() else 0
+        return self.kv_asked + reserve - (self.headroom.settled() + self.headroom.reserve)
 
     def _push_out(self) -> None:
         """Give up promotions, then demote, the least wanted first, until enough is on its way out."""

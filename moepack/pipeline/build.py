@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack import __version__
 from moepack.memory import bound_kernel_caches, give_back
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.spec import EXPERT_DTYPES
 from moepack.pack.writer import check_target
 from moepack.progress import Reporter
+from moepack.version import __version__
 
 from .allocate import check_allocation
 from .artifacts import load_hidden, load_observation, run_record, save

@@ -32,7 +32,7 @@ class Plan:
         high, low: the two versions that are served.
         sizes: [layers][versions], bytes of a block.
         experts: [layers].
-        fixed: bytes outside the experts: dense tensors and the staging buffer.
+        fixed: bytes outside the experts: dense tensors, KV cache, activations, the staging buffer (M_fixed).
         staging: of them, the staging buffer's.
         budget: bytes for everything.
         keep: whether a high expert keeps its low version.
@@ -75,13 +75,13 @@ class Plan:
         return room_by_loss(more, saved, left)
 
 
-def make_plan(bundle: Bundle, options: LiveOptions, dense: int, budget: int) -> Plan:
+def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -> Plan:
     """Choose versions and see that they fit.
 
     Args:
         bundle: the bundle.
         options: the policy's.
-        dense: bytes of the dense tensors.
+        outside: bytes outside the experts, but for the staging buffer: dense tensors, KV cache, activations.
         budget: bytes for everything.
 
     Raises:
@@ -107,21 +107,21 @@ def make_plan(bundle: Bundle, options: LiveOptions, dense: int, budget: int) -> 
     for high in highs:
         staging = staging_bytes(bundle, versions[high])
         for low in (v for v in lows if v > high):
-            if base_bytes(sizes, experts, low) > budget - dense - staging:
+            if base_bytes(sizes, experts, low) > budget - outside - staging:
                 continue
             gains = [[max(row[low] - row[high], 1e-30) for row in layer] for layer in losses]
             plan = Plan(
-                versions, high, low, sizes, experts, dense + staging, staging, budget, keep, blocks, traffic, gains,
+                versions, high, low, sizes, experts, outside + staging, staging, budget, keep, blocks, traffic, gains,
                 options.share == "loss",
             )  # fmt: skip
             plans.append((expected_loss(traffic, losses, high, low, plan.room()), plan))
     if not plans:
         staging = min(staging_bytes(bundle, versions[high]) for high in highs)
         low = min(lows, key=lambda v: base_bytes(sizes, experts, v))
-        least = dense + staging + base_bytes(sizes, experts, low)
+        least = outside + staging + base_bytes(sizes, experts, low)
         raise TooSmallError(
             f"{bundle.path}: a budget of {budget} bytes does not hold every expert at {names[low]}: the least that "
-            f"would do is {least} bytes ({dense + staging} of them outside the experts)",
+            f"would do is {least} bytes ({outside + staging} of them outside the experts)",
             least,
         )
     return min(plans, key=lambda found: found[0])[1]

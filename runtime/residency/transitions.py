@@ -121,41 +121,45 @@ class Transitions:
     def _admit(self) -> None:
         """Begin the updates that fit, in their order; evict for those that do not.
 
-        An update that must wait for evictions does not hold up what is behind it, as long as the experts that are still
-        to be evicted leave room for both: it may then wait for more of them, but memory does not idle, and in the end
-        there is room for it. One that no eviction can make room for holds up nothing.
+        Let R be the headroom (bytes not promised yet), D what demotions under way will free, E what all evictions that
+        have not begun could. An update that grows by g begins when g <= R. It waits for evictions when R < g <= R + D +
+        E; each that waits keeps its g of that sum, and one that begins behind it takes from both R and the sum. So
+        whoever waits finds its bytes in the end, and memory does not idle meanwhile. Where even the sum is too small,
+        the update holds up nothing.
+
+        Evictions are begun for the first AHEAD that wait: their g together, less R and D.
         """
         residency = self.residency
-        room = self.headroom.settled()
-        reach: int | None = None  # room once all evictions are done; summed up only where one is needed
-        heads = short = behind = 0
+        headroom = self.headroom.settled()  # R
+        after_evictions: int | None = None  # R + D + E, less what waiting updates keep; summed up where one must wait
+        waiting = short = fitting = 0  # updates that wait, bytes of the first AHEAD of them, updates with a full stream
         for key, version in list(self._updates.items()):
             full = residency.in_flight() >= self._limit
-            if (full or room < self._least) and max(heads, behind) >= AHEAD:
+            if (full or headroom < self._least) and max(waiting, fitting) >= AHEAD:
                 break
             growth = max(0, residency.growth(key, version))
             if not self.may_try(key, version):
                 continue
-            if growth > max(room, 0):
-                if reach is None:
-                    reach = room + residency.going_bytes() + self._evictable()
-                if growth <= reach:
-                    reach -= growth
-                    heads += 1
-                    short += growth if heads <= AHEAD else 0
+            if growth > max(headroom, 0):
+                if after_evictions is None:
+                    after_evictions = headroom + residency.going_bytes() + self._evictable()
+                if growth <= after_evictions:
+                    after_evictions -= growth
+                    waiting += 1
+                    short += growth if waiting <= AHEAD else 0
                 continue
-            if reach is not None:
-                if growth > reach:
+            if after_evictions is not None:
+                if growth > after_evictions:
                     continue
-                reach -= growth
-            room -= growth
+                after_evictions -= growth
+            headroom -= growth
             if full:
-                behind += 1
+                fitting += 1
             elif self._begin(key, version) not in (Outcome.REFUSED, Outcome.BUSY):
                 self._updates.pop(key, None)
-        if heads:
+        if waiting:
             self.refusals += 1
-            self._evict(short - room - residency.going_bytes())
+            self._evict(short - headroom - residency.going_bytes())
 
     def _evictable(self) -> int:
         base = self.residency.base

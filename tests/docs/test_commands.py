@@ -2,13 +2,13 @@
 
 Every ```sh and ```python block of a document runs in order in one temporary directory that holds what a clone does
 (examples/). Commands of moepack run in this process; others in a shell. A ```text block behind a ```python block is
-what that prints, to the white space; behind a ```sh block it is a picture of one machine and is not compared. A block stays
-out when the line before it says `<!-- not run: why -->`, and must fail with TEXT on stderr when it says
+what that prints, to the white space; behind a ```sh block it is a picture of one machine and is not compared. A block
+stays out when the line before it says `<!-- not run: why -->`, and must fail with TEXT on stderr when it says
 `<!-- fails: TEXT -->`. Pages under docs/extending/ have tests of their own.
 
-To save time, and nothing else: recipes are made quick (rounding for GPTQ, few windows in the examples' one), kernels
-are measured at few sizes, and documents that begin with `my-bundle` share the one that the README's command builds. The
-Hub is the suite's stand-in.
+To save time, and nothing else: recipes are made quick (rounding for GPTQ, few tokens for losses, few windows in the
+examples' one), kernels are measured at few sizes, one thread computes (beside other tests two wait for each other), and
+documents that begin with `my-bundle` share the one that the README's command builds. The Hub is the suite's stand-in.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from hub_stand_in import serve
 from support import ROOT
 
@@ -103,7 +104,7 @@ def run(command: str, where: Path) -> tuple[int, str, str]:
         return moepack(*words[1:])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-ec", command.replace("method: gptq", "method: rtn")],
+        ["bash", "-ec", command.replace("method: gptq", "method: rtn\n  loss_tokens: 128")],
         cwd=where, env={**os.environ, "PATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -117,6 +118,15 @@ def clone(where: Path) -> Path:
             (where / "examples" / path.name).symlink_to(path)
     (where / "examples" / "demo.yaml").write_text(QUICK)
     return where
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch; Python's own stay."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,14 @@ def test_errors_that_are_explained_exist() -> None:
     explained = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
     assert len(explained) > 20
     assert [text for text in explained if text not in code] == []
+
+
+def test_options_of_hotness_are_all_explained() -> None:
+    from moepack.runtime.policies.hotness import HotnessOptions
+
+    page = (ROOT / "docs" / "tutorials" / "serve.md").read_text()
+    told = dict(re.findall(r"^\| `([a-z]+)` \| `?([^|`]+)`? \|", page, re.M))
+    assert told == {f.name: str(f.default).removesuffix(".0") or "chosen" for f in fields(HotnessOptions)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moepack.pack.errors import InputError, MoepackError
+from moepack.runtime.policies.registry import usages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,8 +53,8 @@ PolicyName = Annotated[
     str | None,
     typer.Option(
         "--policy",
-        help="static:VERSION, static:allocation, static:FILE.json; with --device-memory also uniform, "
-        "hotness[:KEY=VALUE,...], lru; the best version without it.",
+        help=f"{usages(in_budget=False)}; with --device-memory also {usages(in_budget=True)}; the best version "
+        "without it.",
     ),
 ]
 Memory = Annotated[
@@ -342,7 +343,7 @@ def plan(
     device: Annotated[str, typer.Option("--device", help="cpu, cuda ...; it need not be here.")] = "cpu",
     policy: Annotated[
         str,
-        typer.Option("--policy", help="hotness[:KEY=VALUE,...], lru, uniform, static:VERSION, static:FILE.json ..."),
+        typer.Option("--policy", help=f"{usages()}."),
     ] = "hotness",
     kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")] = 0,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time.")] = 1,

@@ -34,7 +34,7 @@ def load(
         policy: which version of each expert is served: `static:w4` (a version), `static:FILE.json` (a map),
             `static:allocation` (the map in the manifest). Without it, the most precise version that is here. In a
             budget also `uniform`, and two that change versions while serving: `hotness`, with options as
-            `hotness:hi=bf16,lo=w2,interval=1` (policies.py, LiveOptions), and the baseline `lru`. The model's
+            `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions), and the baseline `lru`. The model's
             `moepack.close()` stops them; so does its end.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.
         kv_tokens: in a budget, tokens of KV cache a sequence that are held back from the start. Where more are needed

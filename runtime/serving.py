@@ -10,11 +10,11 @@ from moepack.pack.reader import Bundle
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, Needs
-from moepack.runtime.policies.registry import Versions
+from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.kv_reserve import FreeReserve, KvWatch, LiveReserve
 from moepack.runtime.residency.live import Live
 
-from .step_hooks import Windows
+from .step_hooks import StepHooks
 
 COUNTERS = (
     "promotions",
@@ -50,12 +50,12 @@ class Serving:
         self.bundle, self.policy, self.layers, self.live = bundle, policy, layers, live
         self.fixed, self.budget_bytes, self.tracker = fixed, budget, tracker
         self.caches: KvWatch | None = None
-        self._windows: Windows | None = None
+        self._hooks: StepHooks | None = None
 
     def watch(self, model: Any, always: bool = False) -> None:
         """Count what the router chooses, from now on; without `always`, only where a policy needs it."""
-        if self._windows is None and (always or self.live is not None):
-            self._windows = Windows(model, self.layers, self.live)
+        if self._hooks is None and (always or self.live is not None):
+            self._hooks = StepHooks(model, self.layers, self.live)
         if self.live is not None and not always:
             weakref.finalize(model, self.live.close)
 
@@ -68,15 +68,15 @@ class Serving:
             self.live.each_round = self.caches.settle
 
     def trace(self, model: Any, path: str | Path) -> None:
-        """Write every window from now on into a file (trace.py)."""
+        """Write every step from now on into a file (trace.py)."""
         self.watch(model, always=True)
-        assert self._windows is not None
-        self._windows.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
+        assert self._hooks is not None
+        self._hooks.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
 
     def close(self) -> None:
         """End the trace and stop changing versions; the model goes on with those it has."""
-        if self._windows is not None:
-            self._windows.close()
+        if self._hooks is not None:
+            self._hooks.close()
         if self.live is not None:
             self.live.close()
 

@@ -1,6 +1,6 @@
-"""Windows: one model forward each, by hooks; router counts in it; and the trace of what happened.
+"""Steps, by hooks on the model: one forward pass each; router counts in it; and the trace of what happened.
 
-Tells a live policy's runtime (live.py) when windows begin and end, and what the router chose. Decides nothing.
+Tells a live policy's runtime (live.py) when steps begin and end, and what the router chose. Decides nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .trace import Record, TraceWriter
 Counts = list[npt.NDArray[np.int64]]
 
 
-class Windows:
-    """Watches a model's forward passes. A pass that another thread begins meanwhile is a window of its own."""
+class StepHooks:
+    """Watches a model's forward passes. A pass that another thread begins meanwhile is a step of its own."""
 
     def __init__(self, model: Any, layers: Sequence[LayerExperts], live: Live | None) -> None:
         self._layers, self._live = tuple(layers), live
@@ -44,19 +44,19 @@ class Windows:
     def _begin(self, *_: Any) -> None:
         running = self._running
         depth = running.depth = getattr(running, "depth", 0) + 1
-        if depth == 1:  # a forward inside another belongs to its window
+        if depth == 1:  # a forward inside another belongs to its step
             running.counts = [np.zeros(layer.layer.experts, np.int64) for layer in self._layers]
-            running.window = self._live.begin() if self._live is not None else 0
+            running.step = self._live.begin() if self._live is not None else 0
 
     def _end(self, *_: Any) -> None:
         running = self._running
         if not getattr(running, "depth", 0):
-            return  # refused before its window began
+            return  # refused before its step began
         running.depth -= 1
         if running.depth:
             return
         if self._live is not None:
-            self._live.end(running.window, running.counts)
+            self._live.end(running.step, running.counts)
         if self._trace is not None:
             self._write(running.counts)
 
@@ -70,7 +70,7 @@ class Windows:
             self._live.demand(position, counts)
 
     def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
-        """Write every window from now on into a file; `resident` gives the bytes that are taken."""
+        """Write every step from now on into a file; `resident` gives the bytes that are taken."""
         self.close()
         layers = [(layer.index, layer.experts) for layer in bundle.layers]
         self._resident = resident

@@ -1,7 +1,7 @@
-"""Traces of serving: one line of JSON a window, written while serving and read back for replays.
+"""Traces of serving: one line of JSON a step, written while serving and read back for replays.
 
-The first line describes the model: {"format": "moepack-trace", "version": 1, "policy", "versions": [name, ...],
-"layers": [{"index", "experts"}, ...]}. Every other line is a window; `Record` says what it holds. Decides nothing.
+The first line describes the model: {"format": "moepack-trace", "version": 2, "policy", "versions": [name, ...],
+"layers": [{"index", "experts"}, ...]}. Every other line is a step; `Record` says what it holds. Decides nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from moepack.pack.errors import InputError
-from moepack.runtime.policies.hotness import LivePolicy, Observation, Wanted
+from moepack.runtime.policies.contract import LivePolicy, Observation, Wanted
 
-FORMAT = {"format": "moepack-trace", "version": 1}
+FORMAT = {"format": "moepack-trace", "version": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One window.
+    """One step.
 
     Attributes:
-        window: its number, from 1.
+        step: its number, from 1.
         time: seconds since serving began, at its end.
         active: [layers][experts], numbers of the versions that were active.
         counts: [layers][experts], how often the router chose each.
@@ -34,7 +34,7 @@ class Record:
         waits: times that a forward pass waited for a copy since serving began.
     """
 
-    window: int
+    step: int
     time: float
     active: list[list[int]]
     counts: list[list[int]]
@@ -49,7 +49,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace that was read: what the model is, and its windows in order."""
+    """A trace that was read: what the model is, and its steps in order."""
 
     policy: str
     layers: list[dict[str, int]]
@@ -58,7 +58,7 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes a trace; each window's line goes out at once."""
+    """Writes a trace; each step's line goes out at once."""
 
     def __init__(self, path: Path, policy: str, layers: Sequence[tuple[int, int]], versions: Sequence[str]) -> None:
         """`layers` are pairs (index in the model, experts)."""
@@ -67,7 +67,7 @@ class TraceWriter:
         self._line({**FORMAT, "policy": policy, "layers": described, "versions": list(versions)})
 
     def write(self, record: Record) -> None:
-        """Add a window."""
+        """Add a step."""
         self._line(asdict(record))
 
     def _line(self, value: dict[str, Any]) -> None:
@@ -107,6 +107,6 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def replay(trace: Trace, policy: LivePolicy, room: Sequence[int]) -> Iterator[tuple[Record, Wanted | None]]:
-    """What a policy wants after each window of a trace."""
+    """What a policy wants after each step of a trace."""
     for record in trace.records:
         yield record, policy.observe(Observation(record.time, record.counts, room))

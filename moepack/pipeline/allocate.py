@@ -14,6 +14,7 @@ from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.spec import ExpertLayer, Version, affine_extent_size
 from moepack.runtime.allocation.knapsack import BudgetError, greedy, milp, spent, uniform
 from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, prefix_split
+from moepack.runtime.policies.contract import Versions
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from .recipe import Allocate
 
-Map = tuple[tuple[str, ...], ...]  # a version's name by layer position and expert
 Rows = list[list[float]]
 
 
@@ -77,7 +77,9 @@ def expected_losses(costs: LayerCosts, weight: str) -> Rows:
     return [[(n + 1) * x for x in row] for n, row in zip(costs.tokens, table, strict=True)]
 
 
-def allocate(how: Allocate, layers: Sequence[ExpertLayer], versions: Sequence[Version], costs: list[LayerCosts]) -> Map:
+def allocate(
+    how: Allocate, layers: Sequence[ExpertLayer], versions: Sequence[Version], costs: list[LayerCosts]
+) -> Versions:
     """A version for every expert, as a recipe's `allocation` asks.
 
     Raises:
@@ -99,13 +101,13 @@ def allocate(how: Allocate, layers: Sequence[ExpertLayer], versions: Sequence[Ve
     return named(chosen, versions, costs)
 
 
-def named(chosen: Sequence[int], versions: Sequence[Version], costs: Sequence[LayerCosts]) -> Map:
+def named(chosen: Sequence[int], versions: Sequence[Version], costs: Sequence[LayerCosts]) -> Versions:
     """Versions' indexes of all experts, one layer after another, as a map of names."""
     names = iter(versions[v].name for v in chosen)
     return tuple(tuple(next(names) for _ in layer.tokens) for layer in costs)
 
 
-def total_bytes(table: Map, versions: Sequence[Version], costs: Sequence[LayerCosts]) -> int:
+def total_bytes(table: Versions, versions: Sequence[Version], costs: Sequence[LayerCosts]) -> int:
     """Bytes of all extents of a map."""
     column = {v.name: i for i, v in enumerate(versions)}
     return sum(int(spent(c.sizes, [column[name] for name in row])) for row, c in zip(table, costs, strict=True))
@@ -113,7 +115,7 @@ def total_bytes(table: Map, versions: Sequence[Version], costs: Sequence[LayerCo
 
 def split_layers(
     versions: Sequence[Version], costs: Sequence[LayerCosts], importance: Sequence[Sequence[float]], bits: float
-) -> Map:
+) -> Versions:
     """`prefix_split` in every layer at an average of `bits` code bits; the losses are mean squared errors, unweighted.
 
     Args:
@@ -135,7 +137,7 @@ def calibrated_importance(costs: Sequence[LayerCosts]) -> list[list[float]]:
     return [prefill_importance(layer.tokens, layer.gate_sum) for layer in costs]
 
 
-def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budget: float) -> Map:
+def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budget: float) -> Versions:
     """`prefix_split` at the greatest average, the same in all layers, whose extents fit the budget.
 
     Raises:

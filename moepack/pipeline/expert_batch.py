@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack import __version__
 from moepack.pack.affine import Buffer
 from moepack.pack.spec import Version, affine_payload
 from moepack.quantize import methods
+from moepack.version import __version__
 
 from .artifacts import save
 

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack import __version__
 from moepack.memory import bound_kernel_caches
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFileWriter
@@ -23,6 +22,7 @@ from moepack.pack.tables import metadata
 from moepack.progress import Reporter
 from moepack.quantize import methods
 from moepack.runtime.devices.glibc import trim
+from moepack.version import __version__
 
 from .allocate import check_allocation
 from .artifacts import load_hidden, load_observation, run_record, save

@@ -18,7 +18,8 @@ from moepack.pack.tables import CalibrationTables
 
 if TYPE_CHECKING:
     from moepack.runtime.planning.fixed import Fixed
-    from moepack.runtime.policies.registry import Policy, Versions
+    from moepack.runtime.policies.contract import Versions
+    from moepack.runtime.policies.registry import Policy
 
 MOST = 1 << 40
 
@@ -166,14 +167,13 @@ class _Decided(NamedTuple):
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
     from moepack.runtime.planning.capacity import base_bytes
-    from moepack.runtime.planning.plan import calibration, make_plan
-    from moepack.runtime.plugin import unchanging
+    from moepack.runtime.planning.plan import calibration, make_plan, unchanging
 
     try:
         if not policy.is_live:
             versions, experts = unchanging(bundle, policy, fixed, budget)
             return _Decided(versions, 0, experts, 0)
-        made = make_plan(bundle, policy.live_options(), fixed.total, budget)
+        made = make_plan(bundle, policy.options, fixed.total, budget)
     except TooSmallError as error:
         return _Decided(None, 0, 0, error.least)
     traffic, _ = calibration(bundle)

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-Table = Sequence[Sequence[float]]
+Table = Sequence[Sequence[float]]  # rows of numbers: what stands in them, and in what order, who takes one says
 
 _NODES = 20_000  # of HiGHS's search tree: a bound in work, not in time, so that the answer is the same everywhere
 

@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moepack.pack.affine import Buffer
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.exponent import HEADER, TILE, parse
 from moepack.pack.lossless import directory, directory_size
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.residency.pools import Memory
 from moepack.runtime.store.cudart import Cudart
 from moepack.runtime.store.files import BackingStore, Stored
 from moepack.runtime.store.host_limit import host_limits
 from moepack.runtime.store.pinned import Held, HostStore
 
-from .cpu import Bytes, Event
+from .contract import Event, Memory
 from .migration import Going, HostEvent, Migration
 from .torch_cuda import Gpu, GpuEvent, TorchGpu
 
@@ -211,7 +211,7 @@ class CudaDevice(Migration):
         """Issue the decoder, and the copies of biases beside it; returns where it will report on the host."""
         from moepack.runtime.kernels.exponent_triton import Job
 
-        host: Bytes = slot.host.numpy()[: source.size] if held is None or held.mapped else held.bytes.numpy()
+        host: Buffer = slot.host.numpy()[: source.size] if held is None or held.mapped else held.bytes.numpy()
         if held is not None and held.mapped:
             _read_heads(source, host, layer)
         jobs = []
@@ -252,7 +252,7 @@ class CudaDevice(Migration):
             self._host.close()
 
 
-def _read_heads(source: Stored, out: Bytes, layer: ExpertLayer) -> None:
+def _read_heads(source: Stored, out: Buffer, layer: ExpertLayer) -> None:
     """Read of a lossless extent what `directory` and `parse` look at, each into its place."""
 
     def read(at: int, size: int) -> None:

@@ -12,14 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from moepack.runtime.store.files import Cancelled
+
 FLOOR = 4 << 20  # bytes that a copy counts as at least under a rate limit: a small one costs its calls, about 0.5 ms
 POLL = 0.0005  # seconds between two looks at work that is going on a GPU
 
 Going = Callable[[], bool]  # whether work that has begun has ended; raises what it failed with
-
-
-class Cancelled(Exception):
-    """What an event holds whose work was no longer wanted."""
 
 
 class HostEvent:

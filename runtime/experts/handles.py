@@ -12,11 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.pack.affine import Bf16Bits
 from moepack.pack.spec import ExpertLayer, Section, Version, affine_sections
-from moepack.runtime.kernels.forms import Form, handle, make_forms, resident_size
+from moepack.runtime.kernels.forms import Form, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise
-from moepack.runtime.store.files import BackingStore
 
 from . import backends
 
@@ -55,35 +53,23 @@ class LayerExperts:
 
     observer: Callable[[Tensor], None] | None = None
 
-    def __init__(self, store: BackingStore, position: int, versions: Sequence[str], device: torch.device) -> None:
-        manifest = store.bundle.manifest
-        self.layer: ExpertLayer = store.bundle.layers[position]
-        self.device = device
-        self.versions = tuple(manifest.versions)
-        self._forms: dict[str, tuple[Form, ...]] = {v.name: make_forms(self.layer.matrices, v) for v in self.versions}
+    def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
+        """Without experts yet: `publish` gives each its first version.
+
+        Args:
+            layer: the layer.
+            versions: those that handles may name, by their numbers.
+            device: where extents are.
+        """
+        self.layer, self.device, self.versions = layer, device, tuple(versions)
+        self._forms: dict[str, tuple[Form, ...]] = {v.name: make_forms(layer.matrices, v) for v in self.versions}
         self._number = {v.name: i for i, v in enumerate(self.versions)}
-        self._sections = {v.name: _sections(self.layer, v) for v in self.versions if not v.is_lossless}
-        self.table = np.zeros(self.layer.experts, np.uint64)
+        self._sections = {v.name: _sections(layer, v) for v in self.versions if not v.is_lossless}
+        self.table = np.zeros(layer.experts, np.uint64)
         self._on_device: Tensor | None = None
         self.handles: list[Handle] = []
-        for e, name in enumerate(versions):
-            made = self._make(store, position, e, name)
-            self.handles.append(made)
-            self._publish(e, made)
-        self.native = backends.native_layer(self.layer, self.versions, device)
+        self.native = backends.native_layer(layer, self.versions, device)
         self.backend = backends.backend(device)
-
-    def _make(self, store: BackingStore, position: int, expert: int, name: str) -> Handle:
-        version = store.bundle.manifest.version(name)
-        if not version.is_lossless:
-            return self.over(version, store.extent(name, position, expert, self.device))
-        matrices = self.layer.matrices
-        extent = torch.zeros(resident_size(matrices, version), dtype=torch.uint8, device=self.device)
-        for m, f, decoded in zip(matrices, self._forms[name], store.lossless(position, expert), strict=True):
-            _view(extent, f.low, m.weights).view(m.rows, m.cols).copy_(_bf16(decoded.weight))
-            if decoded.bias is not None:
-                _view(extent, f.bias, m.rows).copy_(_bf16(decoded.bias))
-        return self.over(version, extent)
 
     def over(self, version: Version, extent: Tensor) -> Handle:
         """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64."""
@@ -99,18 +85,19 @@ class LayerExperts:
         return self._number[version.name]
 
     def publish(self, expert: int, made: Handle) -> None:
-        """Make another version of an expert the active one: one pointer changes, and nothing else.
+        """Make a version of an expert the active one: one pointer changes, and nothing else.
 
-        The caller keeps the handle before it alive until no forward pass can still be reading it.
+        First versions come in the experts' order. The caller keeps the handle before alive until no forward pass can
+        still be reading it.
         """
-        self._publish(expert, made)
-        self.handles[expert] = made
-
-    def _publish(self, expert: int, made: Handle) -> None:
         word = handle(made.extent.data_ptr(), self._number[made.version.name])
         self.table[expert] = word
         if self._on_device is not None:
             self._on_device[expert] = word
+        if expert == len(self.handles):
+            self.handles.append(made)
+        else:
+            self.handles[expert] = made
 
     def forms(self, matrix: int) -> list[Form]:
         """One matrix's form in every version, by the version's number."""
@@ -150,7 +137,3 @@ def _sections(layer: ExpertLayer, version: Version) -> list[dict[str, Section]]:
 
 def _view(extent: Tensor, at: int, count: int) -> Tensor:
     return extent[at : at + 2 * count].view(torch.bfloat16)
-
-
-def _bf16(bits: Bf16Bits) -> Tensor:
-    return torch.from_numpy(bits.copy() if not bits.flags.writeable else bits).view(torch.bfloat16)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from moepack.runtime.allocation.knapsack import Table
+
 Sizes = Sequence[Sequence[int]]  # [layers][versions], bytes of one expert
-Table = Sequence[Sequence[float]]  # [layers][experts]
 
 
 def base_bytes(sizes: Sizes, experts: Sequence[int], version: int) -> int:

@@ -1,4 +1,5 @@
-"""From a bundle, options and a budget to a plan: which two versions are served, and how many experts may be high.
+"""From a bundle, a policy and a budget to a plan: a map that never changes, or the two versions that are served and how
+many experts may be high.
 
 Reads the bundle's calibration tables; capacity.py does the arithmetic. Decides nothing that happens while serving.
 """
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from moepack.pack.errors import InputError, TooSmallError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
+from moepack.runtime.allocation.knapsack import BudgetError, Table
 from moepack.runtime.kernels.forms import resident_size
-from moepack.runtime.policies.registry import LiveOptions
+from moepack.runtime.policies.contract import LiveOptions, Versions
+from moepack.runtime.policies.registry import Policy
 
-from .capacity import Table, base_bytes, even_room, expected_loss, room_by_loss
+from .capacity import base_bytes, even_room, expected_loss, room_by_loss
+from .fixed import Fixed
 
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
 
@@ -27,7 +31,7 @@ class Plan:
         high, low: the two versions that are served.
         sizes: [layers][versions], bytes of a block.
         experts: [layers].
-        fixed: bytes outside the experts: dense tensors and the staging buffer.
+        fixed: bytes outside the experts: dense tensors, KV cache, activations, the staging buffer (M_fixed).
         staging: of them, the staging buffer's.
         budget: bytes for everything.
         keep: whether a high expert keeps its low version.
@@ -70,13 +74,13 @@ class Plan:
         return room_by_loss(more, saved, left)
 
 
-def make_plan(bundle: Bundle, options: LiveOptions, dense: int, budget: int) -> Plan:
+def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -> Plan:
     """Choose versions and see that they fit.
 
     Args:
         bundle: the bundle.
         options: the policy's.
-        dense: bytes of the dense tensors.
+        outside: bytes outside the experts, but for the staging buffer: dense tensors, KV cache, activations.
         budget: bytes for everything.
 
     Raises:
@@ -97,26 +101,26 @@ def make_plan(bundle: Bundle, options: LiveOptions, dense: int, budget: int) -> 
     sizes = tuple(tuple(align(resident_size(x.matrices, v), PAGE) for v in versions) for x in bundle.layers)
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses = calibration(bundle)
-    keep, blocks = options.keep == "yes", options.reserve
+    keep, blocks = options.keeps_low, options.spare_blocks
     plans: list[tuple[float, Plan]] = []
     for high in highs:
-        staging = _staging(bundle, versions[high])
+        staging = staging_bytes(bundle, versions[high])
         for low in (v for v in lows if v > high):
-            if base_bytes(sizes, experts, low) > budget - dense - staging:
+            if base_bytes(sizes, experts, low) > budget - outside - staging:
                 continue
             gains = [[max(row[low] - row[high], 1e-30) for row in layer] for layer in losses]
             plan = Plan(
-                versions, high, low, sizes, experts, dense + staging, staging, budget, keep, blocks, traffic, gains,
+                versions, high, low, sizes, experts, outside + staging, staging, budget, keep, blocks, traffic, gains,
                 options.share == "loss",
             )  # fmt: skip
             plans.append((expected_loss(traffic, losses, high, low, plan.room()), plan))
     if not plans:
-        staging = min(_staging(bundle, versions[high]) for high in highs)
+        staging = min(staging_bytes(bundle, versions[high]) for high in highs)
         low = min(lows, key=lambda v: base_bytes(sizes, experts, v))
-        least = dense + staging + base_bytes(sizes, experts, low)
+        least = outside + staging + base_bytes(sizes, experts, low)
         raise TooSmallError(
             f"{bundle.path}: a budget of {budget} bytes does not hold every expert at {names[low]}: the least that "
-            f"would do is {least} bytes ({dense + staging} of them outside the experts)",
+            f"would do is {least} bytes ({outside + staging} of them outside the experts)",
             least,
         )
     return min(plans, key=lambda found: found[0])[1]
@@ -143,9 +147,46 @@ def calibration(bundle: Bundle) -> tuple[list[list[float]], list[list[list[float
     return traffic, losses
 
 
-def _staging(bundle: Bundle, high: Version) -> int:
+def staging_bytes(bundle: Bundle, version: Version) -> int:
     """Bytes of the buffer that compressed extents are decoded from; other versions are read into their blocks."""
-    if not high.is_lossless:
+    if not version.is_lossless:
         return 0
-    files = [bundle.layer_file(high.name, p) for p in range(len(bundle.layers))]
+    files = [bundle.layer_file(version.name, p) for p in range(len(bundle.layers))]
     return align(max(f.extent_size(e) for f in files for e in range(f.layer.experts)), PAGE)
+
+
+def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int | None) -> tuple[Versions, int]:
+    """The map of a policy that changes nothing, and the bytes its experts take.
+
+    Raises:
+        InputError: when the policy does not fit the bundle.
+        TooSmallError: when the map does not fit the budget.
+    """
+    assert policy.entry.versions is not None
+    room = None if device_memory is None else device_memory - fixed.total
+    try:
+        table = policy.entry.versions(bundle, policy.options, room)
+    except BudgetError as error:
+        least = fixed.total + int(error.least)
+        raise TooSmallError(
+            f"{bundle.path}: a budget of {device_memory} bytes does not hold the smallest versions: the least that "
+            f"would do is {least} bytes ({fixed})",
+            least,
+        ) from None
+    experts = expert_bytes(bundle, table)
+    if room is not None and experts > room:
+        raise TooSmallError(
+            f"{bundle.path}: policy {policy} needs {fixed.total + experts} bytes of device memory ({fixed}), the "
+            f"budget is {device_memory}: name a smaller version or a larger budget",
+            fixed.total + experts,
+        )
+    return table, experts
+
+
+def expert_bytes(bundle: Bundle, table: Versions) -> int:
+    """Bytes of device memory the experts take under a map; the lossless version is resident decoded."""
+    return sum(
+        resident_size(layer.matrices, bundle.manifest.version(name))
+        for layer, versions in zip(bundle.layers, table, strict=True)
+        for name in versions
+    )

@@ -1,58 +1,32 @@
-"""Policies that change versions while a model is served. Pure: observations in, wanted versions out, no torch.
+"""`hotness`: the hottest experts of each layer at high precision, following the workload (dynaexq, section 3.5). Pure.
 
-`Hotness` follows the workload (dynaexq, section 3.5); `Recent` is the baseline that loads what is asked for. Decides
-nothing about copies, blocks or bytes: those come as how many experts a layer may have above the base version.
+Decides nothing about copies, blocks or bytes: those come as how many experts a layer may have above the base version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
-from moepack.runtime.planning.capacity import Table
+from moepack.runtime.allocation.knapsack import Table
 
-Key = tuple[int, int]  # layer position, expert
-Wanted = Mapping[Key, int]  # the version of every expert that is to be above the base one, the most wanted first
+from .contract import Entry, Key, LiveOptions, LivePolicy, Observation, Setting, Wanted, read_options
 
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a policy sees.
-
-    Attributes:
-        time: seconds on a clock that never goes back.
-        counts: [layers][experts], how often the router chose each since the last observation.
-        room: [layers], how many experts of each may be above the base version.
-    """
-
-    time: float
-    counts: Sequence[Sequence[int]]
-    room: Sequence[int]
-
-
-class LivePolicy(Protocol):
-    """What serving asks of a policy.
-
-    Attributes:
-        blocking: whether the forward pass waits until what is wanted is there; it then observes each layer before its
-            experts run, and otherwise never waits.
-    """
-
-    blocking: bool
-
-    def observe(self, seen: Observation) -> Wanted | None:
-        """What is wanted now; None where it is what was wanted before."""
-
-    def worth(self, key: Key) -> float:
-        """How much better an expert is off at the high version, wanted or not; of any two, the lesser goes first."""
+RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
 
 
 @dataclass(frozen=True, slots=True)
-class HotnessOptions:
-    """Settings of `Hotness`.
+class HotnessOptions(LiveOptions):
+    """What follows `hotness:`.
 
     Attributes:
+        prior: "calibration": the experts that were busy in calibration are high from the start; "none": none is.
+        score: "loss": experts are ranked by traffic times what the loss tables say a token saves; "counts": by traffic.
+        keep: "yes": an expert that is promoted keeps its low version; "no": it gives it back.
+        reserve: low blocks of each size that are kept for demotions without `keep`, from 1: so many can be under way in
+            one step.
+        rate: megabytes a second that promotions may copy; 0 for no limit.
         interval: T_u, seconds between decisions.
         alpha: the share of a score that is kept at each decision, from 0 up to but not including 1.
         margin: by what share of an incumbent's score a newcomer's must exceed it.
@@ -60,6 +34,15 @@ class HotnessOptions:
         anchor: what the prior weighs beside the scores for as long as the policy runs, in multiples of them.
     """
 
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        **LiveOptions.CHOICES, "prior": ("calibration", "none"), "score": ("loss", "counts"), "keep": ("yes", "no")
+    }  # fmt: skip
+
+    prior: str = "calibration"
+    score: str = "loss"
+    keep: str = "no"
+    reserve: int = 6
+    rate: float = RATE
     interval: float = 1.0
     alpha: float = 0.5
     margin: float = 0.1
@@ -67,8 +50,26 @@ class HotnessOptions:
     anchor: float = 0.5
 
     def __post_init__(self) -> None:
-        if not (0 <= self.alpha < 1 and all(x >= 0 for x in (self.interval, self.margin, self.slack, self.anchor))):
-            raise ValueError(f"{self} is out of range: 0 <= alpha < 1, the others from 0")
+        numbers = (self.rate, self.interval, self.margin, self.slack, self.anchor)
+        if not (0 <= self.alpha < 1 and all(x >= 0 for x in numbers)):
+            raise ValueError("alpha is from 0 to below 1, other numbers are from 0")
+        if self.reserve < 1:
+            raise ValueError("reserve is from 1: a demotion needs a block")
+
+    @property
+    def keeps_low(self) -> bool:
+        """As `keep` says."""
+        return self.keep == "yes"
+
+    @property
+    def spare_blocks(self) -> int:
+        """As `reserve` says."""
+        return self.reserve
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """As `rate` says."""
+        return self.rate * 1e6 or None
 
 
 class Hotness:
@@ -103,6 +104,7 @@ class Hotness:
         gains: [layers][experts], what a token saves at the high version; without it, as much everywhere.
         """
         self.version, self.options = version, options or HotnessOptions()
+        self.patience = min(0.1, self.options.interval / 4)
         self.scores = [list(row) for row in prior] if prior else [[0.0] * n for n in experts]
         self._gains = [list(row) for row in gains] if gains else [[1.0] * n for n in experts]
         self._prior = [[n / sum(row) for n in row] for row in prior] if prior else None
@@ -197,32 +199,16 @@ def top_with_hysteresis(
     return sorted(chosen, key=lambda e: rank[e])
 
 
-class Recent:
-    """The experts used last at high precision, loaded when they are asked for: what caches for offloading do.
+def _make(setting: Setting, options: HotnessOptions) -> LivePolicy:
+    prior = setting.traffic if options.prior == "calibration" else None
+    gains = setting.gains if options.score == "loss" else None
+    return Hotness(setting.experts, setting.high, options, prior, gains)
 
-    The room of all layers is one cache. Experts of one layer's call never displace each other: where there are more of
-    them than room, those with the most tokens are loaded and the others run at the base version.
-    """
 
-    blocking = True
-
-    def __init__(self, version: int) -> None:
-        """`version` is the number of the high one."""
-        self.version = version
-        self._used: dict[Key, None] = {}  # the least recent first
-
-    def observe(self, seen: Observation) -> Wanted | None:
-        """What the cache holds once those that are needed now are in it."""
-        room = sum(seen.room)
-        needed = [((p, e), n) for p, row in enumerate(seen.counts) for e, n in enumerate(row) if n]
-        needed.sort(key=lambda item: -item[1])
-        for key, _ in reversed(needed[:room]):
-            self._used.pop(key, None)
-            self._used[key] = None
-        while len(self._used) > room:
-            del self._used[next(iter(self._used))]
-        return dict.fromkeys(reversed(self._used), self.version)
-
-    def worth(self, key: Key) -> float:
-        """Nothing is left to be chosen: what is not in the cache goes at once."""
-        return 0.0
+ENTRY = Entry(
+    name="hotness",
+    usage="hotness[:KEY=VALUE,...]",
+    parse=lambda text: read_options(HotnessOptions, text),
+    needs_budget=True,
+    make=_make,
+)

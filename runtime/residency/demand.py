@@ -6,9 +6,9 @@ Called by the one forward pass that runs, between layers: nothing reads the expe
 from __future__ import annotations
 
 from moepack.pack.errors import MoepackError
-from moepack.runtime.policies.hotness import Wanted
+from moepack.runtime.policies.contract import Key, Wanted
 
-from .entries import Key, Outcome
+from .entries import Outcome
 from .residency import Residency
 from .transitions import Transitions
 

@@ -6,21 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from moepack.runtime.devices.cpu import Event
+from moepack.runtime.devices.contract import Event
 
 from .pools import Block
-
-Key = tuple[int, int]  # layer position, expert
-
-
-class State(enum.Enum):
-    """What is happening to an expert (dynaexq, section 3.2)."""
-
-    RESIDENT_HI = "resident-hi"  # a version above the base one is active
-    RESIDENT_LO = "resident-lo"  # the base version is active
-    PROMOTING = "promoting"  # a more precise version is being copied, or waits for the next boundary
-    DEMOTING = "demoting"  # a less precise one is, or does
-    EVICTING = "evicting"  # a version that was active waits for the last window that could read it
 
 
 class Outcome(enum.Enum):
@@ -56,11 +44,11 @@ class Entry:
 
     Attributes:
         base: the version it is at while nobody wants another.
-        active: the version that windows read; always one, always complete.
+        active: the version that steps read; always one, always complete.
         complete: all that are: the active one, the one that is ready, those that are leaving, and spare ones.
         flying: the copy in flight.
         ready: the version that the next boundary publishes.
-        leaving: versions that were active and that a window may still read.
+        leaving: versions that were active and that a step may still read.
     """
 
     base: int
@@ -77,16 +65,6 @@ class Entry:
             return None if self.flying.event.cancelled else self.flying.version
         return self.ready
 
-    @property
-    def state(self) -> State:
-        """Its state; of several transitions at once the one towards a new version."""
-        coming = self.coming
-        if coming is not None and coming != self.active:
-            return State.PROMOTING if coming < self.active else State.DEMOTING
-        if self.leaving:
-            return State.EVICTING
-        return State.RESIDENT_LO if self.active == self.base else State.RESIDENT_HI
-
 
 @dataclass(slots=True)
 class Counts:
@@ -96,18 +74,4 @@ class Counts:
     demotions: int = 0
     cancelled: int = 0
     failures: int = 0
-    windows: int = 0
-
-
-@dataclass
-class Windows:
-    """Windows that are running, and those whose compute has not ended on the device."""
-
-    begun: int = 0
-    open: set[int] = field(default_factory=set)
-    ended: dict[int, Event] = field(default_factory=dict)
-
-    def oldest(self) -> int:
-        """The number of the oldest window that may still read."""
-        self.ended = {n: e for n, e in self.ended.items() if not e.done()}
-        return min([*self.open, *self.ended], default=self.begun + 1)
+    steps: int = 0

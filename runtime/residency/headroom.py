@@ -15,13 +15,13 @@ from .pools import Pool
 from .residency import Residency
 
 
-class Ledger:
+class Headroom:
     """The bytes of one residency's pools.
 
     Attributes:
         tracker: the budget.
         reserve: bytes that promotions and the KV reserve leave: a block of the largest version that a demotion may go
-            to, or several, for as many demotions in one window.
+            to, or several, for as many demotions in one step.
     """
 
     def __init__(self, residency: Residency, tracker: BudgetTracker, pools: Sequence[Pool], reserve: int) -> None:

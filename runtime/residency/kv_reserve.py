@@ -87,7 +87,7 @@ class LiveReserve:
     @property
     def most(self) -> int:
         """Bytes that the experts leave at their least."""
-        return self._live.transitions.ledger.most_kv()
+        return self._live.transitions.headroom.most_kv()
 
     @property
     def held(self) -> int:
@@ -141,7 +141,7 @@ class KvWatch:
         self._passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
         self._needed_at = 0.0
-        # Before the window begins: experts leave between windows only.
+        # Before the step begins: experts leave between steps only.
         model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 

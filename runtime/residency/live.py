@@ -1,7 +1,7 @@
-"""A bundle served by a policy that changes versions: pools, windows, the worker that carries transitions out.
+"""A bundle served by a policy that changes versions: pools, steps, the worker that carries transitions out.
 
-Here the parts meet: the plan (planning.py), the policy (hotness.py), residency and its transitions, the device. The
-forward pass calls `begin`, `observe` and `end`; under a policy that does not block none of them waits for a copy.
+Here the parts meet: the plan, the policy, residency and its transitions, the device. The forward pass calls `begin`,
+`demand` before each layer's experts, and `end`; under a policy that does not block none of them waits for a copy.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError, MoepackError
 from moepack.pack.reader import Bundle
-from moepack.runtime.devices.cpu import CpuDevice, Device
+from moepack.runtime.devices.contract import Device
+from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.experts.handles import Handle, LayerExperts
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
-from moepack.runtime.planning.plan import Plan, make_plan
-from moepack.runtime.policies.hotness import Hotness, LivePolicy, Observation, Recent
+from moepack.runtime.planning.plan import Plan
+from moepack.runtime.policies.contract import Key, Observation, Setting, Wanted
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.files import BackingStore
 
 from .demand import load_now
-from .entries import Key
 from .pools import Pool
 from .residency import Residency
 from .transitions import Transitions
-
-__all__ = ["Live", "Plan", "make_plan"]
 
 log = logging.getLogger("moepack.runtime")
 
@@ -95,36 +93,35 @@ class Live:
             InputError: on a device that cannot change versions.
             BundleError: when a low version is damaged.
         """
-        options = policy.live_options()
         if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
         self._can_shrink = devices[0].type == "cpu"
-        if not self._can_shrink and options.prior == "none":
-            plan = replace(plan, keep=True)  # all experts are low at first, so that there must be a block for each
         plan, buffers = (plan, 1) if self._can_shrink else _second_buffer(plan)
+        assert policy.entry.make is not None
+        self.policy = policy.entry.make(Setting(plan.experts, plan.high, plan.traffic, plan.gains), policy.options)
+        nothing = [[0] * n for n in plan.experts]
+        wanted = self.policy.observe(Observation(time.monotonic(), nothing, plan.room())) or {}
+        if not (self._can_shrink or wanted):
+            plan = replace(plan, keep=True)  # all experts are low at first, so that there must be a block for each
         self.plan, self._policy_text = plan, str(policy)
         self.store = BackingStore(bundle)
         self._wake = threading.Event()
         self.device = _device(devices[0], self.store, plan, buffers, self._wake.set, host_memory)
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
-        self.layers = [LayerExperts(self.store, p, (), d) for p, d in enumerate(devices)]
+        versions = bundle.manifest.versions
+        self.layers = [LayerExperts(x, versions, d) for x, d in zip(bundle.layers, devices, strict=True)]
         pools = self._pools()
         self.residency = Residency(
             plan.experts, plan.low, lambda p, v: pools[v, plan.sizes[p][v]], self._fetch, self._make, self._publish,
             self.device.mark, plan.keep,
         )  # fmt: skip
         self.transitions = Transitions(self.residency, self.tracker, list(pools.values()), plan.reserve)
-        self.policy: LivePolicy = Recent(plan.high)
-        if policy.name == "hotness":
-            prior = plan.traffic if options.prior == "calibration" else None
-            gains = plan.gains if options.score == "loss" else None
-            self.policy = Hotness(plan.experts, plan.high, options.hotness(), prior, gains)
         try:
-            self._load()
+            self._load(wanted)
         except BaseException:
             self.device.close()
             raise
-        self.device.limit(None if self.policy.blocking else options.rate * 1e6 or None)
+        self.device.limit(None if self.policy.blocking else policy.options.bytes_per_second)
         self.waits, self.waited = 0, 0.0
         self.each_round: Callable[[], None] = lambda: None
         self._counts_lock = threading.Lock()
@@ -132,7 +129,7 @@ class Live:
         self._seen_at, self._seen_room = 0.0, [-1]
         self._one_at_a_time = threading.RLock()
         self._closing = False
-        self._patience = min(0.1, options.interval / 4)
+        self._patience = self.policy.patience
         self._worker = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
         if not self.policy.blocking:
             self._worker.start()
@@ -159,17 +156,13 @@ class Live:
                 pools[version, size] = Pool(f"{plan.versions[version].name}/{size}", size, blocks, self.tracker, memory)
         return pools
 
-    def _load(self) -> None:
-        nothing = [[0] * n for n in self.plan.experts]
-        wanted = self.policy.observe(Observation(time.monotonic(), nothing, self._room())) or {}
+    def _load(self, wanted: Wanted) -> None:
         first = {} if self.plan.keep else wanted
         keys = [(p, e) for p, n in enumerate(self.plan.experts) for e in range(n)]
         version = {key: first.get(key, self.plan.low) for key in keys}
         with self.store.reading_ahead((self.plan.versions[version[key]].name, *key) for key in keys):
             for p, e in keys:
-                layer = self.layers[p]
-                layer.handles.append(self._place((p, e), version[p, e]))
-                layer.publish(e, layer.handles[e])
+                self.layers[p].publish(e, self._place((p, e), version[p, e]))
         self.transitions.want(wanted, self.policy.worth)
         self.device.serve()
 
@@ -195,17 +188,17 @@ class Live:
     def _publish(self, key: Key, made: Handle) -> None:
         self.layers[key[0]].publish(key[1], made)
 
-    # --- windows
+    # --- steps
 
     def begin(self) -> int:
-        """Begin a window. Under a policy that blocks, one runs at a time."""
+        """Begin a step. Under a policy that blocks, one runs at a time."""
         if self.policy.blocking:
             self._one_at_a_time.acquire()
         return self.residency.begin()
 
-    def end(self, window: int, counts: Sequence[npt.NDArray[np.int64]]) -> None:
-        """End a window in which the router chose experts so often, int64 [experts] a layer."""
-        self.residency.end(window)
+    def end(self, step: int, counts: Sequence[npt.NDArray[np.int64]]) -> None:
+        """End a step in which the router chose experts so often, int64 [experts] a layer."""
+        self.residency.end(step)
         if self.policy.blocking:
             self._one_at_a_time.release()
             return
@@ -239,12 +232,12 @@ class Live:
             self._wake.wait(max(self._patience, 0.01))
             self._wake.clear()
             try:
-                self.step(time.monotonic())
+                self.round(time.monotonic())
             except Exception:  # serving goes on with the versions that are there
                 log.exception("transitions have stopped")
                 return
 
-    def step(self, now: float) -> None:
+    def round(self, now: float) -> None:
         """One round: let the policy see what was counted, then carry transitions on."""
         self.each_round()
         room = self._room()

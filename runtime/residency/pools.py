@@ -8,27 +8,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from moepack.pack.spec import PAGE, align
+from moepack.runtime.devices.contract import Memory
 from moepack.runtime.planning.budget import BudgetTracker
-
-
-class Memory(Protocol):
-    """A range of device memory.
-
-    Attributes:
-        tensor: all of it, uint8 [bytes], beginning on a page.
-        returnable: whether parts of it can be given back; where they cannot, all of it is taken from the start.
-    """
-
-    tensor: Tensor
-    returnable: bool
-
-    def give_back(self, start: int, size: int) -> None:
-        """Let the device have these bytes until they are written again; their contents are lost."""
 
 
 class StaleBlockError(RuntimeError):

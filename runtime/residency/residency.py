@@ -1,7 +1,7 @@
 """Versioned residency: which versions of each expert are in device memory, and which one its handle points to.
 
-Blocks are taken from pools and filled by `fetch`; a version is published at a window's boundary and only once its fetch
-has ended well; the one before it is spare after the last window that could read it, and its block goes when somebody
+Blocks are taken from pools and filled by `fetch`; a version is published between steps and only once its fetch
+has ended well; the one before it is spare after the last step that could read it, and its block goes when somebody
 needs the bytes. Decides nothing about which version is wanted (transitions.py carries that out), and knows neither
 torch modules nor files.
 
@@ -17,10 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moepack.runtime.devices.cpu import Event
+from moepack.runtime.devices.contract import Event
+from moepack.runtime.policies.contract import Key
 
-from .entries import Counts, Entry, Flying, Key, Outcome, Resident, Windows
+from .entries import Counts, Entry, Flying, Outcome, Resident
 from .pools import Block, Pool
+from .steps import Steps
 
 
 class Residency:
@@ -56,10 +58,10 @@ class Residency:
         self._flying: dict[Key, None] = {}
         self._ready: dict[Key, None] = {}
         self._above: set[Key] = set()
-        self._leaving: dict[tuple[Key, int], int] = {}  # the last window that may read it
+        self._leaving: dict[tuple[Key, int], int] = {}  # the last step that may read it
         self._spare: dict[tuple[Key, int], None] = {}  # complete, and nobody reads it; the longest so first
         self._spare_bytes = 0
-        self._windows = Windows()
+        self._steps = Steps()
         self.counts = Counts()
 
     # --- loading
@@ -87,32 +89,32 @@ class Residency:
             self._above.add(key)
         return made.handle
 
-    # --- windows
+    # --- steps
 
     def begin(self) -> int:
-        """Begin a window: publish what is ready, and keep every handle as it is until `end`. Returns its number.
+        """Begin a step: publish what is ready, and keep every handle as it is until `end`. Returns its number.
 
-        Where another window is running, nothing is published: its versions do not change under it.
+        Where another step is running, nothing is published: its versions do not change under it.
         """
         with self._lock:
             self.boundary()
-            self._windows.begun += 1
-            self.counts.windows += 1
-            self._windows.open.add(self._windows.begun)
-            return self._windows.begun
+            self._steps.begun += 1
+            self.counts.steps += 1
+            self._steps.open.add(self._steps.begun)
+            return self._steps.begun
 
-    def end(self, window: int) -> None:
-        """End a window: what only it could read may go once its compute has ended."""
+    def end(self, step: int) -> None:
+        """End a step: what only it could read may go once its compute has ended."""
         mark = self._mark()
         with self._lock:
-            self._windows.open.discard(window)
+            self._steps.open.discard(step)
             if not mark.done():
-                self._windows.ended[window] = mark
+                self._steps.ended[step] = mark
 
     def boundary(self) -> int:
-        """Publish what is ready, unless a window is running; returns how many versions were published."""
+        """Publish what is ready, unless a step is running; returns how many versions were published."""
         with self._lock:
-            if self._windows.open:
+            if self._steps.open:
                 return 0
             keys = list(self._ready)
             for key in keys:
@@ -120,7 +122,7 @@ class Residency:
             return len(keys)
 
     def switch_now(self, key: Key, version: int) -> None:
-        """Publish a complete version inside a window, its predecessor's block being free at once.
+        """Publish a complete version inside a step, its predecessor's block being free at once.
 
         For policies that block, whose one forward pass calls this itself: it reads nothing of the expert then.
         """
@@ -150,13 +152,13 @@ class Residency:
         self._leave(key, old)
 
     def _leave(self, key: Key, version: int) -> None:
-        """A version is neither active nor ready any more; windows that have begun may still read it."""
+        """A version is neither active nor ready any more; steps that have begun may still read it."""
         if not self._pinned(version):
             self.entries[key].leaving.add(version)
-            self._leaving[key, version] = self._windows.begun
+            self._leaving[key, version] = self._steps.begun
 
     def _left(self, key: Key, version: int) -> None:
-        """No window reads a version any more."""
+        """No step reads a version any more."""
         del self._leaving[key, version]
         self.entries[key].leaving.discard(version)
         self._set_aside(key, version)
@@ -220,7 +222,7 @@ class Residency:
                 self._drop_ready(key)
 
     def _drop_ready(self, key: Key) -> None:
-        """Forget that a version was to be published. A window may be reading it: it was leaving, perhaps."""
+        """Forget that a version was to be published. A step may be reading it: it was leaving, perhaps."""
         entry = self.entries[key]
         if entry.ready is None:
             return
@@ -264,10 +266,10 @@ class Residency:
         return failed
 
     def reclaim(self) -> int:
-        """Make spare what no window can read any more; returns the bytes."""
+        """Make spare what no step can read any more; returns the bytes."""
         freed = 0
         with self._lock:
-            oldest = self._windows.oldest()
+            oldest = self._steps.oldest()
             for (key, version), last in list(self._leaving.items()):
                 if last < oldest:
                     self._left(key, version)
@@ -324,11 +326,6 @@ class Residency:
             return size
 
     # --- seeing
-
-    def active(self) -> list[list[int]]:
-        """The active version of every expert, by layer."""
-        with self._lock:
-            return [[self.entries[p, e].active for e in range(n)] for p, n in enumerate(self.experts)]
 
     def above(self) -> set[Key]:
         """Experts that are above their base version, or on their way to another."""

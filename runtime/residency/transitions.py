@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from moepack.pack.errors import MoepackError
 from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.policies.contract import Key
 
-from .entries import Key, Outcome
-from .headroom import Ledger
+from .entries import Outcome
+from .headroom import Headroom
 from .pools import Pool
 from .residency import Residency
 
@@ -57,13 +58,13 @@ class Transitions:
         residency: whose versions change.
         tracker: the budget.
         pools: all pools.
-        reserve: bytes that are kept for demotions (ledger.py).
+        reserve: bytes that are kept for demotions (headroom.py).
         in_flight: promotions on the migration stream at a time; demotions are bounded by memory alone.
         retry_after: seconds until a copy that failed is tried again, if it is still wanted then.
         clock: seconds.
         """
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
-        self.ledger = Ledger(residency, tracker, pools, reserve)
+        self.headroom = Headroom(residency, tracker, pools, reserve)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({pool.block_bytes for pool in self.pools})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
@@ -120,41 +121,45 @@ class Transitions:
     def _admit(self) -> None:
         """Begin the updates that fit, in their order; evict for those that do not.
 
-        An update that must wait for evictions does not hold up what is behind it, as long as the experts that are still
-        to be evicted leave room for both: it may then wait for more of them, but memory does not idle, and in the end
-        there is room for it. One that no eviction can make room for holds up nothing.
+        Let R be the headroom (bytes not promised yet), D what demotions under way will free, E what all evictions that
+        have not begun could. An update that grows by g begins when g <= R. It waits for evictions when R < g <= R + D +
+        E; each that waits keeps its g of that sum, and one that begins behind it takes from both R and the sum. So
+        whoever waits finds its bytes in the end, and memory does not idle meanwhile. Where even the sum is too small,
+        the update holds up nothing.
+
+        Evictions are begun for the first AHEAD that wait: their g together, less R and D.
         """
         residency = self.residency
-        room = self.ledger.settled()
-        reach: int | None = None  # room once all evictions are done; summed up only where one is needed
-        heads = short = behind = 0
+        headroom = self.headroom.settled()  # R
+        after_evictions: int | None = None  # R + D + E, less what waiting updates keep; summed up where one must wait
+        waiting = short = fitting = 0  # updates that wait, bytes of the first AHEAD of them, updates with a full stream
         for key, version in list(self._updates.items()):
             full = residency.in_flight() >= self._limit
-            if (full or room < self._least) and max(heads, behind) >= AHEAD:
+            if (full or headroom < self._least) and max(waiting, fitting) >= AHEAD:
                 break
             growth = max(0, residency.growth(key, version))
             if not self.may_try(key, version):
                 continue
-            if growth > max(room, 0):
-                if reach is None:
-                    reach = room + residency.going_bytes() + self._evictable()
-                if growth <= reach:
-                    reach -= growth
-                    heads += 1
-                    short += growth if heads <= AHEAD else 0
+            if growth > max(headroom, 0):
+                if after_evictions is None:
+                    after_evictions = headroom + residency.going_bytes() + self._evictable()
+                if growth <= after_evictions:
+                    after_evictions -= growth
+                    waiting += 1
+                    short += growth if waiting <= AHEAD else 0
                 continue
-            if reach is not None:
-                if growth > reach:
+            if after_evictions is not None:
+                if growth > after_evictions:
                     continue
-                reach -= growth
-            room -= growth
+                after_evictions -= growth
+            headroom -= growth
             if full:
-                behind += 1
+                fitting += 1
             elif self._begin(key, version) not in (Outcome.REFUSED, Outcome.BUSY):
                 self._updates.pop(key, None)
-        if heads:
+        if waiting:
             self.refusals += 1
-            self._evict(short - room - residency.going_bytes())
+            self._evict(short - headroom - residency.going_bytes())
 
     def _evictable(self) -> int:
         base = self.residency.base
@@ -180,7 +185,7 @@ class Transitions:
         """Start a transition, in a block made from what is spare if need be."""
         try:
             outcome = self.residency.start(key, version)
-            if outcome is Outcome.REFUSED and self.ledger.make_block(self.residency.pool(key[0], version)):
+            if outcome is Outcome.REFUSED and self.headroom.make_block(self.residency.pool(key[0], version)):
                 outcome = self.residency.start(key, version)
             return outcome
         except (MoepackError, OSError) as error:
@@ -221,7 +226,7 @@ class Transitions:
             MemoryError: when the base versions leave less than that; or the pools, where they cannot shrink.
         """
         with self._lock:
-            most = self.ledger.most_kv()
+            most = self.headroom.most_kv()
             if self.kv_bytes + self.kv_asked + size > most:
                 raise MemoryError(f"a KV reserve of {self.kv_bytes + size} bytes: the experts leave {most}")
             self.kv_asked += size
@@ -243,7 +248,7 @@ class Transitions:
 
     def _settle_kv(self) -> bool:
         short = self._kv_short()
-        if short <= 0 and self.ledger.make_bytes(self.kv_asked) and self.tracker.try_reserve("kv", self.kv_asked):
+        if short <= 0 and self.headroom.make_bytes(self.kv_asked) and self.tracker.try_reserve("kv", self.kv_asked):
             self.kv_asked = 0
             self._recall()
             return True
@@ -253,8 +258,8 @@ class Transitions:
 
     def _kv_short(self) -> int:
         """Bytes to come before the KV reserve can grow. With all experts at base, demotions need no reserve."""
-        reserve = self.ledger.reserve if self.residency.above() else 0
-        return self.kv_asked + reserve - (self.ledger.settled() + self.ledger.reserve)
+        reserve = self.headroom.reserve if self.residency.above() else 0
+        return self.kv_asked + reserve - (self.headroom.settled() + self.headroom.reserve)
 
     def _push_out(self) -> None:
         """Give up promotions, then demote, the least wanted first, until enough is on its way out."""

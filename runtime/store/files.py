@@ -1,7 +1,7 @@
 """The backing store: extents in the bundle's files, checked against their digests before anyone sees them.
 
 Extents are read, and not mapped: a file that is cut short is then an error and not a signal, and reading is five times
-as fast as page faults. What is kept of them on the host beside the page cache is host.py's matter. Decides nothing
+as fast as page faults. What is kept of them on the host beside the page cache is pinned.py's matter. Decides nothing
 about what should be resident.
 """
 
@@ -20,14 +20,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import BundleError, CodecError
-from moepack.pack.lossless import LosslessMatrix, decode_lossless
+from moepack.pack.errors import BundleError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import expert_file
 
 from .read_ahead import Ahead, Place, Report
 
 CHUNK = 1 << 20  # bytes read, and added to the digest, at a time: they are still in cache when they are digested
+
+
+class Cancelled(Exception):
+    """Raised inside a read that is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,40 +174,10 @@ class BackingStore:
             self._ahead = None
             ahead.close()
 
-    def release(self, version: str, position: int, expert: int | None = None) -> None:
-        """Let the system drop an extent, or all of a layer file, from its cache; it can be read again, and is checked.
-
-        The system keeps what it holds in larger pieces than the range: of small extents only whole files go.
-        """
-        stored = self.stored(version, position, expert or 0)
-        offset, size = (0, 0) if expert is None else (stored.offset, stored.size)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(stored.file, offset, size, os.POSIX_FADV_DONTNEED)
-
     def close(self) -> None:
         """Close the files that `stored` opened."""
         with self._lock:
             _close(self._files)
-
-    def extent(self, version: str, position: int, expert: int, device: torch.device) -> Tensor:
-        """A copy of one extent on `device`, uint8 [bytes], beginning on a multiple of 64.
-
-        Raises:
-            BundleError: when it cannot be read, or its bytes do not match their digest.
-        """
-        return self.stored(version, position, expert).load().to(device)
-
-    def lossless(self, position: int, expert: int) -> list[LosslessMatrix]:
-        """The decoded lossless version of one expert.
-
-        Raises:
-            BundleError: when it cannot be read, its bytes do not match their digest, or do not decode.
-        """
-        stored = self.stored("bf16", position, expert)
-        try:
-            return decode_lossless(self.bundle.layers[position].matrices, stored.load().numpy())
-        except CodecError as error:
-            raise BundleError.single(stored.where, "codec", str(error)) from None
 
 
 def _close(files: dict[tuple[str, int], int]) -> None:

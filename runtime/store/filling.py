@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from moepack.pack.affine import Buffer
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import PAGE
 
 from .cudart import CudaError, HostCalls
 from .files import CHUNK, Stored
-from .pinning import Bytes, Chain, Mode, Pinned, allocate, anonymous, pin_filled, pin_mapping
+from .pinning import Chain, Mode, Pinned, allocate, anonymous, pin_filled, pin_mapping
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a filesystem or a device says that does not read this way
 
@@ -108,7 +109,7 @@ class Filler:
                 chain.fall(str(error))
             else:
                 return self._read_or_close(path, extents, pinned, None)
-        filled: Bytes | None = None
+        filled: Buffer | None = None
         good: set[int] | None = None
         if chain.mode is Mode.REGISTERED:
             try:
@@ -130,7 +131,7 @@ class Filler:
         return set(), None
 
     def _read_or_close(
-        self, path: Path, extents: Sequence[Stored], pinned: Pinned, out: Bytes | None
+        self, path: Path, extents: Sequence[Stored], pinned: Pinned, out: Buffer | None
     ) -> tuple[set[int], Pinned]:
         try:
             return self._read(path, extents, out), pinned
@@ -138,7 +139,7 @@ class Filler:
             pinned.close()
             raise
 
-    def _read(self, path: Path, extents: Sequence[Stored], out: Bytes | None) -> set[int]:
+    def _read(self, path: Path, extents: Sequence[Stored], out: Buffer | None) -> set[int]:
         """Read and check a region's extents; returns the numbers of those that are good."""
         rooms = None
         if out is not None:
@@ -159,7 +160,7 @@ class Filler:
 
 def read_extents(
     extents: Sequence[Stored],
-    rooms: Sequence[Bytes] | None,
+    rooms: Sequence[Buffer] | None,
     threads: int,
     before: Callable[[int], None],
     done: Callable[[Stored], None] = lambda stored: None,

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import expert_file
-from moepack.runtime.devices.migration import Cancelled
 
 from .cudart import CudaError, HostCalls
-from .files import BackingStore, Stored
+from .files import BackingStore, Cancelled, Stored
 from .filling import Filler
 from .pinning import Chain, Mode, Pinned
 from .read_ahead import Place, Report, readers
@@ -40,7 +39,6 @@ class _Region:
     tensor: Tensor
     at: dict[Place, tuple[int, int]]
     users: int = 0
-    released: set[Place] = field(default_factory=set)
 
 
 class Held:
@@ -110,7 +108,6 @@ class HostStore:
             if region is None:
                 return None
             region.users += 1
-            region.released.discard(place)
             begin, size = region.at[place]
             bytes_ = region.tensor[begin : begin + size]
         return Held(bytes_, region.pinned.mode is Mode.MAPPED, lambda: self._let_go(region))
@@ -118,7 +115,6 @@ class HostStore:
     def _let_go(self, region: _Region) -> None:
         with self._lock:
             region.users -= 1
-        self._drop(region)
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
@@ -131,24 +127,9 @@ class HostStore:
             with self._lock:
                 self._fetching -= 1
 
-    def release(self, place: Place) -> None:
-        """Say that an extent is resident on the device: its host memory may go, and is read again if need be.
-
-        A region goes as a whole, when all of it was released: a part of a registration cannot.
-        """
+    def _drop(self, region: _Region) -> None:
         with self._lock:
-            region = self._regions.get(place)
-            if region is not None:
-                region.released.add(place)
-        if region is None:
-            self._store.release(*place)
-        else:
-            self._drop(region)
-
-    def _drop(self, region: _Region, closing: bool = False) -> None:
-        with self._lock:
-            unused = closing or len(region.released) == len(region.at)
-            if region.users or not unused or self._regions.get(next(iter(region.at))) is not region:
+            if region.users:
                 return
             for place in region.at:
                 del self._regions[place]
@@ -297,7 +278,7 @@ class HostStore:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
         for region in set(self._regions.values()):
-            self._drop(region, closing=True)
+            self._drop(region)
 
 
 def traffic(store: BackingStore, sizes: Mapping[File, Mapping[int, int]]) -> dict[File, list[float]]:

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from moepack.pack.affine import Buffer
 
 from .cudart import HOST_REGISTER_SUPPORTED, PORTABLE, READ_ONLY, READ_ONLY_SUPPORTED, CudaError, HostCalls
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Mode(enum.StrEnum):
@@ -45,7 +44,7 @@ class Pinned:
     """
 
     mode: Mode
-    bytes: Bytes
+    bytes: Buffer
     _let_go: Callable[[], None]
 
     def close(self) -> None:
@@ -80,7 +79,7 @@ class Chain:
         self.mode = ORDER[ORDER.index(self.mode) + 1]
 
 
-def anonymous(size: int) -> Bytes:
+def anonymous(size: int) -> Buffer:
     """Pages of zeros that take memory once they are written; they are given back with the last view of them."""
     return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
@@ -105,7 +104,7 @@ def pin_mapping(calls: HostCalls, file: int, offset: int, size: int) -> Pinned:
     return Pinned(Mode.MAPPED, _at(address, size), let_go)
 
 
-def pin_filled(calls: HostCalls, memory: Bytes) -> Pinned:
+def pin_filled(calls: HostCalls, memory: Buffer) -> Pinned:
     """Register anonymous memory that has been filled: before that, registering would zero every page first.
 
     Raises:
@@ -126,7 +125,7 @@ def allocate(calls: HostCalls, size: int) -> Pinned:
     return Pinned(Mode.ALLOCATED, _at(address, size), lambda: calls.free(address))
 
 
-def _at(address: int, size: int) -> Bytes:
+def _at(address: int, size: int) -> Buffer:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 

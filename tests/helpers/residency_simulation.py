@@ -11,7 +11,7 @@ from moepack.pack.errors import BundleError
 from moepack.pack.spec import PAGE
 from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.residency.entries import Key
+from moepack.runtime.policies.contract import Key
 from moepack.runtime.residency.pools import Pool
 from moepack.runtime.residency.residency import Residency
 from moepack.runtime.residency.transitions import Transitions
@@ -212,7 +212,7 @@ class Simulation:
                 elif tensor[0] == pattern(key, version) and not tensor[-1]:
                     wrong = "1: a half-copied version is seen"
                 raise Violation(f"{wrong}: version {version} of {key}")
-        if self.residency.above() and self.transitions.ledger.settled() < 0:
+        if self.residency.above() and self.transitions.headroom.settled() < 0:
             raise Violation("8: what is kept for demotions was given away")
         spare = self.residency._spare
         for key, entry in self.residency.entries.items():

@@ -80,3 +80,20 @@ def test_without_a_compiler_it_installs_and_numba_runs_the_codec(tmp_path: Path)
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert out.stdout.split() == ["True", "numba"], out.stderr
+
+
+def test_python_started_in_a_clone_finds_what_was_installed(unpacked: Path, bundle: Path) -> None:
+    """The clone's folder `moepack/` comes first on the path, and has neither `pack` nor compiled code in it."""
+    code = (
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]  # this environment's own\n"
+        f"sys.path.append({str(unpacked)!r})\n"
+        f"import moepack; assert moepack.__file__.startswith({str(ROOT)!r}), moepack.__file__\n"
+        "from moepack.pack import exponent_fast\n"
+        f"model = moepack.load({str(bundle)!r}, policy='static:w4')\n"
+        f"assert exponent_fast.__file__.startswith({str(unpacked)!r}), exponent_fast.__file__\n"
+        "print(exponent_fast.engine_name(), model.moepack.layers[0].backend)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.split()[-1] == "native" and "numba" not in out.stdout

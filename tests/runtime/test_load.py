@@ -14,25 +14,26 @@ from support import ROOT, random_matrix
 import moepack
 from moepack.pack.affine import decode_affine, encode_affine
 from moepack.pack.errors import BundleError, InputError
+from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, affine_sections
 from moepack.reports.evaluate import evaluate, generate
 from moepack.runtime.allocation.knapsack import greedy
-from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise, unpack
-from moepack.runtime.policies.registry import parse_policy, static_map
-from moepack.runtime.store.files import BackingStore
+from moepack.runtime.policies.registry import parse_policy
+from moepack.runtime.policies.static import static_map
 
 
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: torch.dtype) -> None:
     opened = open_bundle(bundle)
-    layer = LayerExperts(BackingStore(opened), 1, [version] * 16, torch.device("cpu"))
+    layer = load_map(opened, ((version,) * 16,) * 4, [torch.device("cpu")] * 4)[1]
     described = opened.manifest.version(version)
     for expert in (0, 15):
         if version == "bf16":
-            want = [m.weight for m in BackingStore(opened).lossless(1, expert)]
+            want = [m.weight for m in decode_lossless(opened.layers[1].matrices, opened.extent("bf16", 1, expert))]
             for m in range(2):
                 assert torch.equal(
                     layer.weight(expert, m, torch.bfloat16).view(torch.uint16), torch.from_numpy(want[m])

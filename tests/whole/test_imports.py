@@ -1,79 +1,177 @@
-"""The import rule: who may import whom, read from the sources."""
+"""Rooms, and the arrows between them: who imports whom, read from the sources. `pytest -s` on this file prints both."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support import ROOT
 
-FOLDERS = ("pack", "quantize", "calibrate", "runtime", "moepack")
-MAY = {
-    "pack": {"pack"},
-    "quantize": {"quantize", "pack"},
-    "calibrate": {"calibrate", "quantize", "pack"},
-    "runtime": {"runtime", "pack"},
-    "moepack": set(FOLDERS) | {"recipes"},
-}
-STANDARD_ONLY = ("pack/spec.py", "pack/errors.py")
+# From the top floor down: a room may import from rooms below it, and a file from its own room.
+FLOORS = (
+    "moepack",  # the face: cli, hub, hook
+    "moepack.pipeline",
+    "moepack.reports",
+    "moepack.shared",  # the files of moepack/ that its other rooms use
+    "calibrate",
+    "quantize",
+    "recipes",
+    "runtime",  # the entrances: load, attach, plugin, serving, step_hooks, trace
+    "runtime.residency",
+    "runtime.devices",
+    "runtime.store",
+    "runtime.planning",
+    "runtime.experts",
+    "runtime.policies",
+    "runtime.allocation",
+    "runtime.kernels",
+    "pack",
+)
+SHARED = ("progress", "memory", "version")
+# Below, and yet not to be imported: a server needs neither quantisers nor data sets.
+NEVER = {room: {"calibrate", "quantize", "recipes"} for room in FLOORS if room.startswith("runtime")}
+NEVER |= {"quantize": {r for r in FLOORS if r.startswith(("runtime", "recipes"))}}
+NEVER |= {"calibrate": NEVER["quantize"]}
+STANDARD_ONLY = ("pack.spec", "pack.errors")
+Imports = dict[str, set[str]]  # module -> modules of moepack, and other packages as ".name"
 
 
-def imports(path: Path, folder: str) -> set[str]:
-    """The folders of moepack that a file imports, and other packages as ".name"."""
-    found = set()
-    inside = path.relative_to(ROOT / folder).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level <= len(inside) + 1, f"{path}: a relative import leaves its folder"
-            found.add(folder)
-            continue
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "moepack" else [str(node.module)]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "moepack":
-                found.add(parts[1] if len(parts) > 1 and parts[1] in (*FOLDERS, "recipes") else "moepack")
-            else:
-                found.add("." + parts[0])
+def sources(root: Path) -> dict[str, Path]:
+    """Every module by its name, without the "moepack." before it."""
+    found = {}
+    for folder in ("moepack", "pack", "quantize", "calibrate", "recipes", "runtime"):
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
     return found
 
 
-SOURCES = [(f, p) for f in FOLDERS for p in sorted((ROOT / f).rglob("*.py"))]
+def imports(root: Path) -> Imports:
+    """What every module imports, wherever in it the import stands."""
+    modules = sources(root)
+    out: Imports = {}
+    for name, path in modules.items():
+        out[name] = set()
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for target, names in _statements(ast.parse(path.read_text()), package):
+            if not target.startswith("moepack"):
+                out[name].add("." + target.partition(".")[0])
+                continue
+            inside = target.removeprefix("moepack").lstrip(".")
+            for one in names or [""]:
+                whole = f"{inside}.{one}".strip(".")
+                known = [m for m in (whole, f"moepack.{whole}", inside, f"moepack.{inside}") if m in modules]
+                out[name].add(known[0] if known else "moepack")
+        out[name].discard(name)
+    return out
 
 
-@pytest.mark.parametrize(("folder", "path"), SOURCES, ids=[str(p.relative_to(ROOT)) for _, p in SOURCES])
-def test_import_rule(folder: str, path: Path) -> None:
-    own = {name for name in imports(path, folder) if not name.startswith(".")}
-    assert own <= MAY[folder], f"{path.relative_to(ROOT)} imports {sorted(own - MAY[folder])}"
-    if "kernels" in path.parts:
-        assert own <= {"pack", folder}
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.ImportFrom) and node.level > 1), f"{path} imports what is above it"
+def _statements(tree: ast.AST, package: str) -> Iterator[tuple[str, list[str]]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = str(node.module or "")
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join(["moepack", *above, base]).strip(".").replace("moepack.moepack", "moepack")
+            yield base, [alias.name for alias in node.names]
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    if parts[0] == "moepack" and len(parts) == 2 and parts[1] in SHARED:
+        return "moepack.shared"
+    return next((r for r in (".".join(parts[:2]), parts[0]) if r in FLOORS), parts[0])
+
+
+def arrows(found: Imports) -> dict[str, set[str]]:
+    """Room -> rooms that its files import from."""
+    out: dict[str, set[str]] = {r: set() for r in FLOORS}
+    for module, targets in found.items():
+        out[room(module)] |= {room(t) for t in targets if not t.startswith(".")} - {room(module)}
+    return out
+
+
+def wrong(found: Imports) -> list[str]:
+    """Every import that goes upward, or where a room may never go."""
+    out = []
+    for module, targets in found.items():
+        for target in sorted(t for t in targets if not t.startswith(".")):
+            a, b = room(module), room(target)
+            if a != b and (FLOORS.index(b) < FLOORS.index(a) or b in NEVER.get(a, ())):
+                out.append(f"{module} ({a}) imports {target} ({b})")
+    return out
+
+
+def circle(found: Imports) -> list[str]:
+    """Modules that import each other, if there are any: one such circle."""
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        for target in sorted(found.get(module, ())):
+            if not target.startswith(".") and (round_trip := walk(target, [*path, module])):
+                return round_trip
+        done.add(module)
+        return []
+
+    return next((c for m in sorted(found) if (c := walk(m, []))), [])
+
+
+@pytest.fixture(scope="module")
+def found() -> Imports:
+    return imports(ROOT)
+
+
+def test_no_arrow_goes_upward(found: Imports) -> None:
+    for name, targets in arrows(found).items():
+        print(f"{name:<20} -> {', '.join(sorted(targets, key=FLOORS.index)) or 'nothing'}")
+    assert {room(m) for m in found} == set(FLOORS), "a folder that is no room"
+    assert wrong(found) == []
+
+
+def test_no_circle_of_files(found: Imports) -> None:
+    """The two that are meant: `moepack` hands its functions on, and imports them when they are asked for."""
+    assert circle({m: t - {"moepack"} for m, t in found.items()}) == []
 
 
 @pytest.mark.parametrize("name", STANDARD_ONLY)
-def test_standard_library_only(name: str) -> None:
-    others = {n[1:] for n in imports(ROOT / name, "pack") if n.startswith(".")}
+def test_standard_library_only(found: Imports, name: str) -> None:
+    others = {n[1:] for n in found[name] if n.startswith(".")}
     assert others <= set(sys.stdlib_module_names)
+    assert all(n.startswith(".") or n.startswith("pack") for n in found[name])
 
 
-def test_the_rule_can_fail(tmp_path: Path) -> None:
-    file = ROOT / "pack" / "spec.py"
-    assert "quantize" not in imports(file, "pack")
-    offender = tmp_path / "x.py"
-    offender.write_text("from moepack.quantize import grid\nimport torch\n")
-    tree_imports = {n for node in ast.walk(ast.parse(offender.read_text())) for n in _names(node)}
-    assert tree_imports == {"moepack.quantize", "torch"}
-
-
-def _names(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.ImportFrom):
-        return [str(node.module)]
-    return [a.name for a in node.names] if isinstance(node, ast.Import) else []
+def test_the_rules_can_fail(tmp_path: Path) -> None:
+    """Planted: an arrow upward, one where a server may not go, a circle of two files, a relative way out of a room."""
+    texts = {
+        "runtime/store/a.py": "def f():\n    from moepack.runtime.residency import live\n",
+        "runtime/residency/live.py": "from ..planning import plan\n",
+        "runtime/planning/plan.py": "import moepack.quantize.grid\nfrom . import other\n",
+        "runtime/planning/other.py": "from .plan import x\n",
+        "quantize/grid.py": "",
+        "pack/spec.py": "from moepack import calibrate\nimport torch\n",
+        "calibrate/__init__.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    planted = imports(tmp_path)
+    assert wrong(planted) == [
+        "pack.spec (pack) imports calibrate (calibrate)",
+        "runtime.planning.plan (runtime.planning) imports quantize.grid (quantize)",
+        "runtime.store.a (runtime.store) imports runtime.residency.live (runtime.residency)",
+    ]
+    assert set(circle(planted)) == {"runtime.planning.plan", "runtime.planning.other"}
+    assert planted["runtime.residency.live"] == {"runtime.planning.plan"} and ".torch" in planted["pack.spec"]
 
 
 def test_import_moepack_is_light() -> None:

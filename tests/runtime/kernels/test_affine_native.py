@@ -309,13 +309,11 @@ def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
 def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
     """Both matrices of trained experts, every version, packed and in tiles, whichever this processor takes."""
     from moepack.pack.reader import open_bundle
+    from moepack.runtime.attach import load_map
     from moepack.runtime.experts import backends
-    from moepack.runtime.experts.handles import LayerExperts
-    from moepack.runtime.store.files import BackingStore
 
-    store = BackingStore(open_bundle(bundle))
     names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]
-    experts = LayerExperts(store, 2, names, torch.device("cpu"))
+    experts = load_map(open_bundle(bundle), (tuple(names),) * 4, [torch.device("cpu")] * 4)[2]
     assert experts.native is not None
     index = torch.arange(10).repeat(tokens, 1)
     for matrix, m in enumerate(experts.layer.matrices):
@@ -338,16 +336,15 @@ def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: 
     """Few tokens and many, in all versions, with tiles of our own and torch's product: what a machine without a
     compiler computes. BF16 rounds three times."""
     import moepack
+    from moepack.runtime.attach import load_map
     from moepack.runtime.experts import cpu
     from moepack.runtime.experts.forward import reference_forward
-    from moepack.runtime.experts.handles import LayerExperts
-    from moepack.runtime.store.files import BackingStore
 
     native.use_level(level)
     model = moepack.load(bundle, dtype=dtype, policy="static:w2")
     module = model.model.layers[1].mlp.experts
     names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]
-    experts = LayerExperts(BackingStore(model.moepack.bundle), 1, names, torch.device("cpu"))
+    experts = load_map(model.moepack.bundle, (tuple(names),) * 4, [torch.device("cpu")] * 4)[1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, 128, generator=generator).to(dtype)
     index = torch.stack([torch.randperm(17, generator=generator)[:4] for _ in range(tokens)])

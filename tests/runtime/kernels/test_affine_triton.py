@@ -87,15 +87,14 @@ def test_geometry_takes_every_slot_once() -> None:
 def test_the_forward_is_the_references(bundle: Path) -> None:
     """A layer with experts in five versions, its gate fused, sentinels among its slots; then one expert promoted."""
     import moepack
+    from moepack.runtime.attach import load_map
     from moepack.runtime.experts import gpu
     from moepack.runtime.experts.forward import reference_forward
-    from moepack.runtime.experts.handles import LayerExperts
-    from moepack.runtime.store.files import BackingStore
 
     model = moepack.load(bundle, policy="static:w2", dtype=torch.float32, device=DEVICE)
     module = model.model.layers[1].mlp.experts
-    store, device = BackingStore(model.moepack.bundle), torch.device(DEVICE)
-    experts = LayerExperts(store, 1, [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)], device)
+    names = tuple(("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16))
+    experts = load_map(model.moepack.bundle, (names,) * 4, [torch.device(DEVICE)] * 4)[1]
     x = torch.randn(6, 128, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     index = torch.tensor([[0, 1], [2, 16], [16, 16], [3, 4], [16, 5], [1, 2]], device=DEVICE)
     gates = torch.rand(6, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)

@@ -10,7 +10,9 @@ import pytest
 
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.capacity import base_bytes, even_room, expected_loss, room_by_loss
-from moepack.runtime.policies.hotness import Hotness, HotnessOptions, Observation, Recent, top_with_hysteresis
+from moepack.runtime.policies.contract import LiveOptions, Observation
+from moepack.runtime.policies.hotness import Hotness, HotnessOptions, top_with_hysteresis
+from moepack.runtime.policies.lru import Recent
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.trace import Record, TraceWriter, read_trace, replay
 
@@ -109,7 +111,7 @@ def test_losses_by_versions() -> None:
 
 
 def test_a_prior_counts_as_an_interval_before_the_first() -> None:
-    policy = Hotness([3], 0, HotnessOptions(1.0, margin=0, slack=0, anchor=0), prior=[[3000, 1000, 0]])
+    policy = Hotness([3], 0, HotnessOptions(interval=1.0, margin=0, slack=0, anchor=0), prior=[[3000, 1000, 0]])
     assert policy.observe(Observation(0.0, [[0, 0, 0]], [1])) == {(0, 0): 0}, "before any token"
     policy.observe(Observation(1.0, [[0, 1, 3]], [1]))
     assert policy.scores == [[1.5, 1.0, 1.5]], "its shares, as many tokens as the interval had"
@@ -147,8 +149,11 @@ def test_experts_are_ranked_by_what_they_save() -> None:
         ("hotness:prior=x", "prior is calibration or none"),
         ("hotness:score=x", "score is loss or counts"),
         ("hotness:reserve=0", "a demotion needs a block"),
-        ("lru:keep=no", "lru keeps"),
-        ("lru:rate=-1", "rate"),
+        ("hotness:rate=-1", "from 0"),
+        ("hotness:slack=1.5", "whole number"),
+        ("lru:alpha=0.5", "'alpha' is unknown: there are hi, lo, share"),
+        ("lru:keep=no", "'keep' is unknown"),
+        ("hotnes", "did you mean hotness"),
         ("uniform:w4", "nothing after"),
     ],
 )
@@ -158,11 +163,15 @@ def test_options_are_checked(text: str, word: str) -> None:
 
 
 def test_options() -> None:
-    options = parse_policy("hotness:hi=w4,lo=w2,interval=0.5,slack=3,share=loss,rate=50").live_options()
+    options = parse_policy("hotness:hi=w4,lo=w2,interval=0.5,slack=3,share=loss,rate=50").options
     assert (options.hi, options.lo, options.share, options.rate) == ("w4", "w2", "loss", 50.0)
-    assert options.hotness() == HotnessOptions(0.5, 0.5, 0.1, 3)
+    assert options == HotnessOptions(hi="w4", lo="w2", share="loss", rate=50.0, interval=0.5, slack=3)
+    assert options.bytes_per_second == 50e6 and options.spare_blocks == 6 and not options.keeps_low
     assert (options.prior, options.score, options.keep) == ("calibration", "loss", "no")
-    assert parse_policy("lru").live_options().keep == "yes"
+    assert parse_policy("hotness:keep=yes,rate=0").options.keeps_low
+    assert parse_policy("hotness:rate=0").options.bytes_per_second is None
+    lru = parse_policy("lru:hi=bf16").options
+    assert type(lru) is LiveOptions and lru.keeps_low and lru.hi == "bf16"
 
 
 def test_traces_are_read_back_and_replayed(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import cpu as device_module
-from moepack.runtime.policies.registry import LiveOptions
-from moepack.runtime.residency.live import make_plan
+from moepack.runtime.devices import migration
+from moepack.runtime.planning.plan import make_plan
+from moepack.runtime.policies.hotness import HotnessOptions
 from moepack.runtime.store import files as store_module
 from moepack.runtime.trace import read_trace
 
@@ -161,16 +162,16 @@ def test_plans(bundle: Path) -> None:
     dense = 1_000_000
 
     def chosen(budget: int, **options: Any) -> tuple[str, str]:
-        plan = make_plan(opened, LiveOptions(**options), dense, budget)
+        plan = make_plan(opened, HotnessOptions(**options), dense, budget)
         return plan.versions[plan.high].name, plan.versions[plan.low].name
 
     assert chosen(10_000_000) == ("bf16", "w4"), "all of them are bf16"
     assert chosen(2_000_000) == ("w4", "w1"), "w4 for most loses less than bf16 for a few"
     assert chosen(2_000_000, lo="w2")[1] == "w2" and chosen(2_000_000, hi="bf16")[0] == "bf16"
-    shared = make_plan(opened, LiveOptions(hi="bf16", lo="w2", share="loss"), dense, 3_000_000)
-    even = make_plan(opened, LiveOptions(hi="bf16", lo="w2"), dense, 3_000_000)
+    shared = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", share="loss"), dense, 3_000_000)
+    even = make_plan(opened, HotnessOptions(hi="bf16", lo="w2"), dense, 3_000_000)
     assert abs(sum(shared.room()) - sum(even.room())) <= 1 and sum(even.room(kv=200_000)) < sum(even.room())
-    kept = make_plan(opened, LiveOptions(hi="bf16", lo="w2", keep="yes"), dense, 3_000_000)
+    kept = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", keep="yes"), dense, 3_000_000)
     high, low = even.sizes[0][even.high], even.sizes[0][even.low]
     assert sum(even.room()) == (3_000_000 - even.fixed - 70 * low) // (high - low), "a reserve of six"
     assert sum(kept.room()) == (3_000_000 - kept.fixed - 64 * low) // high
@@ -338,7 +339,7 @@ def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:
     began = time.monotonic()
     live.transitions.want(dict.fromkeys(keys, live.plan.high))
     wait_for(lambda: model.moepack.versions[0].count("bf16") == 10)
-    assert time.monotonic() - began > 0.9 * 10 * device_module.FLOOR / 50e6
+    assert time.monotonic() - began > 0.9 * 10 * migration.FLOOR / 50e6
     live.device.limit(1.0)
     live.transitions.want(dict.fromkeys([(1, e) for e in range(10)], live.plan.high))
     wait_for(lambda: live.residency.in_flight() == 2)

@@ -35,7 +35,7 @@ from residency_simulation import (
 from moepack.pack.spec import PAGE
 from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.residency.entries import Outcome, State
+from moepack.runtime.residency.entries import Entry, Outcome
 from moepack.runtime.residency.pools import Pool, StaleBlockError
 
 KEYS = all_keys()
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
             transitions.grow_kv(pages * PAGE)
         except MemoryError:
             asked = transitions.kv_bytes + transitions.kv_asked + pages * PAGE
-            assert asked > transitions.ledger.most_kv()
+            assert asked > transitions.headroom.most_kv()
 
     @rule()
     @precondition(lambda self: self.sim.transitions.kv_bytes >= PAGE)
@@ -138,7 +138,7 @@ class Machine(RuleBasedStateMachine):
         assert not queues.in_flight
         for key, version in sim.transitions.waiting().items():  # none of them fits
             full = sim.kind.fixed and sim.pools[version].taken == sim.pools[version].blocks
-            assert full or sim.residency.growth(key, version) > sim.transitions.ledger.settled()
+            assert full or sim.residency.growth(key, version) > sim.transitions.headroom.settled()
 
 
 LIMITS = settings(
@@ -234,7 +234,7 @@ def _general_allocator(sim: Simulation) -> None:
 
 def _reused_early(sim: Simulation) -> None:
     """Blocks are freed whatever still reads them."""
-    sim.residency._windows.oldest = lambda: 1 << 60  # type: ignore[method-assign]
+    sim.residency._steps.oldest = lambda: 1 << 60  # type: ignore[method-assign]
 
 
 def _published_in_a_window(sim: Simulation) -> None:
@@ -287,13 +287,13 @@ def _leaves_too_soon(sim: Simulation) -> None:
 
 def _no_reserve(sim: Simulation) -> None:
     """Promotions take what is kept for demotions."""
-    ledger = sim.transitions.ledger
-    settled, admit = ledger.settled, sim.transitions._admit
+    headroom = sim.transitions.headroom
+    settled, admit = headroom.settled, sim.transitions._admit
 
     def careless() -> None:
-        ledger.settled = lambda: settled() + ledger.reserve  # type: ignore[method-assign]
+        headroom.settled = lambda: settled() + headroom.reserve  # type: ignore[method-assign]
         admit()
-        del ledger.settled  # type: ignore[method-assign]
+        del headroom.settled  # type: ignore[method-assign]
 
     sim.transitions._admit = careless  # type: ignore[method-assign]
 
@@ -338,37 +338,49 @@ def test_planted_violations_are_found(plant: Plant, silent: None) -> None:
 # --- the states of one expert
 
 
+def phase(entry: Entry) -> str:
+    """What is happening to an expert (dynaexq, section 3.2); of several things at once the way to a new version."""
+    if entry.coming not in (None, entry.active):
+        return "promoting" if entry.coming < entry.active else "demoting"
+    return "evicting" if entry.leaving else "resident-lo" if entry.active == entry.base else "resident-hi"
+
+
 def test_an_expert_goes_through_its_states() -> None:
     sim = Simulation()
     entry, key = sim.residency.entries[0, 1], (0, 1)
-    assert entry.state is State.RESIDENT_LO
+    assert phase(entry) == "resident-lo"
     sim.transitions.want({key: 0})
     sim.transitions.tick()
-    assert entry.state is State.PROMOTING and sim.seen[key][0] == BASE
+    assert phase(entry) == "promoting" and sim.seen[key][0] == BASE
     window = sim.begin()
     sim.finish(0)
     sim.transitions.tick()
-    assert entry.state is State.PROMOTING and sim.seen[key][0] == BASE, "no boundary yet"
+    assert phase(entry) == "promoting" and sim.seen[key][0] == BASE, "no boundary yet"
     sim.end(window, False)
     window = sim.begin()
-    assert entry.state is State.EVICTING and sim.seen[key][0] == 0, "the base version is on its way out"
+    assert phase(entry) == "evicting" and sim.seen[key][0] == 0, "the base version is on its way out"
     sim.transitions.tick()
-    assert entry.state is State.RESIDENT_HI and set(entry.complete) == {0, BASE}, "spare, as nobody needs its bytes"
+    assert phase(entry) == "resident-hi" and set(entry.complete) == {0, BASE}, "spare, as nobody needs its bytes"
     sim.transitions.want({key: 1})
     sim.transitions.tick()
-    assert entry.state is State.DEMOTING and sim.seen[key][0] == 0, "the high version serves until the other is there"
+    assert phase(entry) == "demoting" and sim.seen[key][0] == 0, "the high version serves until the other is there"
     sim.finish(0)
     sim.transitions.tick()
     sim.end(window, compute_goes_on=True)
     sim.begin()
-    assert entry.state is State.EVICTING and sim.seen[key][0] == 1
+    assert phase(entry) == "evicting" and sim.seen[key][0] == 1
     assert not sim.residency.drop_spare(sim.pools[0]), "a window reads it"
     sim.draining.pop()[0].ended = True
     sim.transitions.tick()
-    assert entry.state is State.RESIDENT_HI and sim.residency.drop_spare(sim.pools[0]) and sim.pools[0].taken == 0
+    assert phase(entry) == "resident-hi" and sim.residency.drop_spare(sim.pools[0]) and sim.pools[0].taken == 0
     counts = sim.residency.counts
     assert (counts.promotions, counts.demotions, counts.failures) == (1, 1, 0)
     assert sim.residency.start(key, 1) is Outcome.NOTHING
+
+
+def active(sim: Simulation) -> list[list[int]]:
+    """The active version of every expert, by layer."""
+    return [[sim.residency.entries[p, e].active for e in range(n)] for p, n in enumerate(sim.residency.experts)]
 
 
 def promoted(kind: Kind, wanted: dict[tuple[int, int], int]) -> Simulation:
@@ -381,10 +393,10 @@ def promoted(kind: Kind, wanted: dict[tuple[int, int], int]) -> Simulation:
 def test_low_versions_leave_when_their_bytes_are_needed() -> None:
     """Four high experts in eight pages more than all-low: with their low versions they would be three."""
     sim = promoted(DROPS, dict.fromkeys(KEYS[:5], 0))
-    assert sim.residency.active() == [[0] * 4, [BASE] * 3]
+    assert active(sim) == [[0] * 4, [BASE] * 3]
     assert sim.tracker.free + sim.pools[BASE].spare_bytes + sim.residency.available() == DROPS.reserve * PAGE
     kept = promoted(KEEPS, dict.fromkeys(KEYS[:5], 0))
-    assert kept.residency.active() == [[0, 0, 0, BASE], [BASE] * 3]
+    assert active(kept) == [[0, 0, 0, BASE], [BASE] * 3]
 
 
 def test_evictions_make_room_for_promotions() -> None:
@@ -393,8 +405,8 @@ def test_evictions_make_room_for_promotions() -> None:
     sim.transitions.tick()
     assert sim.transitions.refusals == 1 and {v for _, _, v, _ in sim.jobs} == {BASE}, "low versions are fetched first"
     settled(sim)
-    active = sim.residency.active()
-    assert active[1] == [0, 0, BASE] and active[0][0] == 0 and active[0].count(0) == 2
+    now = active(sim)
+    assert now[1] == [0, 0, BASE] and now[0][0] == 0 and now[0].count(0) == 2
 
 
 def test_the_least_worth_is_evicted_first() -> None:
@@ -402,7 +414,7 @@ def test_the_least_worth_is_evicted_first() -> None:
         sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
         sim.transitions.want({(1, 0): 0}, lambda key, least=least: float(key != (0, least)))
         settled(sim)
-        assert sim.residency.active() == [[BASE if e == least else 0 for e in range(4)], [0, BASE, BASE]]
+        assert active(sim) == [[BASE if e == least else 0 for e in range(4)], [0, BASE, BASE]]
 
 
 def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> None:
@@ -415,7 +427,7 @@ def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> 
     assert leaving
     sim.transitions.want(dict.fromkeys(KEYS[:4], 0))
     settled(sim)
-    assert sim.residency.active() == [[0] * 4, [BASE] * 3]
+    assert active(sim) == [[0] * 4, [BASE] * 3]
     assert sim.residency.counts.demotions == 0 and sim.residency.counts.cancelled == len(leaving)
 
 
@@ -429,22 +441,22 @@ def test_a_low_version_that_cannot_be_fetched_leaves_its_expert_high(caplog: pyt
         while sim.jobs:
             sim.finish(0, failed=True)
         sim.end(sim.begin(), False)
-    assert sim.residency.active() == [[0] * 4, [BASE] * 3] and sim.transitions.failures == 1
+    assert active(sim) == [[0] * 4, [BASE] * 3] and sim.transitions.failures == 1
     assert len(caplog.records) == 1 and "simulated" in caplog.text
     sim.now += 31
     settled(sim)
-    assert sim.residency.active() == [[0, 0, 0, BASE], [0, BASE, BASE]]
+    assert active(sim) == [[0, 0, 0, BASE], [0, BASE, BASE]]
 
 
 def test_what_fits_goes_past_a_promotion_that_does_not() -> None:
     """Room for eight pages: three experts take two more each; one that takes four waits; those that take one do not."""
     kind = Kind(pages=(5, 3, 2, 1), reserve=3, room=8)
     sim = promoted(kind, {(0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 2, (0, 3): 2})
-    assert sim.residency.active() == [[1, 1, 1, 3], [3, 2, 2]]
+    assert active(sim) == [[1, 1, 1, 3], [3, 2, 2]]
     assert sim.transitions.waiting() == {(1, 0): 0, (0, 3): 2}
     sim.transitions.want({(1, 0): 0, (1, 1): 2, (0, 0): 1, (0, 3): 2})
     settled(sim)
-    assert sim.residency.active()[1][0] == 0 and sim.residency.active()[0][3] == 2, "the head is not starved"
+    assert active(sim)[1][0] == 0 and active(sim)[0][3] == 2, "the head is not starved"
 
 
 def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -472,7 +484,7 @@ def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
     assert not sim.transitions.grow_kv(3 * PAGE) and {key for _, key, _, _ in sim.jobs} == {(0, 2), (0, 3)}
     settled(sim)
     assert sim.transitions.kv_bytes == 3 * PAGE
-    assert sim.residency.active() == [[0, BASE, BASE, BASE], [BASE, 0, BASE]], "the last of the wanted went"
+    assert active(sim) == [[0, BASE, BASE, BASE], [BASE, 0, BASE]], "the last of the wanted went"
     with pytest.raises(MemoryError, match="leave"):
         sim.transitions.grow_kv(8 * PAGE)
     assert not sim.transitions.grow_kv(7 * PAGE), "all there is: the reserve too, once nothing can be demoted"
@@ -481,7 +493,7 @@ def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
     sim.transitions.shrink_kv(10 * PAGE)
     sim.transitions.want(wanted)
     settled(sim)
-    assert sim.residency.active()[0] == [0, BASE, 0, 0]
+    assert active(sim)[0] == [0, BASE, 0, 0]
 
 
 def test_the_kv_cache_picks_another_expert_where_one_cannot_leave() -> None:
@@ -492,16 +504,16 @@ def test_the_kv_cache_picks_another_expert_where_one_cannot_leave() -> None:
     sim.finish(0, failed=True)
     settled(sim, 3)
     assert sim.transitions.kv_bytes == 2 * PAGE and sim.transitions.failures == 1
-    assert sim.residency.active()[0] == [0, 0, BASE, 0], "the least wanted stayed high"
+    assert active(sim)[0] == [0, 0, BASE, 0], "the least wanted stayed high"
 
 
 def test_pools_that_cannot_shrink_are_settled_from_the_start() -> None:
     """Three high blocks, and low ones for the others and one demotion: experts change places in them."""
     sim = Simulation(POOLS)
-    assert sim.residency.active() == [[0, 0, 0, 1], [1, 1, 1]] and sim.pools[1].blocks == 5
+    assert active(sim) == [[0, 0, 0, 1], [1, 1, 1]] and sim.pools[1].blocks == 5
     sim.transitions.want({(1, 0): 0, (1, 1): 0, (1, 2): 0})
     settled(sim)
-    assert sim.residency.active() == [[1, 1, 1, 1], [0, 0, 0]]
+    assert active(sim) == [[1, 1, 1, 1], [0, 0, 0]]
     with pytest.raises(MemoryError):
         sim.transitions.grow_kv(3 * PAGE)
     assert sim.transitions.grow_kv(2 * PAGE)

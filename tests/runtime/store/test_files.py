@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
-import mmap
 import os
 import threading
 import time
@@ -25,7 +23,6 @@ from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.read_ahead import Ahead, loading_report
 
 PLACES = [("w4", p, e) for p in range(4) for e in range(16)]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -41,7 +38,7 @@ def same(store: BackingStore, place: tuple[str, int, int]) -> None:
         got = torch.empty(stored.size, dtype=torch.uint8)
         stored.read_into(got.numpy())
     else:
-        got = store.extent(*place, CPU)
+        got = store.stored(*place).load()
     assert got.data_ptr() % 64 == 0
     assert np.array_equal(got.numpy(), store.bundle.extent(*place))
 
@@ -103,7 +100,7 @@ def test_each_digest_is_checked_once(store: BackingStore, monkeypatch: pytest.Mo
     monkeypatch.setattr(store_module.hashlib, "sha256", lambda: count.append(1) or real())
     with store.reading_ahead(PLACES):
         for place in PLACES:
-            store.extent(*place, CPU)
+            store.stored(*place).load()
     assert len(count) == 64
 
 
@@ -118,7 +115,7 @@ def test_damage_found_ahead_is_an_error_where_it_is_asked_for(damaged: Path) -> 
         for place in PLACES:
             if place[1] == 3 or place[1:] == (2, 5):
                 with pytest.raises(BundleError, match="layer 2, expert 5" if place[1] == 2 else "layer-003"):
-                    store.extent(*place, CPU)
+                    store.stored(*place).load()
             else:
                 same(store, place)
     store.close()
@@ -145,48 +142,11 @@ def test_chunks_short_reads_and_an_extent_that_is_only_checked(
         stored.read_into(room)
 
 
-def in_cache(file: Path, offset: int, size: int) -> int:
-    """Pages of a file's range that are in the page cache."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        view = np.frombuffer(mapped, np.uint8)
-        vector = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-        code = libc.mincore(
-            ctypes.c_void_p(view.ctypes.data + offset), ctypes.c_size_t(size), ctypes.c_void_p(vector.ctypes.data)
-        )
-        assert code == 0, os.strerror(ctypes.get_errno())
-        del view
-        return int((vector & 1).sum())
-
-
-def test_a_released_extent_leaves_the_page_cache_and_is_checked_when_read_again(damaged: Path) -> None:
-    store = BackingStore(open_bundle(damaged))
-    file = damaged / "experts" / "w4" / "layer-001.safetensors"
-    fd = os.open(file, os.O_RDONLY)
-    os.fsync(fd)  # pages that were never written back do not go
-    os.close(fd)
-    stored = store.stored("w4", 1, 4)
-    first = store.extent("w4", 1, 4, CPU)
-    whole = file.stat().st_size
-    assert in_cache(file, 0, whole) == whole // mmap.PAGESIZE
-    store.release("w4", 1, 4)
-    store.release("w4", 1)
-    assert in_cache(file, 0, whole) < whole // mmap.PAGESIZE // 2, "the header stays, which is mapped"
-    assert torch.equal(store.extent("w4", 1, 4, CPU), first)
-    store.release("w4", 1)
-    with file.open("r+b") as f:
-        f.seek(stored.offset + 9)
-        f.write(b"\xff\x00")
-    with pytest.raises(BundleError, match="layer 1, expert 4, version w4"):
-        store.extent("w4", 1, 4, CPU)
-    store.close()
-
-
 def test_files_are_closed_with_the_store(bundle: Path) -> None:
     gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     store = BackingStore(open_bundle(bundle))
-    store.extent("w4", 0, 0, CPU)
+    store.stored("w4", 0, 0).load()
     assert len(list(Path("/proc/self/fd").iterdir())) > before
     del store
     gc.collect()

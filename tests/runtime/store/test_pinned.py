@@ -388,31 +388,6 @@ def resident(address: int, size: int) -> int:
         return 4096 * int((np.frombuffer(f.read(size // 4096 * 8), np.uint64) >> np.uint64(63)).sum())
 
 
-def test_a_region_that_is_released_gives_its_memory_back(opened: BackingStore) -> None:
-    cuda = FakeCudart(NO_MAPPINGS)
-    host = filled(opened, cuda)
-    held = host.hold(("bf16", 2, 5))
-    assert held is not None
-    address, mine = held.bytes.data_ptr(), [x for x in PLACES if x[1] == 2]
-    region = next(a for a, n in cuda.registered.items() if a <= address < a + n)
-    size = cuda.registered[region]
-    assert resident(region, size) == size
-    for place in mine:
-        host.release(place)
-    assert region in cuda.registered, "it is being copied from"
-    again = host.hold(mine[0])
-    assert again is not None
-    held.release()
-    again.release()
-    assert region in cuda.registered, "what was asked for since then is wanted again"
-    host.release(mine[0])
-    before = host.state()
-    assert region not in cuda.registered and resident(region, size) < size // 2
-    assert before["pinned_bytes"] == size_of(opened) - size and before["file_bytes"] == size
-    assert check(host, opened) == set(PLACES) - set(mine)
-    host.close()
-
-
 def test_limits_of_probing() -> None:
     rows = {row["mode"]: row for row in pinning.probe(Cudart(0, FakeCudart(NO_MAPPINGS, refuse("allocate"))), 1 << 20)}
     assert [row["works"] for row in rows.values()] == [False, True, False, True]

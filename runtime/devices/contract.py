@@ -1,0 +1,81 @@
+"""What the runtime needs of a device: memory set aside at once, a migration stream, events.
+
+Decides nothing about what is copied, or when.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moepack.pack.spec import ExpertLayer, Version
+from moepack.runtime.store.files import Stored
+
+
+class Memory(Protocol):
+    """A range of device memory.
+
+    Attributes:
+        tensor: all of it, uint8 [bytes], beginning on a page.
+        returnable: whether parts of it can be given back; where they cannot, all of it is taken from the start.
+    """
+
+    tensor: Tensor
+    returnable: bool
+
+    def give_back(self, start: int, size: int) -> None:
+        """Let the device have these bytes until they are written again; their contents are lost."""
+
+
+class Event(Protocol):
+    """That some work on a stream has ended.
+
+    Attributes:
+        error: why it failed, once it has ended; None where it did not.
+        cancelled: whether the work is no longer wanted.
+    """
+
+    error: BaseException | None
+    cancelled: bool
+
+    def done(self) -> bool:
+        """Whether the work has ended, well or not. Never waits."""
+
+    def wait(self) -> None:
+        """Wait until it has. The forward pass never calls this under a policy that does not block."""
+
+    def cancel(self) -> None:
+        """Say that the work is no longer wanted: it ends early, or as if nothing had been said."""
+
+
+class Device(Protocol):
+    """Memory, one migration stream beside the compute stream, and events on both."""
+
+    @property
+    def moved(self) -> int:
+        """Stored bytes copied since the start."""
+
+    def memory(self, size: int) -> Memory:
+        """Set aside `size` bytes. Called while a model is loaded and never after."""
+
+    def fetch(self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version) -> Event:
+        """Bring an extent into a block on the migration stream; a lossless one is decoded there.
+
+        The event ends without an error only after every byte of the block is in place and the digest was checked.
+        """
+
+    def mark(self) -> Event:
+        """An event that ends when the compute that was issued until now has."""
+
+    def limit(self, bytes_per_second: float | None) -> None:
+        """Hold the migration stream to a rate; None lifts the limit."""
+
+    def serve(self) -> None:
+        """Loading has ended: what fills host memory in the background may begin."""
+
+    def host(self) -> dict[str, Any]:
+        """How extents are kept on the host, ready for JSON; at the least `mode`."""
+
+    def close(self) -> None:
+        """End the migration stream; work that has not begun is cancelled."""

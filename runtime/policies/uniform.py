@@ -1,0 +1,43 @@
+"""`uniform`: one version for all experts, and the next better one for as many as a budget still holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moepack.pack.errors import InputError
+from moepack.runtime.allocation.knapsack import uniform
+from moepack.runtime.kernels.forms import resident_size
+
+from .contract import Entry, Versions
+
+if TYPE_CHECKING:
+    from moepack.pack.reader import Bundle
+
+
+def _parse(argument: str) -> None:
+    if argument:
+        raise InputError("uniform takes nothing after a colon")
+
+
+def uniform_map(bundle: Bundle, room: int) -> Versions:
+    """The map that `room` bytes hold.
+
+    Raises:
+        BudgetError: when the smallest versions pass them.
+    """
+    sizes = [
+        [resident_size(layer.matrices, v) for v in bundle.versions]
+        for layer in bundle.layers
+        for _ in range(layer.experts)
+    ]
+    chosen = iter(uniform(sizes, room))
+    return tuple(tuple(bundle.versions[next(chosen)].name for _ in range(x.experts)) for x in bundle.layers)
+
+
+ENTRY = Entry(
+    name="uniform",
+    usage="uniform",
+    parse=_parse,
+    needs_budget=True,
+    versions=lambda bundle, _, room: uniform_map(bundle, room or 0),
+)

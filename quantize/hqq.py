@@ -18,7 +18,7 @@ from .grid import Quantised, fix_scale, fix_zero, round_to_grid
 
 def quantise(weight: Tensor, version: Version) -> Quantised:
     """Quantise float32 [experts, rows, cols]."""
-    if version.bits == 1:
+    if not version.stores_zeros:
         return rtn.quantise(weight, version)
     experts, rows, cols = weight.shape
     tail = cols % version.group_size

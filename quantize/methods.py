@@ -17,14 +17,14 @@ NEEDS_MOMENTS = frozenset({"gptq", "sign", "gptqmodel"})
 
 def method_for(method: str, version: Version) -> str:
     """What a recipe's method means at a version's width: with calibration, one bit is made by `sign`."""
-    return "sign" if version.bits == 1 and method in NEEDS_MOMENTS else method
+    return "sign" if not version.stores_zeros and method in NEEDS_MOMENTS else method
 
 
 def fallbacks(method: str, version: Version) -> tuple[str, ...]:
     """What may replace a method for an expert that too few tokens reached."""
     if method not in NEEDS_MOMENTS:
         return ()
-    return ("rtn",) if version.bits == 1 else ("rtn", "hqq")
+    return ("rtn", "hqq") if version.stores_zeros else ("rtn",)
 
 
 def quantise_all(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.memory import bound_kernel_caches, give_back
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.layer_file import LayerFileWriter
-from moepack.pack.spec import EXPERT_DTYPES
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
 from moepack.pack.writer import check_target
 from moepack.progress import Reporter
 from moepack.version import __version__
@@ -183,7 +183,7 @@ class Run:
                 f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and are left out"
             )
         if stream.expert_dtype != "BF16":
-            reporter.note(f"the bf16 version holds {EXPERT_DTYPES[stream.expert_dtype]}")
+            reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
         settings = recipe.calibration
         tokenizer = data.load_tokenizer(opened.path)
         sources = [str(s) for s in calibration] or list(settings.data)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches, give_back, resident_memory
 from moepack.pack.layer_file import header_size
-from moepack.pack.spec import affine_extent_size
+from moepack.pack.spec import LOSSLESS, affine_extent_size
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 
@@ -130,9 +130,9 @@ def estimate(
                 )  # fmt: skip
                 probed = _probe(task, observation, ids.numel(), experts.layer.experts)
         stream.free(i)
-        if experts is not None and "bf16" in sizes:
+        if experts is not None and LOSSLESS in sizes:
             began = time.perf_counter()
-            sizes["bf16"] += _lossless_bytes(experts, reporter)
+            sizes[LOSSLESS] += _lossless_bytes(experts, reporter)
             seconds["encode"] += time.perf_counter() - began
         del tensors, dense, experts
         give_back()

@@ -35,7 +35,7 @@ def from_blocks(blocks: npt.NDArray[Number], rows: int) -> npt.NDArray[Number]:
 
 
 def pack_plane(values: Codes, bits: int) -> Words:
-    """Pack `values` [rows, cols], each below 2**bits (bits in {1, 2, 4, 8}), into words [blocks, ceil(cols*bits/32), 16].
+    """Pack `values` [rows, cols], each below 2**bits, into words [blocks, ceil(cols*bits/32), 16]; bits: 1, 2, 4 or 8.
 
     Column c of a row stands at bits c*bits .. c*bits+bits-1 of the row's little-endian bit string.
     """

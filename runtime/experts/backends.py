@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DEFAULTS = {f"float32 {name}": k.float32 for name, k in KERNELS.items()}
 DEFAULTS |= {f"bfloat16 {name}": k.bfloat16 for name, k in KERNELS.items()}
 BESIDE_AMX = {f"bfloat16 {name}": k.beside_amx for name, k in KERNELS.items()}
+TILE = 256  # rows unpacked for torch at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -67,10 +68,17 @@ def direct_limit(dtype: torch.dtype, version: Version) -> int:
     return _limits()[f"{str(dtype).removeprefix('torch.')} {version.name}"]
 
 
-def tile_threads(dtype: torch.dtype) -> int:
-    """Threads on which experts with many tokens of a dtype run in the native kernels' tiles; 0 where torch does it."""
-    native = _native()
-    return torch.get_num_threads() if native is not None and native.has_tiles(dtype) else 0
+def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
+    """The most bytes that the compiled CPU kernels keep between passes of so many tokens; 0 without them."""
+    native, slots, threads = _native(), tokens * top_k, torch.get_num_threads()
+    if native is None:
+        return 0
+    first, second = layer.matrices
+    sizes: list[int] = [
+        native.kept_bytes(m, layer.experts, slots, activations, tokens, threads)
+        for m, activations in ((first, tokens), (second, slots))
+    ]
+    return max(sizes)
 
 
 @functools.cache
@@ -94,7 +102,7 @@ def _limits() -> dict[str, int]:
 def defaults() -> dict[str, int]:
     """The limits without a measurement."""
     native = _native()
-    return DEFAULTS | (BESIDE_AMX if native is not None and native.LEVELS[native.level] == "AMX" else {})
+    return DEFAULTS | (BESIDE_AMX if native is not None and native.LEVELS[native.level] == "amx" else {})
 
 
 def _file() -> Path:

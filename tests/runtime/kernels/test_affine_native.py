@@ -23,8 +23,8 @@ SHAPES = [
     (1, 1), (17, 31), (33, 100), (65, 33), (130, 257), (79, 191),
 ]  # fmt: skip
 BEST = native.use_level()
-LEVELS = range(min(BEST, native.LEVELS.index("AVX-512")) + 1)
-TILES = range(native.LEVELS.index("AVX-512 BF16"), len(native.LEVELS))
+LEVELS = range(min(BEST, native.LEVELS.index("avx512")) + 1)
+TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
 ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 
 
@@ -89,7 +89,7 @@ def test_unpacked_weights_are_packs(bits: int, group_size: int, level: int, dtyp
 
 def use_tiles(level: int) -> None:
     if native.use_level(level) != level:
-        pytest.skip(f"this processor has no {native.LEVELS[level]}")
+        pytest.skip(f"{native.LEVELS[level]} is above {native.LEVELS[BEST]}, which is used here")
 
 
 @pytest.mark.parametrize("level", TILES)

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every so manyth expert of the checkpoint's layers")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of the generated experts")
     args = parser.parse_args()
-    versions = [Version.affine(int(v[1]), GROUP) for v in WIDTHS]
+    versions = [Version.of(v, GROUP) for v in WIDTHS]
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))
     calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]

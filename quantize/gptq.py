@@ -216,7 +216,7 @@ class Work:
         for i, version in enumerate(versions):
             lanes = slice(i * self._rows, (i + 1) * self._rows)
             codes = torch.stack([c[p].T for c, p in zip(self.codes[..., lanes], place, strict=True)])
-            zero = fix_zero(self.zero[..., lanes], version.bits) if version.zero == "stored" else None
+            zero = fix_zero(self.zero[..., lanes], version.bits) if version.stores_zeros else None
             out.append(
                 Quantised(
                     codes.contiguous(),

@@ -119,7 +119,7 @@ def libraries() -> tuple[Library, ...]:
 def method_for(name: str, version: Version) -> Method:
     """The method that makes a version where a recipe asks for `name`."""
     entry = get(name)
-    return get(entry.one_bit) if version.bits == 1 and entry.one_bit is not None else entry
+    return get(entry.one_bit) if not version.stores_zeros and entry.one_bit is not None else entry
 
 
 def fallbacks(name: str, version: Version) -> tuple[Method, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches, resident_memory
 from moepack.pack.layer_file import header_size
-from moepack.pack.spec import affine_extent_size
+from moepack.pack.spec import LOSSLESS, affine_extent_size
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
@@ -151,9 +151,9 @@ class _DryRun:
                 self._walk = None
                 self._one_expert = self._quantise_one(index, experts, observation)
         self._stream.free(index)
-        if experts is not None and "bf16" in self._sizes:
+        if experts is not None and LOSSLESS in self._sizes:
             began = time.perf_counter()
-            self._sizes["bf16"] += _lossless_bytes(experts, self._reporter)
+            self._sizes[LOSSLESS] += _lossless_bytes(experts, self._reporter)
             self._encode += time.perf_counter() - began
 
     def _quantise_one(self, index: int, experts: ExpertWeights, observation: Observation) -> float:

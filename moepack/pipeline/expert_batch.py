@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.affine import Buffer
-from moepack.pack.spec import Version, affine_payload
+from moepack.pack.spec import LOSSLESS, Version, affine_payload
 from moepack.quantize import methods
 from moepack.version import __version__
 
@@ -154,10 +154,10 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
     batch = gather_batch(task.module, weights, task.experts, observation, task.settings, torch.device(task.device))
     for i, row in enumerate(quantise_batch(batch, task.settings)):
         biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
-        if "bf16" in made.extents:
+        if LOSSLESS in made.extents:
             extent, payload = lossless_extent(weights, i)
-            made.extents["bf16"].append(extent)
-            made.payloads["bf16"].append(payload)
+            made.extents[LOSSLESS].append(extent)
+            made.payloads[LOSSLESS].append(payload)
         for item in row:
             name, column = item.version.name, names.index(item.version.name)
             packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.memory import bound_kernel_caches
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFileWriter
-from moepack.pack.spec import EXPERT_DTYPES
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
 from moepack.pack.tables import metadata
 from moepack.progress import Reporter
 from moepack.quantize import methods
@@ -96,7 +96,7 @@ class Run:
                 f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and are left out"
             )
         if stream.expert_dtype != "BF16":
-            reporter.note(f"the bf16 version holds {EXPERT_DTYPES[stream.expert_dtype]}")
+            reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
         settings = recipe.calibration
         sources, windows = calibration_text(opened, recipe, calibration)
         if len(windows.ids) < settings.samples:

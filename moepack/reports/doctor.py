@@ -51,7 +51,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "libraries": libraries,
         "methods": builds,
         "can_build": builds[methods.DEFAULT] == READY,
-        "cpu": {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()},
+        "cpu": _cpu(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
         "devices": _devices(),
@@ -98,6 +98,16 @@ def kernels() -> list[dict[str, str]]:
 
 def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(p) for p in version.split("+")[0].split(".") if p.isdigit())
+
+
+def _cpu() -> dict[str, Any]:
+    """Cores, the instruction set that kernels use, and the best there is; None where they are not compiled."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        from moepack.runtime.kernels import affine_native as native
+    except OSError:
+        return {"cores": cores, "isa": None, "isa_best": None}
+    return {"cores": cores, "isa": native.LEVELS[native.level], "isa_best": native.levels()[-1]}
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import MissingExtraError
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import EXPERT_DTYPES
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
 from moepack.pack.tables import TABLES
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def render(facts: dict[str, Any]) -> Table:
         f"{facts['model_type']}: {facts['experts']} experts in {facts['moe_layers']} layers, "
         f"{facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens"
     )
-    exact = f"bf16 holds {EXPERT_DTYPES[facts['expert_dtype']]}" if "bf16" in facts["versions"] else None
+    exact = f"{LOSSLESS} holds {EXPERT_DTYPES[facts['expert_dtype']]}" if LOSSLESS in facts["versions"] else None
     columns = ("version", "bytes", "bits/weight", "group", "mean relative loss", "made by")
     table = Table(*columns, title=title, caption=exact)
     for name, v in facts["versions"].items():

@@ -124,7 +124,7 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(15, generator=g)[:2] for _ in range(1200)]).to(torch.int32)
     observation = Observation(torch.randn(1200, 128, generator=g), chosen, torch.rand(1200, 2, generator=g), 100)
-    versions = (Version.affine(4, 64), Version.affine(2, 64))
+    versions = (Version.of("w4", 64), Version.of("w2", 64))
     settings = Settings("rtn", versions, loss_tokens=10**6)
     rows = quantised(stream, 2, experts, observation, settings)
     assert len(rows) == 16 and [v.version for v in rows[0]] == list(versions)
@@ -165,7 +165,7 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel) -> 
     seen: list[int] = []
     results = []
     for bound in (one_expert // 2, 3 * one_expert, 1 << 30):
-        settings = Settings("gptq", (Version.affine(1, 64),), batch_bytes=bound)
+        settings = Settings("gptq", (Version.of("w1", 64),), batch_bytes=bound)
         seen += [len(part) for part in expert_batches(experts.layer, settings)]
         rows = quantised(stream, 0, experts, observation, settings)
         results.append(torch.stack([r[0].quantised[0].codes[r[0].index] for r in rows]))
@@ -194,7 +194,7 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
     for expert, count in enumerate((0, 3, 32, 128, 512)):
         chosen[torch.arange(count) * 11 + expert, 0] = expert
     observation = Observation(x, chosen, torch.rand(6000, 2, generator=g), 100)
-    version, module = Version.affine(bits, 64), stream.experts_module(3)
+    version, module = Version.of(f"w{bits}", 64), stream.experts_module(3)
     made = {
         method: quantised(stream, 3, experts, observation, Settings(method, (version,))) for method in ("gptq", "rtn")
     }
@@ -223,7 +223,7 @@ def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     layer = LayerTokens.of(observation)
     made = {}
     for kind in ("routed", "gated", "all"):
-        settings = Settings("gptq", (Version.affine(2, 64),), moments=kind)
+        settings = Settings("gptq", (Version.of("w2", 64),), moments=kind)
         two, cpu = range(2), torch.device("cpu")
         batch = gather_batch(stream.experts_module(1), experts.select(two), two, observation, settings, cpu)
         made[kind] = batch_moments(batch, kind)[0]
@@ -256,7 +256,7 @@ def test_starved_experts_take_a_fallback_that_does_better(
     g = torch.Generator().manual_seed(0)
     chosen = torch.randint(1, 16, (3000, 2), generator=g).to(torch.int32)
     observation = Observation(torch.randn(3000, 128, generator=g), chosen, torch.rand(3000, 2, generator=g), 100)
-    settings = Settings("gptq", (Version.affine(2, 64),))
+    settings = Settings("gptq", (Version.of("w2", 64),))
     rows = quantised(stream, 3, experts, observation, settings)
     assert rows[0][0].method in ("rtn", "hqq") and rows[0][0].loss.relative < 1
     assert {r[0].method for r in rows[1:]} == {"gptq"} and min(r[0].loss.relative for r in rows[1:]) > 1

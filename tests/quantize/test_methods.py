@@ -64,7 +64,7 @@ def test_entries_refer_to_entries() -> None:
 
 
 def test_what_makes_a_version_and_what_may_replace_it() -> None:
-    one, two = Version.affine(1, 64), Version.affine(2, 64)
+    one, two = Version.of("w1", 64), Version.of("w2", 64)
     assert [method_for(m, one).name for m in ("gptq", "gptqmodel", "hqq", "rtn")] == ["sign", "sign", "hqq", "rtn"]
     assert method_for("gptq", two).name == "gptq"
     assert [m.name for m in fallbacks("gptq", two)] == ["rtn", "hqq"]

@@ -2,53 +2,67 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from support import ROOT
-from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.quantize import methods
-from moepack.quantize.grid import Quantised
-from moepack.quantize.methods import Method, fallbacks, method_for, quantise
+from moepack.quantize.grid import dequantise
+from moepack.quantize.methods import fallbacks, method_for, quantise
 from moepack.reports.doctor import quantisers
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
-
-def sixteenths(weight: Tensor, moments: Tensor | None, versions: Sequence[Version]) -> dict[Version, Quantised]:
-    """A quantiser for the test: every scale is a sixteenth, every zero point in the middle."""
-    out = {}
-    for v in versions:
-        groups = -(-weight.shape[-1] // v.group_size)
-        scale = torch.full((*weight.shape[:2], groups), 1 / 16, dtype=torch.bfloat16)
-        middle = 2 ** (v.bits - 1)
-        zero = torch.full(scale.shape, middle << (8 - v.bits), dtype=torch.uint8) if v.zero == "stored" else None
-        codes = (weight * 16 + middle).round().clamp(0, 2**v.bits - 1).to(torch.uint8)
-        out[v] = Quantised(codes, scale, zero)
-    return out
+DOCUMENT = ROOT / "docs" / "extending" / "quantiser.md"
 
 
-def test_a_new_quantiser_is_one_function_and_one_line(
-    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = "quantize: {method: toy, loss_tokens: 64}\ncalibration: {samples: 4, length: 64}\nversions: [bf16, w3, w1]"
-    with pytest.raises(InputError, match="'toy' is not one of"):
-        parse_recipe(recipe, "test")
-    monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, Method("toy", sixteenths)))
+@pytest.fixture
+def absmax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documented file, as a module beside the others, and the documented line."""
+    document = DOCUMENT.read_text()
+    file = tmp_path / "absmax.py"
+    file.write_text(re.findall(r"```python\n(.*?)```", document, re.DOTALL)[0])
+    spec = importlib.util.spec_from_file_location("moepack.quantize.absmax", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "moepack.quantize.absmax", module)
+    line = next(x for x in document.splitlines() if x.startswith("Method("))
+    entry = eval(line.rstrip(","), {"Method": methods.Method, "in_file": methods.in_file})  # the documentation's own
+    monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, entry))
+
+
+def test_a_new_quantiser_is_one_file_and_one_line(demo_model: Path, text: Path, tmp_path: Path, absmax: None) -> None:
+    """Word by word as docs/extending/quantiser.md has it."""
+    recipe = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0].replace(
+        "[bf16, w4, w2]", "[bf16, w4, w1]"
+    )
     build(demo_model, tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
     assert verify(tmp_path / "bundle", demo_model) == []
-    assert inspect(tmp_path / "bundle")["methods"] == {"bf16": {"none": 64}, "w3": {"toy": 64}, "w1": {"toy": 64}}
-    assert quantisers()["toy"] == "ready"
+    facts = inspect(tmp_path / "bundle")
+    assert facts["methods"] == {"bf16": {"none": 64}, "w4": {"absmax": 64}, "w1": {"absmax": 64}}
+    assert 0 < facts["loss"]["w4"] < 0.05 < facts["loss"]["w1"] and quantisers()["absmax"] == "ready"
+    weight = torch.randn(2, 4, 130, generator=torch.Generator().manual_seed(0))
+    version = Version.of("w4", 64)
+    made = quantise("absmax", weight, None, version)
+    step = made.scale.float()[..., torch.arange(130) // 64]
+    assert bool(((dequantise(made, version) - weight).abs() <= 0.54 * step).all()), "half a step, and BF16's rounding"
+
+
+def test_without_its_line_it_is_refused() -> None:
+    with pytest.raises(InputError, match="'absmax' is not one of gptq, hqq, rtn, gptqmodel"):
+        parse_recipe("quantize: {method: absmax}", "test")
 
 
 def test_numbers_are_part_of_the_bytes() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import ROOT
 
 import moepack
 from moepack.pack import spec
@@ -32,7 +33,9 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 
 @pytest.fixture
 def w8(monkeypatch: pytest.MonkeyPatch) -> Version:
-    line = Encoding("w8", "affine", 8, (4, 4), "stored", GROUPS)
+    document = (ROOT / "docs" / "extending" / "encoding.md").read_text()
+    line = eval(next(x for x in document.splitlines() if x.startswith("Encoding(")).rstrip(","), vars(spec))
+    assert line == Encoding("w8", "affine", 8, (4, 4), "stored", GROUPS)
     monkeypatch.setattr(spec, "ENCODINGS", (ENCODINGS[0], line, *ENCODINGS[1:]))
     return Version.of("w8", 64)
 

@@ -101,8 +101,8 @@ typedef struct {
 } Room;
 
 /* Half a megabyte a thread costs nothing. Against rounds of 24 MB that threads prepared together, products of
- * Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.92 to 1.02 times as long on one thread, because what is prepared is
- * still in the second-level cache when it is read, and 0.7 to 0.9 times on two that others interrupt, because none waits
+ * Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.94 to 1.02 times as long on one thread, because what is prepared is
+ * still in the second-level cache when it is read, and 0.7 to 1.0 times on two that others interrupt, because none waits
  * for the other; 256 KB, 512 KB and 1 MB do not differ. A share must hold what one pass over rows takes: where too many
  * threads times such shares pass MOST, they do prepare together. */
 #define OWN ((size_t)512 << 10)

@@ -184,6 +184,23 @@ def test_neither_threads_nor_company_change_a_bit() -> None:
             assert torch.equal(alone[0], one[s])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_neither_rounds_nor_batches_change_a_bit(level: int) -> None:
+    """Activations that fit at once, that each thread prepares for itself, and that threads prepare in rounds."""
+    native.use_level(level)
+    layer = make_layer(Matrix("m", 40, 14336), VERSIONS, [2, 1, 4, 0, 3, 2])
+    index = torch.randint(0, 6, (45, 1), generator=torch.Generator().manual_seed(2))
+    index[:20] = 0  # more slots than an expert batch or a round has room for
+    x = activations(45, 14336, torch.bfloat16)
+    alone = torch.empty(45, 40)
+    for s in range(45):
+        native.product(layer.forms, 0, layer.table, x[s : s + 1], index[s : s + 1], alone[s : s + 1], threads=1)
+    for threads in (1, 3, 20):  # 0.7 MB an activation: 20 threads cannot have four each
+        out = torch.full((45, 40), 7.0)
+        native.product(layer.forms, 0, layer.table, x, index, out, threads=threads)
+        assert torch.equal(out, alone), threads
+
+
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("borrowed", [True, False])
 def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None:

@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test lint types check install clean
+.PHONY: demo test quick lint types check install clean
 
 demo: $(VENV)/.build-installed
 	$(PY) examples/demo.py
 
 test: $(VENV)/.dev-installed
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q --durations=15
+
+# The inner loop, under 90 seconds: without what tests/conftest.py calls slow.
+quick: $(VENV)/.dev-installed
+	$(PY) -m pytest -q -m "not slow" --durations=5
 
 lint: $(VENV)/.dev-installed
 	$(VENV)/bin/ruff check .

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .affine import Bf16Bits, Buffer
+from .bits import Words
 from .errors import CodecError
 
 TILE = 8192  # weights a tile: 64 quads of 4 weights for each of 32 lanes
@@ -27,17 +29,13 @@ CODED, RAW = 0, 1
 SAMPLED = 1 << 16  # of this many weights on, a quarter makes the code
 BLOCK = 128  # weights a block of the sample
 
-Bits16 = npt.NDArray[np.uint16]
-Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint32]
-
 
 @dataclass(frozen=True, slots=True)
 class Code:
     """A matrix's prefix code: exponent[s] and code length[s] of symbol s; length 0 for a symbol that is not used."""
 
-    exponent: Bytes
-    length: Bytes
+    exponent: Buffer
+    length: Buffer
 
     def codewords(self) -> npt.NDArray[np.uint8]:
         """Canonical code words: by length, then by symbol, counting up."""
@@ -50,7 +48,7 @@ class Code:
             word <<= 1
         return words
 
-    def table(self) -> Bytes:
+    def table(self) -> Buffer:
         """The decoding table, uint8 [256]: the symbol in the high four bits, its length in the low four."""
         table = np.zeros(1 << MAX_CODE, np.uint8)
         for s, word in enumerate(self.codewords()):
@@ -61,7 +59,7 @@ class Code:
         return table
 
 
-def sample(bits: Bits16) -> Bits16:
+def sample(bits: Bf16Bits) -> Bf16Bits:
     """The weights that a matrix's code is made of: all of few; of many, one block of 128 in four, by a fixed hash.
 
     A quarter of 65,536 says all there is to say about 15 frequencies; counting them all would take as long as coding.
@@ -118,21 +116,21 @@ class Coded:
     patch_start: Words
     patches: Words
     stream: Words
-    plane: Bytes
+    plane: Buffer
 
     @property
     def tiles(self) -> int:
         """Tiles; the last may be partial."""
         return len(self.tile_start) - 1
 
-    def to_bytes(self) -> Bytes:
+    def to_bytes(self) -> Buffer:
         """The byte string of FORMAT.md."""
         head = header(self.weights, len(self.stream), len(self.patches), self.code)
         parts = [self.tile_start, self.patch_start, self.patches, self.stream]
         return np.concatenate([head, *(p.astype("<u4").view(np.uint8) for p in parts), self.plane])
 
 
-def header(weights: int, stream_words: int, patches: int, code: Code) -> Bytes:
+def header(weights: int, stream_words: int, patches: int, code: Code) -> Buffer:
     """The first 48 bytes of a coded matrix."""
     head = np.zeros(HEADER, np.uint8)
     head[:16] = np.array([weights, -(-weights // TILE), stream_words, patches], "<u4").view(np.uint8)
@@ -146,7 +144,7 @@ def coded_size(weights: int, stream_words: int, patches: int) -> int:
     return HEADER + 4 * (2 * (tiles + 1) + patches + stream_words) + weights
 
 
-def parse(data: Bytes, weights: int) -> Coded:
+def parse(data: Buffer, weights: int) -> Coded:
     """Find the parts of a coded matrix and check every count and offset before anything is decoded.
 
     Args:
@@ -180,18 +178,18 @@ def parse(data: Bytes, weights: int) -> Coded:
     return Coded(n, code, parts[0], parts[1], parts[2], parts[3], data[at:])
 
 
-def split(bits: Bits16) -> tuple[Bytes, Bytes]:
+def split(bits: Bf16Bits) -> tuple[Buffer, Buffer]:
     """BF16 bits [n] as exponents [n] and sign-and-mantissa bytes [n] (sign in bit 7)."""
     return (bits >> np.uint16(7)).astype(np.uint8), ((bits >> 8 & 0x80) | (bits & 0x7F)).astype(np.uint8)
 
 
-def merge(exponents: Bytes, plane: Bytes) -> Bits16:
+def merge(exponents: Buffer, plane: Buffer) -> Bf16Bits:
     """The inverse of `split`."""
     sign = (plane.astype(np.uint16) & 0x80) << 8
     return (sign | exponents.astype(np.uint16) << 7 | (plane & 0x7F)).astype(np.uint16)
 
 
-def lanes(values: Bytes, fill: int) -> Bytes:
+def lanes(values: Buffer, fill: int) -> Buffer:
     """A tile's values in lane order, [32, symbols]: quad q of lane j holds values 4*(32*q+j) .. +3."""
     quads = -(-len(values) // (4 * LANES))
     padded = np.full(quads * 4 * LANES, fill, np.uint8)
@@ -199,7 +197,7 @@ def lanes(values: Bytes, fill: int) -> Bytes:
     return padded.reshape(quads, LANES, 4).transpose(1, 0, 2).reshape(LANES, quads * 4)
 
 
-def encode(bits: Bits16) -> Bytes:
+def encode(bits: Bf16Bits) -> Buffer:
     """Code BF16 bits, uint16 [n], into the byte string of FORMAT.md."""
     exponents, plane = split(bits.reshape(-1))
     seen = split(sample(bits.reshape(-1)))[0]
@@ -252,7 +250,7 @@ def encode(bits: Bits16) -> Bytes:
     ).to_bytes()
 
 
-def decode(data: Bytes, weights: int) -> Bits16:
+def decode(data: Buffer, weights: int) -> Bf16Bits:
     """BF16 bits, uint16 [weights], of a coded matrix.
 
     Raises:

@@ -17,8 +17,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from .affine import Bf16Bits, Buffer
+from .bits import Words
 from .errors import CodecError
-from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, Bits16, Bytes, Words, header, make_code, parse
+from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, header, make_code, parse
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -67,7 +69,7 @@ def _shares(tiles: int, threads: int | None) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def encode(bits: Bits16, threads: int | None = None) -> Bytes:
+def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
     """Code BF16 bits, uint16 [n]; the same bytes as `exponent.encode`, whatever the number of threads.
 
     Args:
@@ -126,7 +128,7 @@ def _room(name: str, size: int) -> Words:
     return room
 
 
-def decode_into(data: Bytes, out: Bits16, threads: int | None = None) -> None:
+def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None:
     """Decode a coded matrix into `out`, uint16 [n], contiguous; nothing else of its size is allocated.
 
     Args:
@@ -170,7 +172,7 @@ def _map(function: Callable[[A], B], items: Sequence[A]) -> list[B]:
     return [function(items[0])] if len(items) == 1 else list(_pool().map(function, items))
 
 
-def decode(data: Bytes, weights: int) -> Bits16:
+def decode(data: Buffer, weights: int) -> Bf16Bits:
     """BF16 bits, uint16 [weights], of a coded matrix."""
     out = np.empty(weights, np.uint16)
     decode_into(data, out)

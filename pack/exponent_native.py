@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from . import isa
-from .exponent import Bits16, Bytes, Words
+from .affine import Bf16Bits, Buffer
+from .bits import Words
 
 # One name for all Python versions that installing may have built it for; OSError where there is none.
 _library = ctypes.CDLL(str(Path(__file__).with_name(f"_exponent{sysconfig.get_config_var('EXT_SUFFIX')}")))
@@ -39,13 +40,20 @@ def _at(array: np.ndarray[Any, Any]) -> int:
     return int(array.ctypes.data)
 
 
-def count(bits: Bits16, counts: np.ndarray[Any, Any]) -> None:
+def count(bits: Bf16Bits, counts: np.ndarray[Any, Any]) -> None:
     """Add how often each exponent occurs in `exponent.sample(bits)` to counts, int64 [256]."""
     _library.moepack_exponent_sample(_at(bits), bits.size, _at(counts))
 
 
 def encode(
-    bits: Bits16, entry: Bits16, fill: int, out: Words, tile_end: Words, patch_end: Words, patches: Words, plane: Bytes
+    bits: Bf16Bits,
+    entry: Bf16Bits,
+    fill: int,
+    out: Words,
+    tile_end: Words,
+    patch_end: Words,
+    patches: Words,
+    plane: Buffer,
 ) -> None:
     """Write stream words, patches and their ends by tile; entry[exponent] is escape << 12 | code word << 4 | length."""
     _library.moepack_exponent_encode(
@@ -54,14 +62,14 @@ def encode(
 
 
 def decode(
-    length_of: Bytes,
-    exponent_of: Bytes,
+    length_of: Buffer,
+    exponent_of: Buffer,
     tile_start: Words,
     patch_start: Words,
     patches: Words,
     stream: Words,
-    plane: Bytes,
-    out: Bits16,
+    plane: Buffer,
+    out: Bf16Bits,
     first_tile: int,
     last_tile: int,
 ) -> int:

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moepack.pack.exponent import Bytes, Code, coded_size
+from moepack.pack.affine import Buffer
+from moepack.pack.exponent import Code, coded_size
 
 TILES = 4  # tiles, and warps, of a program
 
@@ -129,7 +130,7 @@ class Job:
     """
 
     coded: Tensor
-    header: Bytes
+    header: Buffer
     out: Tensor
 
 

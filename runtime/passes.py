@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.residency.kv_reserve import KvWatch
@@ -43,8 +45,18 @@ def _watched(kind: type) -> type:
             done(out)
             return out
 
+    def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
+        """Bytes of parameters and buffers, and of the experts."""
+        own = kind.get_memory_footprint(self, return_buffers)  # type: ignore[attr-defined]
+        return int(own + self._moepack_passes.expert_bytes())
+
+    def refuse(self: Any, *_: Any) -> Any:
+        """A loaded bundle is not pickled or copied."""
+        self._moepack_passes.refuse_copies()
+
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {**names, "forward": forward})
+    changed = {"forward": forward, "get_memory_footprint": get_memory_footprint, "__reduce_ex__": refuse}
+    return type(kind.__name__, (kind,), {**names, **changed})
 
 
 def unwatched_forward(model: Any) -> Callable[..., Any]:
@@ -59,6 +71,7 @@ class Passes:
 
     def __init__(self, model: Any, layers: Sequence[LayerExperts], live: Live | None) -> None:
         self.caches: KvWatch | None = None
+        self._closed, self._process = False, os.getpid()
         self._layers, self._live = tuple(layers), live
         self._running = threading.local()
         self._trace: TraceWriter | None = None
@@ -83,6 +96,7 @@ class Passes:
         if getattr(running, "counts", None) is not None:  # a forward inside another belongs to its step
             yield lambda out: None
             return
+        self._check()
         with contextlib.ExitStack() as stack:
             done = stack.enter_context(self.caches.room(args, kwargs)) if self.caches else lambda out: None
             step = stack.enter_context(self._live.step()) if self._live else None
@@ -94,6 +108,20 @@ class Passes:
                 running.counts = None
         if self._trace is not None:
             self._write(counts, step.snapshots if step else tuple(layer.current for layer in self._layers))
+
+    def _check(self) -> None:
+        if self._closed:
+            raise InputError("this model was closed: load the bundle again")
+        if self._process != os.getpid() and (self._live is not None or self.caches is not None):
+            raise InputError("a bundle served in a budget stays with the process that loaded it: load it in the child")
+
+    def expert_bytes(self) -> int:
+        """Bytes of all active versions."""
+        return sum(layer.resident_bytes for layer in self._layers)
+
+    def refuse_copies(self) -> NoReturn:
+        """Say what a copy or a pickle of the model is told."""
+        raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
     def _saw(self, position: int, top_k_index: Tensor) -> None:
         counts = getattr(self._running, "counts", None)
@@ -107,7 +135,7 @@ class Passes:
 
     def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
         """Write every step from now on into a file; `resident` gives the bytes that are taken."""
-        self.close()
+        self.end_trace()
         self._observe()
         layers = [(layer.index, layer.experts) for layer in bundle.layers]
         self._resident = resident
@@ -136,7 +164,12 @@ class Passes:
             self._trace.write(record)
 
     def close(self) -> None:
-        """End the trace."""
+        """End the trace, and serve no more."""
+        self._closed = True
+        self.end_trace()
+
+    def end_trace(self) -> None:
+        """Close the trace's file."""
         with self._lock:
             if self._trace is not None:
                 self._trace.close()

@@ -211,7 +211,7 @@ def evaluate(
     if trace is not None:
         if serving is None:
             raise InputError(f"{path}: not a bundle: a trace needs one")
-        serving.trace(model, trace)
+        serving.trace(trace)
     room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
     scores, nll_all, seconds_all = [], 0.0, 0.0
     reporter.stage("evaluate", len(data))

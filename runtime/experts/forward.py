@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
 
@@ -36,6 +37,13 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
     if experts.observer is not None:
         experts.observer(top_k_index)
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        if experts.reading is not None:
+            raise InputError(
+                "gradients need versions that stay: this policy changes them while serving; load the bundle with a "
+                "static policy to train beside it, or run the pass under torch.no_grad()"
+            )
+        return reference_forward(self, experts.current, hidden_states, top_k_index, top_k_weights)
     if experts.reading is None:
         return _run(self, experts.current, hidden_states, top_k_index, top_k_weights)
     with experts.reading() as snapshot:
@@ -57,7 +65,10 @@ def _run(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, to
 def reference_forward(
     module: Any, experts: Snapshot, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """`experts_forward` in plain torch on any device: each expert's weights dequantised for its tokens."""
+    """`experts_forward` in plain torch on any device: each expert's weights dequantised for its tokens.
+
+    Differentiable by hidden states and gates; a backward pass dequantises again instead of keeping the weights.
+    """
     tokens, top_k = top_k_index.shape
     flat = top_k_index.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -68,7 +79,11 @@ def reference_forward(
         if count:
             slots = order[start : start + count]
             x = hidden_states[slots // top_k]
-            out[slots] = _one(module, experts, expert, x)
+            out[slots] = (
+                checkpoint(_one, module, experts, expert, x, use_reentrant=False)
+                if x.requires_grad
+                else (_one(module, experts, expert, x))
+            )
             start += count
     weighted = out * top_k_weights.reshape(-1, 1)
     return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Section, Version, affine_sections
 from moepack.runtime.kernels.forms import Form, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise
@@ -104,6 +106,10 @@ class LayerExperts:
         self.current = Snapshot(self, np.zeros(0, np.uint64), ())
         self.native = backends.native_layer(layer, self.versions, device)
         self.backend = backends.backend(device)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled or copied: handles are addresses of this process's memory."""
+        raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
     def over(self, version: Version, extent: Tensor) -> Handle:
         """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64."""

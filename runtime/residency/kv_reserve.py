@@ -286,7 +286,8 @@ class KvWatch:
     def _refused(self, mine: _Pass, tokens: int, length: int, batch: int) -> InputError:
         kv, needs = self._needs.kv, self._needs
         with self._lock:
-            caches, beside = self._used(self._passes), sum(p.beside for p in self._passes)
+            caches = self._used([*self._passes, mine]) - mine.size  # the others'
+            beside = sum(p.beside for p in self._passes)
         room = self._reserve.most + needs.kv_bytes - caches
         per = (mine.size / kv.bytes(length, batch)) if mine.size else 0.0
 

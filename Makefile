@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test lint types check install clean
+.PHONY: demo test quick lint types check install clean
 
 demo: $(VENV)/.build-installed
 	$(PY) examples/demo.py
 
 test: $(VENV)/.dev-installed
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q --durations=15
+
+# The inner loop, under 90 seconds: without what tests/conftest.py calls slow.
+quick: $(VENV)/.dev-installed
+	$(PY) -m pytest -q -m "not slow" --durations=5
 
 lint: $(VENV)/.dev-installed
 	$(VENV)/bin/ruff check .
@@ -33,11 +37,11 @@ $(VENV)/.base:
 	touch $@
 
 # uv installs in a quarter of pip's time; where it fails (a private index only pip knows), pip does it.
-$(VENV)/.build-installed: pyproject.toml $(wildcard */*.c */*/*.[ch]) | $(VENV)/.base
+$(VENV)/.build-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch]) | $(VENV)/.base
 	$(PY) -m uv pip install -q --python $(PY) -e '.[build]' || $(PY) -m pip install -q -e '.[build]'
 	touch $@
 
-$(VENV)/.dev-installed: pyproject.toml $(wildcard */*.c */*/*.[ch]) | $(VENV)/.base
+$(VENV)/.dev-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch]) | $(VENV)/.base
 	$(PY) -m uv pip install -q --python $(PY) -e '.[build,dev,bench,ray]' || $(PY) -m pip install -q -e '.[build,dev,bench,ray]'
 	touch $@ $(VENV)/.build-installed
 

@@ -38,7 +38,7 @@ SHAPES = {  # hidden, intermediate, experts, top_k
     "gpt-oss-20b": (2880, 2880, 32, 4),
     "Mixtral-8x7B": (4096, 14336, 8, 2),
 }
-VERSIONS = (Version.bf16(), *(Version.affine(bits, 128) for bits in (4, 3, 2, 1)))
+VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (4, 3, 2, 1)))
 CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
 SPEEDUP = {"w4": (1.5, 2.5), "w3": (1.5, 2.5), "w2": (2.0, 4.0), "w1": (2.0, 4.0)}  # must hold, ambition
 

@@ -18,6 +18,7 @@ from benchmarks.common import Target, arguments, finish
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.progress import RichReporter, quiet_libraries
+from moepack.quantize import methods
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
     parser.add_argument("--calibration", action="append", help="text to calibrate on")
     parser.add_argument("--data", action="append", help="text to evaluate on")
-    parser.add_argument("--method", default="gptq", choices=["gptq", "gptqmodel", "hqq", "rtn"])
+    parser.add_argument("--method", default="gptq", choices=methods.named())
     parser.add_argument("--samples", type=int, default=384, help="calibration windows")
     parser.add_argument("--length", type=int, default=256, help="tokens of a calibration window")
     parser.add_argument("--windows", type=int, default=256, help="windows of 512 tokens to evaluate on, a file")

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Target, arguments, finish
-from moepack.calibrate.moments import NEGLIGIBLE, PRIOR, second_moments, shrink
 from moepack.pack.spec import Version
 from moepack.quantize.gptq import SWEEPS
 from moepack.quantize.grid import dequantise
-from moepack.quantize.methods import method_for, quantise_all
+from moepack.quantize.methods import quantise_all
+from moepack.quantize.moments import NEGLIGIBLE, PRIOR, second_moments, shrink
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 METHODS = ("gptq", "gptqmodel", "hqq", "rtn")
@@ -126,7 +126,7 @@ def measure(case: Case, versions: list[Version], runs: int, errors: Errors, seco
             for version in versions:
                 if version not in made:
                     one_bit = method if method == "gptq" else "rtn"
-                    made |= quantise_all(method_for(one_bit, version), case.weight, case.learn, [version])
+                    made |= quantise_all(one_bit, case.weight, case.learn, [version])
                 wrong = case.weight - dequantise(made[version], version)
                 error = _output(wrong, case.held_out) / _output(case.weight, case.held_out)
                 errors.setdefault(method, {}).setdefault(version.name, []).extend(error.tolist())
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every so manyth expert of the checkpoint's layers")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of the generated experts")
     args = parser.parse_args()
-    versions = [Version.affine(int(v[1]), GROUP) for v in WIDTHS]
+    versions = [Version.of(v, GROUP) for v in WIDTHS]
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))
     calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack.quantize.expert_batch import ExpertTokens
+
 from .forward import Observation
 
 HELD_OUT = 8  # one block of tokens in eight is held out where methods are compared
@@ -41,48 +43,29 @@ class LayerTokens:
         return LayerTokens(_spaced(tokens[~held], LAYER), _spaced(tokens[held], FEW), _spaced(tokens, FEW), block)
 
 
-@dataclass(frozen=True)
-class ExpertTokens:
-    """One expert's tokens: int64 indexes.
+def expert_tokens(observation: Observation, layer: LayerTokens, expert: int, enough: int, most: int) -> ExpertTokens:
+    """Pick an expert's tokens: with `enough` it is not starved, at most `most` of its own are measured.
 
-    Attributes:
-        count: tokens routed to it.
-        learn: what its second moments are made of: all of them, or, where `starved`, those that are not held out.
-        learn_gates: gate weights of `learn`, float32.
-        compare: for a starved expert, what its methods are compared on: its own held-out tokens, then the layer's.
-        measure: what its losses are measured on: its own, evenly spaced, then others where it has fewer than FEW.
-        gates: gate weights of `measure`, float32; for others' tokens the mean of its own, or the layer's.
-        starved: fewer tokens than its methods need to be trusted.
+    A starved expert learns from those of its tokens that are not held out, and is compared on the others, then on the
+    layer's up to FEW. One with fewer than FEW tokens is measured on others' as well; their gate weights are the mean of
+    its own, or the layer's where it has none.
     """
-
-    count: int
-    learn: Tensor
-    learn_gates: Tensor
-    compare: Tensor
-    measure: Tensor
-    gates: Tensor
-    starved: bool
-
-    @staticmethod
-    def of(observation: Observation, layer: LayerTokens, expert: int, enough: int, most: int) -> ExpertTokens:
-        """Pick them: `enough` tokens are not starved, `most` are measured."""
-        token, slot = torch.where(observation.experts == expert)
-        starved = len(token) < enough
-        held = is_held_out(token, layer.block)
-        own = token[held]
-        chosen = _spaced(torch.arange(len(token)), most)
-        others = layer.any[: max(0, FEW - len(token))]
-        gates = observation.gates[token, slot]
-        mean = gates.mean() if len(token) else observation.gates.mean()
-        return ExpertTokens(
-            len(token),
-            token[~held] if starved else token,
-            gates[~held] if starved else gates,
-            torch.cat([own, layer.compare[: max(0, FEW - len(own))]]) if starved else own,
-            torch.cat([token[chosen], others]),
-            torch.cat([gates[chosen], mean.expand(len(others))]),
-            starved,
-        )
+    token, slot = torch.where(observation.experts == expert)
+    starved = len(token) < enough
+    held = is_held_out(token, layer.block)
+    own = token[held]
+    chosen = _spaced(torch.arange(len(token)), most)
+    others = layer.any[: max(0, FEW - len(token))]
+    gates = observation.gates[token, slot]
+    mean = gates.mean() if len(token) else observation.gates.mean()
+    return ExpertTokens(
+        token[~held] if starved else token,
+        gates[~held] if starved else gates,
+        torch.cat([own, layer.compare[: max(0, FEW - len(own))]]) if starved else own,
+        torch.cat([token[chosen], others]),
+        torch.cat([gates[chosen], mean.expand(len(others))]),
+        starved,
+    )
 
 
 def is_held_out(tokens: Tensor, block: int) -> Tensor:

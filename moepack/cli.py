@@ -401,7 +401,7 @@ def doctor(
     kernels: Annotated[bool, typer.Option("--kernels", help="Measure and show which kernel runs what.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what this machine can do."""
+    """Show what this machine can do: which methods can build here, devices, memory, codec and disk rates."""
     from moepack.reports.doctor import doctor as run
     from moepack.reports.doctor import kernels as measure
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from moepack.pack.errors import BundleError, InputError, MoepackError, TargetError
 from moepack.pack.manifest import MANIFEST, parse_manifest
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import VERSION_NAMES
+from moepack.pack.spec import version_names
 from moepack.reports.verify import verify
 
 from .progress import Reporter
@@ -76,8 +76,8 @@ def pull(
     reporter = reporter or Reporter()
     target = Path(target)
     for name in versions:
-        if name not in VERSION_NAMES:
-            raise InputError(f"version {name!r} is unknown: there are {', '.join(VERSION_NAMES)}")
+        if name not in version_names():
+            raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
     with _hub_errors(repo), reporter.hub_bars():
         remote = Path(hf_hub_download(repo, MANIFEST, revision=revision))
         data = remote.read_bytes()

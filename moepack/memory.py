@@ -1,13 +1,13 @@
-"""Keeping a long run's resident memory at what it holds: bounded library caches, freed memory given back."""
+"""What a long run holds of the machine's memory, and a bound on what libraries keep of it.
+
+Freed memory goes back to the system by `moepack.runtime.devices.glibc.trim`.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 
@@ -37,18 +37,3 @@ def bound_kernel_caches() -> None:
     """
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-
-
-@functools.cache
-def _trim() -> Callable[[int], int] | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim  # glibc
-    except (AttributeError, OSError, TypeError):
-        return None
-
-
-def give_back() -> None:
-    """Return freed memory to the system. Without it glibc keeps about a layer's worth more after every layer."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)

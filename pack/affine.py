@@ -67,7 +67,7 @@ def encode_affine(
     for m, v in zip(matrices, values, strict=True):
         if v.codes.shape != (m.rows, m.cols):
             raise ValueError(f"{m.name}: codes are {v.codes.shape}, not {(m.rows, m.cols)}")
-    packed = [split_planes(v.codes, version.bits) for v in values]
+    packed = [split_planes(v.codes, version.planes) for v in values]
     for section in affine_sections(matrices, version):
         v = values[section.matrix]
         if section.kind.startswith("plane"):
@@ -94,8 +94,8 @@ def decode_affine(matrices: tuple[Matrix, ...], version: Version, extent: Buffer
         parts[section.matrix][section.kind] = section_array(extent, section)
     out = []
     for m, part in zip(matrices, parts, strict=True):
-        planes = [v for k, v in part.items() if k.startswith("plane")]
-        codes = join_planes(planes, version.bits, m.rows, m.cols)  # type: ignore[arg-type]
+        parts_of = [part[f"plane{p}"] for p in range(len(version.planes))]
+        codes = join_planes(parts_of, version.planes, m.rows, m.cols)  # type: ignore[arg-type]
         scale = from_blocks(part["scale"], m.rows)
         zero = from_blocks(part["zero"], m.rows) if "zero" in part else None
         out.append(AffineMatrix(codes, scale, zero, part.get("bias")))  # type: ignore[arg-type]

@@ -5,12 +5,13 @@ Knows nothing of scales or of sections; FORMAT.md, "Affine extents", is what it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .spec import BLOCK_ROWS, PLANES, plane_words
+from .spec import BLOCK_ROWS, plane_words
 
 Codes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
@@ -34,7 +35,7 @@ def from_blocks(blocks: npt.NDArray[Number], rows: int) -> npt.NDArray[Number]:
 
 
 def pack_plane(values: Codes, bits: int) -> Words:
-    """Pack `values` [rows, cols], each below 2**bits (bits in {1, 2, 4}), into words [blocks, ceil(cols*bits/32), 16].
+    """Pack `values` [rows, cols], each below 2**bits, into words [blocks, ceil(cols*bits/32), 16]; bits: 1, 2, 4 or 8.
 
     Column c of a row stands at bits c*bits .. c*bits+bits-1 of the row's little-endian bit string.
     """
@@ -60,21 +61,21 @@ def unpack_plane(words: Words, bits: int, rows: int, cols: int) -> Codes:
     return out[:, :cols]
 
 
-def split_planes(codes: Codes, bits: int) -> list[Words]:
-    """Pack codes [rows, cols] below 2**bits into their planes, least significant first."""
-    planes, shift = [], 0
-    for width in PLANES[bits]:
+def split_planes(codes: Codes, planes: Sequence[int]) -> list[Words]:
+    """Pack codes [rows, cols] into planes of so many bits each (at most 8 in all), least significant first."""
+    out, shift = [], 0
+    for width in planes:
         mask = np.uint8((1 << width) - 1)
-        planes.append(pack_plane((codes >> np.uint8(shift)) & mask, width))
+        out.append(pack_plane((codes >> np.uint8(shift)) & mask, width))
         shift += width
-    return planes
+    return out
 
 
-def join_planes(planes: list[Words], bits: int, rows: int, cols: int) -> Codes:
+def join_planes(parts: Sequence[Words], planes: Sequence[int], rows: int, cols: int) -> Codes:
     """The inverse of `split_planes`: codes [rows, cols]."""
     codes = np.zeros((rows, cols), np.uint8)
     shift = 0
-    for words, width in zip(planes, PLANES[bits], strict=True):
+    for words, width in zip(parts, planes, strict=True):
         codes |= unpack_plane(words, width, rows, cols) << np.uint8(shift)
         shift += width
     return codes

@@ -1,11 +1,13 @@
 /* The exponent codec's fast path: the same bytes as exponent.py, compiled. FORMAT.md, "Coded matrices".
  *
  * Plain C with two forms of each loop: one for any machine, and one for AVX-512 with VBMI, chosen when the library is
- * first used (moepack_exponent_level). Callers have checked the header and every offset (exponent.parse); what is
+ * loaded (moepack_exponent_level). Callers have checked the header and every offset (exponent.parse); what is
  * checked here is what only decoding shows. Nothing is allocated, nothing global is written after the first call.
  */
 #include <stdint.h>
 #include <string.h>
+
+#include "isa.h"
 
 #define TILE 8192
 #define LANES 32
@@ -38,19 +40,19 @@ typedef struct {
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,bmi2")))
 #endif
 
-static int level = -1;
+static int level = 0;
 
-/* 0: plain C; 1: AVX-512. `limit` caps it, for tests and comparisons. */
+/* 0: plain C; 1: AVX-512. The one taken: the best that is not above `limit`. */
 int moepack_exponent_level(int limit) {
     int best = 0;
 #ifdef HAVE_AVX512
-    if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        best = 1;
+    if (isa_level() >= ISA_AVX512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")) best = 1;
 #endif
     level = best < limit ? best : limit;
     return level;
 }
+
+int moepack_isa_level(void) { return isa_level(); }
 
 static inline uint64_t spread(uint32_t x) { /* bytes b3 b2 b1 b0 to 16-bit fields */
     uint64_t y = x;

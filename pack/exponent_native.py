@@ -1,6 +1,7 @@
 """The exponent codec's loops in C (exponent.c), where installing could compile them; the same calls as exponent_jit.py.
 
-Called through ctypes, which releases the GIL. `level` is 1 where the processor has AVX-512 with VBMI, else 0.
+Called through ctypes, which releases the GIL. `level` is 1 where AVX-512 with VBMI is used, else 0: where the processor
+does not have it, or MOEPACK_ISA (isa.py) does not allow it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from . import isa
 from .exponent import Bits16, Bytes, Words
 
 # One name for all Python versions that installing may have built it for; OSError where there is none.
@@ -22,12 +24,12 @@ _library.moepack_exponent_encode.argtypes = [_pointer, _number, _pointer, ctypes
 _library.moepack_exponent_decode.argtypes = [*[_pointer] * 8, _number, _number, _number]
 _library.moepack_exponent_decode.restype = _number
 
-BEST = 9
+BEST = int(isa.bound(_library.moepack_isa_level()) >= isa.LEVELS.index("avx512"))
 
 
 def use_level(limit: int = BEST) -> int:
     """Let the library use instruction sets up to `limit`; returns the one it took. For tests and comparisons."""
-    return int(_library.moepack_exponent_level(limit))
+    return int(_library.moepack_exponent_level(min(limit, BEST)))
 
 
 level = use_level()

@@ -19,19 +19,19 @@ from .spec import (
     EXPERT_DTYPES,
     FORMAT_NAME,
     FORMAT_VERSION,
-    GROUP_SIZES,
     MAX_DIM,
     MAX_EXPERTS,
     MAX_EXTENT,
     MAX_LAYERS,
     PAGE,
-    VERSION_NAMES,
     ExpertLayer,
     Matrix,
     Version,
     affine_extent_size,
     affine_payload,
+    encoding_of,
     expert_file,
+    version_names,
 )
 
 MANIFEST = "manifest.json"
@@ -233,20 +233,17 @@ def _layers(check: _Checker, value: Any) -> tuple[ExpertLayer, ...]:
 
 def _versions(check: _Checker, value: Any) -> tuple[Version, ...]:
     out: list[Version] = []
-    for i, item in enumerate(check.items("versions", value, len(VERSION_NAMES))):
+    for i, item in enumerate(check.items("versions", value, len(version_names()))):
         at = f"versions[{i}]"
         item = check.object(at, item, ["name", "encoding", "bits", "group_size", "zero"])
-        name = check.text(f"{at}.name", item.get("name"), VERSION_NAMES)
-        if name == "bf16":
-            expected = Version.bf16()
-        else:
-            size = item.get("group_size")
-            expected = Version.affine(int(name[1:]), size if size in GROUP_SIZES else GROUP_SIZES[0])
+        name = check.text(f"{at}.name", item.get("name"), version_names())
+        size, sizes = item.get("group_size"), encoding_of(name).group_sizes
+        expected = Version.of(name, size if size in sizes else max(sizes, default=0))
         if item != asdict(expected):
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {_show(item)}")
         out.append(expected)
     names = [v.name for v in out]
-    if names != [n for n in VERSION_NAMES if n in names] or not names:
+    if names != [n for n in version_names() if n in names] or not names:
         check.wrong("versions", "order", f"not a list from most to least precise without repeats: {names}")
     return tuple(out)
 

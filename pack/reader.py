@@ -15,6 +15,7 @@ from .layer_file import LayerFile
 from .lossless import decode_lossless
 from .manifest import MANIFEST, MAX_BYTES, ExpertFileEntry, FileEntry, Manifest, parse_manifest
 from .spec import ExpertLayer, Version, expert_file
+from .tables import TABLES, CalibrationTables, read_tables
 from .writer import sha256_of
 
 
@@ -58,6 +59,14 @@ class Bundle:
             BundleError: when the file or the extent is damaged.
         """
         return self.layer_file(version, position).extent(expert, check_digest)
+
+    def calibration(self) -> CalibrationTables:
+        """The loss tables and routing statistics.
+
+        Raises:
+            BundleError: when the file is damaged.
+        """
+        return read_tables(self.path / TABLES, self.layers)
 
     def version_bytes(self, version: str) -> int:
         """Bytes of a version's files as stored."""

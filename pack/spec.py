@@ -12,10 +12,9 @@ FORMAT_NAME = "moepack"
 FORMAT_VERSION = 2
 PAGE = 4096  # extents start on it: direct I/O, host registration and file mapping all work in pages
 SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
-VERSION_NAMES = ("bf16", "w4", "w3", "w2", "w1")  # from the most to the least precise
-GROUP_SIZES = (128, 64, 32)
 BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector there is
-PLANES = {4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}  # code bits by plane, least significant first
+GROUPS = (128, 64, 32)
+LOSSLESS = "bf16"  # the version that holds the checkpoint's bits
 # Of the checkpoint, with what the `bf16` version holds of it.
 EXPERT_DTYPES = {
     "BF16": "the checkpoint's own bits",
@@ -33,6 +32,54 @@ MAX_EXTENT = (1 << 32) - PAGE  # offsets inside an extent are 32 bits wide
 def align(value: int, to: int) -> int:
     """The least multiple of `to` that is not below `value`."""
     return -(-value // to) * to
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What a version's name stands for, but for the size of its groups.
+
+    Attributes:
+        name: of the version, its folder and its column in tables.
+        encoding: "exponent-huffman" (lossless BF16) or "affine" (value = scale * (code - zero), by group).
+        bits: bits of a code, at most 8; 16 for the lossless encoding.
+        planes: bits of a code (1, 2, 4 or 8) by plane, least significant first; none for the lossless encoding.
+        zero: "stored", "midpoint" (half the greatest code, not stored), or "none" for the lossless encoding.
+        group_sizes: how many columns may share a scale and a zero point; none for the lossless encoding.
+    """
+
+    name: str
+    encoding: str
+    bits: int
+    planes: tuple[int, ...]
+    zero: str
+    group_sizes: tuple[int, ...]
+
+
+# From the most to the least precise. One bit has no room for a zero point: its levels are -scale/2 and +scale/2.
+ENCODINGS: tuple[Encoding, ...] = (
+    Encoding(LOSSLESS, "exponent-huffman", 16, (), "none", ()),
+    Encoding("w4", "affine", 4, (4,), "stored", GROUPS),
+    Encoding("w3", "affine", 3, (2, 1), "stored", GROUPS),
+    Encoding("w2", "affine", 2, (2,), "stored", GROUPS),
+    Encoding("w1", "affine", 1, (1,), "midpoint", GROUPS),
+)
+
+
+def version_names() -> tuple[str, ...]:
+    """The names in ENCODINGS, from the most to the least precise."""
+    return tuple(e.name for e in ENCODINGS)
+
+
+def encoding_of(name: str) -> Encoding:
+    """The entry of ENCODINGS of that name.
+
+    Raises:
+        ValueError: for another name, with those there are.
+    """
+    for entry in ENCODINGS:
+        if entry.name == name:
+            return entry
+    raise ValueError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +124,11 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One encoding of an expert.
+    """One version of a bundle's experts, as the manifest records it: an encoding and the size of its groups.
 
     Attributes:
-        name: one of VERSION_NAMES.
-        encoding: "exponent-huffman" (lossless BF16) or "affine" (value = scale * (code - zero), by group).
-        bits: bits of a code; 16 for the lossless encoding.
+        name, encoding, bits, zero: the Encoding's.
         group_size: columns that share a scale and a zero point; 0 for the lossless encoding.
-        zero: "stored", "midpoint" (half the greatest code, not stored), or "none" for the lossless encoding.
     """
 
     name: str
@@ -94,19 +138,31 @@ class Version:
     zero: str
 
     @staticmethod
-    def bf16() -> Version:
-        """The lossless version."""
-        return Version("bf16", "exponent-huffman", 16, 0, "none")
+    def of(name: str, group_size: int = GROUPS[0]) -> Version:
+        """The version of an encoding's name; the lossless one has no groups, whatever size is given.
 
-    @staticmethod
-    def affine(bits: int, group_size: int) -> Version:
-        """The version `w<bits>`. One bit has no room for a zero point: its two levels are -scale/2 and +scale/2."""
-        return Version(f"w{bits}", "affine", bits, group_size, "midpoint" if bits == 1 else "stored")
+        Raises:
+            ValueError: for a name that is not in ENCODINGS, or a size of groups that its encoding does not have.
+        """
+        e = encoding_of(name)
+        if e.group_sizes and group_size not in e.group_sizes:
+            raise ValueError(f"{name}: groups are of {', '.join(map(str, e.group_sizes))}, not {group_size}")
+        return Version(e.name, e.encoding, e.bits, group_size if e.group_sizes else 0, e.zero)
 
     @property
     def is_lossless(self) -> bool:
         """Whether decoding gives the checkpoint's own bits."""
         return self.encoding == "exponent-huffman"
+
+    @property
+    def stores_zeros(self) -> bool:
+        """Whether groups have zero points of their own."""
+        return self.zero == "stored"
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bits of a code by plane, least significant first."""
+        return encoding_of(self.name).planes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +222,10 @@ def affine_sections(matrices: tuple[Matrix, ...], version: Version) -> tuple[Sec
 
     for i, m in enumerate(matrices):
         blocks, by_group = row_blocks(m), groups(m, version.group_size)
-        for p, bits in enumerate(PLANES[version.bits]):
+        for p, bits in enumerate(version.planes):
             add(i, f"plane{p}", (blocks, plane_words(m.cols, bits), BLOCK_ROWS), 4)
         add(i, "scale", (blocks, by_group, BLOCK_ROWS), 2)
-        if version.zero == "stored":
+        if version.stores_zeros:
             add(i, "zero", (blocks, by_group, BLOCK_ROWS), 1)
         if m.bias:
             add(i, "bias", (m.rows,), 2)

@@ -163,8 +163,15 @@ class Work:
     def _regrid(self, g: int, codes: Tensor, slope: Tensor, error: Tensor, inside: Tensor) -> None:
         """Move a group to the best scale and zero point for its codes, or the best scale, or leave it.
 
-        Changes `slope` and `error` along. By a change v of the group's values the error grows by
-        v inside v^T - 2 v slope.
+        Changes `slope` and `error` along. With e the row's error, H its moments and `slope` = H e, a change v of the
+        group's values adds v H v - 2 v slope to e H e, H being `inside`. The values are s c - t, with codes c and a
+        shift t = s z. Written xy for x H y, g for `slope` and 1 for a row of ones:
+
+        - Scale and shift free: v = ds c - dt 1 adds ds^2 cc - 2 ds dt c1 + dt^2 11 - 2 (ds gc - dt g1), least where
+          ds cc - dt c1 = gc and dt 11 - ds c1 = -g1 (the normal equations). Their solution gives z = t / s.
+        - Zero point rounded to its stored form: with d = c - z and the old grid's scale s' and d' = c - z',
+          v = s d - s' d' adds s^2 dd - 2 s s' dd' + s'^2 d'd' - 2 (s gd - s' gd'), least where
+          s = (gd + s' dd') / dd, which is then rounded as well. The same with z = z' is the best scale alone.
         """
         scale, zero = self.scale[:, g], self.zero[:, g]
         ones = inside.sum(-1)[:, None, :]
@@ -173,22 +180,21 @@ class Work:
         cc = (codes * product).sum(1)
         c1 = (ones @ codes)[:, 0]
         gc, g1 = (codes * slope).sum(1), slope.sum(1)
-        # value = scale * codes - shift; first both free, the zero point rounded, then the scale alone
-        spread = cc * total - c1 * c1
-        free = scale + (gc * total - g1 * c1) / spread
-        shift = scale * zero - (cc * g1 - c1 * gc) / spread
-        moved = torch.where(torch.isfinite(shift / free), shift / free, zero)
+        determinant = cc * total - c1 * c1
+        free_scale = scale + (gc * total - g1 * c1) / determinant
+        free_shift = scale * zero - (cc * g1 - c1 * gc) / determinant
+        moved = torch.where(torch.isfinite(free_shift / free_scale), free_shift / free_scale, zero)
         moved = self._lanes.stored_zero(moved)
 
         def fitted(z: Tensor) -> tuple[Tensor, Tensor]:
-            """The best scale for a zero point, as stored, and the change of error."""
-            bb = cc - 2 * z * c1 + z * z * total
-            b_old = cc - (z + zero) * c1 + z * zero * total
-            gb = gc - z * g1
-            s = stored_scale((gb + scale * b_old) / bb, scale)
-            old = cc - 2 * zero * c1 + zero * zero * total
-            quadratic = s * s * bb - 2 * s * scale * b_old + scale * scale * old
-            return s, quadratic - 2 * (s * gb - scale * (gc - zero * g1))
+            """The best scale for a zero point, as stored, and what it adds to the error."""
+            dd = cc - 2 * z * c1 + z * z * total
+            dd_old = cc - (z + zero) * c1 + z * zero * total
+            gd = gc - z * g1
+            s = stored_scale((gd + scale * dd_old) / dd, scale)
+            old_old = cc - 2 * zero * c1 + zero * zero * total
+            quadratic = s * s * dd - 2 * s * scale * dd_old + scale * scale * old_old
+            return s, quadratic - 2 * (s * gd - scale * (gc - zero * g1))
 
         s1, gain1 = fitted(zero)
         s2, gain2 = fitted(moved)
@@ -210,7 +216,7 @@ class Work:
         for i, version in enumerate(versions):
             lanes = slice(i * self._rows, (i + 1) * self._rows)
             codes = torch.stack([c[p].T for c, p in zip(self.codes[..., lanes], place, strict=True)])
-            zero = fix_zero(self.zero[..., lanes], version.bits) if version.zero == "stored" else None
+            zero = fix_zero(self.zero[..., lanes], version.bits) if version.stores_zeros else None
             out.append(
                 Quantised(
                     codes.contiguous(),

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from .grid import Quantised, fix_scale, fix_zero
 
 SCALE_SEARCH = 2.0  # norm of the library's scale search; without it, 2-bit output error is 20 to 65 % higher
 DAMP = 0.05  # the library's own default, relative to the mean of the diagonal
+
+
+def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
+    """Quantise float32 [experts, rows, cols] at every width, one after another; see `quantise`."""
+    return {v: quantise(weight, moments, v) for v in versions}
 
 
 def quantise(weight: Tensor, moments: Tensor, version: Version) -> Quantised:

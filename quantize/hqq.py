@@ -6,6 +6,8 @@ worse than zeroing the weight, so one bit goes to `rtn`, which is sign times mea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,14 @@ from . import rtn
 from .grid import Quantised, fix_scale, fix_zero, round_to_grid
 
 
+def quantise_widths(weight: Tensor, moments: Tensor | None, versions: Sequence[Version]) -> dict[Version, Quantised]:
+    """Quantise float32 [experts, rows, cols] at every width; reads no moments."""
+    return {v: quantise(weight, v) for v in versions}
+
+
 def quantise(weight: Tensor, version: Version) -> Quantised:
     """Quantise float32 [experts, rows, cols]."""
-    if version.bits == 1:
+    if not version.stores_zeros:
         return rtn.quantise(weight, version)
     experts, rows, cols = weight.shape
     tail = cols % version.group_size

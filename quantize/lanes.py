@@ -41,8 +41,8 @@ class Lanes:
     def of(versions: Sequence[Version], rows: int, device: torch.device) -> Lanes:
         """Lanes of a matrix's rows, version after version."""
         bits = torch.tensor([v.bits for v in versions], dtype=torch.float32, device=device).repeat_interleave(rows)
-        middle = torch.tensor([v.zero == "midpoint" for v in versions], device=device).repeat_interleave(rows)
-        has = any(v.zero == "midpoint" for v in versions)
+        middle = torch.tensor([not v.stores_zeros for v in versions], device=device).repeat_interleave(rows)
+        has = any(not v.stores_zeros for v in versions)
         return Lanes(2.0**bits - 1, 2.0 ** (8 - bits), middle if has else None)
 
     def part(self, start: int, end: int) -> Lanes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,18 @@ from moepack.pack.spec import Version
 from .grid import Quantised, fix_scale, fix_zero, grouped, round_to_grid
 
 
+def quantise_widths(weight: Tensor, moments: Tensor | None, versions: Sequence[Version]) -> dict[Version, Quantised]:
+    """Quantise float32 [experts, rows, cols] at every width; reads no moments."""
+    return {v: quantise(weight, v) for v in versions}
+
+
 def quantise(weight: Tensor, version: Version) -> Quantised:
     """Quantise float32 [experts, rows, cols]; each group's minimum and maximum, and 0, lie within its grid.
 
     At one bit, where a grid from minimum to maximum would be worse than zeroing the weights, the levels are plus and
     minus the group's mean magnitude.
     """
-    if version.zero == "midpoint":
+    if not version.stores_zeros:
         used = grouped(torch.ones_like(weight[:1, :1]), version.group_size).sum(-1)
         scale = fix_scale(2 * grouped(weight.abs(), version.group_size).sum(-1) / used)
         return round_to_grid(weight, scale, None, version)

@@ -6,9 +6,9 @@ The allocators themselves are pure code in `moepack.runtime`; here their numbers
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.spec import ExpertLayer, Version, affine_extent_size
@@ -18,6 +18,7 @@ from moepack.runtime.policies.contract import Versions
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
+    from moepack.pack.tables import LayerTables
 
     from .recipe import Allocate
 
@@ -41,30 +42,22 @@ class LayerCosts:
     gated: Rows
 
     @staticmethod
-    def of(tables: Mapping[str, Any], columns: Sequence[str], versions: Sequence[Version], sizes: Rows) -> LayerCosts:
-        """From a layer's arrays by name; `columns` names the versions of the loss tables, `versions` those wanted."""
-        at = [list(columns).index(v.name) for v in versions]
-        losses = {k: tables[k][:, at].tolist() for k in ("mse", "gated")}
-        return LayerCosts(tables["tokens"].tolist(), tables["gate_sum"].tolist(), sizes, losses["mse"], losses["gated"])
+    def of(layer: LayerTables, columns: Sequence[int], sizes: Rows) -> LayerCosts:
+        """From a layer's tables; `columns` are those of the versions wanted."""
+        losses = (table[:, columns].tolist() for table in (layer.mse, layer.gated))
+        return LayerCosts(layer.tokens.tolist(), layer.gate_sum.tolist(), sizes, *losses)
 
 
 def bundle_costs(bundle: Bundle) -> list[LayerCosts]:
     """The costs of the versions that are here, layer by layer."""
-    from safetensors import safe_open
-
-    from moepack.reports.inspect import TABLES
-
-    out = []
-    with safe_open(bundle.path / TABLES, framework="np") as f:
-        columns = f.metadata()["versions"].split(",")
-        for position, layer in enumerate(bundle.layers):
-            names = ("tokens", "gate_sum", "mse", "gated")
-            tables = {k: f.get_tensor(f"layers.{layer.index}.{k}") for k in names}
-            sizes = [
-                [float(len(bundle.extent(v.name, position, e, check_digest=False))) for v in bundle.versions]
-                for e in range(layer.experts)
-            ]
-            out.append(LayerCosts.of(tables, columns, bundle.versions, sizes))
+    tables, out = bundle.calibration(), []
+    columns = tables.columns([v.name for v in bundle.versions])
+    for position, layer in enumerate(tables.layers):
+        sizes = [
+            [float(len(bundle.extent(v.name, position, e, check_digest=False))) for v in bundle.versions]
+            for e in range(len(layer.tokens))
+        ]
+        out.append(LayerCosts.of(layer, columns, sizes))
     return out
 
 

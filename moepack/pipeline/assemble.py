@@ -14,8 +14,10 @@ from moepack.pack.errors import InputError
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
 from moepack.pack.spec import ExpertLayer, Matrix, Version, expert_file, extent_name
+from moepack.pack.tables import TABLES, CalibrationTables, read_tables, write_tables
 from moepack.pack.writer import BundleWriter
 from moepack.progress import Reporter
+from moepack.quantize import methods
 
 from .allocate import LayerCosts, allocate
 from .artifacts import run_record
@@ -54,16 +56,15 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
         reporter.step("dense tensors")
         _dense(work, writer, record["decoder_layers"], layers[0])
         reporter.step("tables")
-        _tables(work, writer, layers)
+        tables = _tables(work, writer, layers)
         for layer in layers:
             reporter.step(f"layer {layer.index}")
             for version in versions:
                 source = work.piece("quantize", layer.index, f"{version.name}.safetensors")
                 writer.adopt(expert_file(version.name, layer.index), source, entries[layer.index][version.name])
         _config(Path(record["checkpoint"]), writer)
-        methods = _methods(work, layers)
         how = quantised["allocation"]
-        allocation = None if how is None else _allocation(work, layers, versions, Allocate(**how))
+        allocation = None if how is None else _allocation(work, layers, versions, tables, Allocate(**how))
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,
@@ -73,12 +74,12 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
             _provenance(work, record, recipe, quantised),
             allocation,
         )
-        card = model_card(record, layers, versions, _losses(work, layers, versions))
+        card = model_card(record, layers, versions, _losses(tables))
         writer.path("README.md").write_text(card)
         writer.add("README.md")
         reporter.step("manifest")
         writer.finish(manifest)
-    return Report(target, record["samples"] * record["length"], methods, record["unused"])
+    return Report(target, record["samples"] * record["length"], _made_by(tables), record["unused"])
 
 
 def _entries(
@@ -136,14 +137,19 @@ def _dense(work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first
     tripwire.unlink()
 
 
-def _tables(work: WorkDirectory, writer: BundleWriter, layers: Sequence[ExpertLayer]) -> None:
-    parts = []
-    for layer in layers:
-        parts.append((work.piece("calibrate", layer.index, "statistics.safetensors"), f"layers.{layer.index}."))
-        parts.append((work.piece("quantize", layer.index, "losses.safetensors"), f"layers.{layer.index}."))
-    columns = read_header(parts[1][0]).metadata
-    merge(parts, writer.path("calibration.safetensors"), dict(columns))
-    writer.add("calibration.safetensors")
+def _tables(work: WorkDirectory, writer: BundleWriter, layers: Sequence[ExpertLayer]) -> CalibrationTables:
+    write_tables(
+        writer.path(TABLES),
+        {
+            i: (
+                work.piece("calibrate", i, "statistics.safetensors"),
+                work.piece("quantize", i, "losses.safetensors"),
+            )
+            for i in (layer.index for layer in layers)
+        },
+    )
+    writer.add(TABLES)
+    return read_tables(writer.path(TABLES), layers)
 
 
 def _config(checkpoint: Path, writer: BundleWriter) -> None:
@@ -159,48 +165,33 @@ def _config(checkpoint: Path, writer: BundleWriter) -> None:
             writer.add(name)
 
 
-def _table(work: WorkDirectory, layer: ExpertLayer, stage: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
-    from safetensors import safe_open
-
-    with safe_open(work.piece(stage, layer.index, file), framework="np") as f:
-        return {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}  # noqa: SIM118 (not a mapping)
-
-
-def _losses(work: WorkDirectory, layers: Sequence[ExpertLayer], versions: Sequence[Version]) -> dict[str, float]:
+def _losses(tables: CalibrationTables) -> dict[str, float]:
     """Version -> mean relative loss over all experts."""
-    total = dict.fromkeys((v.name for v in versions), 0.0)
-    for layer in layers:
-        table, _ = _table(work, layer, "quantize", "losses.safetensors")
-        for column, version in enumerate(versions):
-            total[version.name] += float(table["relative"][:, column].sum())
-    return {name: value / sum(x.experts for x in layers) for name, value in total.items()}
+    experts = sum(len(layer.tokens) for layer in tables.layers)
+    return {
+        name: sum(float(layer.relative[:, column].sum()) for layer in tables.layers) / experts
+        for column, name in enumerate(tables.versions)
+    }
 
 
-def _methods(work: WorkDirectory, layers: Sequence[ExpertLayer]) -> dict[str, dict[str, int]]:
-    """Version -> method -> experts made by it."""
-    out: dict[str, dict[str, int]] = {}
-    for layer in layers:
-        table, meta = _table(work, layer, "quantize", "losses.safetensors")
-        methods = meta["methods"].split(",")
-        for column, version in enumerate(meta["versions"].split(",")):
-            counts = out.setdefault(version, {})
-            for number in table["method"][:, column]:
-                if number:
-                    counts[methods[number]] = counts.get(methods[number], 0) + 1
-    return {v: dict(sorted(c.items())) for v, c in out.items() if c}
+def _made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:
+    """Version -> method -> experts made by it, of the versions that some method made."""
+    counts = {v: {m: n for m, n in tables.made_by(v).items() if m != tables.methods[0]} for v in tables.versions}
+    return {v: dict(sorted(c.items())) for v, c in counts.items() if c}
 
 
 def _allocation(
-    work: WorkDirectory, layers: Sequence[ExpertLayer], versions: Sequence[Version], how: Allocate
+    work: WorkDirectory,
+    layers: Sequence[ExpertLayer],
+    versions: Sequence[Version],
+    tables: CalibrationTables,
+    how: Allocate,
 ) -> Allocation:
     """The map that the recipe asks for."""
-    costs = []
-    for layer in layers:
-        tables, meta = _table(work, layer, "quantize", "losses.safetensors")
-        tables |= _table(work, layer, "calibrate", "statistics.safetensors")[0]
-        columns = [_extents(work.piece("quantize", layer.index, f"{v.name}.safetensors"), layer) for v in versions]
-        sizes = [list(row) for row in zip(*columns, strict=True)]
-        costs.append(LayerCosts.of(tables, meta["versions"].split(","), versions, sizes))
+    costs, columns = [], tables.columns([v.name for v in versions])
+    for layer, table in zip(layers, tables.layers, strict=True):
+        extents = [_extents(work.piece("quantize", layer.index, f"{v.name}.safetensors"), layer) for v in versions]
+        costs.append(LayerCosts.of(table, columns, [list(row) for row in zip(*extents, strict=True)]))
     return Allocation(str(how), allocate(how, layers, versions, costs))
 
 
@@ -214,7 +205,7 @@ def _provenance(
     work: WorkDirectory, record: Mapping[str, Any], recipe: Recipe, quantised: Mapping[str, Any]
 ) -> dict[str, Any]:
     tools = {"python": platform.python_version()}
-    for package in ("moepack", "torch", "transformers", "gptqmodel", "hqq", "scipy"):
+    for package in ("moepack", "torch", "transformers", *(x.name for x in methods.libraries()), "scipy"):
         try:
             tools[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -12,21 +12,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.memory import bound_kernel_caches, give_back, resident_memory
+from moepack.memory import bound_kernel_caches, resident_memory
 from moepack.pack.layer_file import header_size
-from moepack.pack.spec import affine_extent_size
+from moepack.pack.spec import LOSSLESS, affine_extent_size
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
+from moepack.runtime.devices.glibc import trim
 
 from .allocate import check_allocation
-from .expert_batch import GroupTask, bare, lossless_extent, make_group
+from .expert_batch import ExpertBatchTask, bare, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
+from .run import calibration_text
 
 if TYPE_CHECKING:
     import torch
 
     from moepack.calibrate.experts import ExpertWeights
-    from moepack.calibrate.forward import Observation
+    from moepack.calibrate.forward import CalibrationPass, Observation
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.pack.spec import ExpertLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,99 +70,158 @@ def estimate(
         MoepackError: what the build itself would raise before it begins.
     """
     bound_kernel_caches()
-    import torch
-
-    from moepack.calibrate import data
-    from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.forward import CalibrationPass
-    from moepack.calibrate.quantise_layer import Settings, expert_groups, group_memory
-    from moepack.calibrate.stream import StreamedModel
-
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    with reporter.hub_bars():
-        opened = open_checkpoint(checkpoint)
-    stream = StreamedModel(opened, device)
-    how, q = recipe.calibration, recipe.quantize
-    versions = recipe.version_specs()
-    descriptors = list(stream.expert_layers.values())
-    check_allocation(recipe.allocation, descriptors, versions)
-    sources = [str(s) for s in calibration] or list(how.data)
-    limit = getattr(opened.config.get_text_config(), "max_position_embeddings", None) or how.length
-    length = min(how.length, limit)
-    ids = data.calibration_windows(sources, data.load_tokenizer(opened.path), how.samples, length, how.seed).ids
+    run = _DryRun.open(checkpoint, recipe, calibration, device, reporter)
     base = resident_memory()
-    dtype = getattr(torch, how.dtype)
-
-    reporter.stage("dry run", len(stream.layers) + 2)
+    reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
-    seconds = {"read": 0.0, "calibrate": 0.0, "quantise": 0.0, "encode": 0.0, "write": 0.0}
-    walk = CalibrationPass(stream, ids[: how.batch_size], how.batch_size, dtype)
-    began = time.perf_counter()
-    dense_bytes = _bytes(stream.load(None))
-    seconds["read"] += time.perf_counter() - began
-    rest_bytes = dense_bytes
-    stream.to_compute(None, dtype)
-    walk.start()
-    stream.free(None)
-
-    sizes = {v.name: sum(header_size(v.name, layer) for layer in descriptors) for v in versions}
-    for v in versions:
-        if not v.is_lossless:
-            sizes[v.name] += sum(layer.experts * affine_extent_size(layer.matrices, v) for layer in descriptors)
-    probed, walking, forward, largest = 0.0, True, 0.0, 0
-    for i in range(len(stream.layers)):
-        reporter.step(f"layer {i}")
-        began = time.perf_counter()
-        tensors = stream.load(i)
-        seconds["read"] += time.perf_counter() - began
-        largest = max(largest, _bytes(tensors))
-        dense, experts = stream.split(i, tensors)
-        dense_bytes += _bytes(dense)
-        if walking:
-            stream.to_compute(i, dtype)
-            began = time.perf_counter()
-            observation = walk.run_layer(i)
-            forward = time.perf_counter() - began
-            if observation is not None and experts is not None:
-                walking = False
-                affine = tuple(v for v in versions if not v.is_lossless)
-                settings = Settings(q.method, affine, q.min_tokens, q.loss_tokens, q.moments)
-                task = GroupTask(
-                    bare(stream.experts_module(i)), experts.select(range(1)), i, range(1), affine, settings,
-                    str(stream.device), torch.get_num_threads(),
-                )  # fmt: skip
-                probed = _probe(task, observation, ids.numel(), experts.layer.experts)
-        stream.free(i)
-        if experts is not None and "bf16" in sizes:
-            began = time.perf_counter()
-            sizes["bf16"] += _lossless_bytes(experts, reporter)
-            seconds["encode"] += time.perf_counter() - began
-        del tensors, dense, experts
-        give_back()
+    run.outside()
+    for index in range(run.layers):
+        reporter.step(f"layer {index}")
+        run.layer(index)
+        trim()
     reporter.step("disk")
-    count = sum(layer.experts for layer in descriptors)
-    batches = -(-len(ids) // how.batch_size)
-    seconds["calibrate"] = forward * batches * len(stream.layers)
-    seconds["quantise"] = probed * count
-    parent = Path(output).absolute().parent
+    return run.result(base, _write_rate(Path(output)))
+
+
+class _DryRun:
+    """A checkpoint that is gone through once, and what has been measured so far."""
+
+    def __init__(self, stream: StreamedModel, recipe: Recipe, ids: torch.Tensor, reporter: Reporter) -> None:
+        import torch
+
+        from moepack.calibrate.forward import CalibrationPass
+
+        self._stream, self._recipe, self._ids, self._reporter = stream, recipe, ids, reporter
+        self._experts = list(stream.expert_layers.values())
+        self._dtype = getattr(torch, recipe.calibration.dtype)
+        batch = recipe.calibration.batch_size
+        self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
+        self._sizes = _known_sizes(recipe, self._experts)
+        self._read = self._encode = self._forward = self._one_expert = 0.0  # seconds
+        self._dense = self._largest = 0  # bytes
+
+    @staticmethod
+    def open(
+        checkpoint: str | Path, recipe: Recipe, calibration: Sequence[str | Path], device: str, reporter: Reporter
+    ) -> _DryRun:
+        """Open all that a build would, and refuse what it would refuse."""
+        from moepack.calibrate.checkpoint import open_checkpoint
+        from moepack.calibrate.stream import StreamedModel
+
+        with reporter.hub_bars():
+            opened = open_checkpoint(checkpoint)
+        stream = StreamedModel(opened, device)
+        check_allocation(recipe.allocation, list(stream.expert_layers.values()), recipe.version_specs())
+        _, windows = calibration_text(opened, recipe, calibration)
+        return _DryRun(stream, recipe, windows.ids, reporter)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return len(self._stream.layers)
+
+    def _load(self, part: int | None) -> dict[str, torch.Tensor]:
+        began = time.perf_counter()
+        tensors = self._stream.load(part)
+        self._read += time.perf_counter() - began
+        self._largest = max(self._largest, _bytes(tensors))
+        return tensors
+
+    def outside(self) -> None:
+        """The part outside the layers: its bytes, and what the first layer reads."""
+        assert self._walk is not None
+        self._dense += _bytes(self._load(None))
+        self._stream.to_compute(None, self._dtype)
+        self._walk.start()
+        self._stream.free(None)
+
+    def layer(self, index: int) -> None:
+        """A layer's bytes; one batch through it, until the first that has experts, and one of those quantised."""
+        tensors = self._load(index)
+        dense, experts = self._stream.split(index, tensors)
+        self._dense += _bytes(dense)
+        if self._walk is not None:
+            self._stream.to_compute(index, self._dtype)
+            began = time.perf_counter()
+            observation = self._walk.run_layer(index)
+            self._forward = time.perf_counter() - began
+            if observation is not None and experts is not None:
+                self._walk = None
+                self._one_expert = self._quantise_one(index, experts, observation)
+        self._stream.free(index)
+        if experts is not None and LOSSLESS in self._sizes:
+            began = time.perf_counter()
+            self._sizes[LOSSLESS] += _lossless_bytes(experts, self._reporter)
+            self._encode += time.perf_counter() - began
+
+    def _quantise_one(self, index: int, experts: ExpertWeights, observation: Observation) -> float:
+        """Seconds that one expert takes at every width."""
+        import torch
+
+        settings, one = batch_settings(self._recipe), range(1)
+        task = ExpertBatchTask(
+            bare(self._stream.experts_module(index)), experts.select(one), index, one, settings.versions, settings,
+            str(self._stream.device), torch.get_num_threads(),
+        )  # fmt: skip
+        return _probe(task, observation, self._ids.numel(), experts.layer.experts)
+
+    def result(self, base: int, rate: float) -> Estimate:
+        """What was measured, scaled to the whole.
+
+        Args:
+            base: bytes of the process before the first layer.
+            rate: bytes a second that the disk writes; 0 where that is not known.
+        """
+        count = sum(layer.experts for layer in self._experts)
+        batches = -(-len(self._ids) // self._recipe.calibration.batch_size)
+        versions = sum(self._sizes.values())
+        hidden_size = self._stream.model.config.get_text_config().hidden_size
+        hidden = self._ids.numel() * hidden_size * self._dtype.itemsize
+        written = 2 * versions + 2 * self._dense + hidden * self.layers
+        seconds = {
+            "read": self._read,
+            "calibrate": self._forward * batches * self.layers,
+            "quantise": self._one_expert * count,
+            "encode": self._encode,
+            "write": written / rate if rate else 0.0,
+        }
+        memory = {
+            "process": base,
+            "layer": self._largest,
+            "activations": 2 * hidden,  # what goes into the next layer, and what this layer's experts saw
+            "expert batch": self._batch_memory(),
+        }
+        work_bytes = versions + self._dense + hidden + versions // len(self._experts)
+        return Estimate(self._sizes, self._dense, work_bytes, memory, seconds, count, len(self._experts))
+
+    def _batch_memory(self) -> int:
+        """The most that an expert batch takes."""
+        from moepack.quantize.expert_batch import expert_batches, expert_memory
+
+        settings = batch_settings(self._recipe)
+        return max(
+            expert_memory(x, settings) * max(len(part) for part in expert_batches(x, settings)) for x in self._experts
+        )
+
+
+def _known_sizes(recipe: Recipe, layers: Sequence[ExpertLayer]) -> dict[str, int]:
+    """Bytes of each version's files; of the lossless one only their headers, as its extents are yet to be made."""
+    sizes = {}
+    for v in recipe.version_specs():
+        sizes[v.name] = sum(header_size(v.name, layer) for layer in layers)
+        if not v.is_lossless:
+            sizes[v.name] += sum(layer.experts * affine_extent_size(layer.matrices, v) for layer in layers)
+    return sizes
+
+
+def _write_rate(output: Path) -> float:
+    """Bytes a second that the disk of a bundle to be takes; 0 where that cannot be measured."""
+    parent = output.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    rate = disk_rates(parent).get("write_bytes_per_second", 0.0)
-    layer_bytes = sum(sizes.values()) // len(descriptors)
-    hidden = ids.numel() * stream.model.config.get_text_config().hidden_size * dtype.itemsize
-    seconds["write"] = (2 * sum(sizes.values()) + 2 * dense_bytes + hidden * len(stream.layers)) / rate if rate else 0.0
-    settings = Settings(q.method, tuple(v for v in versions if not v.is_lossless))
-    memory = {
-        "process": base,
-        "layer": max(largest, rest_bytes),
-        "activations": 2 * hidden,  # what goes into the next layer, and what this layer's experts saw
-        "group": max(
-            group_memory(layer, settings) * max(len(g) for g in expert_groups(layer, settings)) for layer in descriptors
-        ),
-    }
-    work_bytes = sum(sizes.values()) + dense_bytes + hidden + layer_bytes
-    return Estimate(sizes, dense_bytes, work_bytes, memory, seconds, count, len(descriptors))
+    return float(disk_rates(parent).get("write_bytes_per_second", 0.0))
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:
@@ -175,7 +238,7 @@ def _lossless_bytes(experts: ExpertWeights, reporter: Reporter) -> int:
     return total
 
 
-def _probe(task: GroupTask, observation: Observation, tokens: int, experts: int) -> float:
+def _probe(task: ExpertBatchTask, observation: Observation, tokens: int, experts: int) -> float:
     """Seconds for one expert that sees its share of `tokens` tokens, the observed ones over and over."""
     import torch
 
@@ -190,7 +253,7 @@ def _probe(task: GroupTask, observation: Observation, tokens: int, experts: int)
     times = []
     for _ in range(2):  # the first loads and compiles what the quantisers need
         began = time.perf_counter()
-        make_group(task, seen)
+        make_batch(task, seen)
         times.append(time.perf_counter() - began)
     return times[-1]
 

@@ -1,7 +1,7 @@
-"""Engines: where the groups of a build are made. `local` makes them here; `ray` sends them to a Ray cluster.
+"""Executors: where a build's expert batches are made. `local` makes them here; `ray` sends them to a Ray cluster.
 
-Both give the same results in the same order: what a group's bytes follow from travels with it (groups.py), its number
-of threads included. The cluster's machines need moepack[build,ray] and the same kind of processor.
+Both give the same results in the same order: what a batch's bytes follow from travels with it (expert_batch.py), its
+number of threads included. The cluster's machines need moepack[build,ray] and the same kind of processor.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from moepack.pack.errors import InputError, MissingExtraError
 
-from .expert_batch import GroupMade, GroupTask, make_group
+from .expert_batch import ExpertBatchResult, ExpertBatchTask, make_batch
 
 if TYPE_CHECKING:
     from moepack.calibrate.forward import Observation
 
 NAMES = ("local", "ray")
-RETRIES = 8  # times a group is tried again when its worker dies
+RETRIES = 8  # times a batch is tried again when its worker dies
 
 
-class Engine(Protocol):
-    """Makes groups."""
+class Executor(Protocol):
+    """Makes expert batches."""
 
-    def run(self, tasks: Sequence[GroupTask], observation: Observation) -> Iterator[GroupMade]:
+    def run(self, tasks: Sequence[ExpertBatchTask], observation: Observation) -> Iterator[ExpertBatchResult]:
         """The results of the tasks, in their order."""
         ...
 
@@ -36,11 +36,11 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(name: str, address: str | None) -> Engine:
-    """The engine of that name; `address` is a Ray cluster's.
+def open_executor(name: str, address: str | None) -> Executor:
+    """The executor that `--engine` names; `address` is a Ray cluster's.
 
     Raises:
-        InputError: for an unknown engine, or a cluster that does not answer.
+        InputError: for an unknown one, or a cluster that does not answer.
         MissingExtraError: when Ray is not installed.
     """
     if name not in NAMES:
@@ -53,21 +53,21 @@ def open_engine(name: str, address: str | None) -> Engine:
 
 
 class Local:
-    """One group after another, in this process."""
+    """One batch after another, in this process."""
 
-    def run(self, tasks: Sequence[GroupTask], observation: Observation) -> Iterator[GroupMade]:
-        """See `Engine`."""
+    def run(self, tasks: Sequence[ExpertBatchTask], observation: Observation) -> Iterator[ExpertBatchResult]:
+        """See `Executor`."""
         for task in tasks:
-            yield make_group(task, observation)
+            yield make_batch(task, observation)
 
     def close(self) -> None:
         """Nothing was started."""
 
 
 class OnRay:
-    """Groups as tasks of a Ray cluster: an existing one, or one started on this machine and ended with the build.
+    """Batches as tasks of a Ray cluster: an existing one, or one started on this machine and ended with the build.
 
-    A layer's observation is put into the object store once; at most two groups a CPU are in flight, so that results
+    A layer's observation is put into the object store once; at most two batches a CPU are in flight, so that results
     wait in memory no more than the layer file can take them. A task whose worker dies is run again by Ray.
     """
 
@@ -87,10 +87,10 @@ class OnRay:
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         self._in_flight = max(2, 2 * int(resources.get("CPU", 1)))
 
-    def run(self, tasks: Sequence[GroupTask], observation: Observation) -> Iterator[GroupMade]:
-        """See `Engine`."""
+    def run(self, tasks: Sequence[ExpertBatchTask], observation: Observation) -> Iterator[ExpertBatchResult]:
+        """See `Executor`."""
         ray, waiting = self._ray, list(tasks)
-        remote = ray.remote(make_group)
+        remote = ray.remote(make_batch)
         seen = ray.put(observation)
         running: list[Any] = []
         while waiting or running:
@@ -105,7 +105,7 @@ class OnRay:
                 cause = error.cause
                 raise cause if isinstance(cause, Exception) else error from None
             except ray.exceptions.RayError as error:
-                raise InputError(f"Ray gave up on a group: {str(error).strip().splitlines()[0]}") from None
+                raise InputError(f"Ray gave up on an expert batch: {str(error).strip().splitlines()[0]}") from None
 
     def close(self) -> None:
         """Leave the cluster; end it if it was started here."""

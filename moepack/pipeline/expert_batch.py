@@ -1,7 +1,7 @@
-"""A group of experts at every width: the unit of a build's quantising, the same bytes wherever it is made.
+"""An expert batch at every width: the unit of a build's quantising, the same bytes wherever it is made.
 
-What goes in is picklable, so that an engine can send it to another machine; what comes out is what a layer file takes,
-and can be kept in the work directory under the address of what went in.
+What goes in is picklable, so that an executor can send it to another machine; what comes out is what a layer file
+takes, and can be kept in the work directory under the address of what went in.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.affine import Buffer
-from moepack.pack.spec import Version, affine_payload
+from moepack.pack.spec import LOSSLESS, Version, affine_payload
+from moepack.quantize import methods
 from moepack.version import __version__
 
 from .artifacts import save
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
-    from moepack.calibrate.quantise_layer import Settings
+    from moepack.quantize.expert_batch import Settings
 
-METHODS = ("none", "gptq", "sign", "hqq", "rtn", "gptqmodel")  # numbered so in the loss tables
+    from .recipe import Recipe
+
 _LOSSES = ("mse", "relative", "gated")
 
 
 @dataclass(frozen=True)
-class GroupTask:
-    """What making one group takes, but for what the calibration tokens brought to the layer.
+class ExpertBatchTask:
+    """What making one expert batch takes, but for what the calibration tokens brought to the layer.
 
     Attributes:
         module: the layer's experts module without its parameters, for its gate activation.
@@ -75,8 +76,8 @@ class GroupTask:
 
 
 @dataclass(frozen=True)
-class GroupMade:
-    """A finished group.
+class ExpertBatchResult:
+    """A finished expert batch.
 
     Attributes:
         extents: version -> one extent an expert, uint8.
@@ -87,6 +88,15 @@ class GroupMade:
     extents: dict[str, list[Buffer]]
     payloads: dict[str, list[int]]
     losses: dict[str, torch.Tensor]
+
+
+def batch_settings(recipe: Recipe) -> Settings:
+    """How a recipe wants expert batches quantised."""
+    from moepack.quantize.expert_batch import Settings
+
+    q = recipe.quantize
+    affine = tuple(v for v in recipe.version_specs() if not v.is_lossless)
+    return Settings(q.method, affine, q.min_tokens, q.loss_tokens, q.moments)
 
 
 def bare(module: Any) -> Any:
@@ -123,32 +133,31 @@ def lossless_extent(weights: ExpertWeights, expert: int) -> tuple[Buffer, int]:
     return encode_lossless(weights.layer.matrices, values)
 
 
-def make_group(task: GroupTask, observation: Observation) -> GroupMade:
-    """Quantise, measure and encode one group."""
+def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchResult:
+    """Quantise, measure and encode one expert batch."""
     import torch
 
     from moepack.calibrate.experts import bits_of
-    from moepack.calibrate.quantise_layer import quantise_group
+    from moepack.calibrate.gather import gather_batch
     from moepack.pack.affine import encode_affine
+    from moepack.quantize.expert_batch import quantise_batch
 
     torch.set_num_threads(task.threads)
     weights, matrices = task.weights, task.weights.layer.matrices
     names = [v.name for v in task.versions]
-    made = GroupMade(
+    made = ExpertBatchResult(
         {n: [] for n in names},
         {n: [] for n in names},
         {k: torch.zeros(len(task.experts), len(names)) for k in _LOSSES}
         | {"method": torch.zeros(len(task.experts), len(names), dtype=torch.uint8)},
     )
-    quantised = quantise_group(
-        task.module, weights, task.experts, observation, task.settings, torch.device(task.device)
-    )
-    for i, row in enumerate(quantised):
+    batch = gather_batch(task.module, weights, task.experts, observation, task.settings, torch.device(task.device))
+    for i, row in enumerate(quantise_batch(batch, task.settings)):
         biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
-        if "bf16" in made.extents:
+        if LOSSLESS in made.extents:
             extent, payload = lossless_extent(weights, i)
-            made.extents["bf16"].append(extent)
-            made.payloads["bf16"].append(payload)
+            made.extents[LOSSLESS].append(extent)
+            made.payloads[LOSSLESS].append(payload)
         for item in row:
             name, column = item.version.name, names.index(item.version.name)
             packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
@@ -156,12 +165,12 @@ def make_group(task: GroupTask, observation: Observation) -> GroupMade:
             made.payloads[name].append(affine_payload(matrices, item.version))
             for k in _LOSSES:
                 made.losses[k][i, column] = getattr(item.loss, k)
-            made.losses["method"][i, column] = METHODS.index(item.method)
+            made.losses["method"][i, column] = methods.numbered().index(item.method)
     return made
 
 
-def save_group(made: GroupMade, path: Path) -> None:
-    """Keep a finished group."""
+def save_batch(made: ExpertBatchResult, path: Path) -> None:
+    """Keep a finished expert batch."""
     import torch
 
     tensors = {f"losses.{k}": v for k, v in made.losses.items()}
@@ -175,8 +184,8 @@ def _writeable(extent: Buffer) -> Buffer:
     return extent if extent.flags.writeable else extent.copy()  # a view of Ray's object store is not
 
 
-def load_group(path: Path) -> GroupMade:
-    """The inverse of `save_group`."""
+def load_batch(path: Path) -> ExpertBatchResult:
+    """The inverse of `save_batch`."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)
@@ -186,9 +195,4 @@ def load_group(path: Path) -> GroupMade:
     extents: dict[str, list[Buffer]] = {
         name: [tensors[f"extents.{name}.{i}"].numpy() for i in range(len(sizes))] for name, sizes in payloads.items()
     }
-    return GroupMade(extents, payloads, losses)
-
-
-def loss_metadata(versions: Sequence[Version]) -> dict[str, str]:
-    """What the columns and the method numbers of a loss table mean."""
-    return {"versions": ",".join(v.name for v in versions), "methods": ",".join(METHODS)}
+    return ExpertBatchResult(extents, payloads, losses)

@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import GROUP_SIZES, VERSION_NAMES, Version
+from moepack.pack.spec import GROUPS, Version, encoding_of, version_names
+from moepack.quantize import methods
 
 MOMENTS = ("routed", "gated", "all")
-METHODS = ("gptq", "hqq", "rtn", "gptqmodel")
 
 ALLOCATORS = ("milp", "greedy", "prefix_split", "uniform")
 WEIGHTED = ("milp", "greedy")  # the allocators that read a weighted loss
@@ -27,9 +27,9 @@ WEIGHTS = ("gates", "tokens", "none")
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """How experts are quantised; see `moepack.calibrate.quantise_layer.Settings`."""
+    """How experts are quantised; see `moepack.quantize.expert_batch.Settings`."""
 
-    method: str = "gptq"
+    method: str = methods.DEFAULT
     group_size: int | Mapping[str, int] = 64
     min_tokens: int = 0
     loss_tokens: int = 4096
@@ -71,7 +71,7 @@ class Allocate:
 class Recipe:
     """A validated recipe, and the text it came from."""
 
-    versions: tuple[str, ...] = VERSION_NAMES
+    versions: tuple[str, ...] = field(default_factory=version_names)
     quantize: Quantize = field(default_factory=Quantize)
     calibration: Calibration = field(default_factory=Calibration)
     allocation: Allocate | None = None
@@ -80,11 +80,10 @@ class Recipe:
     def version_specs(self) -> tuple[Version, ...]:
         """The versions as descriptors, from most to least precise."""
         out = []
-        for name in VERSION_NAMES:
+        for name in version_names():
             if name in self.versions:
                 size = self.quantize.group_size
-                group = size if isinstance(size, int) else size.get(name, 64)
-                out.append(Version.bf16() if name == "bf16" else Version.affine(int(name[1:]), group))
+                out.append(Version.of(name, size if isinstance(size, int) else size.get(name, 64)))
         return tuple(out)
 
 
@@ -119,20 +118,21 @@ def parse_recipe(text: str, where: str) -> Recipe:
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     top = _mapping(where, {} if document is None else document, ["versions", "quantize", "calibration", "allocation"])
-    versions = tuple(_list(f"{where}: versions", top.get("versions", list(VERSION_NAMES)), VERSION_NAMES))
+    versions = tuple(_list(f"{where}: versions", top.get("versions", list(version_names())), version_names()))
     if not versions or len(set(versions)) != len(versions):
         raise InputError(f"{where}: versions: name each version once, and at least one")
     at = f"{where}: quantize"
     q = _mapping(at, top.get("quantize", {}), [f.name for f in fields(Quantize)])
     size = q.get("group_size", 64)
     if isinstance(size, dict):
-        size = _mapping(f"{at}.group_size", size, [v for v in VERSION_NAMES if v != "bf16"])
+        size = _mapping(f"{at}.group_size", size, [v for v in version_names() if encoding_of(v).group_sizes])
         for name, value in size.items():
-            _choice(f"{at}.group_size.{name}", value, GROUP_SIZES)
+            _choice(f"{at}.group_size.{name}", value, encoding_of(name).group_sizes)
     else:
-        _choice(f"{at}.group_size", size, GROUP_SIZES)
+        possible = [sizes for sizes in (encoding_of(v).group_sizes for v in versions) if sizes]
+        _choice(f"{at}.group_size", size, [g for g in GROUPS if all(g in sizes for sizes in possible)])
     quantize = Quantize(
-        _choice(f"{at}.method", q.get("method", "gptq"), METHODS),
+        _choice(f"{at}.method", q.get("method", methods.DEFAULT), methods.named()),
         size,
         _integer(f"{at}.min_tokens", q.get("min_tokens", 0), 0),
         _integer(f"{at}.loss_tokens", q.get("loss_tokens", 4096), 1),

@@ -1,7 +1,7 @@
 """The work directory: finished pieces of a build, so that a killed one goes on where it stopped.
 
 A piece counts once its marker is there, and a marker is written after its piece is on the device. Within a layer,
-groups of experts are objects named by what they were made of. Settings that change the bytes stand in settings.json; a
+expert batches are objects named by what they were made of. Settings that change the bytes stand in settings.json; a
 directory made with others is refused, by the name of the setting.
 """
 
@@ -78,7 +78,7 @@ class WorkDirectory:
         return directory / name
 
     def object(self, address: str) -> Path:
-        """Where a group of experts is kept under the digest of what it was made of, until its layer is done."""
+        """Where an expert batch is kept under the digest of what it was made of, until its layer is done."""
         directory = self.path / "objects"
         directory.mkdir(exist_ok=True)
         return directory / f"{address}.safetensors"

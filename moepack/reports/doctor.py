@@ -1,4 +1,4 @@
-"""What this machine can do for moepack: libraries, devices, memory, codec and disk rates."""
+"""What this machine can do for moepack: libraries, methods of quantising, devices, memory, codec and disk rates."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moepack.quantize import methods
+
 _LIBRARIES = {
     "torch": "2.11", "transformers": "5.17", "safetensors": "0.6", "huggingface-hub": "1.30", "numba": "0.62",
-    "triton": "3.6", "gptqmodel": "7.7", "hqq": "0.2.8", "datasets": "4",
+    "triton": "3.6", "datasets": "4", **{x.name: x.least for x in methods.libraries()},
 }  # fmt: skip
-_OPTIONAL = {"triton", "gptqmodel", "hqq", "datasets"}
+_OPTIONAL = {"triton", "datasets", *(x.name for x in methods.libraries())}
+READY = "ready"
 
 
 def doctor(directory: Path | None = None) -> dict[str, Any]:
     """The facts, ready for JSON. `problems` lists what would keep moepack from working.
+
+    `methods` says of each method that a recipe may ask for whether a build by it can run here, or what it lacks;
+    `can_build` is whether one by the default method can.
 
     Args:
         directory: where disk rates are measured; the temporary directory without it.
@@ -27,6 +33,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
     import psutil
 
     problems: list[str] = []
+    builds = quantisers()
     libraries: dict[str, str | None] = {}
     for name, least in _LIBRARIES.items():
         try:
@@ -42,8 +49,9 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libraries": libraries,
-        "can_build": all(libraries[n] is not None for n in ("gptqmodel", "hqq", "datasets")),
-        "cpu": {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()},
+        "methods": builds,
+        "can_build": builds[methods.DEFAULT] == READY,
+        "cpu": _cpu(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
         "devices": _devices(),
@@ -52,6 +60,32 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "disk": disk_rates(directory or Path(tempfile.gettempdir())),
         "problems": problems,
     }
+
+
+def quantisers() -> dict[str, str]:
+    """Method -> READY, or what a build by it lacks here.
+
+    Every build reads text through `datasets`, files too. A method may need a library of its own, and those of its
+    fallbacks, which experts with few tokens try as well: `gptq` is moepack's own, and needs hqq for such experts alone.
+    """
+    out = {}
+    for name in methods.named():
+        entry = methods.get(name)
+        lacks = [f"{x} to read text" for x in ("datasets",) if not _installed(x)]
+        lacks += [x.name for x in (entry.library,) if x is not None and not _installed(x.name)]
+        for library in (methods.get(other).library for other in entry.fallbacks):
+            if library is not None and not _installed(library.name):
+                lacks.append(f"{library.name} for experts with few tokens")
+        out[name] = f"lacks {', '.join(lacks)}: pip install 'moepack[build]'" if lacks else READY
+    return out
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def kernels() -> list[dict[str, str]]:
@@ -64,6 +98,16 @@ def kernels() -> list[dict[str, str]]:
 
 def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(p) for p in version.split("+")[0].split(".") if p.isdigit())
+
+
+def _cpu() -> dict[str, Any]:
+    """Cores, the instruction set that kernels use, and the best there is; None where they are not compiled."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        from moepack.runtime.kernels import affine_native as native
+    except OSError:
+        return {"cores": cores, "isa": None, "isa_best": None}
+    return {"cores": cores, "isa": native.LEVELS[native.level], "isa_best": native.levels()[-1]}
 
 
 def _devices() -> list[dict[str, Any]]:

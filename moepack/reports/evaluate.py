@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
@@ -180,19 +180,14 @@ def evaluate(
         batch: windows of a forward pass; without it 16, and in a budget as many as make up 1,024 tokens.
         kv_tokens: tokens of KV cache that the budget leaves room for; evaluation itself uses none.
     """
-    import torch
-    from transformers import AutoConfig
-
-    from moepack.calibrate.data import load_tokenizer, windows
+    from moepack.calibrate.data import load_tokenizer
 
     reporter = reporter or Reporter()
     if not data:
         raise InputError("no text to evaluate on: name files with --data")
     with reporter.hub_bars():
         source, is_bundle = locate(path)
-        if device_memory is not None and is_bundle:  # what is held back is for windows as long as they can be
-            with suppress(OSError, ValueError):  # loading says what is wrong
-                length = _window(AutoConfig.from_pretrained(source), length)
+        length = _expected_window(source, length) if device_memory is not None and is_bundle else length
         batch = batch or max(1, min(16, _TOKENS // length if device_memory is not None else 16))
         workload = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": length, "all_logits": False}
         reporter.stage("load", 1)
@@ -200,42 +195,76 @@ def evaluate(
         shown = _shown(reporter)
         model = load_model(source, is_bundle, policy, device, dtype, device_memory, progress=shown, **workload)
         tokenizer = load_tokenizer(Path(source))
-    length = _window(model.config, length)
-    pools = [windows(source, tokenizer, length, samples) for source in data]
-    for source, pool in zip(data, pools, strict=True):
-        if not len(pool):
-            raise InputError(
-                f"{source}: shorter than one window of {length} tokens: give more text or a shorter --length"
-            )
+    pools = _windows(tokenizer, data, _window(model.config, length), samples)
     serving = getattr(model, "moepack", None)
     if trace is not None:
         if serving is None:
             raise InputError(f"{path}: not a bundle: a trace needs one")
         serving.trace(trace)
     room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
-    scores, nll_all, seconds_all = [], 0.0, 0.0
     reporter.stage("evaluate", len(data))
-    for source, pool in zip(data, pools, strict=True):
-        reporter.step(Path(source).name)
-        reporter.inner("tokens", pool.numel())
-        nll, tokens, began = 0.0, 0, time.perf_counter()
-        with torch.inference_mode():
-            for ids in pool.split(batch):
-                nll += negative_log_likelihood(model, ids.to(model.device), room)
-                tokens += ids[:, 1:].numel()
-                reporter.advance(ids.numel())
-        seconds = time.perf_counter() - began
-        scores.append(FileScore(str(source), math.exp(nll / tokens), tokens, tokens / seconds))
-        nll_all, seconds_all = nll_all + nll, seconds_all + seconds
+    scored = [_score(model, name, pool, batch, room, reporter) for name, pool in pools]
     reporter.step("done")
-    total = sum(s.tokens for s in scores)
     if serving is not None:
         serving.close()
+    return _evaluation(model, scored, device_memory)
+
+
+class _Scored(NamedTuple):
+    """One file's summed loss, scored tokens and seconds."""
+
+    file: str
+    nll: float
+    tokens: int
+    seconds: float
+
+
+def _expected_window(source: str | Path, length: int) -> int:
+    """The window that the model will have, before it is loaded: what is held back is for windows as long as can be."""
+    from transformers import AutoConfig
+
+    with suppress(OSError, ValueError):  # loading says what is wrong
+        return _window(AutoConfig.from_pretrained(source), length)
+    return length
+
+
+def _windows(tokenizer: Any, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
+    """Each file with its windows; InputError for one that does not fill any."""
+    from moepack.calibrate.data import windows
+
+    pools = [(name, windows(name, tokenizer, length, samples)) for name in data]
+    for name, pool in pools:
+        if not len(pool):
+            raise InputError(
+                f"{name}: shorter than one window of {length} tokens: give more text or a shorter --length"
+            )
+    return pools
+
+
+def _score(model: Any, file: str, pool: Any, batch: int, room: int, reporter: Reporter) -> _Scored:
+    """Score the windows of one file, int64 [windows, length], `batch` at a time."""
+    import torch
+
+    reporter.step(Path(file).name)
+    reporter.inner("tokens", pool.numel())
+    nll, tokens, began = 0.0, 0, time.perf_counter()
+    with torch.inference_mode():
+        for ids in pool.split(batch):
+            nll += negative_log_likelihood(model, ids.to(model.device), room)
+            tokens += ids[:, 1:].numel()
+            reporter.advance(ids.numel())
+    return _Scored(str(file), nll, tokens, time.perf_counter() - began)
+
+
+def _evaluation(model: Any, scored: Sequence[_Scored], device_memory: int | None) -> Evaluation:
+    """The scores of all files, and what the session took."""
+    serving = getattr(model, "moepack", None)
+    total = sum(s.tokens for s in scored)
     return Evaluation(
-        tuple(scores),
-        math.exp(nll_all / total),
+        tuple(FileScore(s.file, math.exp(s.nll / s.tokens), s.tokens, s.tokens / s.seconds) for s in scored),
+        math.exp(sum(s.nll for s in scored) / total),
         total,
-        total / seconds_all,
+        total / sum(s.seconds for s in scored),
         None if serving is None else serving.policy,
         resident_bytes(model) if serving is None else serving.resident_bytes_peak,
         device_memory,

@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import MissingExtraError
-from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import EXPERT_DTYPES
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
+from moepack.pack.tables import TABLES
 
 if TYPE_CHECKING:
-    import numpy as np
     from rich.table import Table
-
-TABLES = "calibration.safetensors"
-
-
-@dataclass(frozen=True)
-class LayerTables:
-    """One layer's tables: tokens [experts]; relative and gated losses and method numbers [experts, versions]."""
-
-    index: int
-    tokens: np.ndarray[Any, Any]
-    relative: np.ndarray[Any, Any]
-    gated: np.ndarray[Any, Any]
-    method: np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Tables:
-    """The calibration tables of a bundle; `versions` and `methods` name columns and method numbers."""
-
-    versions: tuple[str, ...]
-    methods: tuple[str, ...]
-    layers: tuple[LayerTables, ...]
-
-
-def read_tables(bundle: Bundle) -> Tables:
-    """Read a bundle's calibration tables."""
-    from safetensors import safe_open
-
-    with safe_open(bundle.path / TABLES, framework="np") as f:
-        meta = f.metadata()
-        layers = tuple(
-            LayerTables(
-                layer.index,
-                *(f.get_tensor(f"layers.{layer.index}.{k}") for k in ("tokens", "relative", "gated", "method")),
-            )
-            for layer in bundle.layers
-        )
-    return Tables(tuple(meta["versions"].split(",")), tuple(meta["methods"].split(",")), layers)
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
     """The facts of a bundle, ready for JSON."""
     bundle = open_bundle(path)
-    tables = read_tables(bundle)
+    tables = bundle.calibration()
     calibration = bundle.manifest.provenance.get("calibration", {})
     versions, loss, methods = {}, {}, {}
     for version in bundle.versions:
@@ -68,11 +29,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
             "group_size": version.group_size,
         }
         loss[version.name] = float(sum(t.relative[:, column].sum() for t in tables.layers) / experts)
-        counts: dict[str, int] = {}
-        for t in tables.layers:
-            for number in t.method[:, column].tolist():
-                counts[tables.methods[number]] = counts.get(tables.methods[number], 0) + 1
-        methods[version.name] = counts
+        methods[version.name] = tables.made_by(version.name)
     allocation = bundle.manifest.allocation
     return {
         "model_type": bundle.manifest.model["model_type"],
@@ -101,7 +58,7 @@ def render(facts: dict[str, Any]) -> Table:
         f"{facts['model_type']}: {facts['experts']} experts in {facts['moe_layers']} layers, "
         f"{facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens"
     )
-    exact = f"bf16 holds {EXPERT_DTYPES[facts['expert_dtype']]}" if "bf16" in facts["versions"] else None
+    exact = f"{LOSSLESS} holds {EXPERT_DTYPES[facts['expert_dtype']]}" if LOSSLESS in facts["versions"] else None
     columns = ("version", "bytes", "bits/weight", "group", "mean relative loss", "made by")
     table = Table(*columns, title=title, caption=exact)
     for name, v in facts["versions"].items():
@@ -127,7 +84,7 @@ def plot(path: str | Path, out: Path) -> None:
     import numpy as np
 
     bundle = open_bundle(path)
-    tables = read_tables(bundle)
+    tables = bundle.calibration()
     lossy = [v.name for v in bundle.versions if not v.is_lossless]
     widest = max(len(t.tokens) for t in tables.layers)
     figure = Figure(figsize=(4 + 3.2 * len(lossy), 1.6 + 0.28 * max(6, len(tables.layers))), layout="constrained")

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError, TooSmallError
 from moepack.pack.reader import Bundle, open_bundle
-
-from .inspect import Tables, read_tables
+from moepack.pack.tables import CalibrationTables
 
 if TYPE_CHECKING:
     from moepack.runtime.planning.fixed import Fixed
@@ -138,7 +137,7 @@ def plan(
     bandwidth = read_rate(where)
     if table is not None:
         fixed = Fixed(dense, fixed.kv, fixed.activations, decided.staging)
-        tables = read_tables(bundle)
+        tables = bundle.calibration()
         served = {name for row in table for name in row}
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
         used = fixed.total + _bytes(bundle, table, parsed.is_live)
@@ -207,7 +206,7 @@ def _rows(bundle: Bundle, table: Versions) -> list[tuple[Any, tuple[str, ...]]]:
     return list(zip(bundle.layers, table, strict=True))
 
 
-def relative_loss(tables: Tables, table: Versions) -> float:
+def relative_loss(tables: CalibrationTables, table: Versions) -> float:
     """The mean relative loss of a map over calibration's routed tokens (pack/FORMAT.md, "Calibration tables")."""
     lost = routed = 0.0
     for layer, row in zip(tables.layers, table, strict=True):
@@ -217,7 +216,7 @@ def relative_loss(tables: Tables, table: Versions) -> float:
     return lost / routed if routed else 0.0
 
 
-def _experts_read(bundle: Bundle, tables: Tables, table: Versions, chosen: int) -> float:
+def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
     """Bytes of the experts that a token goes to, as calibration's tokens did."""
     from moepack.runtime.kernels.forms import resident_size
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.pack.errors import BundleError, CodecError, InputError, Problem
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.reader import verify as verify_digests
-from moepack.pack.spec import expert_file
+from moepack.pack.spec import LOSSLESS, expert_file
 from moepack.progress import Reporter
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
 
-    if "bf16" not in [v.name for v in bundle.versions]:
-        raise InputError(f"{bundle.path}: has no bf16 version here: there is nothing to compare with a checkpoint")
+    if LOSSLESS not in [v.name for v in bundle.versions]:
+        raise InputError(
+            f"{bundle.path}: has no {LOSSLESS} version here: there is nothing to compare with a checkpoint"
+        )
     stream = StreamedModel(open_checkpoint(checkpoint))
     if tuple(stream.expert_layers.values()) != bundle.layers:
         return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
@@ -68,9 +70,9 @@ def _compare_experts(bundle: Bundle, position: int, experts: ExpertWeights) -> l
 
     layer, problems = experts.layer, []
     for expert in range(layer.experts):
-        where = f"{expert_file('bf16', layer.index)}: layer {layer.index}, expert {expert}, version bf16"
+        where = f"{expert_file(LOSSLESS, layer.index)}: layer {layer.index}, expert {expert}, version {LOSSLESS}"
         try:
-            decoded = decode_lossless(layer.matrices, bundle.extent("bf16", position, expert, check_digest=False))
+            decoded = decode_lossless(layer.matrices, bundle.extent(LOSSLESS, position, expert, check_digest=False))
         except CodecError as error:
             problems.append(Problem(where, "codec", str(error)))
             continue

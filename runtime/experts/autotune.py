@@ -16,13 +16,13 @@ from moepack.runtime.kernels.forms import handle, resident_size
 ROWS, COLS, RUNS = 1024, 2048, 5
 
 
-def measure_limit(dtype: torch.dtype, bits: int, candidates: Sequence[int]) -> int:
-    """The most of `candidates` with which the fused kernel is not slower than tiles, ours or torch's."""
-    m, version = Matrix("m", ROWS, COLS), Version.bf16() if bits == 16 else Version.affine(bits, 128)
+def measure_limit(dtype: torch.dtype, name: str, candidates: Sequence[int]) -> int:
+    """The most of `candidates` with which an encoding's fused kernel is not slower than tiles, ours or torch's."""
+    m, version = Matrix("m", ROWS, COLS), Version.of(name)
     extent = torch.zeros(resident_size((m,), version), dtype=torch.uint8)
     extent.random_(0, 256, generator=torch.Generator().manual_seed(0))
     extent.view(torch.int16).bitwise_and_(0x3FFF)  # as scales: numbers, none of them huge
-    plain = extent[: 2 * m.weights].view(torch.bfloat16).view(ROWS, COLS) if bits == 16 else extent
+    plain = extent[: 2 * m.weights].view(torch.bfloat16).view(ROWS, COLS) if version.is_lossless else extent
     forms = LayerForms((m,), (version,))
     handles = np.array([handle(extent.data_ptr(), 0)], np.uint64)
     best = candidates[0]
@@ -37,7 +37,7 @@ def measure_limit(dtype: torch.dtype, bits: int, candidates: Sequence[int]) -> i
             middle = time.perf_counter()
             if has_tiles(dtype):
                 product(forms, 0, handles, x, index, out, np.zeros(1, np.int64))
-            elif bits == 16:
+            elif version.is_lossless:
                 torch.nn.functional.linear(x, plain.to(dtype))
             else:
                 for first in range(0, ROWS, 256):

@@ -20,16 +20,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moepack.pack.spec import ExpertLayer, Version
+from moepack.pack.spec import LOSSLESS, ExpertLayer, Version
+from moepack.runtime.kernels.forms import KERNELS
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import LayerForms
 
-# Tokens up to which an expert runs from its own bytes, by the dtype of activations and the bits of its version, used
-# until `autotune` has measured this machine. Measured on one AVX-512 core: of BF16 beside torch, and beside AMX tiles.
-DEFAULTS = {f"float32 {bits}": most for bits, most in ((16, 64), (4, 128), (3, 128), (2, 128), (1, 128))}
-DEFAULTS |= {f"bfloat16 {bits}": most for bits, most in ((16, 8), (4, 32), (3, 24), (2, 32), (1, 48))}
-BESIDE_AMX = {f"bfloat16 {bits}": most for bits, most in ((16, 4), (4, 4), (3, 2), (2, 2), (1, 4))}
+# Tokens up to which an expert runs from its own bytes, by the dtype of activations and the name of its encoding, used
+# until `autotune` has measured this machine.
+DEFAULTS = {f"float32 {name}": k.float32 for name, k in KERNELS.items()}
+DEFAULTS |= {f"bfloat16 {name}": k.bfloat16 for name, k in KERNELS.items()}
+BESIDE_AMX = {f"bfloat16 {name}": k.beside_amx for name, k in KERNELS.items()}
+TILE = 256  # rows unpacked for torch at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -63,13 +65,20 @@ def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.
 
 def direct_limit(dtype: torch.dtype, version: Version) -> int:
     """The most tokens with which an expert in a version still runs straight from its own bytes."""
-    return _limits()[f"{str(dtype).removeprefix('torch.')} {version.bits}"]
+    return _limits()[f"{str(dtype).removeprefix('torch.')} {version.name}"]
 
 
-def tile_threads(dtype: torch.dtype) -> int:
-    """Threads on which experts with many tokens of a dtype run in the native kernels' tiles; 0 where torch does it."""
-    native = _native()
-    return torch.get_num_threads() if native is not None and native.has_tiles(dtype) else 0
+def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
+    """The most bytes that the compiled CPU kernels keep between passes of so many tokens; 0 without them."""
+    native, slots, threads = _native(), tokens * top_k, torch.get_num_threads()
+    if native is None:
+        return 0
+    first, second = layer.matrices
+    sizes: list[int] = [
+        native.kept_bytes(m, layer.experts, slots, activations, tokens, threads)
+        for m, activations in ((first, tokens), (second, slots))
+    ]
+    return max(sizes)
 
 
 @functools.cache
@@ -93,7 +102,7 @@ def _limits() -> dict[str, int]:
 def defaults() -> dict[str, int]:
     """The limits without a measurement."""
     native = _native()
-    return DEFAULTS | (BESIDE_AMX if native is not None and native.LEVELS[native.level] == "AMX" else {})
+    return DEFAULTS | (BESIDE_AMX if native is not None and native.LEVELS[native.level] == "amx" else {})
 
 
 def _file() -> Path:
@@ -111,7 +120,7 @@ def autotune() -> dict[str, int]:
     """Measure where unpacking begins to pay, for each dtype of activations; keep it for later runs. Some seconds.
 
     Returns:
-        the limits, by dtype and bits; the defaults where there are no compiled kernels.
+        the limits, by dtype and encoding; the defaults where there are no compiled kernels.
     """
     if _native() is None:
         return defaults()
@@ -119,8 +128,8 @@ def autotune() -> dict[str, int]:
 
     limits = {}
     for name in DEFAULTS:
-        dtype, bits = name.split()
-        limits[name] = measure_limit(getattr(torch, dtype), int(bits), CANDIDATES)
+        dtype, encoding = name.split()
+        limits[name] = measure_limit(getattr(torch, dtype), encoding, CANDIDATES)
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         part = _file().with_suffix(f".{os.getpid()}")
@@ -146,8 +155,8 @@ def table() -> list[dict[str, str]]:
     else:
         level = native.LEVELS[native.level]
         for name, limit in _limits().items():
-            dtype, bits = name.split()
-            version, many = ("bf16", "torch matmul") if bits == "16" else (f"w{bits}", "unpack tiles, torch matmul")
+            dtype, version = name.split()
+            many = "torch matmul" if version == LOSSLESS else "unpack tiles, torch matmul"
             if native.has_tiles(getattr(torch, dtype)):
                 many = f"tiles, {level}"
             for tokens, kernel in ((f"1-{limit}", f"fused, {level}"), (f"{limit + 1}-", many)):

@@ -17,12 +17,12 @@ from torch import Tensor
 from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
 
 from . import backends
+from .backends import TILE
 
 if TYPE_CHECKING:
     from .handles import Snapshot
 
 Limits = npt.NDArray[np.int64]
-TILE = 256  # rows unpacked at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
 
 
 def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -76,15 +76,19 @@ def _matrix(
     for expert, where in many:
         mine = x[where // share]
         made, bias = experts.handles[expert], experts.bias(expert, matrix, x.dtype)
-        if made.weights:
-            out[where] = torch.nn.functional.linear(mine, made.weights[matrix].to(x.dtype), bias)
+        if made.weights and made.weights[matrix].dtype == x.dtype:
+            out[where] = torch.nn.functional.linear(mine, made.weights[matrix], bias)
             continue
-        result = torch.empty(len(where), m.rows, dtype=x.dtype)
-        number = experts.of.native.numbers[made.version.name]
         for first in range(0, m.rows, TILE):
-            rows = min(TILE, m.rows - first)
-            tile = torch.empty(m.cols, -(-rows // 16) * 16, dtype=x.dtype)
-            unpack(experts.of.native, matrix, number, made.extent, tile, first)
-            torch.mm(mine, tile[:, :rows], out=result[:, first : first + rows])
-        out[where] = result if bias is None else result.add_(bias)
+            last = min(first + TILE, m.rows)
+            part_bias = None if bias is None else bias[first:last]
+            if made.weights:
+                part = torch.nn.functional.linear(mine, made.weights[matrix][first:last].to(x.dtype), part_bias)
+            else:
+                tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=x.dtype)
+                number = experts.of.native.numbers[made.version.name]
+                unpack(experts.of.native, matrix, number, made.extent, tile, first)
+                part = torch.mm(mine, tile[:, : last - first])
+                part = part if part_bias is None else part.add_(part_bias)
+            out[where, first:last] = part
     return out

@@ -1,257 +1,26 @@
 /* Experts' products on a CPU, straight from their extents: y = W x + b for all (expert, activations) pairs of one matrix
  * of a layer, whatever versions its experts are in, in one call on some threads. FORMAT.md, "Affine extents".
  *
- * The caller vouches for every address and size. Sums are float32 and made in one order, so neither threads nor the
- * experts beside it change a result's bits. The loops are in affine_rows.h, for AVX-512, for AVX2 and in plain C; which of
- * them runs is chosen at the first call. A thread pool is kept here, or the caller's (OpenMP's) is used.
+ * The caller vouches for every address and size; forms are checked here. Sums are float32 and made in one order, so neither
+ * threads nor the experts beside it change a result's bits. The loops are those of affine_plain.c, affine_avx2.c or
+ * affine_avx512.c, which moepack_affine_level chooses; threads are threads.c's.
  */
 #include <pthread.h>
 
+#include "../../pack/isa.h"
 #include "affine.h"
 
-#define UNIT 64 /* rows that one step of work makes */
-#define QUAD 4.0f /* tables of four one-bit codes are for codes worth 4: the high plane of three bits */
-#define CACHE (24 << 20) /* bytes of prepared activations at a time */
-#define LEAD 24 /* lines that are fetched ahead of their use, in each of the streams that are read at once */
-#define UNROLL _Pragma("GCC unroll 16")
+static const Loops *loops = &moepack_loops_plain;
 
-/* Weights of rows [from, to) of one matrix of an affine version, transposed: out[c * ld + row - from]. `from` is a multiple
- * of 16; whole blocks are written. */
-typedef struct {
-    int64_t cols, from, to, ld, out_bf16, threads;
-    const uint8_t *base;
-    const Form *form;
-    void *out;
-} Unpack;
-
-/* One activation, widened; its sums over 32, 64 and 128 columns; its tables, where a version at hand reads them. */
-typedef struct {
-    float *x, *sums[3], *quads, *pairs;
-} Prepared;
-
-/* What a thread reads after the rows it is at. The processor's own prefetching loses a stream where a block of rows ends and
- * another begins, so the kernels fetch LEAD lines ahead, across that edge: one token's product of 1536 x 2048 then takes
- * 1.1 times what reading takes, at every width; it was 1.3 at 4 bits and 1.8 at 1 bit with hints inside a block only. */
-typedef struct {
-    const Form *form;
-    const uint8_t *base;
-    int64_t row;
-} Next;
-
-typedef struct {
-    const uint8_t *low, *high, *scale, *zero;
-} Ahead;
-
-static inline Ahead look_ahead(const Side *m, const Form *f, const uint8_t *base, int64_t row) {
-    if (f->bits == 16) {
-        const uint8_t *at = base + f->low + 2 * row * m->cols;
-        return (Ahead){at, at, at, at};
-    }
-    const int64_t groups = ceil_div(m->cols, f->group), block = row / BLOCK, lane = row % BLOCK;
-    const int64_t words = ceil_div(m->cols * (f->bits == 3 ? 2 : f->bits), 32);
-    return (Ahead){base + f->low + 4 * (block * words * BLOCK + lane),
-                   base + f->high + 4 * (block * ceil_div(m->cols, 32) * BLOCK + lane),
-                   base + f->scale + 2 * (block * groups * BLOCK + lane), base + f->zero + block * groups * BLOCK + lane};
-}
-
-/* n results for one slot from row `row` on, `stride` apart: bias added, stored. */
-static inline void put(const Side *m, const Form *f, const uint8_t *base, int64_t slot, int64_t row, int64_t n,
-                       const float *from, int stride) {
-    const uint16_t *bias = f->bias < 0 ? 0 : (const uint16_t *)(base + f->bias) + row;
-    int64_t at = slot * m->rows + row;
-    for (int64_t i = 0; i < n; i++) {
-        float value = bias ? from[i * stride] + widen(bias[i]) : from[i * stride];
-        if (m->out_bf16)
-            ((uint16_t *)m->out)[at + i] = narrow(value);
-        else
-            ((float *)m->out)[at + i] = value;
-    }
-}
-
-static const float quad_of[4][16] = {
-#define Q(a, b) QUAD * a / 2, QUAD * b / 2
-    {Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1)},
-    {Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1)},
-    {Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1), Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1)},
-    {Q(-1, -1), Q(-1, -1), Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1), Q(1, 1), Q(1, 1)},
-};
-static const float pair_of[2][16] = {
-    {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f},
-    {-1.5f, -1.5f, -1.5f, -1.5f, -.5f, -.5f, -.5f, -.5f, .5f, .5f, .5f, .5f, 1.5f, 1.5f, 1.5f, 1.5f},
-};
-
-static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f,
-                                   -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f};
-static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
-
-/* ---- plain C */
-#define NAME(x) x##_c
-#define INLINE static inline __attribute__((always_inline))
-#define CALLED static
-#define L 1
-#define RB 4
-#define TB 2
-#define R2 4
-#define R4 4
-#define F float
-#define I uint32_t
-#define T16 const float *
-#define LOADI(p) (*(p))
-#define LOADF(p) (*(p))
-#define STOREF(p, v) (*(p) = (v))
-#define LOADT(p) (p)
-#define SET(v) (v)
-#define ADD(a, b) ((a) + (b))
-#define SUB(a, b) ((a) - (b))
-#define MUL(a, b) ((a) * (b))
-#define FMA(a, b, c) ((a) * (b) + (c))
-#define NFMA(a, b, c) ((c) - (a) * (b))
-#define SUM(a) (a)
-#define DROP(w, n) ((w) >> (n))
-#define LOOKUP(t, w) ((t)[(w) & 15])
-#define CODE4(w) ((float)(int)((w) & 15) - 7.5f)
-#define BF16(p) widen(*(p))
-#define STOREB(p, v) (*(p) = narrow(v))
-#define STOREB2(p, v, w) (STOREB(p, v), STOREB((p) + 1, w))
-#define BYTES(p) ((float)*(p))
-#define STREAM(p) (void)(p)
-#include "affine_rows.h"
-#include "affine_undefine.h"
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define HAVE_X86 1
-#include <immintrin.h>
-
-/* ---- AVX2 */
-typedef struct {
-    __m256 low, high;
-} Table8;
-#define NAME(x) x##_avx2
-#define INLINE __attribute__((target("avx2,fma"))) static inline __attribute__((always_inline))
-#define CALLED __attribute__((target("avx2,fma"))) static
-#define L 8
-#define RB 4
-#define TB 2
-#define R2 4
-#define R4 4
-#define F __m256
-#define I __m256i
-#define T16 Table8
-#define LOADI(p) _mm256_loadu_si256((const __m256i *)(p))
-#define LOADF(p) _mm256_loadu_ps(p)
-#define STOREF(p, v) _mm256_storeu_ps(p, v)
-#define LOADT(p) ((Table8){_mm256_loadu_ps(p), _mm256_loadu_ps((p) + 8)})
-#define SET(v) _mm256_set1_ps(v)
-#define ADD(a, b) _mm256_add_ps(a, b)
-#define SUB(a, b) _mm256_sub_ps(a, b)
-#define MUL(a, b) _mm256_mul_ps(a, b)
-#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define NFMA(a, b, c) _mm256_fnmadd_ps(a, b, c)
-#define SUM(a) sum_avx2(a)
-#define DROP(w, n) _mm256_srli_epi32(w, n)
-#define LOOKUP(t, w) look_up_avx2(t, w)
-#define CODE4(w) _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(w, _mm256_set1_epi32(15))), _mm256_set1_ps(7.5f))
-#define BF16(p) \
-    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
-#define STOREB(p, v) store_bf16_avx2(p, v)
-#define STOREB2(p, v, w) (STOREB(p, v), STOREB((p) + 8, w))
-#define BYTES(p) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
-#define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
-
-INLINE __m256 look_up_avx2(Table8 t, __m256i w) { /* a permutation takes 3 bits; the fourth chooses between two */
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, w), _mm256_permutevar8x32_ps(t.high, w),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(w, 28)));
-}
-
-INLINE void store_bf16_avx2(uint16_t *to, __m256 v) { /* as narrow(), of numbers */
-    __m256i w = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(w, 16), _mm256_set1_epi32(1));
-    w = _mm256_srli_epi32(_mm256_add_epi32(w, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
-    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(w, w), 8);
-    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
-}
-
-INLINE float sum_avx2(__m256 a) {
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
-}
-#include "affine_rows.h"
-#include "affine_undefine.h"
-
-/* ---- AVX-512 */
-#define NAME(x) x##_avx512
-#define INLINE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static inline __attribute__((always_inline))
-#define CALLED __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static
-#define L 16
-#define RB 4
-#define TB 4
-#define R2 4
-#define R4 4
-#define F __m512
-#define I __m512i
-#define T16 __m512
-#define LOADI(p) _mm512_loadu_si512(p)
-#define LOADF(p) _mm512_loadu_ps(p)
-#define STOREF(p, v) _mm512_storeu_ps(p, v)
-#define LOADT(p) _mm512_loadu_ps(p)
-#define SET(v) _mm512_set1_ps(v)
-#define ADD(a, b) _mm512_add_ps(a, b)
-#define SUB(a, b) _mm512_sub_ps(a, b)
-#define MUL(a, b) _mm512_mul_ps(a, b)
-#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define NFMA(a, b, c) _mm512_fnmadd_ps(a, b, c)
-#define SUM(a) _mm512_reduce_add_ps(a)
-#define DROP(w, n) _mm512_srli_epi32(w, n)
-#define LOOKUP(t, w) _mm512_permutexvar_ps(w, t)
-#define CODE4(w) \
-    _mm512_permutexvar_ps(w, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, \
-                                            4.5f, 5.5f, 6.5f, 7.5f))
-#define BF16(p) \
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
-#define STOREB2(p, v, w) store_bf16_avx512(p, v, w)
-#define STOREB(p, v) _mm256_storeu_si256((__m256i *)(p), narrow_avx512(v))
-#define BYTES(p) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
-#define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
-
-/* As narrow(), of numbers, the results in the high halves; the processor's own conversion drops denormal ones. */
-INLINE __m512i rounded_avx512(__m512 v) {
-    __m512i w = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(w, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-}
-
-INLINE __m256i narrow_avx512(__m512 v) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_avx512(v), 16)); }
-
-INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
-    const __m512i high = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23,
-                                          21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(rounded_avx512(v), high, rounded_avx512(w)));
-}
-#include "affine_rows.h"
-#include "affine_undefine.h"
-#endif
-
-typedef struct {
-    void (*prepare)(const Side *, const void *, Prepared *);
-    void (*rows)(const Side *, const Form *, const uint8_t *, int64_t, int64_t, const Prepared *const *, const int64_t *,
-                 int64_t, const Next *);
-    void (*unpack)(const Unpack *, int64_t, int64_t, uint8_t *);
-} Loops;
-
-static Loops loops = {prepare_c, rows_c, unpack_rows_c};
-
-/* Use instruction sets up to `limit`: 0 plain C, 1 AVX2, 2 AVX-512, and for tiles 3 its BF16 and 4 AMX. Returns the one
- * taken. */
+/* Use instruction sets up to `limit`, a level of isa.h; returns the one taken. */
 int moepack_affine_level(int limit) {
-    int best = 0;
-    loops = (Loops){prepare_c, rows_c, unpack_rows_c};
+    int best = (int)least(limit, isa_level());
+    loops = &moepack_loops_plain;
 #ifdef HAVE_X86
-    if (limit > 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        best = 1, loops = (Loops){prepare_avx2, rows_avx2, unpack_rows_avx2};
-    if (limit > 1 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        best = 2, loops = (Loops){prepare_avx512, rows_avx512, unpack_rows_avx512};
+    if (best >= ISA_AVX2) loops = &moepack_loops_avx2;
+    if (best >= ISA_AVX512) loops = &moepack_loops_avx512;
 #endif
-    return best + moepack_tiles_level(best == 2 ? limit - 2 : 0);
+    return best < ISA_AVX512 ? best + moepack_tiles_level(0) : ISA_AVX512 + moepack_tiles_level(best - ISA_AVX512);
 }
 
 /* ---- one product */
@@ -260,7 +29,7 @@ typedef struct {
 } Task;
 
 typedef struct {
-    const Side *m;
+    const Gemm *m;
     const Job *jobs;
     const Task *tasks;
     const int64_t *order, *source;  /* slots by expert; of each prepared activation, which it is */
@@ -272,15 +41,15 @@ typedef struct {
 
 static void prepare_all(void *argument) {
     Run *run = argument;
-    const Side *m = run->m;
+    const Gemm *m = run->m;
     int64_t size = m->cols * (m->x_bf16 ? 2 : 4), i;
     while ((i = atomic_fetch_add_explicit(&run->next_prepared, 1, memory_order_relaxed)) < run->n_prepared)
-        loops.prepare(m, (const uint8_t *)m->x + run->source[i] * size, run->prepared + i);
+        loops->prepare(m, (const uint8_t *)m->x + run->source[i] * size, run->prepared + i);
 }
 
 static void run_tasks(void *argument) {
     Run *run = argument;
-    const Side *m = run->m;
+    const Gemm *m = run->m;
     int64_t i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed), after;
     for (; i < run->n_tasks; i = after) {
         after = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed); /* known early, to be fetched early */
@@ -290,7 +59,7 @@ static void run_tasks(void *argument) {
             int64_t row = u * UNIT, end = row + UNIT < m->rows ? row + UNIT : m->rows;
             Next next = {job->form, job->base, row + UNIT};
             if (u + 1 == task->to) next = (Next){then_job->form, then_job->base, then->from * UNIT};
-            loops.rows(m, job->form, job->base, row, end, run->of_slot + job->first, run->order + job->first, job->count,
+            loops->rows(m, job->form, job->base, row, end, run->of_slot + job->first, run->order + job->first, job->count,
                        &next);
         }
     }
@@ -299,17 +68,23 @@ static void run_tasks(void *argument) {
 static Arena kept; /* grows to what calls need; its lock is `arena_lock` */
 static pthread_mutex_t arena_lock = PTHREAD_MUTEX_INITIALIZER;
 
+#define TOGETHER 4 /* slots that one pass over an expert's rows takes, at the most (TB) */
+#define BESIDE (sizeof(Prepared) + sizeof(void *)) /* bytes of a slot beside its prepared activation */
 #define NEEDS_QUADS 1
 #define NEEDS_PAIRS 2
 
-static size_t prepared_size(const Side *m, int needs) {
+static int needs_of(const Form *f) {
+    return (f->bits == 1 || f->bits == 3 ? NEEDS_QUADS : 0) | (f->bits == 2 || f->bits == 3 ? NEEDS_PAIRS : 0);
+}
+
+static size_t prepared_size(const Gemm *m, int needs) {
     size_t padded = 32 * (size_t)ceil_div(m->cols, 32);
     size_t floats = padded + 3 * (padded / 32 + 16) + (needs & NEEDS_QUADS ? 4 * padded : 0) +
                     (needs & NEEDS_PAIRS ? 8 * padded : 0);
     return 4 * ((floats + 15) / 16 * 16);
 }
 
-static void place(const Side *m, int needs, uint8_t *at, Prepared *p) {
+static void place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
     size_t padded = 32 * (size_t)ceil_div(m->cols, 32);
     float *next = (float *)at;
     p->x = next, next += padded;
@@ -318,57 +93,164 @@ static void place(const Side *m, int needs, uint8_t *at, Prepared *p) {
     for (int k = 0; k < 3; k++) p->sums[k] = next, next += padded / 32 + 16;
 }
 
-/* Jobs [first, last): their activations, then their rows. */
-static int some_jobs(const Side *m, const Job *jobs, int64_t first, int64_t last, const int64_t *order, int64_t *seat,
-                     Arena *arena) {
-    int64_t activations = ceil_div(m->slots, m->share), n = 0, begin = jobs[first].first;
-    int64_t slots = jobs[last - 1].first + jobs[last - 1].count - begin, units = ceil_div(m->rows, UNIT);
-    int64_t most = slots < activations ? slots : activations, cost = 0;
-    int64_t max_tasks = (last - first) * units;
-    /* seat: of each activation, 0 or 1 + its place among the prepared; entries that are used are 0 again at the end */
-    size_t head = sizeof(Prepared) * (size_t)most + sizeof(int64_t) * 2 * (size_t)most +
-                  sizeof(void *) * (size_t)slots + sizeof(Task) * (size_t)max_tasks;
-    size_t room = (head + 63) / 64 * 64 + prepared_size(m, 3) * (size_t)most;
-    if (grow(arena, room)) return 1;
-    uint8_t *at = arena->at;
-    Prepared *prepared = (Prepared *)at;
-    int64_t *source = (int64_t *)(prepared + most), *needs = source + most;
-    const Prepared **of_slot = (const Prepared **)(needs + most);
-    Task *tasks = (Task *)(of_slot + slots);
-    at += (head + 63) / 64 * 64;
-    for (int64_t j = first; j < last; j++) {
-        int64_t bits = jobs[j].form->bits;
-        int64_t need = bits == 1 ? NEEDS_QUADS : bits == 2 ? NEEDS_PAIRS : bits == 3 ? NEEDS_QUADS | NEEDS_PAIRS : 0;
-        cost += units * jobs[j].count;
-        for (int64_t i = 0; i < jobs[j].count; i++) {
-            int64_t which = order[jobs[j].first + i] / m->share;
-            if (!seat[which]) source[n] = which, needs[n] = 0, seat[which] = ++n;
-            needs[seat[which] - 1] |= need;
-            of_slot[jobs[j].first - begin + i] = prepared + seat[which] - 1;
+/* What the direct path keeps in the arena for n experts' `slots` slots: lists, and after them prepared activations. */
+typedef struct {
+    int64_t most, units; /* activations there are; units of rows of a matrix */
+    size_t own;          /* bytes for each thread, where each prepares for itself, or 0 */
+    size_t lists, round, all; /* round: bytes of prepared activations at a time */
+} Room;
+
+/* Half a megabyte a thread costs nothing. Against rounds of 24 MB that threads prepared together, products of
+ * Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.94 to 1.02 times as long on one thread, because what is prepared is
+ * still in the second-level cache when it is read, and 0.7 to 1.0 times on two that others interrupt, because none waits
+ * for the other; 256 KB, 512 KB and 1 MB do not differ. A share must hold what one pass over rows takes: where too many
+ * threads times such shares pass MOST, they do prepare together. */
+#define OWN ((size_t)512 << 10)
+#define MOST ((size_t)24 << 20)
+
+static Room room_of(const Gemm *m, int64_t slots, int64_t n, int needs) {
+    Room r = {.most = least(slots, ceil_div(m->slots, m->share)), .units = ceil_div(m->rows, UNIT)};
+    size_t each = prepared_size(m, needs), prepared = each * (size_t)r.most, pass = TOGETHER * (each + BESIDE) + 64;
+    size_t together = (sizeof(Prepared) + 2 * sizeof(int64_t)) * (size_t)r.most + sizeof(void *) * (size_t)slots +
+                      (sizeof(Job) + sizeof(Task) * (size_t)r.units) * (size_t)n;
+    size_t alone = sizeof(Job) * (size_t)(n + slots / TOGETHER);
+    r.lists = ((together > alone ? together : alone) + 63) / 64 * 64;
+    r.own = (pass > OWN ? pass + 63 : OWN) / 64 * 64;
+    if (r.own * (size_t)m->threads > MOST) r.own = 0;
+    r.round = r.own ? r.own * (size_t)m->threads : pass > MOST ? pass : MOST;
+    if (prepared <= r.round) r.own = 0; /* one round for all: an activation is prepared once, for whatever experts */
+    r.all = r.lists + (prepared < r.round ? prepared : r.round);
+    return r;
+}
+
+/* Expert batches that each thread prepares for itself: nobody waits for anybody but at the end. */
+typedef struct {
+    const Gemm *m;
+    const Job *batches;
+    const int64_t *order;
+    uint8_t *room;
+    size_t own;
+    int64_t n;
+    atomic_llong next, seats;
+} Alone;
+
+static void run_alone(void *argument) {
+    Alone *run = argument;
+    const Gemm *m = run->m;
+    const int64_t size = m->cols * (m->x_bf16 ? 2 : 4);
+    uint8_t *room = run->room + run->own * (size_t)atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
+    int64_t i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed), after;
+    for (; i < run->n; i = after) {
+        after = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed);
+        const Job *job = run->batches + i, *then = run->batches + (after < run->n ? after : i);
+        const int64_t *slot = run->order + job->first;
+        const int needs = needs_of(job->form);
+        const Prepared **of_slot = (const Prepared **)room;
+        Prepared *prepared = (Prepared *)(of_slot + job->count);
+        uint8_t *at = room + (BESIDE * (size_t)job->count + 63) / 64 * 64;
+        for (int64_t k = 0; k < job->count; k++, at += prepared_size(m, needs)) {
+            place(m, needs, at, prepared + k);
+            loops->prepare(m, (const uint8_t *)m->x + slot[k] / m->share * size, prepared + k);
+            of_slot[k] = prepared + k;
+        }
+        for (int64_t row = 0; row < m->rows; row += UNIT) {
+            const int last = row + UNIT >= m->rows;
+            const Next next = last ? (Next){then->form, then->base, 0} : (Next){job->form, job->base, row + UNIT};
+            loops->rows(m, job->form, job->base, row, least(row + UNIT, m->rows), of_slot, slot, job->count, &next);
         }
     }
-    for (int64_t i = 0; i < n; i++) {
-        place(m, (int)needs[i], at, prepared + i);
-        at += prepared_size(m, (int)needs[i]);
-        seat[source[i]] = 0;
+}
+
+static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slots, const int64_t *order, const Room *room,
+                          uint8_t *at) {
+    Job *batches = (Job *)at;
+    const int64_t even = ceil_div(slots, 4 * m->threads * TOGETHER) * TOGETHER; /* so that the last batches even out */
+    Alone run = {.m = m, .batches = batches, .order = order, .room = at + room->lists, .own = room->own};
+    for (int64_t j = 0; j < n; j++) {
+        const int64_t fit = (int64_t)((room->own - 64) / (prepared_size(m, needs_of(jobs[j].form)) + BESIDE));
+        const int64_t most = least(fit / TOGETHER * TOGETHER, even);
+        for (int64_t done = 0; done < jobs[j].count; done += most) {
+            const int64_t here = least(most, jobs[j].count - done);
+            batches[run.n++] = (Job){jobs[j].base, jobs[j].form, jobs[j].first + done, here};
+        }
     }
-    int64_t share = cost / (m->threads * 8) + 1, n_tasks = 0; /* work of one task, so that the last ones even out */
-    for (int64_t j = first; j < last; j++) {
-        int64_t step = m->threads < 2 ? units : share / jobs[j].count + 1;
-        for (int64_t u = 0; u < units; u += step)
-            tasks[n_tasks++] = (Task){j, u, u + step < units ? u + step : units};
-    }
-    Run run = {.m = m, .jobs = jobs, .tasks = tasks, .order = order, .source = source, .prepared = prepared};
-    run.of_slot = of_slot - begin, run.n_tasks = n_tasks, run.n_prepared = n;
     atomic_init(&run.next, 0);
-    atomic_init(&run.next_prepared, 0);
-    moepack_parallel(prepare_all, &run, n < m->threads ? (int)n : (int)m->threads);
-    moepack_parallel(run_tasks, &run, n_tasks < m->threads ? (int)n_tasks : (int)m->threads);
+    atomic_init(&run.seats, 0);
+    moepack_parallel(run_alone, &run, (int)least(run.n, m->threads));
+}
+
+/* Jobs that run straight from their bytes, in rounds of as many expert batches as have room. An expert is divided into
+ * several only where it has more slots than a round has room for. */
+static int direct_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
+                          Arena *arena) {
+    int all = 0;
+    for (int64_t j = 0; j < n; j++) all |= needs_of(jobs[j].form);
+    const Room room = room_of(m, slots, n, all);
+    if (grow(arena, room.all)) return 1;
+    if (room.own) {
+        alone_product(m, jobs, n, slots, order, &room, arena->at);
+        return 0;
+    }
+    Prepared *prepared = (Prepared *)arena->at;
+    int64_t *source = (int64_t *)(prepared + room.most), *needs = source + room.most;
+    const Prepared **of_slot = (const Prepared **)(needs + room.most);
+    Job *batches = (Job *)(of_slot + slots);
+    Task *tasks = (Task *)(batches + n);
+    for (int64_t j = 0, done = 0; j < n;) {
+        /* seat: of each activation, 0 or 1 + its place among the prepared; entries that are used are 0 again at the end */
+        int64_t n_batches = 0, n_prepared = 0, n_tasks = 0, cost = 0;
+        size_t used = 0;
+        for (; j < n; j++, done = 0) {
+            const Job *job = jobs + j;
+            const int need = needs_of(job->form);
+            int64_t fit = 0, rest = job->count - done;
+            for (size_t more = used; fit < rest; fit++) {
+                const int64_t at = seat[order[job->first + done + fit] / m->share];
+                more += at ? prepared_size(m, (int)needs[at - 1] | need) - prepared_size(m, (int)needs[at - 1])
+                           : prepared_size(m, need);
+                if (more > room.round) break;
+            }
+            if (fit < rest && n_batches) break;
+            if (fit < rest) fit -= fit % TOGETHER;
+            for (int64_t i = job->first + done; i < job->first + done + fit; i++) {
+                const int64_t which = order[i] / m->share;
+                if (!seat[which]) {
+                    source[n_prepared] = which, needs[n_prepared] = 0, seat[which] = ++n_prepared;
+                    used += prepared_size(m, 0);
+                }
+                int64_t *mine = needs + seat[which] - 1;
+                used += prepared_size(m, (int)*mine | need) - prepared_size(m, (int)*mine);
+                *mine |= need;
+                of_slot[i] = prepared + seat[which] - 1;
+            }
+            batches[n_batches++] = (Job){job->base, job->form, job->first + done, fit};
+            cost += room.units * fit;
+            done += fit;
+            if (fit < rest) break;
+        }
+        uint8_t *at = arena->at + room.lists;
+        for (int64_t i = 0; i < n_prepared; i++) {
+            place(m, (int)needs[i], at, prepared + i);
+            at += prepared_size(m, (int)needs[i]);
+            seat[source[i]] = 0;
+        }
+        const int64_t share = cost / (m->threads * 8) + 1; /* work of one task, so that the last ones even out */
+        for (int64_t p = 0; p < n_batches; p++) {
+            const int64_t step = m->threads < 2 ? room.units : share / batches[p].count + 1;
+            for (int64_t u = 0; u < room.units; u += step) tasks[n_tasks++] = (Task){p, u, least(u + step, room.units)};
+        }
+        Run run = {.m = m, .jobs = batches, .tasks = tasks, .order = order, .source = source, .prepared = prepared};
+        run.of_slot = of_slot, run.n_tasks = n_tasks, run.n_prepared = n_prepared;
+        atomic_init(&run.next, 0);
+        atomic_init(&run.next_prepared, 0);
+        moepack_parallel(prepare_all, &run, (int)least(n_prepared, m->threads));
+        moepack_parallel(run_tasks, &run, (int)least(n_tasks, m->threads));
+    }
     return 0;
 }
 
-/* Returns 0, or 1 when memory is short. */
-int moepack_affine_product(const Side *m) {
+/* Returns 0, 1 when memory is short, or 2 + the number of a version that there are no kernels for: then nothing was done. */
+int moepack_affine_product(const Gemm *m) {
     int64_t activations = ceil_div(m->slots, m->share);
     int64_t *count = calloc((size_t)(m->experts + 1 + m->slots + activations), sizeof(int64_t));
     Job *jobs = malloc((size_t)(m->experts + 1) * sizeof(Job));
@@ -377,32 +259,34 @@ int moepack_affine_product(const Side *m) {
         return 1;
     }
     int64_t *order = count + m->experts + 1, *seat = order + m->slots, n = 0, late = m->experts + 1, at = 0;
+    int failed = 0;
     for (int64_t s = 0; s < m->slots; s++)
         if (m->index[s] >= 0 && m->index[s] < m->experts) count[m->index[s]]++;
-    for (int64_t e = 0; e < m->experts; e++) {
-        int64_t here = count[e];
+    for (int64_t e = 0; e < m->experts && !failed; e++) {
+        const int64_t here = count[e], version = (int64_t)(m->handles[e] & 63);
         count[e] = -1;
-        const int many = here > m->limits[m->handles[e] & 63];
-        if (!here || (many && !m->tiles)) continue;
+        if (!here) continue;
+        if (version >= m->versions || !known(m->forms + version)) failed = 2 + (int)version;
+        if (failed) break;
+        const int many = here > m->limits[version];
+        if (many && !m->tiles) continue;
         const uint8_t *base = (const uint8_t *)(m->handles[e] & ~(uint64_t)63);
-        jobs[many ? --late : n++] = (Job){base, m->forms + (m->handles[e] & 63), at, here};
+        jobs[many ? --late : n++] = (Job){base, m->forms + version, at, here};
         count[e] = at;
         at += here;
+    }
+    if (failed) {
+        free(count), free(jobs);
+        return failed;
     }
     for (int64_t s = 0; s < m->slots; s++) {
         int64_t e = m->index[s];
         if (e >= 0 && e < m->experts && count[e] >= 0) order[count[e]++] = s;
     }
     Arena own = {0, 0}, *arena = &own;
-    int mine = !pthread_mutex_trylock(&arena_lock), failed = 0;
+    int mine = !pthread_mutex_trylock(&arena_lock);
     if (mine) arena = &kept;
-    size_t each = prepared_size(m, 3);
-    for (int64_t j = 0; j < n && !failed;) { /* as many experts at a time as their prepared activations have room */
-        int64_t end = j, slots = 0;
-        while (end < n && (end == j || (size_t)(slots + jobs[end].count) * each <= CACHE)) slots += jobs[end++].count;
-        failed = some_jobs(m, jobs, j, end, order, seat, arena);
-        j = end;
-    }
+    if (n) failed = direct_product(m, jobs, n, at, order, seat, arena);
     if (!failed && late <= m->experts) failed = moepack_tiles_product(m, jobs + late, m->experts + 1 - late, order, arena);
     if (mine)
         pthread_mutex_unlock(&arena_lock);
@@ -410,6 +294,24 @@ int moepack_affine_product(const Side *m) {
         free(own.at);
     free(count), free(jobs);
     return failed;
+}
+
+/* The most bytes that products of these sizes keep between calls, whatever versions, limits and instruction set: of m only
+ * rows, cols, experts, slots, share and threads are read. `most`: slots that one expert can have. */
+int64_t moepack_affine_kept(const Gemm *m, int64_t most) {
+    size_t direct = room_of(m, m->slots, least(m->experts, m->slots), NEEDS_QUADS | NEEDS_PAIRS).all;
+    size_t tiles = moepack_tiles_kept(m, most);
+    return (int64_t)(direct > tiles ? direct : tiles);
+}
+
+/* What is kept now; and whatever is, given back. */
+int64_t moepack_affine_holds(void) { return (int64_t)kept.size; }
+
+void moepack_affine_release(void) {
+    pthread_mutex_lock(&arena_lock);
+    free(kept.at);
+    kept = (Arena){0, 0};
+    pthread_mutex_unlock(&arena_lock);
 }
 
 /* ---- weights, for products of many tokens that another library makes */
@@ -423,15 +325,18 @@ static void unpack_all(void *argument) {
     const Unpack *m = run->m;
     int64_t row;
     while ((row = m->from + UNIT * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->to)
-        loops.unpack(m, row, row + UNIT < m->to ? UNIT : m->to - row,
+        loops->unpack(m, row, row + UNIT < m->to ? UNIT : m->to - row,
                      (uint8_t *)m->out + (row - m->from) * (m->out_bf16 ? 2 : 4));
 }
 
-void moepack_affine_unpack(const Unpack *m) {
+/* Returns 0, or 2 for a form that there is no kernel for; BF16 has none here. */
+int moepack_affine_unpack(const Unpack *m) {
+    if (!known(m->form) || m->form->bits == 16) return 2;
     UnpackRun run = {.m = m};
     atomic_init(&run.next, 0);
     int64_t units = ceil_div(m->to - m->from, UNIT);
-    moepack_parallel(unpack_all, &run, units < m->threads ? (int)units : (int)m->threads);
+    moepack_parallel(unpack_all, &run, (int)least(units, m->threads));
+    return 0;
 }
 
 /* ---- a token's experts, weighted and added in the order of its slots */
@@ -452,9 +357,9 @@ static void combine_all(void *argument) {
     enum { PART = 512 };
     CombineRun *run = argument;
     const Combine *m = run->m;
-    int64_t parts = ceil_div(m->cols, PART), i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < parts * m->tokens) {
-        int64_t token = i / parts, first = i % parts * PART, n = m->cols - first < PART ? m->cols - first : PART;
+    int64_t batches = ceil_div(m->cols, PART), i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < batches * m->tokens) {
+        int64_t token = i / batches, first = i % batches * PART, n = m->cols - first < PART ? m->cols - first : PART;
         float sum[PART] = {0};
         for (int64_t s = token * m->top_k; s < (token + 1) * m->top_k; s++) {
             if (m->index[s] < 0 || m->index[s] >= m->experts) continue;

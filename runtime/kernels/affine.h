@@ -1,4 +1,4 @@
-/* What the files of the CPU kernels share: a product's description, BF16 numbers, threads. */
+/* What the files of the CPU kernels share: a product's arguments, its loops, BF16 numbers, threads. */
 #ifndef MOEPACK_AFFINE_H
 #define MOEPACK_AFFINE_H
 #include <stdatomic.h>
@@ -6,16 +6,34 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAVE_X86 1
+#endif
+
 #define BLOCK 16 /* rows whose words stand side by side */
+#define UNIT 64 /* rows that one step of work makes */
+#define ROUND (24 << 20) /* bytes of activations in tiles at a time */
 
 /* One matrix in one version: where its parts begin in an extent. Of BF16 (`bits` 16) `low` is the matrix, row-major. */
 typedef struct {
     int64_t bits, group, stored, low, high, scale, zero, bias; /* bias: -1 without one */
 } Form;
 
-/* One product. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */
+/* Whether there are kernels for a form: every switch over `bits` has these cases and no other. */
+static inline int known(const Form *f) {
+    switch (f->bits) {
+    case 16: return 1;
+    case 4:
+    case 3:
+    case 2:
+    case 1: return f->group == 32 || f->group == 64 || f->group == 128;
+    }
+    return 0;
+}
+
+/* One product of all experts. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */
 typedef struct {
-    int64_t rows, cols, experts, slots, share; /* slot s reads activation s / share */
+    int64_t rows, cols, experts, versions, slots, share; /* slot s reads activation s / share */
     int64_t x_bf16, out_bf16, tiles, threads;
     const void *x;
     const int64_t *index; /* the expert of every slot; one past the last adds nothing and leaves the output alone */
@@ -23,7 +41,7 @@ typedef struct {
     const uint64_t *handles;
     const Form *forms;
     const int64_t *limits; /* by version: an expert with more slots runs in tiles, or without `tiles` is left out */
-} Side;
+} Gemm;
 
 /* One expert's part of a product: `count` slots, those at `order[first]` and after. */
 typedef struct {
@@ -32,6 +50,40 @@ typedef struct {
     int64_t first, count;
 } Job;
 
+/* Weights of rows [from, to) of one matrix of an affine version, transposed: out[c * ld + row - from]. `from` is a multiple
+ * of 16; whole blocks are written. */
+typedef struct {
+    int64_t cols, from, to, ld, out_bf16, threads;
+    const uint8_t *base;
+    const Form *form;
+    void *out;
+} Unpack;
+
+/* One activation, widened; its sums over 32, 64 and 128 columns; its LUTs, where a version at hand reads them. */
+typedef struct {
+    float *x, *sums[3], *quads, *pairs;
+} Prepared;
+
+/* What a thread reads after the rows it is at. The processor's own prefetching loses a stream where a block of rows ends and
+ * another begins, so the kernels fetch LEAD lines ahead, across that edge: one token's product of 1536 x 2048 then takes
+ * 1.1 times what reading takes, at every width; it was 1.3 at 4 bits and 1.8 at 1 bit with hints inside a block only. */
+typedef struct {
+    const Form *form;
+    const uint8_t *base;
+    int64_t row;
+} Next;
+
+/* One instruction set's loops (affine_rows.h): prepare one activation; rows [from, to), at most UNIT, of one expert for its
+ * prepared activations and slots; rows [row, row + n) unpacked. */
+typedef struct {
+    void (*prepare)(const Gemm *, const void *, Prepared *);
+    void (*rows)(const Gemm *, const Form *, const uint8_t *, int64_t, int64_t, const Prepared *const *, const int64_t *,
+                 int64_t, const Next *);
+    void (*unpack)(const Unpack *, int64_t, int64_t, uint8_t *);
+} Loops;
+
+extern const Loops moepack_loops_plain, moepack_loops_avx2, moepack_loops_avx512;
+
 /* Memory that is kept between calls and grows to what they need. */
 typedef struct {
     uint8_t *at;
@@ -39,6 +91,8 @@ typedef struct {
 } Arena;
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline float widen(uint16_t bits) {
     uint32_t word = (uint32_t)bits << 16;
@@ -68,9 +122,12 @@ static inline int grow(Arena *arena, size_t size) {
 /* `work` on `threads` threads at once; every call of it must be ready to find nothing left to do. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
-/* The kinds of tiles (affine_tiles.c) this machine has: 0 none, 1 AVX-512 BF16, 2 AMX. */
+/* Use tiles (affine_tiles.c) up to `limit`, which the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns what is used. */
 int moepack_tiles_level(int limit);
 
 /* Jobs of many slots, BF16 activations: weights unpacked into tiles as they are needed. Returns 0, or 1 without memory. */
-int moepack_tiles_product(const Side *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena);
+int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena);
+
+/* The most bytes of an arena that they take, where no expert has more than `most` slots. */
+size_t moepack_tiles_kept(const Gemm *m, int64_t most);
 #endif

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moepack.pack import isa
 from moepack.pack.spec import Matrix, Version
 
 from .forms import make_forms
@@ -24,15 +25,16 @@ from .forms import make_forms
 # One name for all Python versions that installing may have built it for; OSError where there is none.
 _library = ctypes.CDLL(str(Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")))
 _word, _pointer = ctypes.c_int64, ctypes.c_void_p
-LEVELS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX")
-BEST = len(LEVELS) - 1
+LEVELS = isa.LEVELS
+HERE = int(_library.moepack_affine_level(len(LEVELS) - 1))  # the most that this machine has
+BEST = isa.bound(HERE)
 DTYPES = (torch.float32, torch.bfloat16)
 level = 0  # what `use_level` took
 
 
-class _Side(ctypes.Structure):
+class _Gemm(ctypes.Structure):
     _fields_ = [
-        *((name, _word) for name in ("rows", "cols", "experts", "slots", "share")),
+        *((name, _word) for name in ("rows", "cols", "experts", "versions", "slots", "share")),
         *((name, _word) for name in ("x_bf16", "out_bf16", "tiles", "threads")),
         *((name, _pointer) for name in ("x", "index", "out", "handles", "forms", "limits")),
     ]
@@ -56,10 +58,18 @@ class _Combine(ctypes.Structure):
 
 
 def use_level(limit: int = BEST) -> int:
-    """Let the library use instruction sets up to `limit`, an index into LEVELS; returns the one it took."""
+    """Let the library use instruction sets up to `limit`, an index into LEVELS; returns the one it took.
+
+    Without a limit, and at the most, the best there is, or what MOEPACK_ISA asks for.
+    """
     global level
-    level = int(_library.moepack_affine_level(limit))
+    level = int(_library.moepack_affine_level(min(limit, BEST)))
     return level
+
+
+def levels() -> tuple[str, ...]:
+    """The levels that this machine has, lowest first: what MOEPACK_ISA may be here."""
+    return LEVELS[: HERE + 1]
 
 
 def use_openmp(wanted: bool = True) -> bool:
@@ -78,13 +88,15 @@ def use_openmp(wanted: bool = True) -> bool:
 
 _library.moepack_affine_threads.argtypes = [_pointer]
 _library.moepack_affine_threads.restype = None
+_library.moepack_affine_kept.restype = _library.moepack_affine_holds.restype = _word
+_library.moepack_affine_release.restype = None
 use_level()
 openmp = use_openmp()
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
     """Whether experts with many tokens of that dtype run in tiles here: BF16, and a processor that multiplies it."""
-    return dtype == torch.bfloat16 and level > LEVELS.index("AVX-512")
+    return dtype == torch.bfloat16 and level > LEVELS.index("avx512")
 
 
 class LayerForms:
@@ -108,6 +120,15 @@ class LayerForms:
         """Where the forms of one matrix begin, at that of a version."""
         first, each = self._at[matrix]
         return first + version * each
+
+    def unknown(self, matrix: int, version: int) -> ValueError:
+        """What to raise where the library has no kernel for a version's form of a matrix."""
+        names = list(self.numbers)
+        if version >= len(names):
+            return ValueError(f"a handle has version number {version}: this layer has {', '.join(names)}")
+        bits, group = (int(n) for n in self._rows[matrix][version, :2])
+        form = f"number {bits}, groups of {group}"
+        return ValueError(f"{names[version]}: the compiled kernels do not know its encoding ({form})")
 
 
 def product(
@@ -134,7 +155,8 @@ def product(
         threads: how many; torch's number without it.
 
     Raises:
-        ValueError: for tensors of other shapes or dtypes, or that are not contiguous.
+        ValueError: for tensors of other shapes or dtypes, or that are not contiguous; for a form that the library does
+            not know, before anything is written.
         MemoryError: when there is no room for activations.
     """
     m = forms.matrices[matrix]
@@ -145,10 +167,11 @@ def product(
         raise ValueError(f"{m.name}: x {x.dtype}, out {out.dtype}, index {index.dtype}")
     if not (x.is_contiguous() and out.is_contiguous() and index.is_contiguous() and handles.flags.c_contiguous):
         raise ValueError(f"{m.name}: a tensor is not contiguous")
-    side = _Side(
+    gemm = _Gemm(
         m.rows,
         m.cols,
         len(handles),
+        len(forms.numbers),
         slots,
         slots // rows,
         x.dtype == torch.bfloat16,
@@ -162,8 +185,35 @@ def product(
         forms.address(matrix),
         (forms.unlimited if limits is None else limits).ctypes.data,
     )
-    if _library.moepack_affine_product(ctypes.byref(side)):
+    failed = int(_library.moepack_affine_product(ctypes.byref(gemm)))
+    if failed == 1:
         raise MemoryError(f"no memory for {rows} activations")
+    if failed:
+        raise forms.unknown(matrix, failed - 2)
+
+
+def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int, threads: int) -> int:
+    """The most bytes that products of these sizes keep between calls; the same for all versions, limits and levels.
+
+    Args:
+        m: the matrix.
+        experts: how many there are.
+        slots, activations: of one product.
+        most: slots that one expert can have.
+        threads: on which products run.
+    """
+    gemm = _Gemm(rows=m.rows, cols=m.cols, experts=experts, slots=slots, share=slots // activations, threads=threads)
+    return int(_library.moepack_affine_kept(ctypes.byref(gemm), _word(most)))
+
+
+def holds() -> int:
+    """Bytes that the library keeps between calls now."""
+    return int(_library.moepack_affine_holds())
+
+
+def release() -> None:
+    """Give back what the library keeps between calls."""
+    _library.moepack_affine_release()
 
 
 def unpack(
@@ -187,7 +237,7 @@ def unpack(
         threads: how many; torch's number without it.
 
     Raises:
-        ValueError: for an `out` that does not fit.
+        ValueError: for an `out` that does not fit, or a form that the library cannot unpack.
     """
     m = forms.matrices[matrix]
     last = first + out.shape[1]
@@ -206,7 +256,8 @@ def unpack(
         forms.address(matrix, version),
         out.data_ptr(),
     )
-    _library.moepack_affine_unpack(ctypes.byref(call))
+    if _library.moepack_affine_unpack(ctypes.byref(call)):
+        raise forms.unknown(matrix, version)
 
 
 def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, threads: int | None = None) -> None:

@@ -1,4 +1,4 @@
-/* One instruction set's loops over experts' rows; affine.c includes this once a set, having defined
+/* One instruction set's loops over experts' rows; a C file of its own includes this, having defined
  *
  *   NAME(x), INLINE, CALLED          x with the set's suffix; how inner and outer functions are declared
  *   L                                lanes of a vector: 16, 8 or 1 (rows of a packed matrix, columns of a BF16 one)
@@ -13,13 +13,63 @@
  *   RB, TB                           vectors of rows, and activations, that one pass holds in registers
  *   STREAM(at)                       a hint to fetch the line at `at`
  *
- * The inner step of a packed product is a look-up: the 16 values that 4 bits of codes can add to a sum are made once an
- * activation, and 4 bits of 16 rows fetch from them in one permutation: 64 one-bit or 32 two-bit weights in three
+ * The inner step of a packed product is a look-up: the 16 values that 4 bits of codes can add to a sum are a LUT, made once
+ * an activation, and 4 bits of 16 rows fetch from it in one permutation: 64 one-bit or 32 two-bit weights in three
  * instructions. 4-bit codes fetch the code itself and multiply. Codes count from the middle of their range, so that a zero
  * point corrects little: scale * (sum code * x - zero * sum x).
  */
 
-/* Words [from, to) of one plane of R vectors of rows, against T activations. `values` has a table for each 4 bits of a
+#define LEAD 24 /* lines that are fetched ahead of their use, in each of the streams that are read at once */
+#define UNROLL _Pragma("GCC unroll 16")
+#define QUAD 4.0f /* LUTs of four one-bit codes are for codes worth 4: the high plane of three bits */
+
+typedef struct {
+    const uint8_t *low, *high, *scale, *zero;
+} Ahead;
+
+static inline Ahead look_ahead(const Gemm *m, const Form *f, const uint8_t *base, int64_t row) {
+    if (f->bits == 16) {
+        const uint8_t *at = base + f->low + 2 * row * m->cols;
+        return (Ahead){at, at, at, at};
+    }
+    const int64_t groups = ceil_div(m->cols, f->group), block = row / BLOCK, lane = row % BLOCK;
+    const int64_t words = ceil_div(m->cols * (f->bits == 3 ? 2 : f->bits), 32);
+    return (Ahead){base + f->low + 4 * (block * words * BLOCK + lane),
+                   base + f->high + 4 * (block * ceil_div(m->cols, 32) * BLOCK + lane),
+                   base + f->scale + 2 * (block * groups * BLOCK + lane), base + f->zero + block * groups * BLOCK + lane};
+}
+
+/* n results for one slot from row `row` on, `stride` apart: bias added, stored. */
+static inline void put(const Gemm *m, const Form *f, const uint8_t *base, int64_t slot, int64_t row, int64_t n,
+                       const float *from, int stride) {
+    const uint16_t *bias = f->bias < 0 ? 0 : (const uint16_t *)(base + f->bias) + row;
+    int64_t at = slot * m->rows + row;
+    for (int64_t i = 0; i < n; i++) {
+        float value = bias ? from[i * stride] + widen(bias[i]) : from[i * stride];
+        if (m->out_bf16)
+            ((uint16_t *)m->out)[at + i] = narrow(value);
+        else
+            ((float *)m->out)[at + i] = value;
+    }
+}
+
+static const float quad_of[4][16] = {
+#define Q(a, b) QUAD * a / 2, QUAD * b / 2
+    {Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1), Q(-1, 1)},
+    {Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1), Q(-1, -1), Q(1, 1)},
+    {Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1), Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1)},
+    {Q(-1, -1), Q(-1, -1), Q(-1, -1), Q(-1, -1), Q(1, 1), Q(1, 1), Q(1, 1), Q(1, 1)},
+};
+static const float pair_of[2][16] = {
+    {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f},
+    {-1.5f, -1.5f, -1.5f, -1.5f, -.5f, -.5f, -.5f, -.5f, .5f, .5f, .5f, .5f, 1.5f, 1.5f, 1.5f, 1.5f},
+};
+
+static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f,
+                                   -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f};
+static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
+
+/* Words [from, to) of one plane of R vectors of rows, against T activations. `values` has a LUT for each 4 bits of a
  * row, or, of 4-bit codes, the activation itself; `all` is how many words a row has. */
 INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
                         int64_t all, const float *const *values, const uint8_t *ahead, F acc[RB][TB]) {
@@ -51,7 +101,7 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
 }
 
 /* R vectors of rows from `row` on, for T activations, into out[r * T + t]. */
-INLINE void NAME(packed)(const int bits, const int R, const int T, const Side *m, const Form *f, const uint8_t *base,
+INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base,
                          int64_t row, const Prepared *const *x, const Ahead *ahead, float *out) {
     const int64_t groups = ceil_div(m->cols, f->group), per_word = bits == 3 ? 16 : 32 / bits;
     const int64_t low_words = ceil_div(m->cols, per_word), high_words = ceil_div(m->cols, 32);
@@ -101,7 +151,7 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Side *m
 }
 
 /* R rows of a BF16 matrix for T activations, into out[r * T + t]. */
-INLINE void NAME(plain)(const int R, const int T, const Side *m, const Form *f, const uint8_t *base, int64_t row,
+INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
                         const Prepared *const *x, const Ahead *ahead, float *out) {
     const uint16_t *w[RB];
     F acc[RB][TB];
@@ -134,12 +184,12 @@ INLINE void NAME(plain)(const int R, const int T, const Side *m, const Form *f, 
     case 1: PACKED(1, R, T); break; \
     case 2: PACKED(2, R, T); break; \
     case 3: PACKED(3, R, T); break; \
-    default: PACKED(4, R, T); break; \
+    case 4: PACKED(4, R, T); break; \
     }
 
-/* Rows [row, end), at most 64 and beginning on a block, for T activations. `done` says where results go. */
+/* Rows [row, end), at most UNIT and beginning on a block, for T activations; results go to their slots. */
 #define ROWS(T, R) \
-    CALLED void NAME(rows_##T)(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t end, \
+    CALLED void NAME(rows_##T)(const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t end, \
                                const Prepared *const *x, const int64_t *slot, const Next *next) { \
         float part[RB * T * L]; \
         int64_t at = row; \
@@ -178,7 +228,7 @@ ROWS(1, RB)
 ROWS(2, R2)
 ROWS(4, R4)
 
-CALLED void NAME(rows)(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t end,
+CALLED void NAME(rows)(const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t end,
                        const Prepared *const *x, const int64_t *slot, int64_t n, const Next *next) {
     int64_t t = 0;
     if (TB >= 4)
@@ -187,8 +237,8 @@ CALLED void NAME(rows)(const Side *m, const Form *f, const uint8_t *base, int64_
     for (; t < n; t++) NAME(rows_1)(m, f, base, row, end, x + t, slot + t, next);
 }
 
-/* One activation: widened, padded with zeros to whole 32s; its sums by group; its tables. */
-CALLED void NAME(prepare)(const Side *m, const void *from, Prepared *p) {
+/* One activation: widened, padded with zeros to whole 32s; its sums by group; its LUTs. */
+CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
     const int64_t cols = m->cols, padded = 32 * ceil_div(cols, 32);
     int64_t c = 0;
     if (m->x_bf16)
@@ -284,7 +334,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
     case 1: NAME(unpack)(1, R, m, row + r, at); break; \
     case 2: NAME(unpack)(2, R, m, row + r, at); break; \
     case 3: NAME(unpack)(3, R, m, row + r, at); break; \
-    default: NAME(unpack)(4, R, m, row + r, at); break; \
+    case 4: NAME(unpack)(4, R, m, row + r, at); break; \
     }
 
 /* Rows [row, row + n), n a multiple of 16: two vectors at a time, which of BF16 fill a line. */
@@ -301,7 +351,5 @@ CALLED void NAME(unpack_rows)(const Unpack *m, int64_t row, int64_t n, uint8_t *
     }
 }
 
-#undef UNPACK
-#undef PACKED
-#undef BY_BITS
-#undef ROWS
+
+const Loops NAME(moepack_loops) = {NAME(prepare), NAME(rows), NAME(unpack_rows)};

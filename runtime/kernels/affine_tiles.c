@@ -9,30 +9,42 @@
  */
 #include "affine.h"
 
+#define STEP 32 /* columns of a tile */
+#define TILE 1024 /* bytes of one */
+#define DEPTH 8 /* steps that weights are unpacked for at a time: two blocks of rows take 16 KiB of the first-level cache */
+#define BATCH 512 /* slots of one expert that share unpacked weights */
+#define SCRATCH (2 * DEPTH * TILE + BATCH / 32 * 4 * TILE) /* a thread's tiles of weights and sums */
+
+/* Bytes of one expert's activations in tiles, and of their sums: blocks of 16 slots. */
+static size_t arranged(const Gemm *m, int64_t slots) {
+    return (size_t)(ceil_div(slots, 16) * ceil_div(m->cols, STEP) * (TILE + 64));
+}
+
+size_t moepack_tiles_kept(const Gemm *m, int64_t most) {
+    const int64_t filled = m->slots + 15 * least(m->experts, m->slots); /* every expert's last block may be almost empty */
+    size_t all = arranged(m, filled / 16 * 16), batch = arranged(m, least(most, BATCH));
+    const size_t round = batch > ROUND ? batch : ROUND;
+    return (size_t)m->threads * SCRATCH + (all < round ? all : round);
+}
+
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "tiles.h"
 
-#define DEPTH 8 /* steps that weights are unpacked for at a time: two blocks of rows take 16 KiB of the first-level cache */
-#define BATCH 512 /* slots of one expert that share unpacked weights */
-#define CACHE (24 << 20) /* bytes of arranged activations at a time */
-#define SCRATCH (2 * DEPTH * TILE + BATCH / 32 * 4 * TILE) /* a thread's tiles of weights and sums */
-
-/* Up to 512 slots of one expert; `x` holds their activations in tiles, [blocks of 16][steps], and `sums` those over each
- * step's columns, [blocks][steps][16]. */
+/* An expert batch: up to BATCH slots of one expert; `x` holds their activations in tiles, [blocks of 16][steps], and `sums`
+ * those over each step's columns, [blocks][steps][16]. */
 typedef struct {
     const uint8_t *base;
     const Form *form;
     int64_t first, count;
     uint8_t *x;
     float *sums;
-} Piece;
+} Batch;
 
 typedef struct {
-    int64_t piece, from, to; /* panels: 32 rows each */
+    int64_t batch, from, to; /* panels: 32 rows each */
 } Task;
 
 /* sums[2][2][16][16] (+)= A B over `steps`, for na blocks of A's rows and nb of B's columns. Strides are bytes: between rows
@@ -45,12 +57,12 @@ typedef struct {
 } Multiply;
 
 typedef struct {
-    const Side *m;
-    const Piece *pieces;
+    const Gemm *m;
+    const Batch *batches;
     const Task *tasks;
     const int64_t *order;
     uint8_t *scratch;
-    int64_t n_tasks, n_pieces, steps;
+    int64_t n_tasks, n_batches, steps;
     atomic_llong next, next_block, seats;
 } Run;
 
@@ -148,7 +160,7 @@ AMX static __attribute__((noinline)) void multiply_amx(const Multiply *q) {
 static void multiply(const Multiply *q) { level > 1 ? multiply_amx(q) : multiply_avx512(q); }
 
 /* ---- results */
-WIDE static void put_block(const Side *m, const Form *f, const uint8_t *base, const int64_t *slot, int64_t n, int64_t row,
+WIDE static void put_block(const Gemm *m, const Form *f, const uint8_t *base, const int64_t *slot, int64_t n, int64_t row,
                            const float *sums, int turned) {
     const int64_t left = m->rows - row;
     const __mmask16 mask = left >= 16 ? 0xFFFF : (1u << left) - 1;
@@ -173,25 +185,25 @@ WIDE static void put_block(const Side *m, const Form *f, const uint8_t *base, co
     }
 }
 
-/* ---- one panel, 32 rows, of one piece: sums[blocks / 2][2][2][16][16], of the blocks of A and of B */
-static void weight_panel(const Run *run, const Piece *piece, int64_t row, uint8_t *scratch, float *sums) {
-    const Side *m = run->m;
-    const Form *f = piece->form;
+/* ---- one panel, 32 rows, of one batch: sums[blocks / 2][2][2][16][16], of the blocks of A and of B */
+static void weight_panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch, float *sums) {
+    const Gemm *m = run->m;
+    const Form *f = batch->form;
     const int plain = f->bits == 16, mine = row + BLOCK < m->rows ? 2 : 1;
-    const int64_t blocks = ceil_div(piece->count, 16), steps = run->steps, x_block = steps * TILE;
-    const uint16_t *weight = (const uint16_t *)(piece->base + f->low);
+    const int64_t blocks = ceil_div(batch->count, 16), steps = run->steps, x_block = steps * TILE;
+    const uint16_t *weight = (const uint16_t *)(batch->base + f->low);
     for (int64_t from = 0; from < steps; from += DEPTH) {
         const int64_t n = steps - from < DEPTH ? steps - from : DEPTH;
         /* BF16 weights are copied where a tile would pass their end; and for many tokens, whose repeated reading of rows a
          * power of two apart misses the first-level cache. */
         const int whole = plain && row + 32 <= m->rows && (from + n) * STEP <= m->cols && blocks <= 4;
         if (!plain)
-            weights_panel(m, f, piece->base, row, from, n, scratch);
+            weights_panel(m, f, batch->base, row, from, n, scratch);
         else if (!whole)
             copy_panel(m, weight, row, from, n, scratch);
         for (int64_t b = 0; b < blocks; b += 2) {
             const int here = b + 1 < blocks ? 2 : 1;
-            const uint8_t *x = piece->x + b * x_block + from * TILE;
+            const uint8_t *x = batch->x + b * x_block + from * TILE;
             Multiply q = {.steps = n, .sums = sums + 512 * b, .add = from > 0};
             if (!plain) {
                 q.a = x, q.a_row = 64, q.a_step = TILE, q.a_block = x_block, q.na = here;
@@ -227,10 +239,10 @@ INLINE void scale_in(const int stored, const float *made, __m512 scale, __m512 l
 
 /* Group after group, pair of blocks after pair: while the tiles multiply, the next group's codes are unpacked, and the sums
  * before are scaled. */
-WIDE static void code_panel(const Run *run, const Piece *piece, int64_t row, uint8_t *scratch, float *sums) {
-    const Side *m = run->m;
-    const Form *f = piece->form;
-    const int64_t blocks = ceil_div(piece->count, 16), pairs = ceil_div(blocks, 2), steps = run->steps;
+WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch, float *sums) {
+    const Gemm *m = run->m;
+    const Form *f = batch->form;
+    const int64_t blocks = ceil_div(batch->count, 16), pairs = ceil_div(blocks, 2), steps = run->steps;
     const int64_t of = f->group / STEP, groups = ceil_div(m->cols, f->group), block = row / BLOCK;
     const int mine = row + BLOCK < m->rows ? 2 : 1;
     const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - f->bits)));
@@ -242,9 +254,9 @@ WIDE static void code_panel(const Run *run, const Piece *piece, int64_t row, uin
         if (then < groups * pairs) {
             const int64_t from = then / pairs * of, n = steps - from < of ? steps - from : of, at = 2 * (then % pairs);
             uint8_t *unpacked = scratch + then / pairs % 2 * DEPTH * TILE;
-            if (!at) codes_panel(m, f, piece->base, row, from, n, unpacked);
+            if (!at) codes_panel(m, f, batch->base, row, from, n, unpacked);
             Multiply q = {.steps = n, .sums = made[then % 2], .na = at + 1 < blocks ? 2 : 1, .nb = mine};
-            q.a = piece->x + (at * steps + from) * TILE, q.a_row = 64, q.a_step = TILE, q.a_block = steps * TILE;
+            q.a = batch->x + (at * steps + from) * TILE, q.a_row = 64, q.a_step = TILE, q.a_block = steps * TILE;
             q.b = unpacked, q.b_step = 2 * TILE, q.b_block = TILE;
             multiply(&q);
         }
@@ -252,16 +264,16 @@ WIDE static void code_panel(const Run *run, const Piece *piece, int64_t row, uin
         if (!b)
             for (int r = 0; r < mine; r++) {
                 const int64_t at = ((block + r) * groups + g) * BLOCK;
-                scale[r] = bf16_row((const uint16_t *)(piece->base + f->scale) + at);
+                scale[r] = bf16_row((const uint16_t *)(batch->base + f->scale) + at);
                 if (f->stored) {
-                    __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(piece->base + f->zero + at)));
+                    __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(batch->base + f->zero + at)));
                     less[r] = _mm512_mul_ps(scale[r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(z), unit, middle));
                 }
             }
         for (int i = 0; i < 2 && b + i < blocks; i++) {
             __m512 sum = _mm512_setzero_ps();
             for (int64_t s = g * of; s < steps && s < (g + 1) * of; s++)
-                sum = _mm512_add_ps(sum, _mm512_loadu_ps(piece->sums + ((b + i) * steps + s) * 16));
+                sum = _mm512_add_ps(sum, _mm512_loadu_ps(batch->sums + ((b + i) * steps + s) * 16));
             _mm512_storeu_ps(of_x, sum);
             for (int r = 0; r < mine; r++) {
                 const int at = 512 * i + 256 * r;
@@ -274,18 +286,18 @@ WIDE static void code_panel(const Run *run, const Piece *piece, int64_t row, uin
     }
 }
 
-static void panel(const Run *run, const Piece *piece, int64_t row, uint8_t *scratch) {
-    const Side *m = run->m;
-    const int plain = piece->form->bits == 16;
-    const int64_t blocks = ceil_div(piece->count, 16);
+static void panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch) {
+    const Gemm *m = run->m;
+    const int plain = batch->form->bits == 16;
+    const int64_t blocks = ceil_div(batch->count, 16);
     float *sums = (float *)(scratch + 2 * DEPTH * TILE);
     /* measured: scaling sums wins up to some 100 tokens in groups of 128, and half as many in groups half as large */
-    (2 * blocks * STEP <= 3 * piece->form->group ? code_panel : weight_panel)(run, piece, row, scratch, sums);
+    (2 * blocks * STEP <= 3 * batch->form->group ? code_panel : weight_panel)(run, batch, row, scratch, sums);
     for (int64_t b = 0; b < blocks; b++)
         for (int r = 0; r < 2 && row + 16 * r < m->rows; r++) {
             const int64_t at = plain ? 2 * r + b % 2 : 2 * (b % 2) + r, first = 16 * b;
-            const int64_t n = piece->count - first < 16 ? piece->count - first : 16;
-            put_block(m, piece->form, piece->base, run->order + piece->first + first, n, row + 16 * r,
+            const int64_t n = batch->count - first < 16 ? batch->count - first : 16;
+            put_block(m, batch->form, batch->base, run->order + batch->first + first, n, row + 16 * r,
                       sums + 1024 * (b / 2) + 256 * at, plain);
         }
 }
@@ -297,19 +309,19 @@ static void run_tasks(void *argument) {
     if (level > 1) configure();
     while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n_tasks)
         for (int64_t u = run->tasks[i].from; u < run->tasks[i].to; u++)
-            panel(run, run->pieces + run->tasks[i].piece, 32 * u, scratch);
+            panel(run, run->batches + run->tasks[i].batch, 32 * u, scratch);
     if (level > 1) release();
 }
 
 static void arrange_all(void *argument) {
     Run *run = argument;
-    int64_t i, before = 0, piece = 0;
-    while (1) { /* blocks of all pieces, one after another */
+    int64_t i, before = 0, batch = 0;
+    while (1) { /* blocks of all batches, one after another */
         i = atomic_fetch_add_explicit(&run->next_block, 1, memory_order_relaxed);
-        for (; piece < run->n_pieces && i >= before + ceil_div(run->pieces[piece].count, 16); piece++)
-            before += ceil_div(run->pieces[piece].count, 16);
-        if (piece == run->n_pieces) return;
-        const Piece *p = run->pieces + piece;
+        for (; batch < run->n_batches && i >= before + ceil_div(run->batches[batch].count, 16); batch++)
+            before += ceil_div(run->batches[batch].count, 16);
+        if (batch == run->n_batches) return;
+        const Batch *p = run->batches + batch;
         const int64_t first = 16 * (i - before), n = p->count - first < 16 ? p->count - first : 16;
         arrange(run->m, run->order + p->first + first, n, p->form->bits == 16, run->steps,
                 p->x + (i - before) * run->steps * TILE, p->sums + (i - before) * run->steps * 16);
@@ -317,35 +329,29 @@ static void arrange_all(void *argument) {
 }
 
 int moepack_tiles_level(int limit) {
-    unsigned a, b, c, d;
-    level = 0;
-    if (limit < 1 || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vbmi"))
-        return level;
-    level = 1;
-    /* cpuid 7: AMX-TILE and AMX-BF16; the system lends the tiles' state (XFEATURE 18) to a process that asks */
-    if (limit > 1 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 24 & 1 && d >> 22 & 1 &&
-        !syscall(SYS_arch_prctl, 0x1023, 18))
-        level = 2;
+    level = limit;
+    if (level > 1 && syscall(SYS_arch_prctl, 0x1023, 18)) level = 1; /* the system lends AMX's state to who asks for it */
     return level;
 }
 
-int moepack_tiles_product(const Side *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena) {
+int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena) {
     const int64_t steps = ceil_div(m->cols, STEP), panels = ceil_div(m->rows, 32);
-    int64_t pieces_of = 0;
-    for (int64_t j = 0; j < n; j++) pieces_of += ceil_div(jobs[j].count, BATCH);
-    Piece *pieces = malloc((size_t)pieces_of * sizeof(Piece) + (size_t)(pieces_of * panels) * sizeof(Task));
-    if (!pieces) return 1;
-    Task *tasks = (Task *)(pieces + pieces_of);
+    int64_t batches_of = 0;
+    for (int64_t j = 0; j < n; j++) batches_of += ceil_div(jobs[j].count, BATCH);
+    Batch *batches = malloc((size_t)batches_of * sizeof(Batch) + (size_t)(batches_of * panels) * sizeof(Task));
+    if (!batches) return 1;
+    Task *tasks = (Task *)(batches + batches_of);
     int failed = 0;
     for (int64_t j = 0, done = 0; j < n && !failed;) { /* as many slots at a time as their activations have room */
-        int64_t n_pieces = 0, n_tasks = 0, cost = 0;
-        size_t at = (size_t)m->threads * SCRATCH;
-        while (j < n && (!n_pieces || at < CACHE)) {
+        int64_t n_batches = 0, n_tasks = 0, cost = 0;
+        const size_t scratch = (size_t)m->threads * SCRATCH;
+        size_t at = scratch;
+        while (j < n) {
             const Job *job = jobs + j;
-            int64_t count = job->count - done < BATCH ? job->count - done : BATCH;
-            pieces[n_pieces++] = (Piece){job->base, job->form, job->first + done, count, (uint8_t *)at, 0};
-            at += (size_t)(ceil_div(count, 16) * steps * (TILE + 64));
+            int64_t count = least(job->count - done, BATCH);
+            if (n_batches && at + arranged(m, count) > scratch + ROUND) break;
+            batches[n_batches++] = (Batch){job->base, job->form, job->first + done, count, (uint8_t *)at, 0};
+            at += arranged(m, count);
             cost += (ceil_div(count, 32) + 4) * panels; /* unpacking takes as long as some products */
             done += count;
             if (done == job->count) j++, done = 0;
@@ -353,28 +359,28 @@ int moepack_tiles_product(const Side *m, const Job *jobs, int64_t n, const int64
         failed = grow(arena, at);
         if (failed) break;
         const int64_t share = cost / (m->threads * 8) + 1;
-        for (int64_t i = 0; i < n_pieces; i++) {
-            pieces[i].x += (uintptr_t)arena->at;
-            pieces[i].sums = (float *)(pieces[i].x + ceil_div(pieces[i].count, 16) * steps * TILE);
-            const int64_t step = m->threads < 2 ? panels : share / (ceil_div(pieces[i].count, 32) + 4) + 1;
+        for (int64_t i = 0; i < n_batches; i++) {
+            batches[i].x += (uintptr_t)arena->at;
+            batches[i].sums = (float *)(batches[i].x + ceil_div(batches[i].count, 16) * steps * TILE);
+            const int64_t step = m->threads < 2 ? panels : share / (ceil_div(batches[i].count, 32) + 4) + 1;
             for (int64_t u = 0; u < panels; u += step)
                 tasks[n_tasks++] = (Task){i, u, u + step < panels ? u + step : panels};
         }
-        Run run = {.m = m, .pieces = pieces, .tasks = tasks, .order = order, .scratch = arena->at};
-        run.n_tasks = n_tasks, run.n_pieces = n_pieces, run.steps = steps;
+        Run run = {.m = m, .batches = batches, .tasks = tasks, .order = order, .scratch = arena->at};
+        run.n_tasks = n_tasks, run.n_batches = n_batches, run.steps = steps;
         atomic_init(&run.next, 0);
         atomic_init(&run.next_block, 0);
         atomic_init(&run.seats, 0);
         moepack_parallel(arrange_all, &run, (int)m->threads);
         moepack_parallel(run_tasks, &run, n_tasks < m->threads ? (int)n_tasks : (int)m->threads);
     }
-    free(pieces);
+    free(batches);
     return failed;
 }
 #else
 int moepack_tiles_level(int limit) { return limit * 0; }
 
-int moepack_tiles_product(const Side *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena) {
+int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena) {
     (void)m, (void)jobs, (void)n, (void)order, (void)arena;
     return 1;
 }

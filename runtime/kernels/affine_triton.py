@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moepack.pack.spec import Matrix
 
-from .forms import Form
+from .forms import Form, kernel_of
 
 _BLOCK: tl.constexpr = tl.constexpr(16)  # rows that stand side by side
 
@@ -107,6 +107,7 @@ def _group(  # type: ignore[no-untyped-def]
         w = tl.load(weights + at, mask=here[:, None] & (k < cols)[None, :], other=0.0)
         return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
     else:
+        tl.static_assert((BITS >= 1) & (BITS <= 4), "an encoding that this kernel does not know")
         if BITS == 3:
             codes = _plane(base, low, cols, row, here, g, 2, GROUP, ROWS)
             codes = codes + 4 * _plane(base, high, cols, row, here, g, 1, GROUP, ROWS)
@@ -195,8 +196,11 @@ def product(
         gated: make silu(gate) * up of the two halves of the rows.
 
     Raises:
+        InputError: for an encoding that the kernels do not know.
         ValueError: for shapes or dtypes that do not fit.
     """
+    for f in forms:
+        kernel_of(f.name)
     slots, made = len(geometry.order), matrix.rows // 2 if gated else matrix.rows
     if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")

@@ -1,7 +1,8 @@
 """What a kernel is told of a layer: where each part of a matrix begins in an extent of each version; handles.
 
-Pure arithmetic over `pack.spec`, plus the layout of a lossless expert once decoded: its own matter, for it is never a
-file. A handle is one 64-bit number, the extent's address with the version's number below it, so that publishing another
+KERNELS is what the kernels know of each encoding: one that is not in it is refused here, by name. The rest is pure
+arithmetic over `pack.spec`, plus the layout of a lossless expert once decoded: its own matter, for it is never a file.
+A handle is one 64-bit number, the extent's address with the version's number below it, so that publishing another
 version of an expert is one store.
 """
 
@@ -10,19 +11,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moepack.pack.spec import SECTION, Matrix, Version, affine_extent_size, affine_sections, align
+from moepack.pack.errors import InputError
+from moepack.pack.spec import LOSSLESS, SECTION, Matrix, Version, affine_extent_size, affine_sections, align
 
 VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves these free
 FIELDS = ("bits", "group", "stored", "low", "high", "scale", "zero", "bias")
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """What the kernels know of one encoding.
+
+    Attributes:
+        number: by which C (affine.h) and Triton know it: the bits of a code, 16 for BF16 weights.
+        float32, bfloat16: tokens up to which an expert runs straight from its bytes, by the dtype of activations.
+        beside_amx: the same of bfloat16 where AMX runs the others.
+    """
+
+    number: int
+    float32: int
+    bfloat16: int
+    beside_amx: int
+
+
+# Limits measured on one AVX-512 core: of BF16 beside torch, and beside AMX tiles.
+KERNELS = {
+    LOSSLESS: Kernel(16, 64, 8, 4),
+    "w4": Kernel(4, 128, 32, 4),
+    "w3": Kernel(3, 128, 24, 2),
+    "w2": Kernel(2, 128, 32, 2),
+    "w1": Kernel(1, 128, 48, 4),
+}
+
+
+def kernel_of(name: str) -> Kernel:
+    """The entry of KERNELS of an encoding's name.
+
+    Raises:
+        InputError: for an encoding that the kernels do not know, with those they do.
+    """
+    if name not in KERNELS:
+        raise InputError(f"no kernel knows the encoding {name}: the kernels know {', '.join(KERNELS)}")
+    return KERNELS[name]
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """One matrix in one version: byte offsets into an extent, as the kernels read them; -1 where there is no bias.
 
-    Of the lossless version `bits` is 16 and `low` is where the BF16 matrix [rows, cols] begins, row-major.
+    Of the lossless version `low` is where the BF16 matrix [rows, cols] begins, row-major. `bits` is the encoding's
+    number in KERNELS.
     """
 
+    name: str
     bits: int
     group: int
     stored: int
@@ -49,14 +90,18 @@ def resident_size(matrices: Sequence[Matrix], version: Version) -> int:
 
 
 def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]:
-    """The form of every matrix of an expert in one version."""
-    out = []
+    """The form of every matrix of an expert in one version.
+
+    Raises:
+        InputError: for a version whose encoding the kernels do not know.
+    """
+    out, number = [], kernel_of(version.name).number
     if version.is_lossless:
         at = 0
         for m in matrices:
             weight, at = at, align(at + 2 * m.weights, SECTION)
             bias, at = (at, align(at + 2 * m.rows, SECTION)) if m.bias else (-1, at)
-            out.append(Form(16, 0, 0, weight, 0, 0, 0, bias))
+            out.append(Form(version.name, number, 0, 0, weight, 0, 0, 0, bias))
         return tuple(out)
     by_matrix: list[dict[str, int]] = [{} for _ in matrices]
     for s in affine_sections(tuple(matrices), version):
@@ -64,9 +109,10 @@ def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]
     for at_of in by_matrix:
         out.append(
             Form(
-                version.bits,
+                version.name,
+                number,
                 version.group_size,
-                int(version.zero == "stored"),
+                int(version.stores_zeros),
                 at_of["plane0"],
                 at_of.get("plane1", 0),
                 at_of["scale"],

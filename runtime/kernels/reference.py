@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import PLANES, Matrix, Section, Version
+from moepack.pack.spec import Matrix, Section, Version
 
 
 def section(extent: Tensor, s: Section) -> Tensor:
@@ -48,13 +48,13 @@ def dequantise(
     """
     codes: Tensor | None = None
     shift = 0
-    for p, bits in enumerate(PLANES[version.bits]):
+    for p, bits in enumerate(version.planes):
         part = unpack(section(extent, sections[f"plane{p}"]), bits, matrix.cols)
         codes = part if codes is None else codes | part << shift
         shift += bits
     assert codes is not None
     scale = section(extent, sections["scale"]).float()
-    if version.zero == "stored":
+    if version.stores_zeros:
         zero = section(extent, sections["zero"]).float() * 2.0 ** (version.bits - 8)
     else:
         zero = torch.full_like(scale, ((1 << version.bits) - 1) / 2)

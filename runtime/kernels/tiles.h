@@ -4,8 +4,6 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,fma")))
 #define INLINE WIDE static inline __attribute__((always_inline))
-#define STEP 32 /* columns of a tile */
-#define TILE 1024 /* bytes of one */
 
 /* ---- arranging */
 INLINE __mmask32 of_step(int64_t cols, int64_t step) { /* which of a step's columns there are */
@@ -30,7 +28,7 @@ INLINE void turn(__m512i v[16]) { /* 16 x 16 words, transposed */
 }
 
 /* The activations of up to 16 slots: tiles B beside BF16 weights, else A. Rows and columns that are not there are 0. */
-WIDE static void arrange(const Side *m, const int64_t *slot, int64_t n, int turned, int64_t steps, uint8_t *out,
+WIDE static void arrange(const Gemm *m, const int64_t *slot, int64_t n, int turned, int64_t steps, uint8_t *out,
                          float *sums) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
     const uint16_t *x[16];
@@ -54,18 +52,21 @@ INLINE __m512 bf16_row(const uint16_t *p) {
 }
 
 /* ---- weights
- * For each 64-bit pair of words the bits that become the low bytes of four 16-bit numbers: at `at` and `apart` after it. */
+ * What _mm512_multishift_epi64_epi8 is told to fetch: of every 32-bit word the eight bits from bit `at` on and those from
+ * bit `at + apart` on, each into the low byte of a 16-bit number. They begin with two codes of following columns of a row
+ * and are indices into a LUT of BF16 numbers. Positions count within a 64-bit lane, which holds the words of two rows. */
 INLINE __m512i fields(int at, int apart) {
     uint64_t a = (uint64_t)at % 64, b = (uint64_t)(at + apart) % 64;
     return _mm512_set1_epi64((int64_t)(a | b << 16 | (a + 32) % 64 << 32 | (b + 32) % 64 << 48));
 }
 
-/* Codes of 16 rows, steps [from, from + n), counted from the middle of their range, exact in BF16, into tiles B that lie
- * 2 tiles apart. Two following codes of a row become two numbers in its word: one instruction fetches their bits, and one
- * looks both up; what is beside the bits of a code in its index finds the same number again. */
-INLINE void codes(const int bits, const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
+/* Codes of 16 rows, steps [from, from + n), counted from the middle of their range, which BF16 holds exactly, into tiles B
+ * that lie 2 tiles apart. A word of B holds two following columns of a row: one multishift makes both indices, one
+ * permutation looks both up. It reads five bits of an index, of which the upper ones belong to the codes after it: the LUT
+ * repeats itself, so that they do not matter. Of three bits the third comes from the high plane, moved above the other two. */
+INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                   uint8_t *out) {
-    const int p = bits == 3 ? 2 : bits; /* bits of a code in the low plane, and words that a step has there */
+    const int p = bits == 3 ? 2 : bits; /* bits of a code in the low plane, and words of a step there */
     const int64_t all = ceil_div(m->cols, 32 / p), block = row / BLOCK;
     const uint32_t *low = (const uint32_t *)(base + f->low) + block * all * BLOCK;
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK;
@@ -91,10 +92,11 @@ INLINE void codes(const int bits, const Side *m, const Form *f, const uint8_t *b
     }
 }
 
-/* As codes(), but weights, rounded to BF16: for so many tokens that scaling sums would take longer. */
-INLINE void weights(const int bits, const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
+/* As codes(), but scale * (code - zero) in float32, rounded to BF16: for so many tokens that scaling their sums would take
+ * longer than scaling weights. Each word gives one column of 16 rows at a time; two columns are rounded and interleaved. */
+INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                    uint8_t *out) {
-    const int p = bits == 3 ? 2 : bits, words = p; /* words of a step, and of 3 bits one more in the high plane */
+    const int p = bits == 3 ? 2 : bits, words = p; /* words of a step in the low plane */
     const int64_t all = ceil_div(m->cols, 32 / p), groups = ceil_div(m->cols, f->group), block = row / BLOCK;
     const uint32_t *low = (const uint32_t *)(base + f->low) + block * all * BLOCK;
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK;
@@ -138,13 +140,13 @@ INLINE void weights(const int bits, const Side *m, const Form *f, const uint8_t 
 
 /* 32 rows from `row` on, as many as there are: tiles B, those of the two blocks in turns. */
 #define PANEL(name) \
-    WIDE static void name##_panel(const Side *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n, \
+    WIDE static void name##_panel(const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n, \
                                   uint8_t *out) { \
         for (int k = 0; k < 2 && row < m->rows; k++, row += BLOCK, out += TILE) switch (f->bits) { \
             case 1: name(1, m, f, base, row, from, n, out); break; \
             case 2: name(2, m, f, base, row, from, n, out); break; \
             case 3: name(3, m, f, base, row, from, n, out); break; \
-            default: name(4, m, f, base, row, from, n, out); break; \
+            case 4: name(4, m, f, base, row, from, n, out); break; \
             } \
     }
 
@@ -152,7 +154,7 @@ PANEL(codes)
 PANEL(weights)
 
 /* 32 rows of a BF16 matrix into tiles A, those of the two blocks in turns; what is not there is 0. */
-WIDE static void copy_panel(const Side *m, const uint16_t *weight, int64_t row, int64_t from, int64_t n, uint8_t *out) {
+WIDE static void copy_panel(const Gemm *m, const uint16_t *weight, int64_t row, int64_t from, int64_t n, uint8_t *out) {
     for (int r = 0; r < 32; r++) {
         const uint16_t *at = weight + (row + r) * m->cols;
         uint8_t *to = out + r / 16 * TILE + r % 16 * 64;

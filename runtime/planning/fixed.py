@@ -24,9 +24,6 @@ from .skeleton import EXPERT_PARAMETERS, Probe, skeleton
 log = logging.getLogger("moepack.runtime")
 FAR = 4096  # tokens of context at which what a longer cache adds to activations is measured, at the least
 LOOPED = 2048  # the longest context that is run where operations grow in number with it (0.1 ms each)
-DIRECT = {torch.bfloat16: torch.bfloat16}  # what the CPU kernels compute in; others in float32
-CACHE = 24 << 20  # bytes of prepared activations at which the CPU kernels' arena stops growing (affine.c)
-BLOCK, BATCH, SCRATCH = 1024 + 64, 512, 80 << 10  # of affine_tiles.c: bytes of 16 tokens' step, tokens, bytes a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +149,11 @@ def measure(
         InputError: for a model whose forward pass does not run on a skeleton.
     """
     layers = tuple(bundle.layers)
-    limit = max(backends.direct_limit(DIRECT.get(dtype, torch.float32), v) for v in bundle.versions)
-    key = (config.to_json_string(use_diff=False), dtype, device.type, layers, limit, workload)
+    key = (config.to_json_string(use_diff=False), dtype, device.type, layers, torch.get_num_threads(), workload)
     if key not in _known:
         _known.clear()
         try:
-            _known[key] = _measure(config, dtype, device, layers, limit, workload)
+            _known[key] = _measure(config, dtype, device, layers, workload)
         except Exception as error:  # a family whose code looks at values, which a skeleton does not have
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise InputError(
@@ -174,7 +170,6 @@ def _measure(
     dtype: torch.dtype,
     device: torch.device,
     layers: Sequence[ExpertLayer],
-    limit: int,
     workload: Workload,
 ) -> tuple[Needs, int]:
     model, mode = skeleton(config, dtype)
@@ -199,8 +194,7 @@ def _measure(
             passes = Activations((tokens, 2 * tokens), (0, 1), (once, once, twice, twice))
         activations = max(activations, passes.bytes(tokens, max(tokens, workload.kv_tokens), batch))
         if device.type == "cpu":
-            threads = backends.tile_threads(DIRECT.get(dtype, torch.float32))
-            kept = max(arena_bytes(x, tokens * batch, top_k(config), limit, threads) for x in layers)
+            kept = max(arena_bytes(x, tokens * batch, top_k(config)) for x in layers)
     return Needs(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
 
 
@@ -210,25 +204,9 @@ def top_k(config: Any) -> int:
     return int(getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None) or 8)
 
 
-def arena_bytes(layer: ExpertLayer, tokens: int, top_k: int, limit: int, threads: int) -> int:
-    """Bytes that the CPU kernels keep between calls for prepared activations.
-
-    The sizes are those of affine.c, 13 floats a column (one value and at most 12 sums), for experts with at most
-    `limit` tokens; and of affine_tiles.c, where others run in tiles on `threads` threads: blocks of 16 tokens in BF16
-    and their sums, and each thread's scratch. At most CACHE bytes at a time, or what one expert's tokens take.
-    """
-    if backends.backend(torch.device("cpu")) != "native":
-        return 0
-    slots, out = min(tokens * top_k, layer.experts * limit), 0
-    for m, activations in zip(layer.matrices, (tokens, tokens * top_k), strict=True):
-        steps = -(-m.cols // 32)
-        each = 4 * (13 * 32 * steps + 3 * (steps + 16))
-        out = max(out, min(slots, activations, max(CACHE // each, min(tokens, limit))) * each)
-        if threads and tokens > limit:
-            block, blocks = steps * BLOCK, min(tokens * top_k, -(-tokens * top_k // 16) + layer.experts)
-            piece = min(tokens, BATCH) * block // 16
-            out = max(out, threads * SCRATCH + min(blocks * block, CACHE + piece))
-    return out
+def arena_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
+    """Bytes that the CPU kernels keep between calls: by shapes, tokens and threads alone, whichever of them run."""
+    return backends.kept_bytes(layer, tokens, top_k)
 
 
 def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: Needs) -> int:

@@ -19,7 +19,6 @@ from moepack.runtime.policies.registry import Policy
 from .capacity import base_bytes, even_room, expected_loss, room_by_loss
 from .fixed import Fixed
 
-TABLES = "calibration.safetensors"
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
 
 
@@ -137,18 +136,14 @@ def calibration(bundle: Bundle) -> tuple[list[list[float]], list[list[list[float
         Tokens routed to each expert and one more, [layers][experts]; squared error a token that each of the bundle's
         versions adds to the layer's output, gate weights included, [layers][experts][versions].
     """
-    from safetensors import safe_open
-
-    traffic, losses = [], []
-    with safe_open(bundle.path / TABLES, framework="np") as f:
-        columns = f.metadata()["versions"].split(",")
-        for layer in bundle.layers:
-            tokens, gated = (f.get_tensor(f"layers.{layer.index}.{k}") for k in ("tokens", "gated"))
-            tokens = tokens.astype("float64")[:, None] + 1
-            gated = gated[:, [columns.index(v.name) for v in bundle.versions]].astype("float64")
-            mean = (tokens * gated).sum(0) / tokens.sum()
-            losses.append(((tokens * gated + FEW * mean) / (tokens + FEW)).tolist())
-            traffic.append(tokens[:, 0].tolist())
+    tables, traffic, losses = bundle.calibration(), [], []
+    columns = tables.columns([v.name for v in bundle.versions])
+    for layer in tables.layers:
+        tokens = layer.tokens.astype("float64")[:, None] + 1
+        gated = layer.gated[:, columns].astype("float64")
+        mean = (tokens * gated).sum(0) / tokens.sum()
+        losses.append(((tokens * gated + FEW * mean) / (tokens + FEW)).tolist())
+        traffic.append(tokens[:, 0].tolist())
     return traffic, losses
 
 

@@ -283,10 +283,5 @@ class HostStore:
 
 def traffic(store: BackingStore, sizes: Mapping[File, Mapping[int, int]]) -> dict[File, list[float]]:
     """How many calibration tokens were routed to each expert (pack/FORMAT.md, "Calibration tables")."""
-    from safetensors import safe_open
-
-    tokens: dict[int, list[float]] = {}
-    with safe_open(store.bundle.path / "calibration.safetensors", framework="np") as f:
-        for position, layer in enumerate(store.bundle.layers):
-            tokens[position] = [float(n) for n in f.get_tensor(f"layers.{layer.index}.tokens")]
+    tokens = [[float(n) for n in layer.tokens] for layer in store.bundle.calibration().layers]
     return {file: tokens[file[1]] for file in sizes}

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moepack.calibrate import data
 from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.experts import ExpertWeights, finish, hidden
 from moepack.calibrate.forward import CalibrationPass, Observation
-from moepack.calibrate.quantise_layer import Settings, quantise_layer
+from moepack.calibrate.gather import gather_batch
 from moepack.calibrate.statistics import routing_statistics
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
+from moepack.quantize.expert_batch import ExpertVersion, Settings, batch_moments, expert_batches, quantise_batch
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,17 @@ def test_statistics_count_what_they_say() -> None:
 # --- losses
 
 
+def quantised(
+    stream: StreamedModel, layer: int, experts: ExpertWeights, observation: Observation, settings: Settings
+) -> list[list[ExpertVersion]]:
+    """All of a layer's experts in order, a batch at a time."""
+    module, cpu, rows = stream.experts_module(layer), torch.device("cpu"), []
+    for part in expert_batches(experts.layer, settings):
+        batch = gather_batch(module, experts.select(part), part, observation, settings, cpu)
+        rows += quantise_batch(batch, settings)
+    return rows
+
+
 def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     """Computed again here from the dequantised matrices, for one expert with many tokens and one with none."""
     from moepack.quantize.grid import dequantise
@@ -110,10 +124,9 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(15, generator=g)[:2] for _ in range(1200)]).to(torch.int32)
     observation = Observation(torch.randn(1200, 128, generator=g), chosen, torch.rand(1200, 2, generator=g), 100)
-    versions = (Version.affine(4, 64), Version.affine(2, 64))
+    versions = (Version.of("w4", 64), Version.of("w2", 64))
     settings = Settings("rtn", versions, loss_tokens=10**6)
-    module = stream.experts_module(2)
-    rows = list(quantise_layer(module, experts, observation, settings, torch.device("cpu")))
+    rows = quantised(stream, 2, experts, observation, settings)
     assert len(rows) == 16 and [v.version for v in rows[0]] == list(versions)
     token, slot = torch.where(chosen == 3)
     x, gates = observation.inputs[token], observation.gates[token, slot]
@@ -138,10 +151,8 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     stream.free(2)
 
 
-def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel) -> None:
     """Whatever the bound on moments, the same codes come out; and never more experts at once than it allows."""
-    from moepack.calibrate import quantise_layer as module_under_test
-
     _, experts = stream.split(0, stream.load(0))
     assert experts is not None
     observation = Observation(
@@ -152,17 +163,11 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel, mon
     )
     one_expert = 4 * (128 * 128 + 64 * 64 + 4 * 3 * 128 * 64)
     seen: list[int] = []
-
-    class Spy(module_under_test._Group):
-        def __init__(self, *args: object) -> None:
-            seen.append(len(args[-1]))  # type: ignore[arg-type]
-            super().__init__(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module_under_test, "_Group", Spy)
     results = []
     for bound in (one_expert // 2, 3 * one_expert, 1 << 30):
-        settings = Settings("gptq", (Version.affine(1, 64),), group_bytes=bound)
-        rows = list(quantise_layer(stream.experts_module(0), experts, observation, settings, torch.device("cpu")))
+        settings = Settings("gptq", (Version.of("w1", 64),), batch_bytes=bound)
+        seen += [len(part) for part in expert_batches(experts.layer, settings)]
+        rows = quantised(stream, 0, experts, observation, settings)
         results.append(torch.stack([r[0].quantised[0].codes[r[0].index] for r in rows]))
     assert seen == [1] * 16 + [3] * 5 + [1] + [16]
     # Batched and single factorisations may differ in the last bit, and a sign close to zero with it.
@@ -170,11 +175,15 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel, mon
     stream.free(0)
 
 
+def output(module: Any, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    return finish(module, hidden(module, x, weights[0], None), weights[1], None)
+
+
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedModel, bits: int) -> None:
     """Given 0, 3, 32, 128 or 512 tokens, on tokens that nothing has seen (2 % tolerance)."""
-    from moepack.calibrate.losses import loss, output
     from moepack.quantize.grid import dequantise
+    from moepack.quantize.losses import loss
 
     _, experts = stream.split(3, stream.load(3))
     assert experts is not None
@@ -185,18 +194,17 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
     for expert, count in enumerate((0, 3, 32, 128, 512)):
         chosen[torch.arange(count) * 11 + expert, 0] = expert
     observation = Observation(x, chosen, torch.rand(6000, 2, generator=g), 100)
-    version, module, cpu = Version.affine(bits, 64), stream.experts_module(3), torch.device("cpu")
+    version, module = Version.of(f"w{bits}", 64), stream.experts_module(3)
     made = {
-        method: list(quantise_layer(module, experts, observation, Settings(method, (version,)), cpu))
-        for method in ("gptq", "rtn")
+        method: quantised(stream, 3, experts, observation, Settings(method, (version,))) for method in ("gptq", "rtn")
     }
     unseen = torch.randn(2000, 128, generator=g) @ mix
     for expert in range(5):
-        exact = output(module, unseen, [experts.matrix(expert, m).float() for m in range(2)], [None, None])
+        exact = output(module, unseen, [experts.matrix(expert, m).float() for m in range(2)])
         error = {}
         for method, rows in made.items():
             item = rows[expert][0]
-            got = output(module, unseen, [dequantise(q, version)[item.index] for q in item.quantised], [None, None])
+            got = output(module, unseen, [dequantise(q, version)[item.index] for q in item.quantised])
             error[method] = loss(exact, got, torch.ones(2000)).relative
         assert error["gptq"] <= 1.02 * error["rtn"], (expert, error)
     stream.free(3)
@@ -204,7 +212,6 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
 
 def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     """Routed tokens, the same weighted by their gates, or every token of the layer: against sums written out."""
-    from moepack.calibrate import quantise_layer as module_under_test
     from moepack.calibrate.tokens import LayerTokens
 
     _, experts = stream.split(1, stream.load(1))
@@ -216,17 +223,10 @@ def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     layer = LayerTokens.of(observation)
     made = {}
     for kind in ("routed", "gated", "all"):
-        settings = Settings("gptq", (Version.affine(2, 64),), moments=kind)
-        group = module_under_test._Group(
-            stream.experts_module(1),
-            experts.select(range(2)),
-            observation,
-            layer,
-            settings,
-            torch.device("cpu"),
-            range(2),
-        )
-        made[kind] = group._moments()[0]
+        settings = Settings("gptq", (Version.of("w2", 64),), moments=kind)
+        two, cpu = range(2), torch.device("cpu")
+        batch = gather_batch(stream.experts_module(1), experts.select(two), two, observation, settings, cpu)
+        made[kind] = batch_moments(batch, kind)[0]
     routed, c = x.double(), gates[:, 0].double()  # every token's first choice is expert 0
     assert torch.allclose(made["routed"][0].double(), routed.T @ routed / 3000, atol=1e-4)
     assert torch.allclose(made["gated"][0].double(), (routed * c[:, None]).T @ routed / c.sum(), atol=1e-4)
@@ -240,7 +240,7 @@ def test_starved_experts_take_a_fallback_that_does_better(
     stream: StreamedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a method that ruins everything, starved experts take another; the rest are left with it."""
-    from moepack.calibrate import quantise_layer as module_under_test
+    from moepack.quantize import expert_batch as module_under_test
     from moepack.quantize.grid import Quantised
     from moepack.quantize.methods import quantise_all
 
@@ -256,32 +256,32 @@ def test_starved_experts_take_a_fallback_that_does_better(
     g = torch.Generator().manual_seed(0)
     chosen = torch.randint(1, 16, (3000, 2), generator=g).to(torch.int32)
     observation = Observation(torch.randn(3000, 128, generator=g), chosen, torch.rand(3000, 2, generator=g), 100)
-    settings = Settings("gptq", (Version.affine(2, 64),))
-    rows = list(quantise_layer(stream.experts_module(3), experts, observation, settings, torch.device("cpu")))
+    settings = Settings("gptq", (Version.of("w2", 64),))
+    rows = quantised(stream, 3, experts, observation, settings)
     assert rows[0][0].method in ("rtn", "hqq") and rows[0][0].loss.relative < 1
     assert {r[0].method for r in rows[1:]} == {"gptq"} and min(r[0].loss.relative for r in rows[1:]) > 1
     stream.free(3)
 
 
 def test_tokens_that_are_compared_were_not_learnt_from() -> None:
-    from moepack.calibrate.tokens import ExpertTokens, LayerTokens
+    from moepack.calibrate.tokens import LayerTokens, expert_tokens
 
     o = make_observation()
     layer = LayerTokens.of(o)
     assert len(layer.compare) and not set(layer.learn.tolist()) & set(layer.compare.tolist())
     for e in range(8):
-        tokens = ExpertTokens.of(o, layer, e, enough=1000, most=10**6)
+        tokens = expert_tokens(o, layer, e, enough=1000, most=10**6)
         routed = torch.where((o.experts == e).any(1))[0].tolist()
-        assert tokens.count == len(routed) and tokens.starved
+        assert tokens.starved
         assert not (set(tokens.learn.tolist()) | set(layer.learn.tolist())) & set(tokens.compare.tolist())
         assert set(tokens.learn.tolist()) <= set(routed)
         assert tokens.measure.tolist()[: len(routed)] == routed and len(tokens.measure) == len(tokens.gates)
-        rich = ExpertTokens.of(o, layer, e, enough=1, most=5)
+        rich = expert_tokens(o, layer, e, enough=1, most=5)
         assert rich.learn.tolist() == routed and not rich.starved
 
 
 def test_shrinking_moments() -> None:
-    from moepack.calibrate.moments import second_moments, shrink
+    from moepack.quantize.moments import second_moments, shrink
 
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     own, layer = second_moments(x), torch.eye(6)

@@ -94,4 +94,4 @@ def activations(n: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     return (torch.randn(n, cols, generator=torch.Generator().manual_seed(seed)) + 0.3).to(dtype)
 
 
-VERSIONS = [Version.bf16(), *(Version.affine(b, g) for b, g in ((4, 128), (3, 64), (2, 32), (1, 64)))]
+VERSIONS = [Version.of("bf16"), *(Version.of(f"w{b}", g) for b, g in ((4, 128), (3, 64), (2, 32), (1, 64)))]

@@ -1,6 +1,7 @@
 """Kill a build at random moments, resume it, compare bytes: `python tests/helpers/kill_and_resume.py MODEL TEXT DIR`.
 
-Builds run in forked children of a process that has imported everything, so that a kill costs a second.
+Builds run in forked children of a process that has made one itself, and so has imported and compiled everything: a
+kill costs a second, and hits the build's own work.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from pathlib import Path
 
 from support import tree
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child has none of its parent's threads
+import torch
+
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+
 RECIPE = """
 quantize: {method: gptq, group_size: 64, loss_tokens: 128}
 calibration: {samples: 8, length: 128, batch_size: 8}
@@ -28,9 +35,6 @@ def start(model: Path, text: Path, bundle: Path, work: Path) -> int:
     if child:
         return child
     try:
-        from moepack.pipeline.build import build
-        from moepack.pipeline.recipe import parse_recipe
-
         build(model, bundle, parse_recipe(RECIPE, "test"), [text], work=work)
         os._exit(0)
     except BaseException:
@@ -46,21 +50,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import transformers  # noqa: F401
-
-    import moepack.calibrate.stream
-    import moepack.pipeline.build  # noqa: F401
-
     torch.set_num_threads(1)
     chance = random.Random(args.seed)
-    began = time.monotonic()
-    child = start(args.model, args.text, args.directory / "reference", args.directory / "work-reference")
-    if os.waitpid(child, 0)[1]:
-        raise SystemExit("the uninterrupted build failed")
-    whole, expected = time.monotonic() - began, tree(args.directory / "reference")
+    build(args.model, args.directory / "reference", parse_recipe(RECIPE, "test"), [args.text])
+    expected = tree(args.directory / "reference")
     bundle, work = args.directory / "bundle", args.directory / "work"
+    began = time.monotonic()
+    child = start(args.model, args.text, args.directory / "whole", args.directory / "work-whole")
+    if os.waitpid(child, 0)[1] or tree(args.directory / "whole") != expected:
+        raise SystemExit("the uninterrupted build failed")
+    whole = time.monotonic() - began
     kills = finished = 0
     while kills < args.kills or finished == 0:
         child = start(args.model, args.text, bundle, work)

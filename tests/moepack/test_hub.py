@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hub_stand_in import Hub, serve
+from support import HELPERS
 
 import moepack
 from moepack.reports.verify import verify
@@ -19,29 +21,54 @@ from moepack.reports.verify import verify
 
 @dataclass
 class Client:
-    """Runs moepack in its own process, pointed at the stand-in: the Hub library reads its address on import."""
+    """Runs moepack apart from this process, pointed at the stand-in: the Hub library reads its address on import.
+
+    Every command is a child of one process that has imported everything (command_server.py).
+    """
 
     hub: Hub
-    environment: dict[str, str]
+    home: Path
+    server: subprocess.Popen[str]
 
     def __call__(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "moepack", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, env=self.environment)
+        return self._run({"arguments": [str(a) for a in arguments]})
 
     def python(self, code: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=self.environment)
+        return self._run({"code": code})
+
+    def _run(self, task: dict[str, object]) -> subprocess.CompletedProcess[str]:
+        assert self.server.stdin is not None and self.server.stdout is not None
+        files = {name: self.home / name for name in ("stdout", "stderr")}
+        print(json.dumps(task | {k: str(v) for k, v in files.items()}), file=self.server.stdin, flush=True)
+        code = int(self.server.stdout.readline())
+        return subprocess.CompletedProcess([], code, *(path.read_text() for path in files.values()))
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    home = tmp_path_factory.mktemp("client")
     server, hub, address = serve()
     environment = {
-        **os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_test",
+        **os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "HF_TOKEN": "hf_test",
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
     }  # fmt: skip
     environment.pop("HF_HUB_OFFLINE", None)
-    yield Client(hub, environment)
+    command, pipe = [sys.executable, str(HELPERS / "command_server.py")], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment) as p:
+        yield Client(hub, home, p)
+        assert p.stdin is not None
+        p.stdin.close()
     server.shutdown()
+
+
+@pytest.fixture
+def client(clients: Client) -> Client:
+    """With an empty Hub and nothing downloaded."""
+    for state in (clients.hub.files, clients.hub.objects, clients.hub.commits, clients.hub.requests):
+        state.clear()
+    clients.hub.fail_commits = False
+    shutil.rmtree(clients.home / "hf", ignore_errors=True)
+    return clients
 
 
 def test_push_and_pull_whole(client: Client, bundle: Path, tmp_path: Path) -> None:

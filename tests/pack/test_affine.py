@@ -23,7 +23,7 @@ from moepack.pack.spec import (
 SHAPES = [(1, 1), (3, 31), (3, 32), (3, 33), (5, 64), (2, 127), (2, 129), (7, 2880)]
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_plane_round_trip(bits: int, rows: int, cols: int) -> None:
     values = np.random.default_rng(rows * cols + bits).integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
@@ -50,22 +50,27 @@ def test_a_block_holds_sixteen_rows_side_by_side() -> None:
 
 
 def test_three_bits_split_low_two_first() -> None:
-    low, high = split_planes(np.array([[0b110, 0b011]], np.uint8), 3)
+    low, high = split_planes(np.array([[0b110, 0b011]], np.uint8), (2, 1))
     assert low[0, 0, 0] == 0b1110 and high[0, 0, 0] == 0b01
 
 
-@given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.integers(1, 200), st.integers(0, 2**32 - 1))
+@given(
+    st.sampled_from([(1,), (2,), (2, 1), (4,), (1, 4), (4, 4), (8,)]),
+    st.integers(1, 5),
+    st.integers(1, 200),
+    st.integers(0, 2**32 - 1),
+)
 @settings(max_examples=60, deadline=None)
-def test_planes_round_trip(bits: int, rows: int, cols: int, seed: int) -> None:
-    codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
-    assert np.array_equal(join_planes(split_planes(codes, bits), bits, rows, cols), codes)
+def test_planes_round_trip(planes: tuple[int, ...], rows: int, cols: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << sum(planes), (rows, cols)).astype(np.uint8)
+    assert np.array_equal(join_planes(split_planes(codes, planes), planes, rows, cols), codes)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bias", [False, True])
 def test_extent_round_trip(bits: int, group_size: int, bias: bool) -> None:
-    version = Version.affine(bits, group_size)
+    version = Version.of(f"w{bits}", group_size)
     matrices = (Matrix("gate_up", 6, 100, bias), Matrix("down", 5, 33, bias))
     values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
     extent = encode_affine(matrices, version, values)
@@ -84,7 +89,7 @@ def test_extent_round_trip(bits: int, group_size: int, bias: bool) -> None:
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_values_are_exact_in_float32(bits: int) -> None:
     """The promise that lets every kernel agree: float32 and float64 give the same number."""
-    version = Version.affine(bits, 32)
+    version = Version.of(f"w{bits}", 32)
     m = Matrix("down", 40, 70)
     v = random_matrix(m, version, bits)
     values = v.dequantise(version)
@@ -101,11 +106,11 @@ def test_bits_per_weight_are_what_the_format_says() -> None:
     matrices = (Matrix("gate_up", 128, 256), Matrix("down", 256, 64))
     weights = sum(m.weights for m in matrices)
     for bits, expected in ((4, 4.375), (3, 3.375), (2, 2.375), (1, 1.25)):
-        assert 8 * affine_payload(matrices, Version.affine(bits, 64)) / weights == expected
+        assert 8 * affine_payload(matrices, Version.of(f"w{bits}", 64)) / weights == expected
 
 
 def test_wrong_shape_is_refused() -> None:
-    version, matrices = Version.affine(4, 64), (Matrix("gate_up", 4, 64), Matrix("down", 4, 64))
+    version, matrices = Version.of("w4", 64), (Matrix("gate_up", 4, 64), Matrix("down", 4, 64))
     values = [random_matrix(Matrix("x", 4, 64), version, 0), random_matrix(Matrix("x", 5, 64), version, 0)]
     with pytest.raises(ValueError, match="down"):
         encode_affine(matrices, version, values)

@@ -46,7 +46,7 @@ def test_layer_file_is_plain_safetensors_and_page_aligned(tmp_path: Path) -> Non
     with safe_open(tmp_path / "x.safetensors", framework="np") as f:
         assert list(f.keys()) == ["expert.00000", "expert.00001", "expert.00002"]
         assert (f.get_tensor("expert.00001") == 2).all() and len(f.get_tensor("expert.00001")) == 2 * PAGE
-    file = LayerFile(tmp_path / "x.safetensors", "x", entry, Version.bf16(), LAYER)
+    file = LayerFile(tmp_path / "x.safetensors", "x", entry, Version.of("bf16"), LAYER)
     assert [file.offset(e) % PAGE for e in range(3)] == [0, 0, 0]
     assert (file.extent(2) == 3).all() and not file.extent(2).flags.writeable
 
@@ -63,9 +63,9 @@ def test_layer_file_of_another_layer_is_refused(tmp_path: Path) -> None:
     entry = write_layer(tmp_path / "x.safetensors").entry
     assert entry is not None
     for version, layer in (
-        (Version.affine(4, 64), LAYER),
-        (Version.bf16(), replace(LAYER, index=4)),
-        (Version.bf16(), replace(LAYER, experts=2)),
+        (Version.of("w4", 64), LAYER),
+        (Version.of("bf16"), replace(LAYER, index=4)),
+        (Version.of("bf16"), replace(LAYER, experts=2)),
     ):
         with pytest.raises(BundleError) as error:
             LayerFile(tmp_path / "x.safetensors", "x", entry, version, layer)

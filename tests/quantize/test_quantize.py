@@ -11,7 +11,7 @@ from moepack.pack.spec import Version
 from moepack.quantize import gptq, gptqmodel_reference, rtn
 from moepack.quantize.factor import factor
 from moepack.quantize.grid import Quantised, column_groups, dequantise, fix_scale
-from moepack.quantize.methods import fallbacks, method_for, quantise, quantise_all
+from moepack.quantize.methods import quantise, quantise_all
 
 WIDTHS = [4, 3, 2, 1]
 
@@ -43,9 +43,9 @@ def output_error(x: Tensor, weight: Tensor, q: Quantised, version: Version) -> f
 @pytest.mark.parametrize(("cols", "group_size"), [(192, 64), (100, 64), (33, 32), (24, 128), (288, 128)])
 def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_size: int) -> None:
     """Every method fills the same descriptor, last groups may be partial, and pack dequantises to the same values."""
-    version = Version.affine(bits, group_size)
+    version = Version.of(f"w{bits}", group_size)
     w = weights(2, 8, cols)
-    q = quantise(method_for(method, version), w, moments(inputs(2, 300, cols)), version)
+    q = quantise(method, w, moments(inputs(2, 300, cols)), version)
     groups = -(-cols // group_size)
     assert q.codes.shape == w.shape and q.codes.dtype == torch.uint8 and int(q.codes.max()) < 1 << bits
     assert q.scale.shape == (2, 8, groups) and q.scale.dtype == torch.bfloat16
@@ -57,7 +57,7 @@ def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_s
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_rounding_is_within_half_a_step(bits: int) -> None:
-    version, w = Version.affine(bits, 64), weights()
+    version, w = Version.of(f"w{bits}", 64), weights()
     q = rtn.quantise(w, version)
     step = q.scale.float()[..., torch.arange(192) // 64]
     error = (w - dequantise(q, version)).abs() / step
@@ -69,7 +69,7 @@ def test_rounding_is_within_half_a_step(bits: int) -> None:
 
 def test_zero_weights_and_tiny_weights_survive() -> None:
     for bits in WIDTHS:
-        version = Version.affine(bits, 64)
+        version = Version.of(f"w{bits}", 64)
         assert torch.isfinite(dequantise(rtn.quantise(torch.zeros(1, 2, 64), version), version)).all()
         for method in ("rtn", "hqq"):
             tiny = weights(1, 8, 64) * 1e-12
@@ -83,10 +83,10 @@ def test_gaussian_weight_errors_are_the_known_ones() -> None:
     """Relative squared error of rounding Gaussian weights in groups of 64, to check nothing is off by a factor."""
     w = weights(1, 256, 512)
     for bits, expected in ((4, 0.0083), (3, 0.0382), (2, 0.2073)):
-        version = Version.affine(bits, 64)
+        version = Version.of(f"w{bits}", 64)
         error = float((dequantise(rtn.quantise(w, version), version) - w).square().sum() / w.square().sum())
         assert error == pytest.approx(expected, rel=0.1)
-    error = dequantise(rtn.quantise(w, Version.affine(1, 64)), Version.affine(1, 64)) - w
+    error = dequantise(rtn.quantise(w, Version.of("w1", 64)), Version.of("w1", 64)) - w
     assert float(error.square().sum() / w.square().sum()) == pytest.approx(1 - 2 / np.pi, rel=0.03)
 
 
@@ -104,7 +104,7 @@ def mean_error(held_out: Tensor, w: Tensor, q: Quantised, version: Version) -> f
 def test_gptq_is_no_worse_than_the_librarys_and_better_at_few_bits(cols: int) -> None:
     """The bound is 1.02 at every width; measured here 0.77 to 0.83 at 4 bits, 0.72 to 0.79 at 3, 0.6 at 2."""
     w, x, held_out = weights(2, 64, cols), inputs(2, 4096, cols), inputs(2, 4096, cols, seed=2)
-    versions = [Version.affine(b, 64) for b in (4, 3, 2)]
+    versions = [Version.of(f"w{b}", 64) for b in (4, 3, 2)]
     ours = quantise_all("gptq", w, moments(x), versions)
     theirs = quantise_all("gptqmodel", w, moments(x), versions)
     for version, most in zip(versions, (0.95, 0.9, 0.75), strict=True):
@@ -114,13 +114,13 @@ def test_gptq_is_no_worse_than_the_librarys_and_better_at_few_bits(cols: int) ->
 
 def test_gptq_beats_rounding_on_held_out_inputs() -> None:
     w, x, held_out = weights(), inputs(), inputs(seed=2)
-    for version, q in gptq.quantise_widths(w, moments(x), [Version.affine(b, 64) for b in (4, 3, 2)]).items():
+    for version, q in gptq.quantise_widths(w, moments(x), [Version.of(f"w{b}", 64) for b in (4, 3, 2)]).items():
         made = output_error(held_out, w, q, version)
         assert made < 0.5 * output_error(held_out, w, rtn.quantise(w, version), version)
 
 
 def test_one_bit_is_a_third_of_plain_signs() -> None:
-    version, w = Version.affine(1, 64), weights()
+    version, w = Version.of("w1", 64), weights()
     plain = output_error(inputs(seed=2), w, rtn.quantise(w, version), version)
     ours = output_error(inputs(seed=2), w, quantise("sign", w, moments(inputs()), version), version)
     assert ours < 0.2 and ours < plain / 3
@@ -147,7 +147,7 @@ def reference_codes(w: Tensor, damped: Tensor, scale: Tensor, zero: Tensor, top:
 def test_column_loop_against_the_papers_algorithm(cols: int, group_size: int) -> None:
     """Given the grids that the loop found, the same codes come out of the textbook algorithm in float64."""
     w, h = weights(2, 16, cols), moments(inputs(2, 400, cols))
-    versions = [Version.affine(b, group_size) for b in WIDTHS]
+    versions = [Version.of(f"w{b}", group_size) for b in WIDTHS]
     factored = factor(h, group_size)
     work = gptq.Work(w, factored, versions, group_size)
     work.feed_forward()
@@ -168,7 +168,7 @@ def test_column_loop_against_the_papers_algorithm(cols: int, group_size: int) ->
 def test_sweeps_never_raise_the_error_they_minimise() -> None:
     w, h = weights(2, 32, 200), moments(inputs(2, 400, 200))
     factored = factor(h, 64)
-    work = gptq.Work(w, factored, [Version.affine(b, 64) for b in WIDTHS], 64)
+    work = gptq.Work(w, factored, [Version.of(f"w{b}", 64) for b in WIDTHS], 64)
     work.feed_forward()
 
     def error() -> Tensor:
@@ -192,7 +192,7 @@ def test_a_batch_is_its_experts_and_widths_one_at_a_time(cols: int) -> None:
     x = torch.randn(1, 512, cols, generator=torch.Generator().manual_seed(3))
     h = moments(x).expand(experts, -1, -1) * torch.tensor([1.0, 1e4, 1e-6])[:experts, None, None]
     h = h + 0.1 * torch.eye(cols) * h.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    versions = [Version.affine(4, 64), Version.affine(2, 128), Version.affine(1, 64)]
+    versions = [Version.of("w4", 64), Version.of("w2", 128), Version.of("w1", 64)]
     together = gptq.quantise_widths(w, h, versions)
     again = gptq.quantise_widths(w, h, versions)
     for version in versions:
@@ -211,7 +211,7 @@ def error_by_moments(w: Tensor, h: Tensor, values: Tensor) -> float:
 
 def test_experts_are_split_where_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     w, h = weights(5), moments(inputs(5, 300))
-    versions = [Version.affine(b, 64) for b in WIDTHS]
+    versions = [Version.of(f"w{b}", 64) for b in WIDTHS]
     whole = gptq.quantise_widths(w, h, versions)
     seen: list[int] = []
 
@@ -248,7 +248,7 @@ def test_moments_that_cannot_be_factored_as_they_are(kind: str) -> None:
         h[0, 3, 5] = float(kind)
     else:
         h[0] *= 1e30 if kind == "huge" else 1e-36
-    versions = [Version.affine(b, 64) for b in WIDTHS]
+    versions = [Version.of(f"w{b}", 64) for b in WIDTHS]
     made, alone = gptq.quantise_widths(w, h, versions), gptq.quantise_widths(w[1:], good[1:], versions)
     for version in versions:
         values = dequantise(made[version], version)
@@ -266,7 +266,7 @@ def test_moments_that_cannot_be_factored_as_they_are(kind: str) -> None:
 def test_weights_of_any_size(size: float) -> None:
     w, h = weights() * size, moments(inputs())
     w[0, :, :64] = 0  # a group of zeros
-    for version, q in gptq.quantise_widths(w, h, [Version.affine(b, 64) for b in WIDTHS]).items():
+    for version, q in gptq.quantise_widths(w, h, [Version.of(f"w{b}", 64) for b in WIDTHS]).items():
         values = dequantise(q, version)
         assert torch.isfinite(values).all()
         if version.bits > 1:
@@ -284,7 +284,7 @@ def test_gptq_through_the_library_is_the_librarys_codes() -> None:
     from gptqmodel.quantization.config import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
-    version, w, h = Version.affine(3, 64), weights(1), moments(inputs(1))
+    version, w, h = Version.of("w3", 64), weights(1), moments(inputs(1))
     linear = torch.nn.Linear(192, 48, bias=False)
     linear.weight.data = w[0].clone()
     options = {
@@ -311,7 +311,7 @@ def test_gptq_needs_no_library() -> None:
     code = (
         "import sys; sys.modules['gptqmodel'] = sys.modules['hqq'] = None\n"
         "import torch; from moepack.pack.spec import Version; from moepack.quantize.methods import quantise_all\n"
-        "versions = [Version.affine(b, 64) for b in (4, 3, 2, 1)]\n"
+        "versions = [Version.of(f'w{b}', 64) for b in (4, 3, 2, 1)]\n"
         "print(len(quantise_all('gptq', torch.randn(1, 4, 64), torch.eye(64)[None], versions)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -331,14 +331,3 @@ def test_importing_gptqmodel_leaves_the_environment(capfd: pytest.CaptureFixture
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert out.returncode == 0, out.stderr
     assert out.stdout == ""
-
-
-def test_fallbacks_and_method_names() -> None:
-    assert method_for("gptq", Version.affine(1, 64)) == "sign" and method_for("gptq", Version.affine(2, 64)) == "gptq"
-    assert method_for("hqq", Version.affine(1, 64)) == "hqq"
-    assert fallbacks("gptq", Version.affine(2, 64)) == ("rtn", "hqq") and fallbacks("rtn", Version.affine(2, 64)) == ()
-    assert method_for("gptqmodel", Version.affine(1, 64)) == "sign"
-    with pytest.raises(ValueError, match="moments"):
-        quantise("gptq", weights(), None, Version.affine(4, 64))
-    with pytest.raises(ValueError, match="unknown"):
-        quantise("magic", weights(), None, Version.affine(4, 64))

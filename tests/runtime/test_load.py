@@ -48,7 +48,7 @@ def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: tor
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_reference_kernel_at_odd_shapes(bits: int, group_size: int) -> None:
-    version = Version.affine(bits, group_size)
+    version = Version.of(f"w{bits}", group_size)
     matrices = (Matrix("gate_up", 6, 2880 // 8, True), Matrix("down", 5, 33, True))
     values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
     extent = torch.from_numpy(encode_affine(matrices, version, values))

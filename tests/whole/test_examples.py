@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
+import pytest
 from support import ROOT
 
 from moepack.pipeline.build import build
@@ -14,15 +15,22 @@ from moepack.reports.evaluate import evaluate
 from moepack.reports.verify import verify
 
 
-def test_train_then_build(text: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_train_then_build(
+    text: Path,
+    evaluation: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command = [
-        sys.executable, ROOT / "examples" / "train.py", "--text", text, "-o", tmp_path / "model", "--steps", "40",
+        ROOT / "examples" / "train.py", "--text", text, "-o", tmp_path / "model", "--steps", "40",
         "--batch", "4", "--length", "64", "--vocabulary", "512", "--layers", "2", "--hidden", "32", "--experts", "4",
         "--expert-size", "32",
     ]  # fmt: skip
-    out = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in out.stdout.splitlines() if "loss" in line]
+    monkeypatch.setattr(sys, "argv", [str(c) for c in command])
+    runpy.run_path(str(command[0]), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines if "loss" in line]
     assert losses and losses[-1] < 6.2, "it does not learn: a uniform guess over 512 tokens has a loss of 6.24"
     recipe = parse_recipe("quantize: {method: rtn}\ncalibration: {samples: 8, length: 64}", "test")
     build(tmp_path / "model", tmp_path / "bundle", recipe, [text])

@@ -1,4 +1,4 @@
-"""The Ray engine: the local engine's bytes, with a worker killed in the middle of the build."""
+"""The Ray executor: the local one's bytes, with a worker killed in the middle of the build."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ calibration: {samples: 8, length: 128, batch_size: 8}
 
 
 def kill_a_worker(killed: list[int], stop: threading.Event) -> None:
-    """Kill the first process that is making a group."""
+    """Kill the first process that is making an expert batch."""
     while not stop.is_set() and not killed:
         for process in psutil.process_iter(["cmdline"]):
-            if (process.info["cmdline"] or [""])[0].startswith("ray::make_group"):
+            if (process.info["cmdline"] or [""])[0].startswith("ray::make_batch"):
                 os.kill(process.pid, signal.SIGKILL)
                 killed.append(process.pid)
                 return

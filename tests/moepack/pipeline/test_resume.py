@@ -54,16 +54,16 @@ def test_a_full_disk_then_room(small_disk: Path, demo_model: Path, text: Path, t
     assert not list((work / "objects").iterdir()), "objects are dropped once their layer is done"
 
 
-def test_a_killed_layer_keeps_its_finished_groups(
+def test_a_killed_layer_keeps_its_finished_batches(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of four experts: the second run makes only those that the first had not."""
-    import moepack.calibrate.quantise_layer as module
+    """Batches of four experts: the second run makes only those that the first had not."""
     import moepack.pipeline.executors
+    import moepack.quantize.expert_batch as module
 
-    monkeypatch.setattr(module, "GROUP", 4)
+    monkeypatch.setattr(module, "MOST", 4)
     recipe, made = parse_recipe(RECIPE, "test"), []
-    original = moepack.pipeline.executors.make_group
+    original = moepack.pipeline.executors.make_batch
 
     def counted(task, observation):  # type: ignore[no-untyped-def]
         made.append((task.layer, task.experts.start))
@@ -71,7 +71,7 @@ def test_a_killed_layer_keeps_its_finished_groups(
             raise KeyboardInterrupt
         return original(task, observation)
 
-    monkeypatch.setattr(moepack.pipeline.executors, "make_group", counted)
+    monkeypatch.setattr(moepack.pipeline.executors, "make_batch", counted)
     with pytest.raises(KeyboardInterrupt):
         build(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
     assert made[-1] == (1, 8) and len(list((tmp_path / "w" / "objects").iterdir())) == 2

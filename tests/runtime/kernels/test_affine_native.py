@@ -23,8 +23,8 @@ SHAPES = [
     (1, 1), (17, 31), (33, 100), (65, 33), (130, 257), (79, 191),
 ]  # fmt: skip
 BEST = native.use_level()
-LEVELS = range(min(BEST, native.LEVELS.index("AVX-512")) + 1)
-TILES = range(native.LEVELS.index("AVX-512 BF16"), len(native.LEVELS))
+LEVELS = range(min(BEST, native.LEVELS.index("avx512")) + 1)
+TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
 ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 
 
@@ -40,7 +40,7 @@ def best_level() -> object:
 def test_products_against_float64(bits: int, group_size: int, level: int) -> None:
     """Every shape; one token, and as many as take all tile sizes (4 + 2 + 1)."""
     assert native.use_level(level) == level
-    version = Version.affine(bits, group_size)
+    version = Version.of(f"w{bits}", group_size)
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=bool(k % 2))
         layer = make_layer(m, [version], [0, 0], seed=k)
@@ -60,7 +60,7 @@ def test_products_against_float64(bits: int, group_size: int, level: int) -> Non
 def test_plain_bf16_experts(level: int, dtype: torch.dtype) -> None:
     native.use_level(level)
     for k, (rows, cols) in enumerate(SHAPES):
-        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [Version.bf16()], [0, 0], seed=k)
+        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [Version.of("bf16")], [0, 0], seed=k)
         index = torch.tensor([[0], [1], [1], [1], [1], [1], [1], [1]])
         x = activations(len(index), cols, dtype)
         out = torch.full((len(index), rows), torch.nan)
@@ -75,7 +75,7 @@ def test_plain_bf16_experts(level: int, dtype: torch.dtype) -> None:
 def test_unpacked_weights_are_packs(bits: int, group_size: int, level: int, dtype: torch.dtype) -> None:
     """The same numbers: exact in float32, rounded once in BF16."""
     native.use_level(level)
-    version = Version.affine(bits, group_size)
+    version = Version.of(f"w{bits}", group_size)
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=True)
         layer = make_layer(m, [version], [0], seed=k)
@@ -89,7 +89,7 @@ def test_unpacked_weights_are_packs(bits: int, group_size: int, level: int, dtyp
 
 def use_tiles(level: int) -> None:
     if native.use_level(level) != level:
-        pytest.skip(f"this processor has no {native.LEVELS[level]}")
+        pytest.skip(f"{native.LEVELS[level]} is above {native.LEVELS[BEST]}, which is used here")
 
 
 @pytest.mark.parametrize("level", TILES)
@@ -101,7 +101,7 @@ def test_tiles_against_float64(bits: int, group_size: int, level: int) -> None:
     Of many tokens weights are rounded to BF16: float32 results hold to the one or the other.
     """
     use_tiles(level)
-    version = Version.bf16() if bits == 16 else Version.affine(bits, group_size)
+    version = Version.of("bf16") if bits == 16 else Version.of(f"w{bits}", group_size)
     for k, (rows, cols) in enumerate(SHAPES):
         layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [version], [0, 0, 0, 0], seed=k)
         index = torch.cat([torch.zeros(1), torch.ones(33), torch.full((17,), 2), torch.full((530 * (k == 0),), 3)])
@@ -182,6 +182,23 @@ def test_neither_threads_nor_company_change_a_bit() -> None:
         if (index == e).sum() == 1:
             native.product(layer.forms, 0, layer.table, x[s // 4 : s // 4 + 1], index.reshape(-1)[s : s + 1], alone)
             assert torch.equal(alone[0], one[s])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_neither_rounds_nor_batches_change_a_bit(level: int) -> None:
+    """Activations that fit at once, that each thread prepares for itself, and that threads prepare in rounds."""
+    native.use_level(level)
+    layer = make_layer(Matrix("m", 40, 14336), VERSIONS, [2, 1, 4, 0, 3, 2])
+    index = torch.randint(0, 6, (45, 1), generator=torch.Generator().manual_seed(2))
+    index[:20] = 0  # more slots than an expert batch or a round has room for
+    x = activations(45, 14336, torch.bfloat16)
+    alone = torch.empty(45, 40)
+    for s in range(45):
+        native.product(layer.forms, 0, layer.table, x[s : s + 1], index[s : s + 1], alone[s : s + 1], threads=1)
+    for threads in (1, 3, 20):  # 0.7 MB an activation: 20 threads cannot have four each
+        out = torch.full((45, 40), 7.0)
+        native.product(layer.forms, 0, layer.table, x, index, out, threads=threads)
+        assert torch.equal(out, alone), threads
 
 
 @pytest.mark.parametrize("tiles", [False, True])
@@ -293,10 +310,10 @@ def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     backends.forget()
     assert (
         backends._limits() == limits
-        and backends.direct_limit(torch.float32, Version.affine(3, 64)) == limits["float32 3"]
+        and backends.direct_limit(torch.float32, Version.of("w3", 64)) == limits["float32 w3"]
     )
     shown = {(row["version"], row["tokens"]) for row in backends.table()}
-    assert ("bf16", f"1-{limits['bfloat16 16']}") in shown
+    assert ("bf16", f"1-{limits['bfloat16 bf16']}") in shown
     for spoilt in ("", "[]", '{"machine": "another", "limits": {}}'):
         (tmp_path / "moepack" / "kernels.json").write_text(spoilt)
         backends.forget()

@@ -33,7 +33,7 @@ def run(
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [128, 64, 32])
 def test_every_width_and_group(bits: int, group_size: int) -> None:
-    versions = [Version.affine(bits, group_size)]
+    versions = [Version.of(f"w{bits}", group_size)]
     index = torch.tensor([[0], [2], [2]])  # expert 1 has no tokens
     for k, (rows, cols) in enumerate([(40, 100), (17, 257), (1, 1), (33, 180)]):
         m = Matrix("m", rows, cols, bias=bool(k % 2))

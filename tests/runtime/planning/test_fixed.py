@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
-from support import HELPERS, ROOT
+from support import HELPERS
 
 import moepack
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, TooSmallError
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
@@ -258,7 +259,9 @@ def test_generate_asks_for_its_cache(bundle: Path) -> None:
     """A prompt longer than a chunk goes in by chunks; what comes out is what comes out without a budget."""
     prompt = "The history of the world. " * 120
     small = generate(bundle, prompt, policy="static:w2", max_new_tokens=6)
-    budget = 5_900_000
+    with pytest.raises(TooSmallError) as refused:
+        generate(bundle, prompt, policy="static:w2", max_new_tokens=6, device_memory=1000)
+    budget = refused.value.least
     assert generate(bundle, prompt, policy="static:w2", max_new_tokens=6, device_memory=budget) == small
     with pytest.raises(InputError, match="kv 20480000"):
         generate(bundle, prompt, policy="static:w2", device_memory=budget, kv_tokens=10_000, batch=2)
@@ -267,11 +270,14 @@ def test_generate_asks_for_its_cache(bundle: Path) -> None:
 def test_eval_scores_in_the_budget(bundle: Path, evaluation: Path) -> None:
     """Scored in pieces, within what is held back; the same perplexity."""
     plain = evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4)
-    held = evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4, device_memory=8_000_000)
+    with pytest.raises(TooSmallError) as refused:
+        evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4, device_memory=1000)
+    budget = refused.value.least
+    held = evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4, device_memory=budget)
     assert held.perplexity == pytest.approx(plain.perplexity, rel=1e-3) and held.fixed is not None
-    assert held.resident_bytes_peak <= 8_000_000 and held.fixed.kv == 0 and held.kv_waits == 0
+    assert held.resident_bytes_peak <= budget and held.fixed.kv == 0 and held.kv_waits == 0
     with pytest.raises(InputError, match="kv 1024000"):
-        evaluate(bundle, [str(evaluation)], "static:w2", length=64, device_memory=3_000_000, kv_tokens=500, batch=2)
+        evaluate(bundle, [str(evaluation)], "static:w2", length=64, device_memory=budget // 2, kv_tokens=500, batch=2)
 
 
 # --- what the process takes
@@ -324,14 +330,74 @@ def test_the_allocator_takes_what_is_reserved(middle: Path, bundle: Path) -> Non
     assert abs(facts["taken"] - facts["reserved"]) <= 0.03 * facts["reserved"] + UNSEEN, facts
 
 
-def test_the_arena_is_what_the_kernels_say() -> None:
-    """Sizes that stand in C and are repeated for the budget."""
+SHAPES = [  # hidden, intermediate, experts, top_k
+    (128, 64, 16, 2),  # the demo model
+    (2048, 768, 32, 4),
+    (96, 4096, 3, 2),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 3, 48])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int) -> None:
+    """At every level, whatever versions and limits: never more, and on some path as much but for what is rounded up."""
+    from expert_layers import VERSIONS, activations, make_layer, native
+
+    hidden, inner, experts, top_k = shape
+    matrices = (Matrix("gate_up", 64, hidden), Matrix("down", 64, inner))
+    for m, each in zip(matrices, (top_k, 1), strict=True):
+        layer = make_layer(m, VERSIONS, [(0, 1, 2, 2, 3, 4)[e % 6] for e in range(experts)])
+        all_w3 = make_layer(m, [VERSIONS[2]], [0] * experts)
+        for tokens in (1, 7, 40, 300):
+            generator, seen = torch.Generator().manual_seed(tokens), 0
+            index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+            slots = index.numel()
+            kept = native.kept_bytes(m, experts, slots, slots // each, tokens, threads)
+            for level in range(native.BEST + 1):
+                native.use_level(level)
+                for limit in (0, 5, 1 << 40):
+                    for one in (layer, all_w3):
+                        x = activations(slots // each, m.cols, torch.bfloat16)
+                        out, limits = torch.empty(slots, m.rows), np.full(len(one.forms.numbers), limit)
+                        native.release()
+                        native.product(one.forms, 0, one.table, x, index, out, limits, threads=threads)
+                        assert native.holds() <= kept, (tokens, level, limit)
+                        seen = max(seen, native.holds())
+            assert 0.5 * kept <= seen, (m.name, tokens, seen, kept)
+    native.use_level()
+
+
+def test_plans_do_not_depend_on_the_instruction_set(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on whether the limits of this machine were measured, or what came out."""
+    from expert_layers import native
+
+    from moepack.reports.plan import plan
+    from moepack.runtime.experts import backends
     from moepack.runtime.planning import fixed
 
-    kernels = ROOT / "runtime" / "kernels"
-    source = "".join((kernels / name).read_text() for name in ("affine_tiles.c", "tiles.h"))
-    depth, batch, tile = (int(re.search(rf"#define {n} (\d+)", source)[1]) for n in ("DEPTH", "BATCH", "TILE"))  # type: ignore[index]
-    assert (batch, tile + 64) == (fixed.BATCH, fixed.BLOCK)
-    assert 2 * depth * tile + batch // 32 * 4 * tile == fixed.SCRATCH
-    both = source + (kernels / "affine.c").read_text()
-    assert re.findall(r"#define CACHE \((\d+) << (\d+)\)", both) == [("24", "20")] * 2 and fixed.CACHE == 24 << 20
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "moepack" / "kernels.json"
+    file.parent.mkdir()
+    try:
+        for dtype in ("bfloat16", "float32"):
+            found = set()
+            for level in range(native.BEST + 1):
+                native.use_level(level)
+                for most in (backends.CANDIDATES[0], backends.CANDIDATES[-1]):
+                    limits = dict.fromkeys(backends.DEFAULTS, most)
+                    file.write_text(json.dumps({"machine": backends._machine(), "limits": limits}))
+                    backends.forget()
+                    assert set(backends._limits().values()) == {most}
+                    monkeypatch.setattr(fixed, "_known", {})
+                    config = moepack.load(bundle, policy="static:w2").config
+                    workload = fixed.Workload(kv_tokens=100)
+                    needs, _ = fixed.measure(moepack.open(bundle), config, getattr(torch, dtype), CPU, workload)
+                    found.add((needs.activations, needs.kept))
+                    found.add((plan(bundle, 1 << 30).fixed.activations,))
+            assert len(found) == 2, found
+    finally:
+        monkeypatch.undo()
+        backends.forget()
+        native.use_level()

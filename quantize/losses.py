@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-
-from .experts import finish, hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +20,6 @@ class Loss:
     mse: float
     relative: float
     gated: float
-
-
-def output(module: Any, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """An expert's output [tokens, hidden] for x [tokens, hidden], with these matrices."""
-    return finish(module, hidden(module, x, weights[0], biases[0]), weights[1], biases[1])
 
 
 def loss(exact: Tensor, got: Tensor, gates: Tensor) -> Loss:

@@ -1,0 +1,58 @@
+"""Some experts of a layer made ready for the quantisers: their weights on the device, their tokens, their forward.
+
+What is then made of them is `moepack.quantize.expert_batch`'s.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.quantize.expert_batch import ExpertBatch, ExpertForward, Settings
+
+from .experts import ExpertWeights, finish, hidden
+from .forward import Observation
+from .tokens import LayerTokens, expert_tokens
+
+
+def gather_batch(
+    module: Any,
+    weights: ExpertWeights,
+    experts: range,
+    observation: Observation,
+    settings: Settings,
+    device: torch.device,
+) -> ExpertBatch:
+    """An expert batch.
+
+    Args:
+        module: the layer's experts module, for its gate activation only.
+        weights: the weights of these experts, from the checkpoint.
+        experts: which of the layer's they are.
+        observation: what the calibration tokens brought to the layer.
+        settings: how they will be quantised.
+        device: where to compute.
+    """
+    layer = LayerTokens.of(observation)
+    enough = settings.min_tokens or max(m.cols for m in weights.layer.matrices)
+    own = range(len(experts))
+
+    def both(matrix: int) -> Tensor:
+        return torch.stack([weights.matrix(e, matrix).to(device, torch.float32) for e in own])
+
+    return ExpertBatch(
+        experts,
+        (both(0), both(1)),
+        tuple((_float(weights.bias(e, 0), device), _float(weights.bias(e, 1), device)) for e in own),
+        tuple(expert_tokens(observation, layer, e, enough, settings.loss_tokens) for e in experts),
+        observation.inputs,
+        layer.learn,
+        ExpertForward(partial(hidden, module), partial(finish, module)),
+    )
+
+
+def _float(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, torch.float32)

@@ -1,0 +1,315 @@
+"""One streaming pass over a checkpoint's decoder layers: calibrate, quantise, or both, into a work directory.
+
+For each decoder layer: load, run the calibration batches, quantise every expert at every width, measure, write, free.
+At any time one layer, the calibration activations and a bounded amount of second moments are in memory. What is done is
+not redone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepack.memory import bound_kernel_caches
+from moepack.pack.errors import InputError
+from moepack.pack.layer_file import LayerFileWriter
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
+from moepack.pack.tables import metadata
+from moepack.progress import Reporter
+from moepack.quantize import methods
+from moepack.runtime.devices.glibc import trim
+from moepack.version import __version__
+
+from .allocate import check_allocation
+from .artifacts import load_hidden, load_observation, run_record, save
+from .executors import Executor, Local
+from .expert_batch import ExpertBatchTask, bare, batch_settings, load_batch, observation_digest, save_batch
+from .recipe import Recipe, parse_recipe
+from .work import WorkDirectory
+
+if TYPE_CHECKING:
+    import torch
+
+    from moepack.calibrate.checkpoint import Checkpoint
+    from moepack.calibrate.data import Windows
+    from moepack.calibrate.experts import ExpertWeights
+    from moepack.calibrate.forward import Observation
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.pack.spec import Version
+
+
+def calibration_text(
+    checkpoint: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path]
+) -> tuple[list[str], Windows]:
+    """The sources that a model is calibrated on, and their windows, no longer than the model was made for.
+
+    Args:
+        checkpoint: the model.
+        recipe: what is wanted.
+        calibration: files or Hub data sets in place of the recipe's.
+    """
+    from moepack.calibrate import data
+
+    how = recipe.calibration
+    tokenizer = data.load_tokenizer(checkpoint.path)
+    sources = [str(s) for s in calibration] or list(how.data)
+    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or how.length
+    return sources, data.calibration_windows(sources, tokenizer, how.samples, min(how.length, limit), how.seed)
+
+
+class Run:
+    """The stages' common ground: the checkpoint's skeleton, the recipe, the work directory."""
+
+    def __init__(
+        self,
+        directory: WorkDirectory,
+        stream: StreamedModel,
+        recipe: Recipe,
+        ids: torch.Tensor | None,
+    ) -> None:
+        self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
+        self._executor: Executor = Local()
+
+    @staticmethod
+    def start(
+        directory: WorkDirectory,
+        checkpoint: str | Path,
+        recipe: Recipe,
+        calibration: Sequence[str | Path],
+        fresh: bool,
+        device: str,
+        reporter: Reporter,
+    ) -> Run:
+        """Open everything a calibration needs, before any work is done."""
+        from moepack.calibrate.checkpoint import open_checkpoint
+        from moepack.calibrate.stream import StreamedModel
+
+        with reporter.hub_bars():
+            opened = open_checkpoint(checkpoint)
+        stream = StreamedModel(opened, device)
+        if stream.unused:
+            reporter.note(
+                f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and are left out"
+            )
+        if stream.expert_dtype != "BF16":
+            reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
+        settings = recipe.calibration
+        sources, windows = calibration_text(opened, recipe, calibration)
+        if len(windows.ids) < settings.samples:
+            reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
+        directory.begin(
+            "calibrate",
+            {
+                "checkpoint": opened.fingerprint(),
+                "calibration tokens": windows.digest,
+                "batch_size": settings.batch_size,
+                "dtype": settings.dtype,
+                "moepack": __version__,
+            },
+            fresh,
+        )
+        where = {
+            "checkpoint": str(Path(opened.path).absolute()),
+            "name": opened.name,
+            "recipe": recipe.text,
+            "sources": [Path(s).name for s in sources],
+            "samples": len(windows.ids),
+            "length": windows.ids.shape[1],
+            "digest": windows.digest,
+            "unused": len(stream.unused),
+            "model": {
+                "model_type": opened.config.model_type,
+                "architecture": type(stream.model).__name__,
+                "expert_dtype": stream.expert_dtype,
+            },
+            "decoder_layers": len(stream.layers),
+            "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
+        }
+        directory.write(directory.path / "run.json", json.dumps(where, indent=1).encode())
+        run = Run(directory, stream, recipe, windows.ids)
+        run._begin_quantize(fresh)
+        return run
+
+    @staticmethod
+    def resume(directory: WorkDirectory, recipe: Recipe | None, fresh: bool, device: str) -> Run:
+        """Open a calibrated work directory for the second stage."""
+        from moepack.calibrate.checkpoint import open_checkpoint
+        from moepack.calibrate.stream import StreamedModel
+
+        where = run_record(directory)
+        if recipe is None:
+            recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
+        opened = open_checkpoint(where["checkpoint"])
+        if opened.fingerprint() != directory.settings()["calibrate"]["checkpoint"]:
+            raise InputError(f"{where['checkpoint']}: is not the checkpoint that {directory.path} was calibrated with")
+        run = Run(directory, StreamedModel(opened, device), recipe, None)
+        run._begin_quantize(fresh)
+        return run
+
+    def _begin_quantize(self, fresh: bool) -> None:
+        q = self._recipe.quantize
+        how, versions = self._recipe.allocation, self._recipe.version_specs()
+        check_allocation(how, list(self._stream.expert_layers.values()), versions)
+        self._work.begin(
+            "quantize",
+            {
+                "versions": [asdict(v) for v in versions],
+                "method": q.method,
+                "min_tokens": q.min_tokens,
+                "loss_tokens": q.loss_tokens,
+                "moments": q.moments,
+                "allocation": None if how is None else asdict(how),
+            },
+            fresh,
+        )
+
+    def layers(self, calibrate: bool, quantize: bool, reporter: Reporter, executor: Executor | None = None) -> None:
+        """Go through the decoder layers once, with `executor` in place of the local one."""
+        self._executor = executor or self._executor
+        bound_kernel_caches()
+        import torch
+
+        from moepack.calibrate.forward import CalibrationPass
+
+        stream, work = self._stream, self._work
+        dtype = getattr(torch, self._recipe.calibration.dtype)
+        walk: CalibrationPass | None = None
+        total = len(stream.layers)
+        if calibrate and quantize and all(self._observed(i) for i in range(total)):
+            calibrate = False  # an earlier `calibrate` did all of it
+        if calibrate and self._ids is not None:
+            walk = CalibrationPass(stream, self._ids, self._recipe.calibration.batch_size, dtype)
+        first = 0
+        while first < total and self._finished(first, calibrate, quantize):
+            first += 1
+        if walk is not None and (first < total or not work.done("calibrate", None)):
+            rest = stream.load(None)
+            save(work.piece("calibrate", None, "dense.safetensors"), rest)
+            work.mark("calibrate", None, {})
+            if first < total:
+                stream.to_compute(None, dtype)
+                walk.start()
+            del rest
+            stream.free(None)
+            if first:
+                walk.hidden = load_hidden(work.piece("calibrate", first - 1, "hidden.safetensors"))
+        names = {(True, True): "calibrate and quantise", (True, False): "calibrate", (False, True): "quantise"}
+        reporter.stage(names[calibrate, quantize], total)
+        for i in range(total):
+            reporter.step(f"layer {i}")
+            if i < first or (walk is None and self._finished(i, calibrate, quantize)):
+                continue  # a walk goes through every layer after the first unfinished one, to have its activations
+            tensors = stream.load(i)
+            dense, experts = stream.split(i, tensors)
+            del tensors
+            observation = None
+            if walk is not None:
+                observation = self._calibrate_layer(walk, i, dense, dtype, reporter, keep=not quantize)
+            stream.free(i)
+            if quantize and experts is not None:
+                self._quantise_layer(i, experts, observation or load_observation(work, i), reporter)
+            if walk is not None:
+                self._keep_hidden(walk, i)
+            del dense, experts, observation
+            trim()  # without it glibc keeps about a layer's worth more after every layer
+        reporter.step("done")
+
+    def _observed(self, layer: int) -> bool:
+        """Whether the calibrate stage finished a layer and kept what its experts saw."""
+        kept = self._work.piece("calibrate", layer, "observation.safetensors").exists()
+        return self._work.done("calibrate", layer) is not None and (kept or layer not in self._stream.expert_layers)
+
+    def _finished(self, layer: int, calibrate: bool, quantize: bool) -> bool:
+        has_experts = layer in self._stream.expert_layers
+        calibrated = not calibrate or self._work.done("calibrate", layer) is not None
+        return calibrated and (not quantize or not has_experts or self._work.done("quantize", layer) is not None)
+
+    def _calibrate_layer(
+        self,
+        walk: Any,
+        layer: int,
+        dense: dict[str, torch.Tensor],
+        dtype: torch.dtype,
+        reporter: Reporter,
+        keep: bool,
+    ) -> Observation | None:
+        from moepack.calibrate.statistics import routing_statistics
+
+        save(self._work.piece("calibrate", layer, "dense.safetensors"), dense)
+        self._stream.to_compute(layer, dtype)
+        reporter.inner("tokens", sum(h.shape[0] * h.shape[1] for h in walk.hidden))
+        observation: Observation | None = walk.run_layer(layer, reporter.advance)
+        if observation is not None:
+            statistics = routing_statistics(observation, self._stream.expert_layers[layer].experts)
+            save(self._work.piece("calibrate", layer, "statistics.safetensors"), statistics)
+            if keep:
+                seen = {"inputs": observation.inputs, "experts": observation.experts, "gates": observation.gates}
+                path = self._work.piece("calibrate", layer, "observation.safetensors")
+                save(path, seen, {"length": str(observation.length)})
+        return observation
+
+    def _keep_hidden(self, walk: Any, layer: int) -> None:
+        """Persist the live activations, then declare the layer done: regenerated ones would not be the same bits."""
+        save(
+            self._work.piece("calibrate", layer, "hidden.safetensors"),
+            {f"{b:06d}": hidden for b, hidden in enumerate(walk.hidden)},
+        )
+        self._work.mark("calibrate", layer, {})
+        if layer:
+            self._work.piece("calibrate", layer - 1, "hidden.safetensors").unlink(missing_ok=True)
+
+    def _quantise_layer(self, index: int, experts: ExpertWeights, observation: Observation, reporter: Reporter) -> None:
+        """Make every expert batch that is not there yet, then the layer's files of all of them."""
+        import torch
+
+        versions, work = self._recipe.version_specs(), self._work
+        tasks = self._tasks(index, experts, versions)
+        observed = observation_digest(observation)
+        kept = [work.object(task.address(observed)) for task in tasks]
+        missing = [i for i, path in enumerate(kept) if not path.exists()]
+        reporter.inner("experts", experts.layer.experts)
+        reporter.advance(sum(len(t.experts) for i, t in enumerate(tasks) if i not in missing))
+        for i, made in zip(missing, self._executor.run([tasks[i] for i in missing], observation), strict=True):
+            save_batch(made, kept[i])
+            trim()
+            reporter.advance(len(tasks[i].experts))
+        losses: list[dict[str, torch.Tensor]] = []
+        with contextlib.ExitStack() as stack:
+            writers = {
+                v.name: stack.enter_context(
+                    LayerFileWriter(work.piece("quantize", index, f"{v.name}.safetensors"), v.name, experts.layer)
+                )
+                for v in versions
+            }
+            for path in kept:
+                batch = load_batch(path)
+                losses.append(batch.losses)
+                for name, writer in writers.items():
+                    for extent, payload in zip(batch.extents[name], batch.payloads[name], strict=True):
+                        writer.add(extent, payload)
+        table = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
+        columns = metadata([v.name for v in versions], methods.numbered())
+        save(work.piece("quantize", index, "losses.safetensors"), table, columns)
+        work.mark("quantize", index, {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}})
+        for path in kept:
+            path.unlink()
+
+    def _tasks(self, index: int, experts: ExpertWeights, versions: tuple[Version, ...]) -> list[ExpertBatchTask]:
+        import torch
+
+        from moepack.quantize.expert_batch import expert_batches
+
+        settings = batch_settings(self._recipe)
+        module, device, threads = (
+            bare(self._stream.experts_module(index)),
+            str(self._stream.device),
+            torch.get_num_threads(),
+        )
+        return [
+            ExpertBatchTask(module, experts.select(part), index, part, versions, settings, device, threads)
+            for part in expert_batches(experts.layer, settings)
+        ]

@@ -1,0 +1,216 @@
+"""What the documents tell a reader to type is typed: README.md, CONTRIBUTING.md and docs/, block after block.
+
+Every ```sh and ```python block of a document runs in order in one temporary directory that holds what a clone does
+(examples/). Commands of moepack run in this process; others in a shell. A ```text block behind a ```python block is
+what that prints, to the white space; behind a ```sh block it is a picture of one machine and is not compared. A block
+stays out when the line before it says `<!-- not run: why -->`, and must fail with TEXT on stderr when it says
+`<!-- fails: TEXT -->`. Pages under docs/extending/ have tests of their own.
+
+To save time, and nothing else: recipes are made quick (rounding for GPTQ, few tokens for losses, few windows in the
+examples' one), kernels are measured at few sizes, one thread computes (beside other tests two wait for each other), and
+documents that begin with `my-bundle` share the one that the README's command builds. The Hub is the suite's stand-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hub_stand_in import serve
+from support import ROOT
+
+from moepack.cli import main
+
+DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
+DOCUMENTS += sorted(
+    str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md") if p.parent != ROOT / "docs" / "extending"
+)
+QUICK = "quantize: {method: rtn, loss_tokens: 128}\ncalibration: {samples: 32, length: 128, batch_size: 32}\n"
+_OTHERS_CALL = re.compile(r"[|<>$;&`*]")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, its text, the line it begins on, and what the comment before it says."""
+
+    language: str
+    text: str
+    line: int
+    rule: str = ""
+    words: str = ""
+
+
+def blocks(document: str) -> list[Block]:
+    """The fenced blocks of a document, in order."""
+    out, lines = [], (ROOT / document).read_text().splitlines()
+    inside, start, rule = "", 0, ("", "")
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("```"):
+            if start:
+                out.append(Block(inside, "\n".join(lines[start : number - 1]), start, *rule))
+                inside, start, rule = "", 0, ("", "")
+            else:
+                inside, start = line[3:].strip(), number
+        elif not start:
+            said = re.fullmatch(r"<!-- (not run|fails): (.+) -->", line)
+            rule = (said[1], said[2]) if said else ("", "")
+    assert not start, f"{document}: the block of line {start} does not end"
+    return out
+
+
+RUN = {d: [b for b in blocks(d) if b.language in ("sh", "python") and b.rule != "not run"] for d in DOCUMENTS}
+LEFT_OUT = [(d, b) for d in DOCUMENTS for b in blocks(d) if b.rule == "not run"]
+
+
+def moepack(*arguments: str) -> tuple[int, str, str]:
+    """Run a command line of moepack in this process: exit code, stdout, stderr."""
+    out, err, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["moepack", *arguments]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    finally:
+        sys.argv = before
+    return code, out.getvalue(), err.getvalue()
+
+
+def commands(text: str) -> Iterator[str]:
+    """The commands of a block: its lines, or all of it where one goes on over lines."""
+    if "<<" in text:
+        yield text
+        return
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.strip() and not line.startswith("#"):
+            yield line
+
+
+def run(command: str, where: Path) -> tuple[int, str, str]:
+    """Run one command of a document."""
+    words = [] if _OTHERS_CALL.search(command) else shlex.split(command)
+    if words and words[0] == "moepack":
+        return moepack(*words[1:])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", command.replace("method: gptq", "method: rtn\n  loss_tokens: 128")],
+        cwd=where, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def clone(where: Path) -> Path:
+    """A directory with what a reader's clone holds that documents speak of; its demo recipe is quick."""
+    (where / "examples").mkdir(parents=True)
+    for path in (ROOT / "examples").iterdir():
+        if path.name != "demo.yaml":
+            (where / "examples" / path.name).symlink_to(path)
+    (where / "examples" / "demo.yaml").write_text(QUICK)
+    return where
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch; Python's own stay."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the README's quick start has built my-bundle."""
+    where = clone(tmp_path_factory.mktemp("quick-start"))
+    build = next(c for b in RUN["README.md"] for c in commands(b.text) if c.startswith("moepack build "))
+    with contextlib.chdir(where):
+        code, _, err = run(build, where)
+    assert code == 0, err
+    assert (where / "my-bundle" / "manifest.json").exists()
+    return where
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The Hub library speaks to a stand-in."""
+    from huggingface_hub import constants
+
+    server, _, address = serve()
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_XET_CACHE"):
+        monkeypatch.setattr(constants, name, str(tmp_path / "hub"), raising=False)
+    for name, value in (("HF_TOKEN", "hf_test"), ("NO_PROXY", "127.0.0.1"), ("no_proxy", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    yield
+    server.shutdown()
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if RUN[d]])
+def test_what_a_document_says_is_typed(
+    document: str, quick_start: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from moepack.runtime.experts import backends
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(backends, "CANDIDATES", (2, 128))
+    where = quick_start if document == "README.md" else clone(tmp_path / "clone")
+    if not (where / "my-bundle").exists() and not re.search(r"-o my-bundle\b", (ROOT / document).read_text()):
+        (where / "my-bundle").symlink_to(quick_start / "my-bundle")
+    monkeypatch.chdir(where)
+    names: dict[str, object] = {"__name__": "__main__"}
+    every = blocks(document)
+    for block in RUN[document]:
+        at = f"{document}, line {block.line}"
+        if block.language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile("\n" * block.line + block.text, str(ROOT / document), "exec"), names)
+            following = every[every.index(block) + 1 :][:1]
+            if following and following[0].language == "text" and printed.getvalue():
+                assert printed.getvalue().split() == following[0].text.split(), at
+            continue
+        for command in commands(block.text):
+            if where == quick_start and command.startswith("moepack build "):
+                continue  # the fixture ran it
+            code, out, err = run(command, where)
+            if block.rule == "fails":
+                assert code and block.words in err, f"{at}: {command}\n{out}{err}"
+            else:
+                assert code == 0, f"{at}: {command}\n{out}{err}"
+    backends.forget()
+
+
+@pytest.mark.parametrize(("document", "block"), LEFT_OUT, ids=[f"{d}:{b.line}" for d, b in LEFT_OUT])
+def test_what_is_not_typed(document: str, block: Block) -> None:
+    """Lists them with `pytest -rs`; a moepack command must still be one that there is, with options that there are."""
+    for command in commands(block.text):
+        words = shlex.split(command)
+        if words[0] == "moepack":
+            code, out, _ = moepack(words[1], "--help")
+            assert code == 0, command
+            assert all(w in out for w in words[2:] if w.startswith("--")), command
+    pytest.skip(f"{document}, line {block.line}: {block.words}")
+
+
+def test_the_rules_of_this_file_are_kept() -> None:
+    """A planted command that fails is found, and so is one that does not when it should."""
+    assert run("moepack eval", ROOT)[0] != 0
+    assert run("false", ROOT)[0] != 0
+    assert moepack("--version")[0] == 0
+    assert {b.language for d in DOCUMENTS for b in blocks(d)} <= {"sh", "python", "text"}, "a block of no known kind"

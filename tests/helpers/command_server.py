@@ -1,0 +1,61 @@
+"""Commands in forked children of a process that has imported everything: `python command_server.py`.
+
+One JSON object a line comes in ("arguments" of moepack, or "code" of Python, and the files "stdout" and "stderr"), one
+exit code a line goes out. A child costs no imports, which take seven seconds; what libraries read from the environment
+when they are imported is the server's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+
+import datasets  # noqa: F401
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+
+import moepack.cli
+import moepack.hub
+import moepack.pack.exponent_fast
+import moepack.pipeline.build
+import moepack.pipeline.estimate
+import moepack.reports.evaluate
+import moepack.runtime.load
+import moepack.runtime.plugin
+
+
+def child(task: dict[str, object]) -> None:
+    """Run one task; never returns."""
+    code = 1
+    try:
+        for name, descriptor in (("stdout", 1), ("stderr", 2)):
+            file = os.open(str(task[name]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, descriptor)
+        if "code" in task:
+            exec(str(task["code"]), {"__name__": "__main__"})
+        else:
+            sys.argv = ["moepack", *task["arguments"]]  # type: ignore[misc]
+            moepack.cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    for line in sys.stdin:
+        process = os.fork()
+        if not process:
+            child(json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

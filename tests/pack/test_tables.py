@@ -1,0 +1,102 @@
+"""The calibration tables: what is written is read, what is damaged is refused by the name of the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import moepack
+from moepack.pack.errors import BundleError
+from moepack.pack.spec import ExpertLayer, Matrix
+from moepack.pack.tables import TABLES, metadata, read_tables, write_tables
+
+EXPERTS, VERSIONS, WINDOWS = 3, ("bf16", "w2"), 4
+LAYERS = tuple(ExpertLayer(i, f"layers.{i}", EXPERTS, (Matrix("up", 8, 8), Matrix("down", 8, 8))) for i in (1, 3))
+
+
+def arrays(seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Routing statistics and losses of one layer."""
+    rng = np.random.default_rng(seed)
+    statistics = {
+        "tokens": rng.integers(0, 99, EXPERTS),
+        "gate_sum": rng.random(EXPERTS, np.float32),
+        "prefill_counts": rng.integers(0, 9, (WINDOWS, EXPERTS)).astype(np.int32),
+        "decode_counts": rng.integers(0, 9, (WINDOWS, EXPERTS)).astype(np.int32),
+        "prefill_gates": rng.random((WINDOWS, EXPERTS), np.float32),
+        "coactivation": rng.integers(0, 99, (EXPERTS, EXPERTS)),
+        "reuse": np.full((), 0.25, np.float32),
+    }
+    losses = {k: rng.random((EXPERTS, 2), np.float32) for k in ("mse", "relative", "gated")}
+    return statistics, losses | {"method": np.array([[0, 1], [0, 2], [0, 1]], np.uint8)}
+
+
+def write(root: Path) -> Path:
+    files = {}
+    for layer in LAYERS:
+        pair = root / f"statistics-{layer.index}", root / f"losses-{layer.index}"
+        for path, tensors in zip(pair, arrays(layer.index), strict=True):
+            save_file(tensors, path, metadata(VERSIONS, ("none", "a", "b")))
+        files[layer.index] = pair
+    write_tables(root / TABLES, files)
+    return root / TABLES
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    tables = read_tables(write(tmp_path), LAYERS)
+    assert (tables.versions, tables.methods) == (VERSIONS, ("none", "a", "b"))
+    assert tables.columns(["w2", "bf16"]) == [1, 0]
+    assert tables.made_by("w2") == {"a": 4, "b": 2} and tables.made_by("bf16") == {"none": 6}
+    for position, layer in enumerate(LAYERS):
+        statistics, losses = arrays(layer.index)
+        read = tables.layers[position]
+        assert read.index == layer.index
+        for name in ("tokens", "gate_sum", *losses):
+            want = (statistics | losses)[name]
+            assert np.array_equal(getattr(read, name), want) and getattr(read, name).dtype == want.dtype, name
+        for name, want in statistics.items():
+            assert np.array_equal(tables.statistic(position, name), want), name
+
+
+def test_a_bundle_gives_its_tables(bundle: Path) -> None:
+    """The same numbers as through the safetensors library."""
+    opened, plain = moepack.open(bundle), load_file(bundle / TABLES)
+    tables = opened.calibration()
+    assert tables.versions == tuple(v.name for v in opened.versions) and len(tables.layers) == len(opened.layers)
+    for name, want in plain.items():
+        _, index, kind = name.split(".")
+        assert np.array_equal(tables.statistic(int(index), kind), want), name
+
+
+Tensors = dict[str, np.ndarray]
+DAMAGE: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "lost": (lambda t: t.pop("layers.3.gated"), "has no tensor layers.3.gated"),
+    "experts": (lambda t: t.update({"layers.1.tokens": t["layers.1.tokens"][:2]}), r"layers.1.tokens is I64 \[2\]"),
+    "columns": (lambda t: t.update({"layers.1.mse": t["layers.1.mse"][:, :1]}), r"layers.1.mse is F32 \[3, 1\]"),
+    "dtype": (lambda t: t.update({"layers.3.mse": t["layers.3.mse"].astype(np.float64)}), "layers.3.mse is F64"),
+    "number": (lambda t: t["layers.3.method"].fill(3), "layer 3 has a method that metadata do not name"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_is_not_as_the_document_says_is_refused(kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    change, message = DAMAGE[kind]
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata(VERSIONS, ("none", "a", "b")))
+    with pytest.raises(BundleError, match=message):
+        read_tables(path, LAYERS)
+
+
+def test_tables_without_their_columns_or_their_end(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    save_file(load_file(path), path)
+    with pytest.raises(BundleError, match="of 3 experts and 1 versions"):
+        read_tables(path, LAYERS)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(BundleError, match="its header describes"):
+        read_tables(path, LAYERS)

@@ -1,0 +1,119 @@
+"""The table of methods: what follows from it, and that a new quantiser is one function and one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from support import ROOT
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import Version
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.quantize import methods
+from moepack.quantize.grid import dequantise
+from moepack.quantize.methods import fallbacks, method_for, quantise
+from moepack.reports.doctor import quantisers
+from moepack.reports.inspect import inspect
+from moepack.reports.verify import verify
+
+DOCUMENT = ROOT / "docs" / "extending" / "quantiser.md"
+
+
+@pytest.fixture
+def absmax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documented file, as a module beside the others, and the documented line."""
+    document = DOCUMENT.read_text()
+    file = tmp_path / "absmax.py"
+    file.write_text(re.findall(r"```python\n(.*?)```", document, re.DOTALL)[0])
+    spec = importlib.util.spec_from_file_location("moepack.quantize.absmax", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "moepack.quantize.absmax", module)
+    line = next(x for x in document.splitlines() if x.startswith("Method("))
+    entry = eval(line.rstrip(","), {"Method": methods.Method, "in_file": methods.in_file})  # the documentation's own
+    monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, entry))
+
+
+def test_a_new_quantiser_is_one_file_and_one_line(demo_model: Path, text: Path, tmp_path: Path, absmax: None) -> None:
+    """Word by word as docs/extending/quantiser.md has it."""
+    recipe = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0].replace(
+        "[bf16, w4, w2]", "[bf16, w4, w1]"
+    )
+    build(demo_model, tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    assert verify(tmp_path / "bundle", demo_model) == []
+    facts = inspect(tmp_path / "bundle")
+    assert facts["methods"] == {"bf16": {"none": 64}, "w4": {"absmax": 64}, "w1": {"absmax": 64}}
+    assert 0 < facts["loss"]["w4"] < 0.05 < facts["loss"]["w1"] and quantisers()["absmax"] == "ready"
+    weight = torch.randn(2, 4, 130, generator=torch.Generator().manual_seed(0))
+    version = Version.of("w4", 64)
+    made = quantise("absmax", weight, None, version)
+    step = made.scale.float()[..., torch.arange(130) // 64]
+    assert bool(((dequantise(made, version) - weight).abs() <= 0.54 * step).all()), "half a step, and BF16's rounding"
+
+
+def test_without_its_line_it_is_refused() -> None:
+    with pytest.raises(InputError, match="'absmax' is not one of gptq, hqq, rtn, gptqmodel"):
+        parse_recipe("quantize: {method: absmax}", "test")
+
+
+def test_numbers_are_part_of_the_bytes() -> None:
+    assert ",".join(methods.numbered()) == "none,gptq,sign,hqq,rtn,gptqmodel"
+    assert methods.named() == ("gptq", "hqq", "rtn", "gptqmodel")
+
+
+def test_entries_refer_to_entries() -> None:
+    for entry in methods.METHODS:
+        assert methods.get(entry.name) is entry, "names are unique"
+        assert entry.one_bit is None or not methods.get(entry.one_bit).named
+        assert not any(methods.get(name).needs_moments for name in entry.fallbacks)
+
+
+def test_what_makes_a_version_and_what_may_replace_it() -> None:
+    one, two = Version.of("w1", 64), Version.of("w2", 64)
+    assert [method_for(m, one).name for m in ("gptq", "gptqmodel", "hqq", "rtn")] == ["sign", "sign", "hqq", "rtn"]
+    assert method_for("gptq", two).name == "gptq"
+    assert [m.name for m in fallbacks("gptq", two)] == ["rtn", "hqq"]
+    assert [m.name for m in fallbacks("gptq", one)] == ["rtn"] and fallbacks("rtn", two) == ()
+    with pytest.raises(ValueError, match="moments"):
+        quantise("gptq", torch.ones(1, 1, 64), None, two)
+    with pytest.raises(ValueError, match="unknown"):
+        quantise("magic", torch.ones(1, 1, 64), None, two)
+
+
+def test_the_table_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, moepack.pipeline.recipe, moepack.quantize.methods\n"
+        "print(sorted({'torch', 'numpy', 'gptqmodel', 'hqq', 'moepack.quantize.gptq'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_libraries_come_with_the_build_extra() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["build"]
+    assert {f"{x.name}>={x.least}" for x in methods.libraries()} <= set(extra)
+
+
+def test_doctor_says_which_methods_lack_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By method: its own library, its fallbacks', and what reads text."""
+    assert set(quantisers()) == set(methods.named()) and set(quantisers().values()) == {"ready"}
+    absent = {"gptqmodel"}
+    monkeypatch.setattr("moepack.reports.doctor._installed", lambda name: name not in absent)
+    found = quantisers()
+    assert found.pop("gptqmodel") == "lacks gptqmodel: pip install 'moepack[build]'"
+    assert set(found.values()) == {"ready"}
+    absent = {"hqq"}
+    found = quantisers()
+    assert found["gptq"] == "lacks hqq for experts with few tokens: pip install 'moepack[build]'"
+    assert found["hqq"] == "lacks hqq: pip install 'moepack[build]'" and found["rtn"] == "ready"
+    absent = {"datasets"}
+    assert all(value.startswith("lacks datasets to read text") for value in quantisers().values())

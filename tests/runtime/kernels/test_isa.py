@@ -1,0 +1,61 @@
+"""MOEPACK_ISA bounds the compiled loops' instruction sets, in this process and in those it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from expert_layers import native
+
+from moepack.pack import isa
+from moepack.pack.errors import InputError
+
+SHOW = (
+    "import json\n"
+    "from moepack.pack import exponent_native\n"
+    "from moepack.reports.doctor import _cpu\n"
+    "from moepack.runtime.kernels import affine_native as n\n"
+    "used = [n.LEVELS[n.use_level()], n.LEVELS[n.use_level(9)], n.use_level(0)]\n"
+    "print(json.dumps([*used, exponent_native.level, _cpu()]))"
+)
+
+
+def start(code: str, level: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, isa.VARIABLE: level}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+
+
+def test_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+    assert [isa.bound(best) for best in range(5)] == [0, 1, 2, 3, 4]
+    monkeypatch.setenv(isa.VARIABLE, "avx2")
+    assert [isa.bound(best) for best in range(1, 5)] == [1] * 4
+    with pytest.raises(InputError, match=r"MOEPACK_ISA=avx2: this processor does not have it: its levels are plain$"):
+        isa.bound(0)
+    monkeypatch.setenv(isa.VARIABLE, "AVX2")
+    with pytest.raises(InputError, match=r"MOEPACK_ISA=AVX2: there is no such level: .* are plain, avx2, avx512$"):
+        isa.bound(2)
+
+
+def test_levels_are_named_lowest_first() -> None:
+    assert native.levels() == isa.LEVELS[: len(native.levels())] and native.levels()[0] == "plain"
+    assert native.LEVELS[native.level] in native.levels()
+
+
+@pytest.mark.parametrize("level", sorted({"plain", native.levels()[min(1, native.HERE)]}))
+def test_libraries_stay_below_it(level: str) -> None:
+    out = start(SHOW, level)
+    assert out.returncode == 0, out.stderr
+    used, most, least, exponent, cpu = json.loads(out.stdout)
+    assert used == most == level and least == 0 and exponent == 0
+    assert cpu["isa"] == "plain" and cpu["isa_best"] == native.levels()[-1], "after the last use_level"
+
+
+@pytest.mark.parametrize("level", ["sse9", *isa.LEVELS[len(native.levels()) :][:1]])
+def test_what_is_not_here_is_one_line(level: str) -> None:
+    out = start("import sys; from moepack.cli import main; sys.argv = ['moepack', 'doctor']; main()", level)
+    assert out.returncode == 2 and out.stderr.count("\n") == 1
+    assert out.stderr.startswith(f"moepack: MOEPACK_ISA={level}: ") and ", ".join(native.levels()) in out.stderr

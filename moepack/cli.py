@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moepack.pack.errors import InputError, MoepackError
+from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import usages
 
 if TYPE_CHECKING:
@@ -85,21 +86,6 @@ def _reporter(quiet: bool) -> Reporter:
 
 def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
-
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_size(text: str | None) -> int | None:
-    """Bytes of a size such as 24GiB, 1.5g or 4096."""
-    if text is None:
-        return None
-    number = text.strip().lower().removesuffix("b")
-    unit = number.lstrip("0123456789.")
-    try:
-        return int(float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()])
-    except (KeyError, ValueError):
-        raise InputError(f"size {text!r} is not a number of bytes, nor one with KB, MiB, GB ... after it") from None
 
 
 def _dtype(name: str) -> str:

@@ -1,7 +1,7 @@
 """Registers the plug-in with transformers, whichever of the two is imported first, and without importing it.
 
 transformers looks quantisers up in `transformers.quantizers.auto`. If that module is there, the plug-in is registered
-now; else an import hook registers it right after that module is executed.
+now; else an import hook registers it right after that module is executed. Likewise what `from_pretrained` is taught.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-_TARGET = "transformers.quantizers.auto"
-_PLUGIN = "moepack.runtime.plugin"
+_AFTER = {  # a module of transformers, and what is imported right after it
+    "transformers.quantizers.auto": "moepack.runtime.plugin",
+    "transformers.modeling_utils": "moepack.runtime.from_pretrained",
+}
 
 
 class _Loader(Loader):
-    """Runs another loader, then imports the plug-in."""
+    """Runs another loader, then imports what is to come after it."""
 
-    def __init__(self, inner: Loader) -> None:
-        self._inner = inner
+    def __init__(self, inner: Loader, after: str) -> None:
+        self._inner, self._after = inner, after
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
@@ -31,25 +33,31 @@ class _Loader(Loader):
         self._inner.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
-        importlib.import_module(_PLUGIN)
+        importlib.import_module(self._after)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the target module once, wrapped."""
+    """Finds each target module once, wrapped."""
+
+    def __init__(self) -> None:
+        self._left = dict(_AFTER)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _TARGET:
+        after = self._left.pop(name, None)
+        if after is None:
             return None
-        sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, after)
         return spec
 
 
 def install() -> None:
-    """Register the plug-in now or when transformers' quantisers are imported."""
-    if _TARGET in sys.modules:
-        importlib.import_module(_PLUGIN)
-    elif not any(isinstance(f, _Finder) for f in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Register now, or when transformers' modules are imported."""
+    if not any(isinstance(f, _Finder) for f in sys.meta_path):
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        for name, after in _AFTER.items():
+            if name in sys.modules:
+                finder._left.pop(name)
+                importlib.import_module(after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -9,19 +10,26 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
+from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.policies.registry import parse_policy
+
+DEVICE_MEMORY = "MOEPACK_DEVICE_MEMORY"  # the environment's budget, where a program loads by path
 
 
 def load(
     bundle: str | Path,
     device: str = "cpu",
-    device_memory: int | None = None,
+    device_memory: int | str | None = None,
     policy: str | None = None,
     dtype: Any = "auto",
     kv_tokens: int = 0,
     batch: int = 1,
     prefill_tokens: int = 512,
     all_logits: bool = True,
-    host_memory: int | None = None,
+    host_memory: int | str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    attn_implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model.
@@ -29,8 +37,8 @@ def load(
     Args:
         bundle: its directory, or a Hub id.
         device: where the model runs, as torch names it.
-        device_memory: bytes that all of it may take there: weights, KV cache, activations, buffers; without it, no
-            limit.
+        device_memory: bytes, or a size such as "24GiB", that all of it may take there: weights, KV cache, activations,
+            buffers; without it, no limit.
         policy: which version of each expert is served: `static:w4` (a version), `static:FILE.json` (a map),
             `static:allocation` (the map in the manifest). Without it, the most precise version that is here. In a
             budget also `uniform`, and two that change versions while serving: `hotness`, with options as
@@ -46,38 +54,46 @@ def load(
             the last alone, as `model.generate` needs them.
         host_memory: on a GPU, bytes of host memory that may be pinned for experts that come and go; without it, what
             the system has left, less a margin.
+        revision, token: of a bundle on the Hub, as transformers takes them.
+        attn_implementation: as transformers takes it.
         progress: called while experts are loaded, with the bytes that are there and the bytes in all.
 
     Raises:
         BundleError: when the bundle is damaged.
         InputError: when the policy does not fit it, or the memory does not suffice; then it names the least that would.
     """
+    chosen = parse_policy(policy)  # what can be refused at once is
+    budget, pinned = parse_size(device_memory), parse_size(host_memory)
+    if chosen.entry.needs_budget and budget is None and not os.environ.get(DEVICE_MEMORY):
+        raise InputError(f"policy {policy}: needs a memory budget: device_memory, or --device-memory")
+    path = Path(bundle)
+    if path.exists() and not (path / MANIFEST).is_file():
+        raise InputError(f"{path}: not a bundle: it has no {MANIFEST}; make one with moepack build")
+
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from moepack.runtime.planning.fixed import Workload
-    from moepack.runtime.policies.registry import parse_policy
     from moepack.runtime.store.read_ahead import loading_report
 
     from .plugin import METHOD
 
-    parse_policy(policy)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
-    path = Path(bundle)
-    if path.exists() and not (path / MANIFEST).is_file():
-        raise InputError(f"{path}: not a bundle: it has no {MANIFEST}; make one with moepack build")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {device}: {str(error).splitlines()[0]}") from None
     try:
-        config = AutoConfig.from_pretrained(bundle)
+        config = AutoConfig.from_pretrained(bundle, revision=revision, token=token)
     except (OSError, ValueError) as error:
         raise InputError(f"{bundle}: neither a bundle nor one on the Hub: {str(error).splitlines()[0]}") from None
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != METHOD:
         raise InputError(f"{bundle}: its config does not say it is a moepack bundle")
     config.quantization_config.update(
-        policy=policy, device_memory=device_memory, workload=asdict(workload), host_memory=host_memory
+        policy=policy, device_memory=budget, workload=asdict(workload), host_memory=pinned
     )
+    options: dict[str, Any] = {"revision": revision or "main", "token": token}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
     with loading_report(progress):
-        return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device)
+        return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)

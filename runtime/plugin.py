@@ -6,12 +6,14 @@ off the skeleton. After: attach the handles.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.integrations.moe import ExpertsInterface
+from transformers.quantizers import auto
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -22,7 +24,9 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import sha256_of
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
 from moepack.runtime.planning.fixed import Workload
+from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
+from moepack.runtime.policies.registry import parse_policy
 
 from .attach import attach
 
@@ -30,22 +34,33 @@ METHOD = "moepack"
 
 
 class MoepackConfig(QuantizationConfigMixin):
-    """What config.json and `moepack.load` say about serving: the policy, the device-memory budget in bytes, and what
-    that must leave room for, as `Workload` has it."""
+    """What config.json, `moepack.load` or a caller of `from_pretrained` says about serving.
+
+    Args:
+        policy, device_memory, host_memory: as of `moepack.load`. Where nobody names a policy or a budget, the
+            environment's MOEPACK_POLICY and MOEPACK_DEVICE_MEMORY do: for programs that load by path.
+        workload: what a budget must leave room for, as `Workload` has it.
+    """
 
     def __init__(
         self,
         policy: str | None = None,
-        device_memory: int | None = None,
+        device_memory: int | str | None = None,
         workload: Mapping[str, Any] | None = None,
-        host_memory: int | None = None,
+        host_memory: int | str | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # its enum lists transformers' own methods
+        parse_policy(policy)
         self.policy = policy
-        self.device_memory = device_memory
+        self.device_memory = parse_size(device_memory)
         self.workload = dict(workload or {})
-        self.host_memory = host_memory
+        self.host_memory = parse_size(host_memory)
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What `from_pretrained(bundle, quantization_config=MoepackConfig(...))` puts over config.json's."""
+        names = ("policy", "device_memory", "workload", "host_memory")
+        return {name: value for name in names if (value := getattr(self, name))}
 
 
 class MoepackQuantizer(HfQuantizer):
@@ -89,10 +104,10 @@ class MoepackQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None
-        config = self.quantization_config
-        workload = Workload(**(getattr(config, "workload", None) or {}))
-        policy, budget = getattr(config, "policy", None), getattr(config, "device_memory", None)
-        attach(model, self._bundle, policy, budget, workload, getattr(config, "host_memory", None))
+        config: Any = self.quantization_config
+        policy = config.policy or os.environ.get("MOEPACK_POLICY")
+        budget = config.device_memory or parse_size(os.environ.get("MOEPACK_DEVICE_MEMORY"))
+        attach(model, self._bundle, policy, budget, Workload(**config.workload), config.host_memory)
         return model
 
 
@@ -125,3 +140,4 @@ def _check_files(bundle: Bundle) -> None:
 register_quantization_config(METHOD)(MoepackConfig)
 register_quantizer(METHOD)(MoepackQuantizer)
 ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, MoepackConfig)  # type: ignore[assignment]

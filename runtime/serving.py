@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from moepack.pack.reader import Bundle
@@ -14,7 +15,7 @@ from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.kv_reserve import FreeReserve, KvWatch, LiveReserve
 from moepack.runtime.residency.live import Live
 
-from .step_hooks import StepHooks
+from .passes import Passes
 
 COUNTERS = (
     "promotions",
@@ -50,40 +51,45 @@ class Serving:
         self.bundle, self.policy, self.layers, self.live = bundle, policy, layers, live
         self.fixed, self.budget_bytes, self.tracker = fixed, budget, tracker
         self.caches: KvWatch | None = None
-        self._hooks: StepHooks | None = None
+        self._passes: Passes | None = None
 
-    def watch(self, model: Any, always: bool = False) -> None:
-        """Count what the router chooses, from now on; without `always`, only where a policy needs it."""
-        if self._hooks is None and (always or self.live is not None):
-            self._hooks = StepHooks(model, self.layers, self.live)
-        if self.live is not None and not always:
+    def watch(self, model: Any) -> None:
+        """Watch the model's forward passes, from now on."""
+        self._passes = Passes(model, self.layers, self.live)
+        if self.live is not None:
             weakref.finalize(model, self.live.close)
 
     def watch_caches(self, model: Any, needs: Needs) -> None:
         """Keep the caches of the model's forward passes inside the budget, from now on."""
         assert self.tracker is not None and self.budget_bytes is not None
         reserve = FreeReserve(self.tracker) if self.live is None else LiveReserve(self.live)
-        self.caches = KvWatch(model, needs, reserve, self.budget_bytes)
+        assert self._passes is not None
+        self.caches = self._passes.caches = KvWatch(model.config, needs, reserve, self.budget_bytes)
         if self.live is not None:
             self.live.each_round = self.caches.settle
 
-    def trace(self, model: Any, path: str | Path) -> None:
+    def trace(self, path: str | Path) -> None:
         """Write every step from now on into a file (trace.py)."""
-        self.watch(model, always=True)
-        assert self._hooks is not None
-        self._hooks.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
+        assert self._passes is not None
+        self._passes.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
 
     def close(self) -> None:
-        """End the trace and stop changing versions; the model goes on with those it has."""
-        if self._hooks is not None:
-            self._hooks.close()
+        """End the trace and stop changing versions. A forward pass from now on says that the model was closed."""
+        if self._passes is not None:
+            self._passes.close()
         if self.live is not None:
             self.live.close()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
     @property
     def versions(self) -> Versions:
         """The active version of every expert, by layer."""
-        return tuple(tuple(h.version.name for h in layer.handles) for layer in self.layers)
+        return tuple(tuple(h.version.name for h in layer.current.handles) for layer in self.layers)
 
     def resident_bytes(self, model: Any = None) -> int:
         """Bytes of device memory that are taken: in a budget all that is reserved, else those of weights."""

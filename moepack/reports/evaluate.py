@@ -200,7 +200,7 @@ def evaluate(
     if trace is not None:
         if serving is None:
             raise InputError(f"{path}: not a bundle: a trace needs one")
-        serving.trace(model, trace)
+        serving.trace(trace)
     room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
     reporter.stage("evaluate", len(data))
     scored = [_score(model, name, pool, batch, room, reporter) for name, pool in pools]
@@ -291,6 +291,8 @@ def negative_log_likelihood(model: Any, ids: Any, room: int) -> float:
     """
     import torch
 
+    from moepack.runtime.passes import unwatched_forward
+
     last = ids.shape[1] - 1
     decoder = getattr(model, model.base_model_prefix)
     if decoder is model or not model._supports_logits_to_keep():
@@ -304,11 +306,12 @@ def negative_log_likelihood(model: Any, ids: Any, room: int) -> float:
         hook.remove()
     # A logit takes 2 or 4 bytes as the model makes it, 4 in float32, 4 more as a logarithm.
     piece = max(1, room // (12 * len(ids) * model.config.get_text_config().vocab_size))
+    forward = unwatched_forward(model)
     loss, decoder.forward = 0.0, lambda *_, **__: kept[0]
     try:
         for start in range(0, last, piece):
             these = torch.arange(start, min(start + piece, last), device=ids.device)
-            logits = model.forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float().flatten(0, 1)
+            logits = forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float().flatten(0, 1)
             loss += float(torch.nn.functional.cross_entropy(logits, ids[:, these + 1].flatten(), reduction="sum"))
     finally:
         del decoder.forward

@@ -20,12 +20,12 @@ from . import backends
 from .backends import TILE
 
 if TYPE_CHECKING:
-    from .handles import LayerExperts
+    from .handles import Snapshot
 
 Limits = npt.NDArray[np.int64]
 
 
-def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`experts_forward` on a CPU; arguments and result as there."""
     tokens = len(hidden)
     x = (hidden if hidden.dtype in DTYPES else hidden.float()).detach().contiguous()
@@ -35,22 +35,22 @@ def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Ten
     index = top_k_index.long().contiguous()
     gates = top_k_weights.detach()
     gates = gates if gates.dtype in DTYPES else gates.float()
-    limits = backends.direct_limits(x.dtype, experts.versions)
+    limits = backends.direct_limits(x.dtype, experts.of.versions)
     many = [] if has_tiles(x.dtype) or tokens <= limits.min() else _many(index, experts, limits)
     h = _matrix(experts, 0, x, index, many, limits)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     y = _matrix(experts, 1, h.contiguous(), index, many, limits)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()
-    combine(y, index, gates.contiguous(), experts.layer.experts, out)
+    combine(y, index, gates.contiguous(), experts.of.layer.experts, out)
     return out.to(hidden.dtype)
 
 
-def _many(index: Tensor, experts: LayerExperts, limits: Limits) -> list[tuple[int, Tensor]]:
+def _many(index: Tensor, experts: Snapshot, limits: Limits) -> list[tuple[int, Tensor]]:
     """The experts with more slots than their version's limit, and their slots in order."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=experts.layer.experts)[: experts.layer.experts].tolist()
+    counts = torch.bincount(flat, minlength=experts.of.layer.experts)[: experts.of.layer.experts].tolist()
     most = limits[(experts.table & np.uint64(63)).astype(np.int64)].tolist()
     out, start = [], 0
     for expert, count in enumerate(counts):
@@ -61,17 +61,17 @@ def _many(index: Tensor, experts: LayerExperts, limits: Limits) -> list[tuple[in
 
 
 def _matrix(
-    experts: LayerExperts, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limits: Limits
+    experts: Snapshot, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limits: Limits
 ) -> Tensor:
     """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
 
     Finer than that would serve no one: a token near two experts then goes to the other than in the plain model.
     """
-    assert experts.native is not None
-    m, slots = experts.layer.matrices[matrix], index.numel()
+    assert experts.of.native is not None
+    m, slots = experts.of.layer.matrices[matrix], index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
     if sum(len(s) for _, s in many) < slots:
-        product(experts.native, matrix, experts.table, x, index, out, limits)
+        product(experts.of.native, matrix, experts.table, x, index, out, limits)
     share = slots // len(x)
     for expert, where in many:
         mine = x[where // share]
@@ -86,8 +86,8 @@ def _matrix(
                 part = torch.nn.functional.linear(mine, made.weights[matrix][first:last].to(x.dtype), part_bias)
             else:
                 tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=x.dtype)
-                number = experts.native.numbers[made.version.name]
-                unpack(experts.native, matrix, number, made.extent, tile, first)
+                number = experts.of.native.numbers[made.version.name]
+                unpack(experts.of.native, matrix, number, made.extent, tile, first)
                 part = torch.mm(mine, tile[:, : last - first])
                 part = part if part_bias is None else part.add_(part_bias)
             out[where, first:last] = part

@@ -1,7 +1,7 @@
 """The function behind transformers' experts interface, for every family: from routing to the weighted sum.
 
 Kernels read extents as they are (cpu.py, gpu.py); without those, weights are dequantised for the tokens at hand and
-dropped. Which version of an expert is active its handle says (experts.py).
+dropped. Which version of an expert is active its handle says (handles.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
 
-from .handles import LayerExperts
+from .handles import LayerExperts, Snapshot
 
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
@@ -36,38 +37,59 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
     if experts.observer is not None:
         experts.observer(top_k_index)
-    if experts.backend == "native":
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        if experts.reading is not None:
+            raise InputError(
+                "gradients need versions that stay: this policy changes them while serving; load the bundle with a "
+                "static policy to train beside it, or run the pass under torch.no_grad()"
+            )
+        return reference_forward(self, experts.current, hidden_states, top_k_index, top_k_weights)
+    if experts.reading is None:
+        return _run(self, experts.current, hidden_states, top_k_index, top_k_weights)
+    with experts.reading() as snapshot:
+        return _run(self, snapshot, hidden_states, top_k_index, top_k_weights)
+
+
+def _run(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    if experts.of.backend == "native":
         from .cpu import forward
 
-        return forward(self, experts, hidden_states, top_k_index, top_k_weights)
-    if experts.backend == "triton":
+        return forward(module, experts, hidden, top_k_index, top_k_weights)
+    if experts.of.backend == "triton":
         from . import gpu
 
-        return gpu.forward(self, experts, hidden_states, top_k_index, top_k_weights)
-    return reference_forward(self, experts, hidden_states, top_k_index, top_k_weights)
+        return gpu.forward(module, experts, hidden, top_k_index, top_k_weights)
+    return reference_forward(module, experts, hidden, top_k_index, top_k_weights)
 
 
 def reference_forward(
-    module: Any, experts: LayerExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: Any, experts: Snapshot, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """`experts_forward` in plain torch on any device: each expert's weights dequantised for its tokens."""
+    """`experts_forward` in plain torch on any device: each expert's weights dequantised for its tokens.
+
+    Differentiable by hidden states and gates; a backward pass dequantises again instead of keeping the weights.
+    """
     tokens, top_k = top_k_index.shape
     flat = top_k_index.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=experts.layer.experts).tolist()
+    counts = torch.bincount(flat, minlength=experts.of.layer.experts).tolist()
     out = hidden_states.new_zeros(tokens * top_k, hidden_states.shape[-1])
     start = 0
-    for expert, count in enumerate(counts[: experts.layer.experts]):
+    for expert, count in enumerate(counts[: experts.of.layer.experts]):
         if count:
             slots = order[start : start + count]
             x = hidden_states[slots // top_k]
-            out[slots] = _one(module, experts, expert, x)
+            out[slots] = (
+                checkpoint(_one, module, experts, expert, x, use_reentrant=False)
+                if x.requires_grad
+                else (_one(module, experts, expert, x))
+            )
             start += count
     weighted = out * top_k_weights.reshape(-1, 1)
     return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
 
-def _one(module: Any, experts: LayerExperts, expert: int, x: Tensor) -> Tensor:
+def _one(module: Any, experts: Snapshot, expert: int, x: Tensor) -> Tensor:
     """One expert on its tokens [n, hidden]."""
     linear, dtype = torch.nn.functional.linear, x.dtype
     x = linear(x, experts.weight(expert, 0, dtype), experts.bias(expert, 0, dtype))

@@ -13,25 +13,25 @@ from torch import Tensor
 from moepack.runtime.kernels.affine_triton import DECODE, PREFILL, product, route
 
 if TYPE_CHECKING:
-    from .handles import LayerExperts
+    from .handles import Snapshot
 
 
-def forward(module: Any, experts: LayerExperts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`experts_forward` on a GPU; arguments and result as there."""
     tokens, top_k = top_k_index.shape
     x = (hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()).detach().contiguous()
     if not tokens:
         return torch.empty_like(hidden)
-    count, (first, second) = experts.layer.experts, experts.layer.matrices
+    count, (first, second) = experts.of.layer.experts, experts.of.layer.matrices
     tiling = DECODE if tokens * top_k <= DECODE.tokens * count else PREFILL
     geometry = route(top_k_index.long(), count, tiling.tokens)
     handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
     h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
-    product(first, experts.forms(0), handles, geometry, x, h, tiling, fused)
+    product(first, experts.of.forms(0), handles, geometry, x, h, tiling, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     y = x.new_zeros(slots, second.rows)  # rows of experts past the last stay zero
-    product(second, experts.forms(1), handles, geometry, h, y, tiling)
+    product(second, experts.of.forms(1), handles, geometry, h, y, tiling)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y) * (top_k_index.reshape(-1, 1) < count)
     weighted = y * top_k_weights.detach().reshape(-1, 1)

@@ -1,17 +1,21 @@
 """The experts of a layer as the forward pass finds them: handles, which say which version of each is active.
 
-Publishing changes one handle; the forward pass (forward.py) reads them and nothing else. Decides nothing.
+Publishing makes a new snapshot of a layer; a forward pass (forward.py) reads the one it began with. Decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Section, Version, affine_sections
 from moepack.runtime.kernels.forms import Form, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise
@@ -42,34 +46,70 @@ class Handle:
         return self.extent.numel()
 
 
+class Snapshot:
+    """The experts of one layer as a step sees them, from its beginning to its end: it never changes.
+
+    Attributes:
+        of: the layer.
+        table: what kernels index, uint64 [experts]: an extent's address and its version's number; not to be written to.
+        handles: what is active, by expert: it keeps the extents alive.
+    """
+
+    __slots__ = ("_on_device", "handles", "of", "table")
+
+    def __init__(self, of: LayerExperts, table: npt.NDArray[np.uint64], handles: tuple[Handle, ...]) -> None:
+        self.of, self.table, self.handles = of, table, handles
+        self._on_device: dict[int, Tensor] = {}
+
+    def device_table(self) -> Tensor:
+        """The handle table on the device, int64 [experts], copied there on the stream that asks."""
+        device = self.of.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if stream not in self._on_device:
+            with torch.inference_mode(False):
+                self._on_device[stream] = torch.from_numpy(self.table.view(np.int64).copy()).to(device)
+        return self._on_device[stream]
+
+    def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
+        """One matrix of an expert's active version, [rows, cols] in `dtype`."""
+        made = self.handles[expert]
+        if made.weights:
+            return made.weights[matrix].to(dtype)
+        sections = self.of.sections[made.version.name][matrix]
+        return dequantise(made.extent, sections, self.of.layer.matrices[matrix], made.version, dtype)
+
+    def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor | None:
+        """One bias of an expert's active version, [rows] in `dtype`."""
+        bias = self.handles[expert].biases[matrix]
+        return None if bias is None else bias.to(dtype)
+
+
 class LayerExperts:
     """The handles of one layer.
 
     Attributes:
-        handles: what is active, by expert: it keeps the extents alive.
-        table: what kernels index, uint64 [experts]: an extent's address and its version's number.
+        layer, versions, device: the layer, those that handles may name by their numbers, where extents are.
+        current: what a step that begins now sees. Publishing replaces it.
+        reading: what a forward pass reads, for as long as it does; without it, what is current.
         observer: is shown the router's choice, [tokens, top_k], before the experts run; None where nobody asks.
     """
 
+    reading: Callable[[], AbstractContextManager[Snapshot]] | None = None
     observer: Callable[[Tensor], None] | None = None
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
-        """Without experts yet: `publish` gives each its first version.
-
-        Args:
-            layer: the layer.
-            versions: those that handles may name, by their numbers.
-            device: where extents are.
-        """
+        """Without experts yet: `publish` gives each its first version."""
         self.layer, self.device, self.versions = layer, device, tuple(versions)
         self._forms: dict[str, tuple[Form, ...]] = {v.name: make_forms(layer.matrices, v) for v in self.versions}
         self._number = {v.name: i for i, v in enumerate(self.versions)}
-        self._sections = {v.name: _sections(layer, v) for v in self.versions if not v.is_lossless}
-        self.table = np.zeros(layer.experts, np.uint64)
-        self._on_device: Tensor | None = None
-        self.handles: list[Handle] = []
+        self.sections = {v.name: _sections(layer, v) for v in self.versions if not v.is_lossless}
+        self.current = Snapshot(self, np.zeros(0, np.uint64), ())
         self.native = backends.native_layer(layer, self.versions, device)
         self.backend = backends.backend(device)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled or copied: handles are addresses of this process's memory."""
+        raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
     def over(self, version: Version, extent: Tensor) -> Handle:
         """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64."""
@@ -85,47 +125,27 @@ class LayerExperts:
         return self._number[version.name]
 
     def publish(self, expert: int, made: Handle) -> None:
-        """Make a version of an expert the active one: one pointer changes, and nothing else.
+        """Make a version of an expert the active one for steps that begin from now on; one thread at a time.
 
-        First versions come in the experts' order. The caller keeps the handle before alive until no forward pass can
-        still be reading it.
+        First versions come in the experts' order. A step that has begun goes on with what it saw: the caller keeps the
+        bytes of the version before alive until the last of those has ended.
         """
-        word = handle(made.extent.data_ptr(), self._number[made.version.name])
-        self.table[expert] = word
-        if self._on_device is not None:
-            self._on_device[expert] = word
-        if expert == len(self.handles):
-            self.handles.append(made)
+        before, word = self.current, handle(made.extent.data_ptr(), self._number[made.version.name])
+        if expert == len(before.handles):
+            table = np.append(before.table, np.uint64(word))
         else:
-            self.handles[expert] = made
+            table = before.table.copy()
+            table[expert] = word
+        self.current = Snapshot(self, table, (*before.handles[:expert], made, *before.handles[expert + 1 :]))
 
     def forms(self, matrix: int) -> list[Form]:
         """One matrix's form in every version, by the version's number."""
         return [self._forms[v.name][matrix] for v in self.versions]
 
-    def device_table(self) -> Tensor:
-        """The handle table on the device, int64 [experts]; publishing writes to it in place."""
-        if self._on_device is None:
-            self._on_device = torch.from_numpy(self.table.view(np.int64).copy()).to(self.device)
-        return self._on_device
-
-    def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
-        """One matrix of an expert's active version, [rows, cols] in `dtype`."""
-        made = self.handles[expert]
-        if made.weights:
-            return made.weights[matrix].to(dtype)
-        sections = self._sections[made.version.name][matrix]
-        return dequantise(made.extent, sections, self.layer.matrices[matrix], made.version, dtype)
-
-    def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor | None:
-        """One bias of an expert's active version, [rows] in `dtype`."""
-        bias = self.handles[expert].biases[matrix]
-        return None if bias is None else bias.to(dtype)
-
     @property
     def resident_bytes(self) -> int:
         """Bytes of all active versions."""
-        return sum(h.resident_bytes for h in self.handles)
+        return sum(h.resident_bytes for h in self.current.handles)
 
 
 def _sections(layer: ExpertLayer, version: Version) -> list[dict[str, Section]]:

@@ -119,13 +119,14 @@ class Needs:
         """Bytes of the cache asked for."""
         return self.kv.bytes(self.workload.kv_tokens, self.workload.batch)
 
-    def beyond(self, tokens: int, length: int, batch: int) -> int:
-        """Bytes that a pass takes more than is held back for activations."""
+    def beside(self, tokens: int, length: int, batch: int) -> int:
+        """Bytes that a pass takes beside weights and caches: one as large as asked for, what is held back."""
         asked = self.workload
-        within = tokens <= asked.prefill_tokens and length <= max(asked.kv_tokens, asked.prefill_tokens)
-        if not asked.prefill_tokens or (within and batch <= asked.batch):
+        if not asked.prefill_tokens:
             return 0
-        return max(0, self.kept + self.passes.bytes(tokens, length, batch) - self.activations)
+        takes = self.kept + self.passes.bytes(tokens, length, batch)
+        within = tokens <= asked.prefill_tokens and length <= max(asked.kv_tokens, asked.prefill_tokens)
+        return min(takes, self.activations) if within and batch <= asked.batch else takes
 
 
 def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:

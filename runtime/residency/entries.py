@@ -15,7 +15,7 @@ class Outcome(enum.Enum):
     """What became of a request for a version."""
 
     NOTHING = "nothing"  # it is active, or on its way
-    READY = "ready"  # it is resident: the next boundary publishes it
+    READY = "ready"  # it is resident: it is published next
     STARTED = "started"  # its copy has begun
     REFUSED = "refused"  # no block for it, or no budget: ask again
     BUSY = "busy"  # another copy for the expert is in flight: ask again
@@ -47,7 +47,7 @@ class Entry:
         active: the version that steps read; always one, always complete.
         complete: all that are: the active one, the one that is ready, those that are leaving, and spare ones.
         flying: the copy in flight.
-        ready: the version that the next boundary publishes.
+        ready: the version that is published next.
         leaving: versions that were active and that a step may still read.
     """
 

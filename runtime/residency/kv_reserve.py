@@ -1,16 +1,19 @@
 """The KV cache at run time: what live caches take, and a reserve in the budget that stays at or above it.
 
-Seen by hooks on the model's forward pass. Within the tokens asked for while loading nothing happens. Beyond them the
-reserve grows in steps, ahead of need, so that experts can be pushed out meanwhile; it shrinks some time after caches
-have died. A pass that needs more than is reserved waits for experts to leave, or is refused before it runs.
+`room` is around every forward pass (passes.py). Within the tokens asked for while loading nothing happens. Beyond them
+the reserve grows in steps, ahead of need, so that experts can be pushed out meanwhile; it shrinks some time after
+caches have died. A pass that needs more than is reserved waits for experts to leave, or for other passes to end, or is
+refused before it runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -110,49 +113,46 @@ class LiveReserve:
     def advance(self) -> None:
         """A round of transitions, as the worker does them: a policy that blocks has no worker."""
         self._live.transitions.tick()
-        if self._live.residency.boundary():
-            self._live.transitions.tick()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pass:
-    """A forward pass that is running: its cache, the bytes that will have, and what it takes beside."""
+    """A forward pass that is running: its cache and the bytes that will have, and what it takes beside."""
 
-    depth: int
     cache: int | None
     size: int
     beside: int
 
 
 class KvWatch:
-    """Watches a model's caches.
+    """Watches a model's caches, and what its passes take at once.
 
     Attributes:
-        waits: passes that waited for experts to leave.
+        waits: passes that waited for room: for experts to leave, or for other passes to end.
         waited: seconds they did.
     """
 
-    def __init__(self, model: Any, needs: Needs, reserve: Reserve, budget: int) -> None:
-        """Watch every forward pass of `model` from now on."""
+    def __init__(self, config: Any, needs: Needs, reserve: Reserve, budget: int) -> None:
+        """For a model of this config; `room` is to be around each of its passes."""
         self.waits, self.waited = 0, 0.0
-        self._needs, self._reserve, self._budget = needs, reserve, budget
+        self._config, self._needs, self._reserve, self._budget = config, needs, reserve, budget
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._dead: deque[int] = deque()  # a weak reference's callback may run anywhere: it takes no lock
-        self._passes: dict[int, _Pass] = {}
+        self._passes: set[_Pass] = set()
         self._lock = threading.RLock()
         self._needed_at = 0.0
-        # Before the step begins: experts leave between steps only.
-        model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     @property
     def used(self) -> int:
         """Bytes of live caches, those that running passes will leave included."""
         with self._lock:
-            self._bury()
-            ahead = {p.cache for p in self._passes.values()}
-            held = sum(size for key, (_, size) in self._caches.items() if key not in ahead)
-            return held + sum(p.size for p in self._passes.values())
+            return self._used(self._passes)
+
+    def _used(self, passes: Iterable[_Pass]) -> int:
+        self._bury()
+        ahead = {p.cache for p in passes}
+        held = sum(size for key, (_, size) in self._caches.items() if key not in ahead)
+        return held + sum(p.size for p in passes)
 
     def settle(self) -> None:
         """Give back what caches no longer need. Any thread may call it, at any time."""
@@ -171,39 +171,63 @@ class KvWatch:
             if key in self._caches and self._caches[key][0]() is None:
                 del self._caches[key]
 
-    def _beyond(self) -> int:
-        """Bytes needed beyond those asked for while loading."""
+    def _beyond(self, also: _Pass | None = None) -> int:
+        """Bytes needed beyond those asked for while loading, with all passes that run and one more.
+
+        One pass within the workload finds its activations held back. Of several at once, what all of them take counts.
+        """
         with self._lock:
-            return max(0, self.used + sum(p.beside for p in self._passes.values()) - self._needs.kv_bytes)
+            passes = [*self._passes, also] if also is not None else [*self._passes]
+            beside = max(0, sum(p.beside for p in passes) - self._needs.activations)
+            return max(0, self._used(passes) - self._needs.kv_bytes + beside)
 
     def _step(self, batch: int) -> int:
         return max(1, STEP * batch * self._needs.kv.token_bytes)
 
-    # --- hooks
+    # --- passes
 
-    def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        me = threading.get_ident()
-        if me in self._passes:  # a forward inside another belongs to it
-            self._passes[me].depth += 1
-            return
+    @contextlib.contextmanager
+    def room(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+        """Around a forward pass with these arguments: its cache and activations have room before it begins.
+
+        What it yields is told the pass's result.
+
+        Raises:
+            OutOfBudgetError: when they cannot have it.
+        """
         ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
         batch, tokens = (int(n) for n in ids.shape[:2]) if ids is not None and ids.ndim >= 2 else (1, 0)
         cache, length, size = _cache(kwargs), tokens, 0
         if cache is not None:
             size, length = self._foretold(cache, tokens, batch)
-        elif _uses_cache(model, kwargs):
+        elif _uses_cache(self._config, kwargs):
             size = self._needs.kv.bytes(tokens, batch)
-        beside = self._needs.beyond(tokens, length, batch)
-        mine = _Pass(1, None if cache is None else id(cache), size, beside)
-        with self._lock:
-            self._passes[me] = mine
+        mine = _Pass(None if cache is None else id(cache), size, self._needs.beside(tokens, length, batch))
+        self._provide(mine, tokens, length, batch)
+        caches = {} if cache is None else {id(cache): cache}
+
+        def done(out: Any) -> None:
+            made = getattr(out, "past_key_values", None)
+            if made is not None:
+                caches[id(made)] = made
+
         try:
-            self._provide(mine, tokens, length, batch)
-        except BaseException:
+            yield done
+        finally:
             with self._lock:
-                del self._passes[me]
-            raise
+                self._passes.discard(mine)
+                for key, left in caches.items():
+                    self._follow(key, left)
+                self.settle()
+
+    def _follow(self, key: int, cache: Any) -> None:
+        try:
+            reference = weakref.ref(cache, partial(_died, self._dead, key))
+        except TypeError:  # a kind that cannot be followed: counted while it is in a pass
+            return
+        self._bury()
+        self._caches[key] = reference, cache_bytes(cache)
 
     def _foretold(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
         """Bytes and tokens of a cache after a pass."""
@@ -215,55 +239,40 @@ class KvWatch:
         after = before + tokens
         return now + kv.bytes(after, batch) - kv.bytes(before, batch), after
 
-    def _after(self, model: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        me = threading.get_ident()
-        mine = self._passes.get(me)
-        if mine is None:  # refused
-            return
-        mine.depth -= 1
-        if mine.depth:
-            return
-        caches = {id(c): c for c in (_cache(kwargs), getattr(out, "past_key_values", None)) if c is not None}
-        with self._lock:
-            del self._passes[me]
-            for key, cache in caches.items():
-                try:
-                    reference = weakref.ref(cache, partial(_died, self._dead, key))
-                except TypeError:  # a kind that cannot be followed: counted while it is in a pass
-                    continue
-                self._bury()
-                self._caches[key] = reference, cache_bytes(cache)
-            self.settle()
-
     # --- growing
 
     def _provide(self, mine: _Pass, tokens: int, length: int, batch: int) -> None:
-        """See that what a pass needs is reserved, and ask for more where that comes near."""
+        """See that what a pass needs is reserved, and ask for more where that comes near; then it counts as running.
+
+        Where it is not, the pass waits: for experts to leave, or for passes that run to give theirs back.
+        """
         reserve, step = self._reserve, self._step(batch)
-        with self._lock:
-            needed = self._beyond()
-            if not needed:
-                return
-            if needed > reserve.most:
-                raise self._refused(mine, tokens, length, batch)
-            total = reserve.held + reserve.coming
-            wanted = min(reserve.most, _up(needed, step) + step)
-            if needed + step // 2 > total and wanted > total:
-                self._grow(wanted - total, max(0, needed - total))
-            self._needed_at = time.monotonic()
-            if needed <= reserve.held:
-                return
-        began = time.perf_counter()
-        self.waits += 1
-        while needed > reserve.held:
-            if time.perf_counter() - began > PATIENCE:
-                with self._lock:
-                    reserve.shrink(reserve.coming)
-                raise self._refused(mine, tokens, length, batch)
+        began: float | None = None
+        while True:
+            with self._lock:
+                needed = self._beyond(mine)
+                possible = needed <= reserve.most
+                if needed and possible:
+                    total = reserve.held + reserve.coming
+                    wanted = min(reserve.most, _up(needed, step) + step)
+                    if needed + step // 2 > total and wanted > total:
+                        self._grow(wanted - total, max(0, needed - total))
+                    self._needed_at = time.monotonic()
+                if needed <= reserve.held:
+                    self._passes.add(mine)
+                    break
+                over = began is not None and time.perf_counter() - began > PATIENCE
+                if over or not (possible or self._passes):
+                    if not self._passes:
+                        reserve.shrink(reserve.coming)
+                    raise self._refused(mine, tokens, length, batch)
+                if began is None:
+                    began = time.perf_counter()
+                    self.waits += 1
             reserve.advance()
-            if needed > reserve.held:
-                time.sleep(0.0005)
-        self.waited += time.perf_counter() - began
+            time.sleep(0.0005)
+        if began is not None:
+            self.waited += time.perf_counter() - began
 
     def _grow(self, wanted: int, least: int) -> None:
         for size in (wanted, least):
@@ -275,21 +284,27 @@ class KvWatch:
                 continue
 
     def _refused(self, mine: _Pass, tokens: int, length: int, batch: int) -> InputError:
-        room = self._needs.kv_bytes + self._reserve.most
-        with self._lock:
-            others = self.used - mine.size + sum(p.beside for p in self._passes.values()) - mine.beside
         kv, needs = self._needs.kv, self._needs
+        with self._lock:
+            caches = self._used([*self._passes, mine]) - mine.size  # the others'
+            beside = sum(p.beside for p in self._passes)
+        room = self._reserve.most + needs.kv_bytes - caches
         per = (mine.size / kv.bytes(length, batch)) if mine.size else 0.0
+
+        def takes(middle: int) -> float:
+            here = needs.beside(min(tokens, middle), middle, batch)
+            return per * kv.bytes(middle, batch) + max(0, beside + here - needs.activations)
+
         low, high = 0, length
         while low < high:
             middle = (low + high + 1) // 2
-            takes = per * kv.bytes(middle, batch) + needs.beyond(min(tokens, middle), middle, batch)
-            low, high = (middle, high) if others + takes <= room else (low, middle - 1)
+            low, high = (middle, high) if takes(middle) <= room else (low, middle - 1)
         sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
+        more = max(0, beside + mine.beside - needs.activations)
         return InputError(
-            f"a forward pass over {length} tokens of {sequences} needs {mine.size} bytes of KV cache and {mine.beside} "
+            f"a forward pass over {length} tokens of {sequences} needs {mine.size} bytes of KV cache and {more} "
             "more than is held back for activations: beside the experts at their least and other caches the budget of "
-            f"{self._budget} bytes has {max(0, room - others)}, which holds {low} tokens"
+            f"{self._budget} bytes has {max(0, room)}, which holds {low} tokens"
         )
 
 
@@ -306,6 +321,6 @@ def _cache(kwargs: dict[str, Any]) -> Any:
     return kwargs.get("cache_params") if cache is None else cache
 
 
-def _uses_cache(model: Any, kwargs: dict[str, Any]) -> bool:
+def _uses_cache(config: Any, kwargs: dict[str, Any]) -> bool:
     wanted = kwargs.get("use_cache")
-    return bool(getattr(model.config.get_text_config(), "use_cache", True) if wanted is None else wanted)
+    return bool(getattr(config.get_text_config(), "use_cache", True) if wanted is None else wanted)

@@ -1,16 +1,18 @@
 """A bundle served by a policy that changes versions: pools, steps, the worker that carries transitions out.
 
-Here the parts meet: the plan, the policy, residency and its transitions, the device. The forward pass calls `begin`,
-`demand` before each layer's experts, and `end`; under a policy that does not block none of them waits for a copy.
+Here the parts meet: the plan, the policy, residency and its transitions, the device. A forward pass is a `step`, and
+calls `demand` before each layer's experts; under a policy that does not block neither waits for a copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from moepack.pack.errors import InputError, MoepackError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice
-from moepack.runtime.experts.handles import Handle, LayerExperts
+from moepack.runtime.experts.handles import Handle, LayerExperts, Snapshot
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
@@ -34,6 +36,7 @@ from moepack.runtime.store.files import BackingStore
 from .demand import load_now
 from .pools import Pool
 from .residency import Residency
+from .steps import Step
 from .transitions import Transitions
 
 log = logging.getLogger("moepack.runtime")
@@ -113,7 +116,7 @@ class Live:
         pools = self._pools()
         self.residency = Residency(
             plan.experts, plan.low, lambda p, v: pools[v, plan.sizes[p][v]], self._fetch, self._make, self._publish,
-            self.device.mark, plan.keep,
+            self.device.mark, plan.keep, lambda: tuple(layer.current for layer in self.layers),
         )  # fmt: skip
         self.transitions = Transitions(self.residency, self.tracker, list(pools.values()), plan.reserve)
         try:
@@ -128,6 +131,9 @@ class Live:
         self._counts = [np.zeros(n, np.int64) for n in plan.experts]
         self._seen_at, self._seen_room = 0.0, [-1]
         self._one_at_a_time = threading.RLock()
+        self._mine = threading.local()
+        for position, layer in enumerate(self.layers):
+            layer.reading = partial(self._reading, position)
         self._closing = False
         self._patience = self.policy.patience
         self._worker = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
@@ -190,22 +196,39 @@ class Live:
 
     # --- steps
 
-    def begin(self) -> int:
-        """Begin a step. Under a policy that blocks, one runs at a time."""
-        if self.policy.blocking:
-            self._one_at_a_time.acquire()
-        return self.residency.begin()
+    @contextlib.contextmanager
+    def step(self) -> Iterator[Step]:
+        """Around a forward pass: it reads one snapshot, and blocks drain behind it, however it ends.
 
-    def end(self, step: int, counts: Sequence[npt.NDArray[np.int64]]) -> None:
-        """End a step in which the router chose experts so often, int64 [experts] a layer."""
-        self.residency.end(step)
-        if self.policy.blocking:
-            self._one_at_a_time.release()
+        Inside a step of the same thread it is that one. Under a policy that blocks, one runs at a time.
+        """
+        running: Step | None = getattr(self._mine, "step", None)
+        if running is not None:
+            yield running
             return
-        with self._counts_lock:
-            for mine, new in zip(self._counts, counts, strict=True):
-                mine += new
-        self._wake.set()
+        with self._one_at_a_time if self.policy.blocking else contextlib.nullcontext():
+            number, snapshots = self.residency.begin()
+            counts = [np.zeros(n, np.int64) for n in self.plan.experts]
+            step = self._mine.step = Step(number, snapshots, counts)
+            try:
+                yield step
+            finally:
+                self._mine.step = None
+                self.residency.end(number)
+                self._add(counts)
+
+    def _add(self, counts: list[npt.NDArray[np.int64]]) -> None:
+        if not self.policy.blocking:
+            with self._counts_lock:
+                for mine, new in zip(self._counts, counts, strict=True):
+                    mine += new
+            self._wake.set()
+
+    @contextlib.contextmanager
+    def _reading(self, position: int) -> Iterator[Snapshot]:
+        """What a layer's experts read: a pass that began outside any step is one for each of its layers."""
+        with self.step() as step:
+            yield self.layers[position].current if self.policy.blocking else step.snapshots[position]
 
     def demand(self, position: int, counts: npt.NDArray[np.int64]) -> None:
         """Before a layer's experts run: under a policy that blocks, load what it wants and wait."""
@@ -249,8 +272,6 @@ class Live:
             if wanted is not None:
                 self.transitions.want(wanted, self.policy.worth)
         self.transitions.tick()
-        if self.residency.boundary():
-            self.transitions.tick()
 
     def grow_kv(self, size: int) -> bool:
         """Ask for `size` bytes more for the KV cache; whether they are there already (transitions.py)."""

@@ -1,9 +1,9 @@
 """Versioned residency: which versions of each expert are in device memory, and which one its handle points to.
 
-Blocks are taken from pools and filled by `fetch`; a version is published between steps and only once its fetch
-has ended well; the one before it is spare after the last step that could read it, and its block goes when somebody
-needs the bytes. Decides nothing about which version is wanted (transitions.py carries that out), and knows neither
-torch modules nor files.
+Blocks are taken from pools and filled by `fetch`; a version is published once its fetch has ended well, for steps that
+begin from then on: those that run keep the snapshot they began with. The version before is spare after the last step
+that could read it, and its block goes when somebody needs the bytes. Decides nothing about which version is wanted
+(transitions.py carries that out), and knows neither torch modules nor files.
 
 Versions are numbers, 0 the most precise; there may be any number of them. Every expert has one active version,
 complete, at every moment: a transition in either direction brings the new version first and lets the old one go later.
@@ -38,6 +38,7 @@ class Residency:
         mark: an event that ends with the compute issued until now.
         keeps_base: whether the base version stays in memory beside a better one: a demotion to it is then one
             publication, and never needs a block.
+        snapshot: what a step that begins now will see of all handles.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class Residency:
         publish: Callable[[Key, Any], None],
         mark: Callable[[], Event],
         keeps_base: bool = False,
+        snapshot: Callable[[], Any] = lambda: None,
     ) -> None:
         self.experts, self.base, self.keeps_base = tuple(experts), base, keeps_base
         self.pool, self._fetch, self._make, self._publish, self._mark = pool, fetch, make, publish, mark
+        self._snapshot = snapshot
         self._lock = threading.RLock()
         self.entries: dict[Key, Entry] = {}
         self._flying: dict[Key, None] = {}
@@ -91,17 +94,13 @@ class Residency:
 
     # --- steps
 
-    def begin(self) -> int:
-        """Begin a step: publish what is ready, and keep every handle as it is until `end`. Returns its number.
-
-        Where another step is running, nothing is published: its versions do not change under it.
-        """
+    def begin(self) -> tuple[int, Any]:
+        """Begin a step. Returns its number, and the snapshot of all handles that it reads until `end`."""
         with self._lock:
-            self.boundary()
             self._steps.begun += 1
             self.counts.steps += 1
             self._steps.open.add(self._steps.begun)
-            return self._steps.begun
+            return self._steps.begun, self._snapshot()
 
     def end(self, step: int) -> None:
         """End a step: what only it could read may go once its compute has ended."""
@@ -110,12 +109,11 @@ class Residency:
             self._steps.open.discard(step)
             if not mark.done():
                 self._steps.ended[step] = mark
+                self._steps.oldest()  # drops marks that are done: nobody else may be asking
 
-    def boundary(self) -> int:
-        """Publish what is ready, unless a step is running; returns how many versions were published."""
+    def publish_ready(self) -> int:
+        """Publish what is ready, for steps that begin from now on; returns how many versions were published."""
         with self._lock:
-            if self._steps.open:
-                return 0
             keys = list(self._ready)
             for key in keys:
                 self._switch(key)
@@ -178,7 +176,7 @@ class Residency:
     # --- transitions
 
     def start(self, key: Key, version: int) -> Outcome:
-        """Ask for a version of an expert. Never waits; `poll` and a boundary do the rest."""
+        """Ask for a version of an expert. Never waits; `poll` and `publish_ready` do the rest."""
         with self._lock:
             entry = self.entries[key]
             if entry.flying is not None:

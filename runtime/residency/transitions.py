@@ -114,9 +114,12 @@ class Transitions:
         with self._lock:
             for key, version, error in self.residency.poll(lambda key, version: self._target(key) == version):
                 self.note_failure(key, version, error)
+            self.residency.publish_ready()
             self.residency.reclaim()
             if not self.kv_asked or self._settle_kv():
                 self._admit()
+            if self.residency.publish_ready():  # versions that were there already
+                self.residency.reclaim()
 
     def _admit(self) -> None:
         """Begin the updates that fit, in their order; evict for those that do not.

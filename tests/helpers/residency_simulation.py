@@ -93,6 +93,9 @@ def pattern(key: Key, version: int) -> int:
     return 1 + (key[0] * max(EXPERTS) + key[1]) * 4 + version
 
 
+Seen = dict[Key, tuple[int, Tensor]]
+
+
 class Simulation:
     """A residency and its transitions over a simulated device, with what readers see."""
 
@@ -101,9 +104,10 @@ class Simulation:
         self.now = 0.0
         self.loading = True
         self.jobs: list[tuple[SimEvent, Key, int, Tensor]] = []
-        self.seen: dict[Key, tuple[int, Tensor]] = {}  # the handle table: version and bytes
-        self.readers: dict[int, dict[Key, tuple[int, Tensor]]] = {}  # windows that run
-        self.draining: list[tuple[SimEvent, dict[Key, tuple[int, Tensor]]]] = []  # compute that goes on
+        self.seen: Seen = {}  # the handle table: version and bytes; another one after each publication
+        self.readers: dict[int, Seen] = {}  # steps that run, and what they see
+        self.began: dict[int, Seen] = {}  # what they saw when they began
+        self.draining: list[tuple[SimEvent, Seen]] = []  # compute that goes on
         self.marks: list[SimEvent] = []
         self.finished: set[tuple[Key, int, int]] = set()  # (key, version, address) whose copy's event has ended well
         self.memories: list[Tensor] = []
@@ -117,7 +121,7 @@ class Simulation:
             self.pools.append(Pool(f"v{version}", pages * PAGE, blocks, self.tracker, memory))
         self.residency = Residency(
             EXPERTS, kind.base, lambda p, v: self.pools[v], self.fetch, lambda k, v, t: (v, t), self.publish,
-            self.mark, kind.keeps_base,
+            self.mark, kind.keeps_base, lambda: self.seen,
         )  # fmt: skip
         self.transitions = Transitions(
             self.residency, self.tracker, self.pools, kind.reserve * PAGE, clock=lambda: self.now
@@ -132,7 +136,7 @@ class Simulation:
         for reader in [*self.readers.values(), *(r for _, r in self.draining)]:
             for owner, (_, tensor) in reader.items():
                 if _overlap(tensor, target):
-                    raise Violation(f"5: {key} is copied over what a window still reads of {owner}")
+                    raise Violation(f"5: {key} is copied over what a step still reads of {owner}")
         event = SimEvent()
         target[: len(target) // 2] = pattern(key, version)
         target[len(target) // 2 :] = 0  # half copied
@@ -165,27 +169,26 @@ class Simulation:
         return self.marks.pop() if self.marks else SimEvent(ended=True)
 
     def publish(self, key: Key, handle: tuple[int, Tensor]) -> None:
-        if self.readers:
-            raise Violation("5: a version is published while a window runs")
         version, tensor = handle
         if (key, version, tensor.data_ptr()) not in self.finished:
             raise Violation(f"5: version {version} of {key} is published before its copy has ended")
-        self.seen[key] = handle
+        self.seen = {**self.seen, key: handle}
 
-    # --- windows
+    # --- steps
 
     def begin(self) -> int:
-        window = self.residency.begin()
-        self.readers[window] = dict(self.seen)
-        return window
+        step, seen = self.residency.begin()
+        self.readers[step], self.began[step] = seen, dict(seen)
+        return int(step)
 
-    def end(self, window: int, compute_goes_on: bool) -> None:
-        reader = self.readers.pop(window)
+    def end(self, step: int, compute_goes_on: bool) -> None:
+        reader = self.readers.pop(step)
+        del self.began[step]
         if compute_goes_on:
             mark = SimEvent()
             self.marks.append(mark)
             self.draining.append((mark, reader))
-        self.residency.end(window)
+        self.residency.end(step)
 
     # --- what must hold
 
@@ -196,6 +199,8 @@ class Simulation:
         taken += sum(p.taken * p.block_bytes + p.spare_bytes for p in self.pools)
         if taken != self.tracker.reserved or sum(self.tracker.named().values()) != taken:
             raise Violation("2: what is taken is not what is reserved")
+        if any(seen[k] is not v for step, seen in self.readers.items() for k, v in self.began[step].items()):
+            raise Violation("1: a step sees two epochs")
         readers = [self.seen, *self.readers.values(), *(r for _, r in self.draining)]
         known: set[tuple[int, int, int]] = set()
         for key, (version, tensor) in itertools.chain.from_iterable(r.items() for r in readers):

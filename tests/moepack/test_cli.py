@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import tiny_models
 
-from moepack.cli import main, parse_size
+from moepack.cli import main
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
+from moepack.runtime.planning.sizes import parse_size
 
 Run = Callable[..., tuple[int, str, str]]
 RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\nversions: [bf16, w2]\n"

@@ -36,13 +36,13 @@ def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: tor
             want = [m.weight for m in decode_lossless(opened.layers[1].matrices, opened.extent("bf16", 1, expert))]
             for m in range(2):
                 assert torch.equal(
-                    layer.weight(expert, m, torch.bfloat16).view(torch.uint16), torch.from_numpy(want[m])
+                    layer.current.weight(expert, m, torch.bfloat16).view(torch.uint16), torch.from_numpy(want[m])
                 )
         else:
             decoded = decode_affine(opened.layers[1].matrices, described, opened.extent(version, 1, expert))
             for m in range(2):
                 exact = torch.from_numpy(decoded[m].dequantise(described))
-                assert torch.equal(layer.weight(expert, m, dtype), exact.to(dtype))
+                assert torch.equal(layer.current.weight(expert, m, dtype), exact.to(dtype))
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
@@ -81,9 +81,9 @@ def test_mixed_versions_in_one_layer(bundle: Path) -> None:
     for position, layer in enumerate(opened.layers):
         module, handles = plain.get_submodule(layer.module), ours.get_submodule(layer.module)._moepack
         for e in range(16):
-            assert handles.handles[e].version.name == table[position][e]
-            module.gate_up_proj.data[e] = handles.weight(e, 0, torch.float32)
-            module.down_proj.data[e] = handles.weight(e, 1, torch.float32)
+            assert handles.current.handles[e].version.name == table[position][e]
+            module.gate_up_proj.data[e] = handles.current.weight(e, 0, torch.float32)
+            module.down_proj.data[e] = handles.current.weight(e, 1, torch.float32)
     ids = torch.randint(1, 4000, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         want, got = plain(ids).logits, ours(ids).logits

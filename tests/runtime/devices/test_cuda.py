@@ -352,7 +352,7 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.moepack.close()
     lossless = 0
     for p, layer in enumerate(live.layers):
-        for e, handle in enumerate(layer.handles):
+        for e, handle in enumerate(layer.current.handles):
             extent = live.store.bundle.extent(handle.version.name, p, e)
             if not handle.version.is_lossless:
                 assert np.array_equal(handle.extent.numpy(), extent)

@@ -340,9 +340,9 @@ def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
                 limits[:] = 1 << 40
             x = activations(tokens, m.cols, dtype, seed=matrix)
             out = torch.full((10 * tokens, m.rows), torch.nan, dtype=dtype)
-            native.product(experts.native, matrix, experts.table, x, index, out, limits)
+            native.product(experts.native, matrix, experts.current.table, x, index, out, limits)
             for e in range(10):
-                want = x.double() @ experts.weight(e, matrix, torch.float32).double().T
+                want = x.double() @ experts.current.weight(e, matrix, torch.float32).double().T
                 assert relative(out[e::10], want.numpy()) <= TOLERANCE[dtype], (names[e], dtype)
 
 
@@ -368,16 +368,16 @@ def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: 
     index[: tokens // 2, 0] = 3  # one busy expert
     gates = torch.rand(tokens, 4, generator=generator).to(dtype)
     with torch.inference_mode():
-        want = reference_forward(module, experts, x, index, gates)
-        got = cpu.forward(module, experts, x, index, gates)
-        assert torch.equal(got, cpu.forward(module, experts, x, index, gates))
+        want = reference_forward(module, experts.current, x, index, gates)
+        got = cpu.forward(module, experts.current, x, index, gates)
+        assert torch.equal(got, cpu.forward(module, experts.current, x, index, gates))
         assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
-        before, other = experts.table.copy(), model.model.layers[1].mlp.experts._moepack.handles[0]
+        before, other = experts.current.table.copy(), model.model.layers[1].mlp.experts._moepack.current.handles[0]
         experts.publish(0, other)
-        changed = experts.table != before
+        changed = experts.current.table != before
         assert changed.tolist() == [True] + [False] * 15
-        want = reference_forward(module, experts, x, index, gates)
-        got = cpu.forward(module, experts, x, index, gates)
+        want = reference_forward(module, experts.current, x, index, gates)
+        got = cpu.forward(module, experts.current, x, index, gates)
         assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
 
 

@@ -101,11 +101,11 @@ def test_the_forward_is_the_references(bundle: Path) -> None:
     assert gpu._fuses(module)
     with torch.inference_mode():
         for _ in range(2):
-            want = reference_forward(module, experts, x, index, gates)
-            got = gpu.forward(module, experts, x, index, gates)
+            want = reference_forward(module, experts.current, x, index, gates)
+            got = gpu.forward(module, experts.current, x, index, gates)
             assert relative(got.cpu(), want.double().cpu().numpy()) <= 1e-5
-            experts.publish(1, model.model.layers[1].mlp.experts._moepack.handles[1])
-            assert experts.handles[1].version.name == "w2"
+            experts.publish(1, model.model.layers[1].mlp.experts._moepack.current.handles[1])
+            assert experts.current.handles[1].version.name == "w2"
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -75,12 +75,12 @@ def check_exact(model: Any, bundle: Path) -> int:
     """Every active version is what the bundle holds, bit by bit; returns how many are lossless."""
     opened, lossless = open_bundle(bundle), 0
     for position, layer in enumerate(model.moepack.layers):
-        for e, handle in enumerate(layer.handles):
+        for e, handle in enumerate(layer.current.handles):
             extent = opened.extent(handle.version.name, position, e)
             if handle.version.is_lossless:
                 lossless += 1
                 for m, want in enumerate(decode_lossless(layer.layer.matrices, extent)):
-                    got = layer.weight(e, m, torch.bfloat16).view(torch.uint16)
+                    got = layer.current.weight(e, m, torch.bfloat16).view(torch.uint16)
                     assert torch.equal(got, torch.from_numpy(want.weight))
             else:
                 assert torch.equal(handle.extent, torch.from_numpy(extent.copy()))
@@ -111,7 +111,7 @@ def test_no_weight_buffer_comes_from_the_allocator_after_loading(bundle: Path, m
         start = pool._memory.tensor.data_ptr()
         spans.append((start, start + len(pool._memory.tensor)))
     for layer in live.layers:
-        for handle in layer.handles:
+        for handle in layer.current.handles:
             at = handle.extent.data_ptr()
             assert any(a <= at and at + handle.extent.numel() <= b for a, b in spans) and at % 64 == 0
     model.moepack.close()
@@ -395,16 +395,13 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
     def serve(seed: int) -> None:
         rng = random.Random(seed)
         while time.monotonic() < stop:
-            window = live.begin()
-            handles = [list(layer.handles) for layer in live.layers]
-            before = [_digest(h) for row in handles for h in row]
-            time.sleep(rng.random() * 0.01)
-            if [_digest(h) for row in handles for h in row] != before:
-                problems.append("bytes changed under a window")
-            if any(h is not g for row, layer in zip(handles, live.layers, strict=True)
-                   for h, g in zip(row, layer.handles, strict=True)):  # fmt: skip
-                problems.append("a handle changed in a window")
-            live.end(window, [torch.ones(16, dtype=torch.int64).numpy()] * 4)
+            with live.step() as step:
+                seen = [(h, _digest(h)) for snapshot in step.snapshots for h in snapshot.handles]
+                time.sleep(rng.random() * 0.01)
+                if any(_digest(h) != before for h, before in seen):
+                    problems.append("bytes changed under a step")
+                for counts in step.counts:
+                    counts += 1
             if live.tracker.reserved > live.plan.budget:
                 problems.append("over the budget")
             time.sleep(rng.random() * 0.004)

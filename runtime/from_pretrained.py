@@ -1,0 +1,30 @@
+"""Teaches transformers' `from_pretrained` the keywords `policy` and `device_memory`, which it would hand to the model.
+
+Imported right after `transformers.modeling_utils` is (`moepack.hook` sees to that).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+
+KEYWORDS = ("policy", "device_memory", "host_memory")
+WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
+_kind: Any = PreTrainedModel
+_original = _kind.from_pretrained.__func__
+
+
+@functools.wraps(_original)
+def _from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.keys() & set(KEYWORDS):
+        from .plugin import MoepackConfig
+
+        mine = {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}
+        workload = {name: kwargs.pop(name) for name in WORKLOAD if name in kwargs}
+        kwargs["quantization_config"] = MoepackConfig(**mine, workload=workload)
+    return _original(cls, *args, **kwargs)
+
+
+_kind.from_pretrained = classmethod(_from_pretrained)

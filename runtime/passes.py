@@ -1,0 +1,176 @@
+"""Around every forward pass of a served model: a step, room for its cache and activations, router counts, the trace.
+
+The model and its decoder get a class whose `forward` is wrapped: torch does not run a hook after a pass that was
+interrupted, nor where `forward` is called by its name. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle
+from moepack.runtime.experts.handles import LayerExperts, Snapshot
+from moepack.runtime.residency.kv_reserve import KvWatch
+from moepack.runtime.residency.live import Live
+
+from .trace import Record, TraceWriter
+
+Counts = list[npt.NDArray[np.int64]]
+
+
+@functools.cache
+def _watched(kind: type) -> type:
+    """A class of models whose forward runs inside `Passes.around`; otherwise `kind`, by its name too."""
+
+    @functools.wraps(kind.forward)  # type: ignore[attr-defined]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        with self._moepack_passes.around(self, args, kwargs) as done:
+            out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            done(out)
+            return out
+
+    def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
+        """Bytes of parameters and buffers, and of the experts."""
+        own = kind.get_memory_footprint(self, return_buffers)  # type: ignore[attr-defined]
+        return int(own + self._moepack_passes.expert_bytes())
+
+    def refuse(self: Any, *_: Any) -> Any:
+        """A loaded bundle is not pickled or copied."""
+        self._moepack_passes.refuse_copies()
+
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    changed = {"forward": forward, "get_memory_footprint": get_memory_footprint, "__reduce_ex__": refuse}
+    return type(kind.__name__, (kind,), {**names, **changed})
+
+
+def unwatched_forward(model: Any) -> Callable[..., Any]:
+    """A model's own forward: for a part of a pass that has been watched already."""
+    watched = "_moepack_passes" in model.__dict__
+    kind: Any = type(model).__mro__[1]
+    return functools.partial(kind.forward, model) if watched else model.forward
+
+
+class Passes:
+    """Watches a model's forward passes. A pass that another thread begins meanwhile is a step of its own."""
+
+    def __init__(self, model: Any, layers: Sequence[LayerExperts], live: Live | None) -> None:
+        self.caches: KvWatch | None = None
+        self._closed, self._process = False, os.getpid()
+        self._layers, self._live = tuple(layers), live
+        self._running = threading.local()
+        self._trace: TraceWriter | None = None
+        self._resident: Callable[[], int] = lambda: 0
+        self._written, self._began = 0, time.monotonic()
+        self._lock = threading.Lock()
+        if live is not None:
+            self._observe()
+        decoder = getattr(model, model.base_model_prefix, model)
+        for module in (model,) if decoder is model else (model, decoder):
+            module._moepack_passes = self
+            module.__class__ = _watched(type(module))  # type: ignore[arg-type]
+
+    def _observe(self) -> None:
+        for position, layer in enumerate(self._layers):
+            layer.observer = partial(self._saw, position)
+
+    @contextlib.contextmanager
+    def around(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+        """Around one forward of the model or of its decoder; what it yields is told the result."""
+        running = self._running
+        if getattr(running, "counts", None) is not None:  # a forward inside another belongs to its step
+            yield lambda out: None
+            return
+        self._check()
+        with contextlib.ExitStack() as stack:
+            done = stack.enter_context(self.caches.room(args, kwargs)) if self.caches else lambda out: None
+            step = stack.enter_context(self._live.step()) if self._live else None
+            counts = step.counts if step else [np.zeros(x.layer.experts, np.int64) for x in self._layers]
+            running.counts = counts
+            try:
+                yield done
+            finally:
+                running.counts = None
+        if self._trace is not None:
+            self._write(counts, step.snapshots if step else tuple(layer.current for layer in self._layers))
+
+    def _check(self) -> None:
+        if self._closed:
+            raise InputError("this model was closed: load the bundle again")
+        if self._process != os.getpid() and (self._live is not None or self.caches is not None):
+            raise InputError("a bundle served in a budget stays with the process that loaded it: load it in the child")
+
+    def expert_bytes(self) -> int:
+        """Bytes of all active versions."""
+        return sum(layer.resident_bytes for layer in self._layers)
+
+    def refuse_copies(self) -> NoReturn:
+        """Say what a copy or a pickle of the model is told."""
+        raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
+
+    def _saw(self, position: int, top_k_index: Tensor) -> None:
+        counts = getattr(self._running, "counts", None)
+        if counts is None:
+            return  # an experts module that was called by itself
+        experts = self._layers[position].layer.experts
+        chosen = torch.bincount(top_k_index.reshape(-1), minlength=experts)[:experts].cpu().numpy()
+        counts[position] += chosen
+        if self._live is not None:
+            self._live.demand(position, chosen)
+
+    def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
+        """Write every step from now on into a file; `resident` gives the bytes that are taken."""
+        self.end_trace()
+        self._observe()
+        layers = [(layer.index, layer.experts) for layer in bundle.layers]
+        self._resident = resident
+        self._trace = TraceWriter(Path(path), policy, layers, [v.name for v in bundle.manifest.versions])
+
+    def _write(self, counts: Counts, seen: Sequence[Snapshot]) -> None:
+        live, now = self._live, time.monotonic()
+        queues = live.transitions.queues() if live is not None else None
+        with self._lock:
+            if self._trace is None:
+                return
+            self._written += 1
+            record = Record(
+                self._written,
+                now - self._began,
+                [[x.of.number(h.version) for h in x.handles] for x in seen],
+                [c.tolist() for c in counts],
+                queues.updates if queues else 0,
+                queues.evictions if queues else 0,
+                queues.in_flight if queues else 0,
+                live.device.moved if live is not None else 0,
+                self._resident(),
+                live.transitions.refusals if live is not None else 0,
+                live.waits if live is not None else 0,
+            )
+            self._trace.write(record)
+
+    def close(self) -> None:
+        """End the trace, and serve no more."""
+        self._closed = True
+        self.end_trace()
+
+    def end_trace(self) -> None:
+        """Close the trace's file."""
+        with self._lock:
+            if self._trace is not None:
+                self._trace.close()
+            self._trace = None

@@ -1,0 +1,26 @@
+"""Sizes as people write them: 24GiB, 1.5g, 4096."""
+
+from __future__ import annotations
+
+from moepack.pack.errors import InputError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(size: str | int | None) -> int | None:
+    """Bytes of a size; a number is one of bytes.
+
+    Raises:
+        InputError: for what is none.
+    """
+    if size is None:
+        return None
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    text = size if isinstance(size, str) else ""
+    number = text.strip().lower().removesuffix("b")
+    unit = number.lstrip("0123456789.")
+    try:
+        return int(float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()])
+    except (KeyError, ValueError):
+        raise InputError(f"size {size!r} is not a number of bytes, nor one with KB, MiB, GB ... after it") from None

@@ -1,0 +1,216 @@
+"""Forward passes as steps: however they begin and end, from several threads; and what all of them take together."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moepack
+from moepack.reports.plan import plan
+
+FAST = "hotness:hi=bf16,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
+
+
+def ids(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def model(bundle: Path) -> Any:
+    least = plan(bundle, 0, policy=FAST, prefill_tokens=64).least_bytes
+    made = moepack.load(bundle, policy=FAST, device_memory=least + 3_000_000, prefill_tokens=64)
+    yield made
+    made.moepack.close()
+
+
+def busy(model: Any, threads: int, seconds: float) -> int:
+    """Promotions while so many threads run passes that overlap all the time, and what is hot keeps changing."""
+    stop, wrong = time.monotonic() + seconds, []
+    live = model.moepack.live
+    before = live.residency.counts.promotions
+
+    def work(number: int) -> None:
+        seed = number
+        try:
+            with torch.inference_mode():
+                while time.monotonic() < stop:
+                    seed += threads
+                    tokens = 1 + (int(10 * time.monotonic()) % 2) * 2000 + ids(48, seed) % 1500
+                    if not torch.isfinite(model(tokens, use_cache=False).logits).all():
+                        wrong.append("not finite")
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong, wrong[:3]
+    return int(live.residency.counts.promotions - before)
+
+
+def test_passes_that_overlap_do_not_starve_promotions(model: Any) -> None:
+    """With publication between steps only, 319 passes that overlapped gave none; the rest is the machine's cores."""
+    live = model.moepack.live
+    done = threading.Event()
+
+    def always() -> None:
+        """A step is open at every moment: two take turns, each ending after the other has begun."""
+        first = live.step()
+        first.__enter__()
+        while not done.is_set():
+            second = live.residency.begin()
+            first.__exit__(None, None, None)
+            first = live.step()
+            first.__enter__()
+            live.residency.end(second[0])
+        first.__exit__(None, None, None)
+
+    thread = threading.Thread(target=always)
+    thread.start()
+    try:
+        promotions = busy(model, 2, 3.0)
+    finally:
+        done.set()
+        thread.join()
+    counters = model.moepack.counters()
+    assert promotions > 20 and counters["forward_waits"] == 0
+    assert live.tracker.peak <= live.plan.budget
+
+
+def open_steps(model: Any) -> int:
+    residency = model.moepack.live.residency
+    return len(residency._steps.open)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+@pytest.mark.parametrize("policy", [FAST, "lru:hi=bf16,lo=w2"])
+def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str, error: type[BaseException]) -> None:
+    least = plan(bundle, 0, policy=policy, prefill_tokens=64).least_bytes
+    model = moepack.load(bundle, policy=policy, device_memory=least + 2_000_000, prefill_tokens=64)
+
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
+    for call in (model, model.forward, model.model, model.model.forward):
+        with pytest.raises(error), torch.inference_mode():
+            call(ids(20))
+        assert open_steps(model) == 0 and not model.moepack.caches._passes
+    hook.remove()
+    out: list[Any] = []  # under lru, passes take turns by a lock: another thread finds it free
+
+    def again() -> None:
+        with torch.inference_mode():
+            out.append(model(ids(20)).logits)
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    thread.join(30)
+    assert out and torch.isfinite(out[0]).all()
+    model.moepack.close()
+
+
+def test_every_way_to_run_a_pass_is_a_step(model: Any) -> None:
+    """One number for the model, its decoder, and their `forward`; one for each layer where experts are called alone."""
+    residency = model.moepack.live.residency
+    x, expert = ids(8), model.model.layers[1].mlp.experts
+    with torch.inference_mode():
+        for call in (model, model.forward, model.model, model.model.forward):
+            before = residency.counts.steps
+            call(x)
+            assert residency.counts.steps == before + 1 and open_steps(model) == 0
+        before = residency.counts.steps
+        expert(torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
+        assert residency.counts.steps == before + 1
+        with model.moepack.live.step():
+            model(x)
+            assert residency.counts.steps == before + 2, "what runs inside a step belongs to it"
+
+
+def test_a_step_sees_one_epoch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two layers of a pass all experts are switched: the pass goes on with what it began with."""
+    live = model.moepack.live
+    live.device.limit(None)
+    seen: list[set[str]] = []
+
+    def switch(*_: Any) -> None:
+        keys = list(live.residency.entries)
+        high = live.plan.high
+        live.transitions.want(dict.fromkeys(keys[::2], high))
+        end = time.monotonic() + 10
+        while sum(e.active == high for e in live.residency.entries.values()) < 8:
+            live.transitions.tick()
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        seen.append({h.version.name for layer in live.layers for h in layer.current.handles})
+
+    with torch.inference_mode():
+        want = model(ids(24), use_cache=False).logits
+        versions = model.moepack.versions
+        hook = model.model.layers[1].register_forward_pre_hook(switch)
+        got = model(ids(24), use_cache=False).logits
+        hook.remove()
+        after = model(ids(24), use_cache=False).logits
+    assert all(name == "w2" for row in versions for name in row) and seen == [{"w2", "bf16"}]
+    assert torch.equal(got, want), "the pass under which versions changed"
+    assert not torch.equal(after, want)
+
+
+def test_the_model_is_let_go_at_once(bundle: Path) -> None:
+    """Being watched makes no circle of references: experts' memory goes with the model."""
+    model = moepack.load(bundle, policy="static:w2", device_memory=1 << 30)
+    gone = weakref.ref(model)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert "logits_to_keep" in inspect.signature(model.forward).parameters
+    del model
+    assert gone() is None
+
+
+def test_passes_at_once_count_together(bundle: Path) -> None:
+    """Each within the workload, and all of them beyond it: the second waits for the first, or finds room."""
+    least = plan(bundle, 0, policy="static:w2", prefill_tokens=256).least_bytes
+    tight = moepack.load(bundle, policy="static:w2", device_memory=least, prefill_tokens=256)
+    watch, inside, most = tight.moepack.caches, threading.Semaphore(0), []
+
+    def slow(*_: Any) -> None:
+        most.append(len(watch._passes))
+        inside.release()
+        time.sleep(0.05)
+
+    tight.model.layers[0].register_forward_pre_hook(slow)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.inference_mode():
+                tight(ids(256), use_cache=False)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors and max(most) == 1 and watch.waits >= 2
+    wide = moepack.load(bundle, policy="static:w2", device_memory=least + 40_000_000, prefill_tokens=256)
+    watch, most = wide.moepack.caches, []
+    wide.model.layers[0].register_forward_pre_hook(slow)
+    threads = [threading.Thread(target=lambda: wide(ids(256), use_cache=False)) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert max(most) > 1 and watch.waits == 0
+    time.sleep(0.6)
+    watch.settle()
+    assert wide.moepack.tracker.held("kv") == 0, "given back once nobody needs it"

@@ -107,7 +107,7 @@ def test_the_served_experts_take_what_the_probes_do(bundle: Path) -> None:
         foretold = Probe(*_skeleton(model, bundle)).headroom([512], 1, 0, True, False)[0]
         with LiveBytes(model) as live, torch.no_grad():
             for layer in model.moepack.layers:  # torch's product makes views of weights, which are no activations
-                for made in layer.handles:
+                for made in layer.current.handles:
                     live._seen[made.extent.untyped_storage()._cdata] = None
             model(input_ids=ids(512), use_cache=False)
         assert live.peak <= foretold <= 1.15 * live.peak

@@ -33,6 +33,25 @@ allocation: {average_bits: 3}
 """
 
 
+# What `make quick` leaves out: files and tests that build, serve, or start other processes for seconds.
+SLOW = (
+    "docs/test_commands", "moepack/pipeline/test_build", "moepack/pipeline/test_ray", "moepack/pipeline/test_resume",
+    "moepack/reports/test_plan", "moepack/test_cli", "moepack/test_hub", "moepack/test_packaging",
+    "quantize/test_quantize.py::test_a_batch_is", "quantize/test_quantize.py::test_importing",
+    "quantize/test_quantize.py::test_gptq_needs", "runtime/kernels/test_exponent_triton", "runtime/kernels/test_isa",
+    "runtime/kernels/test_affine_native.py::test_the_table", "runtime/kernels/test_affine_native.py::test_without",
+    "runtime/kernels/test_affine_native.py::test_after", "runtime/planning/test_fixed", "runtime/residency/test_live",
+    "runtime/test_downstream", "runtime/test_load", "runtime/test_passes", "whole/test_encodings", "whole/test_examples",
+    "whole/test_families", "whole/test_quality", "whole/test_imports.py::test_the_runtime",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     return ROOT / "examples" / "mini-qwen3-moe"

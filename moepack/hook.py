@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -23,8 +23,8 @@ _AFTER = {  # a module of transformers, and what is imported right after it
 class _Loader(Loader):
     """Runs another loader, then imports what is to come after it."""
 
-    def __init__(self, inner: Loader, after: str) -> None:
-        self._inner, self._after = inner, after
+    def __init__(self, inner: Loader, after: str, done: Callable[[], object]) -> None:
+        self._inner, self._after, self._done = inner, after, done
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
@@ -33,6 +33,7 @@ class _Loader(Loader):
         self._inner.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
+        self._done()
         importlib.import_module(self._after)
 
 
@@ -41,14 +42,19 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self._left = dict(_AFTER)
+        self._looking: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        after = self._left.pop(name, None)
-        if after is None:
+        after = self._left.get(name)
+        if after is None or name in self._looking:
             return None
-        spec = find_spec(name)
+        self._looking.add(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            self._looking.discard(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, after)
+            spec.loader = _Loader(spec.loader, after, lambda: self._left.pop(name, None))
         return spec
 
 

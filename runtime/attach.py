@@ -73,6 +73,7 @@ def attach(
     log.info("%s", fixed)
     for layer, experts in zip(bundle.layers, layers, strict=True):
         model.get_submodule(layer.module)._moepack = experts
+    model.requires_grad_(False)  # a bundle is for inference: who trains something beside it says what
     model.moepack = Serving(bundle, str(policy), layers, fixed, device_memory, live, tracker)
     model.moepack.watch(model)
     if needs is not None:
@@ -91,7 +92,7 @@ def _held_back(
 
 
 def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -> list[LayerExperts]:
-    """The layers' experts under a map that never changes, each layer's in one range of memory on its device.
+    """The layers' experts under a map that never changes, each layer's read into one range of host memory.
 
     Raises:
         BundleError: when an extent is damaged.
@@ -112,7 +113,7 @@ def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -
                     copied.wait()
                     if copied.error is not None:
                         raise copied.error
-                    layer.publish(e, layer.over(version, block.to(device)))
+                    layer.publish(e, layer.of.over(version, block.to(device)))
                 layers.append(layer)
     finally:
         host.close()

@@ -6,9 +6,12 @@ Imported right after `transformers.modeling_utils` is (`moepack.hook` sees to th
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
+
+from moepack.pack.errors import InputError
 
 KEYWORDS = ("policy", "device_memory", "host_memory")
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
@@ -18,11 +21,15 @@ _original = _kind.from_pretrained.__func__
 
 @functools.wraps(_original)
 def _from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.keys() & set(KEYWORDS):
+    if kwargs.keys() & set(KEYWORDS) or (os.environ.get("MOEPACK_DEVICE_MEMORY") and kwargs.keys() & set(WORKLOAD)):
         from .plugin import MoepackConfig
 
-        mine = {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}
-        workload = {name: kwargs.pop(name) for name in WORKLOAD if name in kwargs}
+        given = kwargs.pop("quantization_config", None)
+        if not isinstance(given, MoepackConfig | None):
+            raise InputError(f"policy and device_memory are for bundles, and so is no {type(given).__name__}")
+        mine = given.get_loading_attributes() if given is not None else {}
+        mine |= {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}
+        workload = {**mine.pop("workload", {}), **{name: kwargs.pop(name) for name in WORKLOAD if name in kwargs}}
         kwargs["quantization_config"] = MoepackConfig(**mine, workload=workload)
     return _original(cls, *args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import parse_policy
 
 DEVICE_MEMORY = "MOEPACK_DEVICE_MEMORY"  # the environment's budget, where a program loads by path
+_loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
 def load(
@@ -95,5 +97,5 @@ def load(
     options: dict[str, Any] = {"revision": revision or "main", "token": token}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with loading_report(progress):
+    with _loading, loading_report(progress):
         return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)

@@ -39,6 +39,7 @@ def _watched(kind: type) -> type:
     @functools.wraps(kind.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            self._moepack_passes.compiled()
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         with self._moepack_passes.around(self, args, kwargs) as done:
             out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -83,7 +84,24 @@ class Passes:
         decoder = getattr(model, model.base_model_prefix, model)
         for module in (model,) if decoder is model else (model, decoder):
             module._moepack_passes = self
+            if (own := module.__dict__.get("forward")) is not None:  # somebody's wrapper, which would hide the class's
+                module.forward = self._wrapped(own)
             module.__class__ = _watched(type(module))  # type: ignore[arg-type]
+
+    def _wrapped(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.around(None, args, kwargs) as done:
+                out = own(*args, **kwargs)
+                done(out)
+                return out
+
+        return forward
+
+    def compiled(self) -> None:
+        """What a compiled pass is told: it would take no step, and nothing in a budget."""
+        if self._live is not None or self.caches is not None:
+            raise InputError("a bundle served in a budget is not compiled: load it without one")
 
     def _observe(self) -> None:
         for position, layer in enumerate(self._layers):
@@ -98,9 +116,11 @@ class Passes:
             return
         self._check()
         with contextlib.ExitStack() as stack:
+            if self._live is not None:
+                stack.enter_context(self._live.turn())
             done = stack.enter_context(self.caches.room(args, kwargs)) if self.caches else lambda out: None
             step = stack.enter_context(self._live.step()) if self._live else None
-            counts = step.counts if step else [np.zeros(x.layer.experts, np.int64) for x in self._layers]
+            counts = step.counts if step else [np.zeros(x.of.layer.experts, np.int64) for x in self._layers]
             running.counts = counts
             try:
                 yield done
@@ -127,7 +147,7 @@ class Passes:
         counts = getattr(self._running, "counts", None)
         if counts is None:
             return  # an experts module that was called by itself
-        experts = self._layers[position].layer.experts
+        experts = self._layers[position].of.layer.experts
         chosen = torch.bincount(top_k_index.reshape(-1), minlength=experts)[:experts].cpu().numpy()
         counts[position] += chosen
         if self._live is not None:
@@ -166,6 +186,8 @@ class Passes:
     def close(self) -> None:
         """End the trace, and serve no more."""
         self._closed = True
+        if self.caches is not None:
+            self.caches.closed = True
         self.end_trace()
 
     def end_trace(self) -> None:

@@ -31,6 +31,7 @@ from moepack.runtime.policies.registry import parse_policy
 from .attach import attach
 
 METHOD = "moepack"
+POLICY, DEVICE_MEMORY = "MOEPACK_POLICY", "MOEPACK_DEVICE_MEMORY"  # the environment's
 
 
 class MoepackConfig(QuantizationConfigMixin):
@@ -60,7 +61,7 @@ class MoepackConfig(QuantizationConfigMixin):
     def get_loading_attributes(self) -> dict[str, Any]:
         """What `from_pretrained(bundle, quantization_config=MoepackConfig(...))` puts over config.json's."""
         names = ("policy", "device_memory", "workload", "host_memory")
-        return {name: value for name in names if (value := getattr(self, name))}
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
 
 
 class MoepackQuantizer(HfQuantizer):
@@ -105,8 +106,13 @@ class MoepackQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None
         config: Any = self.quantization_config
-        policy = config.policy or os.environ.get("MOEPACK_POLICY")
-        budget = config.device_memory or parse_size(os.environ.get("MOEPACK_DEVICE_MEMORY"))
+        policy = config.policy or os.environ.get(POLICY) or None
+        budget = config.device_memory
+        if budget is None and (text := os.environ.get(DEVICE_MEMORY)):
+            try:
+                budget = parse_size(text)
+            except InputError as error:
+                raise InputError(f"{DEVICE_MEMORY}: {error}") from None
         attach(model, self._bundle, policy, budget, Workload(**config.workload), config.host_memory)
         return model
 

@@ -56,14 +56,15 @@ class Serving:
     def watch(self, model: Any) -> None:
         """Watch the model's forward passes, from now on."""
         self._passes = Passes(model, self.layers, self.live)
-        if self.live is not None:
-            weakref.finalize(model, self.live.close)
+        weakref.finalize(model, _let_go, list(self.layers), self.live)
 
     def watch_caches(self, model: Any, needs: Needs) -> None:
         """Keep the caches of the model's forward passes inside the budget, from now on."""
         assert self.tracker is not None and self.budget_bytes is not None
         reserve = FreeReserve(self.tracker) if self.live is None else LiveReserve(self.live)
         assert self._passes is not None
+        for layer in self.layers:
+            layer.trainable = False
         self.caches = self._passes.caches = KvWatch(model.config, needs, reserve, self.budget_bytes)
         if self.live is not None:
             self.live.each_round = self.caches.settle
@@ -119,3 +120,11 @@ class Serving:
             kv_waits,
         )
         return dict(zip(COUNTERS, values, strict=True))
+
+
+def _let_go(layers: list[LayerExperts], live: Live | None) -> None:
+    """The model has gone: its experts' memory goes too, whenever the last step has ended."""
+    if live is not None:
+        live.abandon()
+    for layer in layers:
+        layer.let_go()

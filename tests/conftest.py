@@ -41,8 +41,9 @@ SLOW = (
     "quantize/test_quantize.py::test_gptq_needs", "runtime/kernels/test_exponent_triton", "runtime/kernels/test_isa",
     "runtime/kernels/test_affine_native.py::test_the_table", "runtime/kernels/test_affine_native.py::test_without",
     "runtime/kernels/test_affine_native.py::test_after", "runtime/planning/test_fixed", "runtime/residency/test_live",
-    "runtime/test_downstream", "runtime/test_load", "runtime/test_passes", "whole/test_encodings", "whole/test_examples",
-    "whole/test_families", "whole/test_quality", "whole/test_imports.py::test_the_runtime",
+    "runtime/residency/test_residency.py::test_planted", "runtime/residency/test_residency.py::test_invariants",
+    "runtime/test_downstream", "runtime/test_load", "runtime/test_passes", "whole/test_encodings",
+    "whole/test_examples", "whole/test_families", "whole/test_quality", "whole/test_imports.py::test_the_runtime",
 )  # fmt: skip
 
 

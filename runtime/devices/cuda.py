@@ -1,6 +1,6 @@
-"""A CUDA device for changing versions. It has not run on a GPU yet: tests put a stand-in behind gpu_calls.py.
+"""A CUDA device for changing versions. It has not run on a GPU yet: tests put a stand-in behind torch_cuda.py.
 
-A thread issues copies on a stream of its own and polls for their end: from pinned memory one copy an extent (host.py),
+A thread issues copies on a stream of its own and polls for their end: from pinned memory (pinned.py) one an extent,
 else the file is read into a staging buffer whose chunks are copied while the next ones are read. A lossless extent is
 decoded on another stream, beside the next one's copy. Compute and the forward pass's thread wait for nothing.
 """

@@ -7,6 +7,7 @@ Decides nothing about what the work is.
 from __future__ import annotations
 
 import collections
+import contextlib
 import queue
 import threading
 import time
@@ -82,7 +83,7 @@ class HostStream:
         self._work: queue.SimpleQueue[tuple[HostEvent, Callable[[HostEvent], Going | None]] | None]
         self._work = queue.SimpleQueue()
         self._going: collections.deque[tuple[HostEvent, Going]] = collections.deque()
-        self._closed = False
+        self._closed = self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -93,7 +94,16 @@ class HostStream:
         """
         event = HostEvent()
         self._work.put((event, work))
+        if self._ended:  # nobody will take it
+            self._drain()
         return event
+
+    def _drain(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._work.get_nowait()
+                if item is not None:
+                    self._end(item[0], Cancelled())
 
     def _run(self) -> None:
         open_ = True
@@ -111,6 +121,8 @@ class HostStream:
                 continue
             self._begin(*item)
             del item
+        self._ended = True
+        self._drain()
 
     def _begin(self, event: HostEvent, work: Callable[[HostEvent], Going | None]) -> None:
         try:

@@ -32,12 +32,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [tokens, hidden], summed over a token's experts in the order of its top_k: the same bits every time.
     """
     experts: LayerExperts = self._moepack
-    if hidden_states.device != experts.device:
-        where = f"hidden states are on {hidden_states.device}, the experts on {experts.device}"
+    if hidden_states.device != experts.of.device:
+        where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
     if experts.observer is not None:
         experts.observer(top_k_index)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        if not experts.trainable and experts.reading is None:
+            raise InputError("gradients keep activations that a budget does not count: load without a budget to train")
         if experts.reading is not None:
             raise InputError(
                 "gradients need versions that stay: this policy changes them while serving; load the bundle with a "

@@ -46,6 +46,41 @@ class Handle:
         return self.extent.numel()
 
 
+class ServedLayer:
+    """What is the same for every snapshot of a layer: its shapes, versions, device and kernels.
+
+    Attributes:
+        layer, versions, device: the layer, those that handles may name by their numbers, where extents are.
+        sections: by an affine version's name, the sections of each matrix by kind.
+        native, backend: what kernels read of the layer, and which run it.
+    """
+
+    def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
+        self.layer, self.device, self.versions = layer, device, tuple(versions)
+        self._forms: dict[str, tuple[Form, ...]] = {v.name: make_forms(layer.matrices, v) for v in self.versions}
+        self._number = {v.name: i for i, v in enumerate(self.versions)}
+        self.sections = {v.name: _sections(layer, v) for v in self.versions if not v.is_lossless}
+        self.native = backends.native_layer(layer, self.versions, device)
+        self.backend = backends.backend(device)
+
+    def over(self, version: Version, extent: Tensor) -> Handle:
+        """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64."""
+        parts = list(zip(self.layer.matrices, self._forms[version.name], strict=True))
+        weights: tuple[Tensor, ...] = ()
+        if version.is_lossless:
+            weights = tuple(_view(extent, f.low, m.weights).view(m.rows, m.cols) for m, f in parts)
+        biases = tuple(None if f.bias < 0 else _view(extent, f.bias, m.rows) for m, f in parts)
+        return Handle(version, extent, weights, biases)
+
+    def number(self, version: Version) -> int:
+        """A version's number in a handle: its place in the manifest."""
+        return self._number[version.name]
+
+    def forms(self, matrix: int) -> list[Form]:
+        """One matrix's form in every version, by the version's number."""
+        return [self._forms[v.name][matrix] for v in self.versions]
+
+
 class Snapshot:
     """The experts of one layer as a step sees them, from its beginning to its end: it never changes.
 
@@ -57,7 +92,7 @@ class Snapshot:
 
     __slots__ = ("_on_device", "handles", "of", "table")
 
-    def __init__(self, of: LayerExperts, table: npt.NDArray[np.uint64], handles: tuple[Handle, ...]) -> None:
+    def __init__(self, of: ServedLayer, table: npt.NDArray[np.uint64], handles: tuple[Handle, ...]) -> None:
         self.of, self.table, self.handles = of, table, handles
         self._on_device: dict[int, Tensor] = {}
 
@@ -88,41 +123,29 @@ class LayerExperts:
     """The handles of one layer.
 
     Attributes:
-        layer, versions, device: the layer, those that handles may name by their numbers, where extents are.
+        of: the layer.
         current: what a step that begins now sees. Publishing replaces it.
         reading: what a forward pass reads, for as long as it does; without it, what is current.
         observer: is shown the router's choice, [tokens, top_k], before the experts run; None where nobody asks.
+        trainable: whether a pass may keep what gradients need: under a budget it would not be counted.
     """
 
     reading: Callable[[], AbstractContextManager[Snapshot]] | None = None
     observer: Callable[[Tensor], None] | None = None
+    trainable = True
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
         """Without experts yet: `publish` gives each its first version."""
-        self.layer, self.device, self.versions = layer, device, tuple(versions)
-        self._forms: dict[str, tuple[Form, ...]] = {v.name: make_forms(layer.matrices, v) for v in self.versions}
-        self._number = {v.name: i for i, v in enumerate(self.versions)}
-        self.sections = {v.name: _sections(layer, v) for v in self.versions if not v.is_lossless}
-        self.current = Snapshot(self, np.zeros(0, np.uint64), ())
-        self.native = backends.native_layer(layer, self.versions, device)
-        self.backend = backends.backend(device)
+        self.of = ServedLayer(layer, versions, device)
+        self.current = Snapshot(self.of, np.zeros(0, np.uint64), ())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied: handles are addresses of this process's memory."""
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
-    def over(self, version: Version, extent: Tensor) -> Handle:
-        """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64."""
-        parts = list(zip(self.layer.matrices, self._forms[version.name], strict=True))
-        weights: tuple[Tensor, ...] = ()
-        if version.is_lossless:
-            weights = tuple(_view(extent, f.low, m.weights).view(m.rows, m.cols) for m, f in parts)
-        biases = tuple(None if f.bias < 0 else _view(extent, f.bias, m.rows) for m, f in parts)
-        return Handle(version, extent, weights, biases)
-
-    def number(self, version: Version) -> int:
-        """A version's number in a handle: its place in the manifest."""
-        return self._number[version.name]
+    def let_go(self) -> None:
+        """Forget who reads and observes: they know the layer, and a circle would keep its memory."""
+        self.reading = self.observer = None
 
     def publish(self, expert: int, made: Handle) -> None:
         """Make a version of an expert the active one for steps that begin from now on; one thread at a time.
@@ -130,17 +153,13 @@ class LayerExperts:
         First versions come in the experts' order. A step that has begun goes on with what it saw: the caller keeps the
         bytes of the version before alive until the last of those has ended.
         """
-        before, word = self.current, handle(made.extent.data_ptr(), self._number[made.version.name])
+        before, word = self.current, handle(made.extent.data_ptr(), self.of.number(made.version))
         if expert == len(before.handles):
             table = np.append(before.table, np.uint64(word))
         else:
             table = before.table.copy()
             table[expert] = word
-        self.current = Snapshot(self, table, (*before.handles[:expert], made, *before.handles[expert + 1 :]))
-
-    def forms(self, matrix: int) -> list[Form]:
-        """One matrix's form in every version, by the version's number."""
-        return [self._forms[v.name][matrix] for v in self.versions]
+        self.current = Snapshot(self.of, table, (*before.handles[:expert], made, *before.handles[expert + 1 :]))
 
     @property
     def resident_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """M_fixed: what a served model takes of its device that is no expert and does not change (dynaexq, section 3.3).
 
 Dense tensors, the KV cache that was asked for, room for a forward pass's activations, the staging buffer. Measured on a
-skeleton (probe.py), the same for `load`, which holds it back, and for `moepack plan`, which foretells it.
+skeleton (skeleton.py), the same for `load`, which holds it back, and for `moepack plan`, which foretells it.
 """
 
 from __future__ import annotations
@@ -150,16 +150,18 @@ def measure(
     """
     layers = tuple(bundle.layers)
     key = (config.to_json_string(use_diff=False), dtype, device.type, layers, torch.get_num_threads(), workload)
-    if key not in _known:
-        _known.clear()
+    found = _known.get(key)
+    if found is None:
         try:
-            _known[key] = _measure(config, dtype, device, layers, workload)
+            found = _measure(config, dtype, device, layers, workload)
         except Exception as error:  # a family whose code looks at values, which a skeleton does not have
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise InputError(
                 f"{bundle.path}: what its forward pass takes cannot be measured ({why}): serve it without a budget"
             ) from error
-    return _known[key]
+        _known.clear()
+        _known[key] = found
+    return found
 
 
 _known: dict[Any, tuple[Needs, int]] = {}  # the last one: the same model is often loaded again

@@ -18,13 +18,14 @@ def load_now(residency: Residency, transitions: Transitions, wanted: Wanted) -> 
 
     A copy that fails leaves its expert at the base version, and is counted and logged once.
     """
-    for key in residency.above() - wanted.keys():
-        residency.switch_now(key, residency.base)
-    loads = 0
-    for key, version in wanted.items():
-        if residency.entries[key].active != version:
-            loads += _load(residency, transitions, key, version)
-    return loads
+    with transitions.held():  # another pass, waiting for room, would note what has arrived before this one does
+        for key in residency.above() - wanted.keys():
+            residency.switch_now(key, residency.base)
+        loads = 0
+        for key, version in wanted.items():
+            if residency.entries[key].active != version:
+                loads += _load(residency, transitions, key, version)
+        return loads
 
 
 def _load(residency: Residency, transitions: Transitions, key: Key, version: int) -> int:

@@ -139,6 +139,8 @@ class KvWatch:
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._dead: deque[int] = deque()  # a weak reference's callback may run anywhere: it takes no lock
         self._passes: set[_Pass] = set()
+        self._queue: list[_Pass] = []  # those that wait, the first come first
+        self.closed, self._last_end = False, 0.0
         self._lock = threading.RLock()
         self._needed_at = 0.0
 
@@ -193,7 +195,7 @@ class KvWatch:
         What it yields is told the pass's result.
 
         Raises:
-            OutOfBudgetError: when they cannot have it.
+            InputError: when they cannot have it.
         """
         ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
@@ -204,19 +206,24 @@ class KvWatch:
         elif _uses_cache(self._config, kwargs):
             size = self._needs.kv.bytes(tokens, batch)
         mine = _Pass(None if cache is None else id(cache), size, self._needs.beside(tokens, length, batch))
-        self._provide(mine, tokens, length, batch)
+        try:
+            self._provide(mine, tokens, length, batch)
+        finally:
+            with self._lock:
+                if mine in self._queue:
+                    self._queue.remove(mine)
         caches = {} if cache is None else {id(cache): cache}
 
         def done(out: Any) -> None:
-            made = getattr(out, "past_key_values", None)
-            if made is not None:
-                caches[id(made)] = made
+            found = out if isinstance(out, tuple) else (getattr(out, "past_key_values", None),)
+            caches.update((id(made), made) for made in found if hasattr(made, "get_seq_length"))
 
         try:
             yield done
         finally:
             with self._lock:
                 self._passes.discard(mine)
+                self._last_end = time.perf_counter()
                 for key, left in caches.items():
                     self._follow(key, left)
                 self.settle()
@@ -258,17 +265,21 @@ class KvWatch:
                     if needed + step // 2 > total and wanted > total:
                         self._grow(wanted - total, max(0, needed - total))
                     self._needed_at = time.monotonic()
-                if needed <= reserve.held:
+                if needed <= reserve.held and (not self._queue or self._queue[0] is mine):
                     self._passes.add(mine)
                     break
-                over = began is not None and time.perf_counter() - began > PATIENCE
-                if over or not (possible or self._passes):
+                if self.closed:
+                    raise InputError("this model was closed: load the bundle again")
+                since = max(began or 0.0, self._last_end)  # while passes end, it may still be this one's turn
+                over = began is not None and time.perf_counter() - since > PATIENCE
+                if over or not (possible or self._passes or self._queue):
                     if not self._passes:
                         reserve.shrink(reserve.coming)
                     raise self._refused(mine, tokens, length, batch)
                 if began is None:
                     began = time.perf_counter()
                     self.waits += 1
+                    self._queue.append(mine)
             reserve.advance()
             time.sleep(0.0005)
         if began is not None:
@@ -301,10 +312,11 @@ class KvWatch:
             low, high = (middle, high) if takes(middle) <= room else (low, middle - 1)
         sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
         more = max(0, beside + mine.beside - needs.activations)
+        running = f"; {len(self._passes)} other passes run" if self._passes else ""
         return InputError(
             f"a forward pass over {length} tokens of {sequences} needs {mine.size} bytes of KV cache and {more} "
             "more than is held back for activations: beside the experts at their least and other caches the budget of "
-            f"{self._budget} bytes has {max(0, room)}, which holds {low} tokens"
+            f"{self._budget} bytes has {max(0, room)}, which holds {low} tokens{running}"
         )
 
 

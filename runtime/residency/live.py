@@ -185,16 +185,20 @@ class Live:
         position, expert = key
         described = self.plan.versions[version]
         stored = self.store.stored(described.name, position, expert)
-        return self.device.fetch(stored, target, self.layers[position].layer, described)
+        return self.device.fetch(stored, target, self.layers[position].of.layer, described)
 
     def _make(self, key: Key, version: int, tensor: Tensor) -> Handle:
         layer, described = self.layers[key[0]], self.plan.versions[version]
-        return layer.over(described, tensor[: resident_size(layer.layer.matrices, described)])
+        return layer.of.over(described, tensor[: resident_size(layer.of.layer.matrices, described)])
 
     def _publish(self, key: Key, made: Handle) -> None:
         self.layers[key[0]].publish(key[1], made)
 
     # --- steps
+
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
+        """Around all of a pass, its waiting for room too: under a policy that blocks, one runs at a time."""
+        return self._one_at_a_time if self.policy.blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[Step]:
@@ -206,7 +210,7 @@ class Live:
         if running is not None:
             yield running
             return
-        with self._one_at_a_time if self.policy.blocking else contextlib.nullcontext():
+        with self.turn():
             number, snapshots = self.residency.begin()
             counts = [np.zeros(n, np.int64) for n in self.plan.experts]
             step = self._mine.step = Step(number, snapshots, counts)
@@ -259,6 +263,7 @@ class Live:
             except Exception:  # serving goes on with the versions that are there
                 log.exception("transitions have stopped")
                 return
+        self._shut()
 
     def round(self, now: float) -> None:
         """One round: let the policy see what was counted, then carry transitions on."""
@@ -280,10 +285,23 @@ class Live:
         return granted
 
     def close(self) -> None:
-        """Stop changing versions; the model goes on with those it has. May be called twice."""
-        self._closing = True
-        self._wake.set()
+        """Stop changing versions, and give threads and files back. May be called twice."""
+        self.abandon()
         if self._worker.is_alive() and threading.current_thread() is not self._worker:
             self._worker.join()
+
+    def abandon(self) -> None:
+        """As `close`, and waits for nothing: a finalizer may run on any thread, the worker's own included."""
+        self._closing = True
+        self._wake.set()
+        if not self._worker.is_alive():
+            self._shut()
+
+    def _shut(self) -> None:
+        """End the streams and close the files; break the circles that would keep the experts' memory."""
         self.device.close()
         self.store.close()
+        self.each_round = lambda: None
+        for layer in self.layers:
+            layer.let_go()
+        self.residency.let_go()

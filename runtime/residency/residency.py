@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -322,6 +322,15 @@ class Residency:
                 coming = self.entries[key].coming
                 size += max(0, -self.growth(key, coming)) if coming is not None else 0
             return size
+
+    def let_go(self) -> None:
+        """Forget the callbacks, whose owner knows this; nothing is carried on from then on."""
+        with self._lock:
+
+            def gone(*_: Any) -> NoReturn:
+                raise RuntimeError("this residency was let go")
+
+            self._fetch = self._make = self._publish = self._snapshot = gone
 
     # --- seeing
 

@@ -11,7 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from moepack.pack.errors import MoepackError
 from moepack.runtime.planning.budget import BudgetTracker
@@ -88,6 +90,10 @@ class Transitions:
         with self._lock:
             self._wanted, self._worth = dict(wanted), worth
             self._queue()
+
+    def held(self) -> AbstractContextManager[Any]:
+        """Nobody else carries anything on inside."""
+        return self._lock
 
     def _queue(self) -> None:
         self._updates.clear()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import BundleError
+from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import expert_file
 
@@ -123,7 +123,8 @@ class BackingStore:
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may close on the thread that is inside
+        self._closed = False
         self._files: dict[tuple[str, int], int] = {}
         self._ahead: Ahead | None = None
         weakref.finalize(self, _close, self._files)
@@ -135,6 +136,8 @@ class BackingStore:
             BundleError: when the file is missing or damaged.
         """
         with self._lock:
+            if self._closed:
+                raise InputError(f"{self.bundle.path}: this store was closed")
             described = self.bundle.layer_file(version, position)
             layer = self.bundle.layers[position]
             key, name = (version, position), expert_file(version, layer.index)
@@ -177,6 +180,7 @@ class BackingStore:
     def close(self) -> None:
         """Close the files that `stored` opened."""
         with self._lock:
+            self._closed = True
             _close(self._files)
 
 

@@ -92,7 +92,7 @@ def test_python_started_in_a_clone_finds_what_was_installed(unpacked: Path, bund
         "from moepack.pack import exponent_fast\n"
         f"model = moepack.load({str(bundle)!r}, policy='static:w4')\n"
         f"assert exponent_fast.__file__.startswith({str(unpacked)!r}), exponent_fast.__file__\n"
-        "print(exponent_fast.engine_name(), model.moepack.layers[0].backend)"
+        "print(exponent_fast.engine_name(), model.moepack.layers[0].of.backend)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert out.returncode == 0, out.stderr

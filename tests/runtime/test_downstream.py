@@ -183,6 +183,7 @@ def test_gradients_by_inputs_and_gates_are_exact(bundle: Path, demo_model: Path)
 
 def test_gradients_under_a_policy_that_changes_versions_are_refused(bundle: Path) -> None:
     model = moepack.load(bundle, policy=HOT, device_memory="30MB", dtype=torch.float32)
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
     with pytest.raises(InputError, match="gradients need versions that stay"):
         model(ids(8)).logits.sum().backward()
     with torch.no_grad():

@@ -358,7 +358,7 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert np.array_equal(handle.extent.numpy(), extent)
                 continue
             lossless += 1
-            for m, want in enumerate(decode_lossless(layer.layer.matrices, extent)):
+            for m, want in enumerate(decode_lossless(layer.of.layer.matrices, extent)):
                 assert np.array_equal(handle.weights[m].view(torch.uint16).numpy(), want.weight)
     assert lossless > 10 and before["transition_failures"] == 0 and not gpu.wrong
     assert not cuda.registered and live.tracker.peak <= 12_000_000

@@ -331,16 +331,16 @@ def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
 
     names = [("bf16", "w4", "w3", "w2", "w1")[e % 5] for e in range(16)]
     experts = load_map(open_bundle(bundle), (tuple(names),) * 4, [torch.device("cpu")] * 4)[2]
-    assert experts.native is not None
+    assert experts.of.native is not None
     index = torch.arange(10).repeat(tokens, 1)
-    for matrix, m in enumerate(experts.layer.matrices):
+    for matrix, m in enumerate(experts.of.layer.matrices):
         for dtype in TOLERANCE:
-            limits = np.array([backends.direct_limit(dtype, v) for v in experts.versions])
+            limits = np.array([backends.direct_limit(dtype, v) for v in experts.of.versions])
             if not native.has_tiles(dtype):
                 limits[:] = 1 << 40
             x = activations(tokens, m.cols, dtype, seed=matrix)
             out = torch.full((10 * tokens, m.rows), torch.nan, dtype=dtype)
-            native.product(experts.native, matrix, experts.current.table, x, index, out, limits)
+            native.product(experts.of.native, matrix, experts.current.table, x, index, out, limits)
             for e in range(10):
                 want = x.double() @ experts.current.weight(e, matrix, torch.float32).double().T
                 assert relative(out[e::10], want.numpy()) <= TOLERANCE[dtype], (names[e], dtype)

@@ -79,7 +79,7 @@ def check_exact(model: Any, bundle: Path) -> int:
             extent = opened.extent(handle.version.name, position, e)
             if handle.version.is_lossless:
                 lossless += 1
-                for m, want in enumerate(decode_lossless(layer.layer.matrices, extent)):
+                for m, want in enumerate(decode_lossless(layer.of.layer.matrices, extent)):
                     got = layer.current.weight(e, m, torch.bfloat16).view(torch.uint16)
                     assert torch.equal(got, torch.from_numpy(want.weight))
             else:

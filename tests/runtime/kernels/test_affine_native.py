@@ -387,7 +387,7 @@ def test_without_the_extension_the_fallback_serves(bundle: Path) -> None:
         "sys.modules['moepack.runtime.kernels.affine_native'] = None\n"
         "import moepack, torch\n"
         f"model = moepack.load({str(bundle)!r}, dtype=torch.float32, policy='static:w3')\n"
-        "assert model.model.layers[0].mlp.experts._moepack.backend == 'reference'\n"
+        "assert model.model.layers[0].mlp.experts._moepack.of.backend == 'reference'\n"
         "print(float(model(torch.arange(1, 20)[None]).logits.double().norm()))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -395,7 +395,7 @@ def test_without_the_extension_the_fallback_serves(bundle: Path) -> None:
     import moepack
 
     model = moepack.load(bundle, dtype=torch.float32, policy="static:w3")
-    assert model.model.layers[0].mlp.experts._moepack.backend == "native"
+    assert model.model.layers[0].mlp.experts._moepack.of.backend == "native"
     with torch.inference_mode():
         norm = float(model(torch.arange(1, 20)[None]).logits.double().norm())
     assert norm == pytest.approx(float(out.stdout), rel=1e-5)

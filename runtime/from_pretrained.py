@@ -12,6 +12,7 @@ from typing import Any
 from transformers.modeling_utils import PreTrainedModel
 
 from moepack.pack.errors import InputError
+from moepack.runtime.planning.sizes import DEVICE_MEMORY
 
 KEYWORDS = ("policy", "device_memory", "host_memory")
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
@@ -21,7 +22,7 @@ _original = _kind.from_pretrained.__func__
 
 @functools.wraps(_original)
 def _from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.keys() & set(KEYWORDS) or (os.environ.get("MOEPACK_DEVICE_MEMORY") and kwargs.keys() & set(WORKLOAD)):
+    if kwargs.keys() & set(KEYWORDS) or (os.environ.get(DEVICE_MEMORY) and kwargs.keys() & set(WORKLOAD)):
         from .plugin import MoepackConfig
 
         given = kwargs.pop("quantization_config", None)

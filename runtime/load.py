@@ -11,10 +11,9 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
-from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size
 from moepack.runtime.policies.registry import parse_policy
 
-DEVICE_MEMORY = "MOEPACK_DEVICE_MEMORY"  # the environment's budget, where a program loads by path
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 

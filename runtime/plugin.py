@@ -24,14 +24,14 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import sha256_of
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
 from moepack.runtime.planning.fixed import Workload
-from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 from moepack.runtime.policies.registry import parse_policy
 
 from .attach import attach
 
 METHOD = "moepack"
-POLICY, DEVICE_MEMORY = "MOEPACK_POLICY", "MOEPACK_DEVICE_MEMORY"  # the environment's
+POLICY = "MOEPACK_POLICY"  # the environment's
 
 
 class MoepackConfig(QuantizationConfigMixin):
@@ -56,6 +56,8 @@ class MoepackConfig(QuantizationConfigMixin):
         self.policy = policy
         self.device_memory = parse_size(device_memory)
         self.workload = dict(workload or {})
+        if unknown := self.workload.keys() - set(Workload.__slots__):
+            raise InputError(f"workload has no {', '.join(sorted(map(str, unknown)))}: {', '.join(Workload.__slots__)}")
         self.host_memory = parse_size(host_memory)
 
     def get_loading_attributes(self) -> dict[str, Any]:

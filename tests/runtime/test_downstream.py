@@ -37,6 +37,8 @@ def test_from_pretrained_takes_what_load_takes(bundle: Path) -> None:
         bundle, policy=HOT, device_memory="30MB", kv_tokens=100
     ).moepack as serving:
         assert serving.budget_bytes == 30_000_000 and serving.fixed.kv == 102_400 and serving.live is not None
+    with pytest.raises(InputError, match="workload has no tokens: kv_tokens, batch"):
+        MoepackConfig(workload={"tokens": 1})
     with pytest.raises(InputError, match="policy 'hotnes' is unknown"):
         AutoModelForCausalLM.from_pretrained(bundle, policy="hotnes")
 

@@ -24,7 +24,7 @@ types: $(VENV)/.dev-installed
 	rm -rf .links && mkdir -p .links/moepack
 	for f in moepack/*; do ln -s ../../$$f .links/$$f; done
 	for d in pack quantize calibrate runtime recipes; do ln -s ../../$$d .links/moepack/$$d; done
-	$(VENV)/bin/mypy -p moepack
+	$(VENV)/bin/mypy -p moepack -p benchmarks
 
 check: lint types test
 

@@ -24,7 +24,6 @@ from benchmarks.common import Target, arguments, finish
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pipeline.allocate import (
     LayerCosts,
-    Map,
     bundle_costs,
     calibrated_importance,
     expected_losses,
@@ -37,6 +36,7 @@ from moepack.pipeline.recipe import WEIGHTS, parse_recipe
 from moepack.progress import RichReporter, quiet_libraries
 from moepack.reports.evaluate import Evaluation, evaluate
 from moepack.runtime.allocation.knapsack import greedy, milp, spent, uniform
+from moepack.runtime.policies.contract import Versions
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RANDOM_PREFIX = "prefix, random order"
@@ -52,7 +52,7 @@ def mix_bytes(bundle: Bundle, costs: list[LayerCosts], average: float) -> int:
     return int(share * wide + (1 - share) * sum(row[column[f"w{low}"]] for row in rows))
 
 
-def maps(bundle: Bundle, costs: list[LayerCosts], average: float, seeds: int) -> Iterator[tuple[str, list[Map]]]:
+def maps(bundle: Bundle, costs: list[LayerCosts], average: float, seeds: int) -> Iterator[tuple[str, list[Versions]]]:
     """Each allocation by its name; those by chance several times."""
     versions, budget = bundle.versions, mix_bytes(bundle, costs, average)
     sizes = [row for layer in costs for row in layer.sizes]
@@ -98,7 +98,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
 
-        def score(bundle: Bundle, table: Map) -> Evaluation:
+        def score(bundle: Bundle, table: Versions) -> Evaluation:
             file = Path(work) / "map.json"
             file.write_text(json.dumps({"versions": table}))
             return evaluate(bundle.path, data, f"static:{file}", dtype="float32", samples=windows)
@@ -131,7 +131,7 @@ def main() -> None:
     finish(title, columns, rows, targets, args.json)
 
 
-def _loss(table: Map, bundle: Bundle, costs: list[LayerCosts]) -> float:
+def _loss(table: Versions, bundle: Bundle, costs: list[LayerCosts]) -> float:
     """The expected loss of a map, weighted by gates."""
     column = {v.name: i for i, v in enumerate(bundle.versions)}
     pairs = zip(table, costs, strict=True)

@@ -10,34 +10,25 @@ memory with what must be there and with the dry run's estimate; it takes tens of
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from benchmarks.common import Target, arguments, finish
 from moepack.reports.inspect import inspect
 
+if TYPE_CHECKING:
+    from moepack.pipeline.estimate import Estimate
+
+T = TypeVar("T")
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-_BUILD = """
-import sys
-from moepack.pipeline import build
-from moepack.memory import peak_memory
-from moepack.recipe import parse_recipe
-build(sys.argv[1], sys.argv[2], parse_recipe(sys.argv[4], "benchmark"), [sys.argv[3]])
-print(peak_memory())
-"""
-_ESTIMATE = """
-import json, sys
-from dataclasses import asdict
-from moepack.estimate import estimate
-from moepack.recipe import parse_recipe
-print(json.dumps(asdict(estimate(sys.argv[1], sys.argv[2], parse_recipe(sys.argv[4], "benchmark"), [sys.argv[3]]))))
-"""
 _ROUNDED = "quantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 32, length: 256}"
+_QUICK = _ROUNDED.replace("samples: 32", "samples: 8")
 _SAMPLES, _LENGTH = 32, 512
 # A quarter of the tokens otherwise asked before an expert's method is trusted: real calibrations have ten times more.
 _FULL = f"quantize: {{min_tokens: 512}}\ncalibration: {{samples: {_SAMPLES}, length: {_LENGTH}, batch_size: 8}}"
@@ -52,28 +43,46 @@ def generate(path: Path, layers: int, hidden: int, experts: int, expert_size: in
         vocab_size=4096, hidden_size=hidden, intermediate_size=2 * hidden, moe_intermediate_size=expert_size,
         num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8,
         num_experts=experts, num_experts_per_tok=top_k, max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
+    )  # type: ignore[call-arg]  # fmt: skip
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        model = Qwen3MoeForCausalLM(config).bfloat16()
     model.to_empty(device="cpu")
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.02)
-    layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
+    layer: int = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
     model.save_pretrained(path, max_shard_size=layer)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((EXAMPLES / "mini-qwen3-moe" / name).read_bytes())
     return layer
 
 
-def run(code: str, checkpoint: Path, bundle: Path, recipe: str) -> tuple[str, float]:
-    """The last line a process of its own prints, and its seconds."""
+def _build(checkpoint: str, bundle: str, text: str, recipe: str) -> int:
+    """Build, and say this process's peak memory in bytes."""
+    from moepack.memory import peak_memory
+    from moepack.pipeline.build import build
+    from moepack.pipeline.recipe import parse_recipe
+
+    build(checkpoint, bundle, parse_recipe(recipe, "benchmark"), [text])
+    return peak_memory()
+
+
+def _estimate(checkpoint: str, bundle: str, text: str, recipe: str) -> Estimate:
+    """What the dry run says of the same build."""
+    from moepack.pipeline.estimate import estimate
+    from moepack.pipeline.recipe import parse_recipe
+
+    return estimate(checkpoint, bundle, parse_recipe(recipe, "benchmark"), [text])
+
+
+def run(task: Callable[[str, str, str, str], T], checkpoint: Path, bundle: Path, recipe: str) -> tuple[T, float]:
+    """What `task` returns in a fresh process of its own, and its seconds."""
     text = str(EXAMPLES / "text" / "calibration.jsonl")
     began = time.monotonic()
-    command = [sys.executable, "-c", code, str(checkpoint), str(bundle), text, recipe]
-    out = subprocess.run(command, capture_output=True, text=True, check=True)
-    return out.stdout.splitlines()[-1], time.monotonic() - began
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        result = process.submit(task, str(checkpoint), str(bundle), text, recipe).result()
+    return result, time.monotonic() - began
 
 
 def true_size(out: Path | None) -> None:
@@ -82,25 +91,24 @@ def true_size(out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as work:
         checkpoint = Path(work) / "checkpoint"
         layer = generate(checkpoint, 2, hidden, experts, size, top_k=8)
-        expected = json.loads(run(_ESTIMATE, checkpoint, Path(work) / "bundle", _FULL)[0])
-        peak_text, seconds = run(_BUILD, checkpoint, Path(work) / "bundle", _FULL)
+        expected, _ = run(_estimate, checkpoint, Path(work) / "bundle", _FULL)
+        peak, seconds = run(_build, checkpoint, Path(work) / "bundle", _FULL)
         inspected = inspect(Path(work) / "bundle")
-    peak = int(peak_text)
     tokens = _SAMPLES * _LENGTH
     parts = {
         "one layer in BF16": layer,
         "its second moments": 4 * experts * (hidden**2 + size**2),
         "activations of the calibration set": 2 * tokens * hidden * 2,
     }
-    floor, estimated = sum(parts.values()), sum(expected["memory"].values())
-    guessed = sum(expected["seconds"].values())
+    floor, estimated = sum(parts.values()), sum(expected.memory.values())
+    guessed = sum(expected.seconds.values())
     rows = [{"what": name, "MiB": value / 2**20} for name, value in parts.items()]
     rows += [{"what": "all three", "MiB": floor / 2**20}, {"what": "peak of the build", "MiB": peak / 2**20}]
-    rows += [{"what": f"estimated: {name}", "MiB": value / 2**20} for name, value in expected["memory"].items()]
+    rows += [{"what": f"estimated: {name}", "MiB": value / 2**20} for name, value in expected.memory.items()]
     rows += [{"what": "estimated peak", "MiB": estimated / 2**20}]
     rows += [{"what": "time of the build", "seconds": seconds}, {"what": "estimated time", "seconds": guessed}]
     rows += [{"what": "projected time of 48 such layers", "seconds": seconds * 24}]
-    exact = all(inspected["versions"][v]["bytes"] == b for v, b in expected["versions"].items())
+    exact = all(inspected["versions"][v]["bytes"] == b for v, b in expected.versions.items())
     targets = [
         Target("peak memory over layer, moments and activations", peak / floor, 1.3, "lower"),
         Target("versions whose bytes the dry run did not foretell", float(not exact), 0, "lower"),
@@ -125,8 +133,8 @@ def main() -> None:
             checkpoint = Path(work) / "checkpoint"
             layer = generate(checkpoint, layers, hidden, experts, size)
             total = sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
-            peak, seconds = run(_BUILD, checkpoint, Path(work) / "bundle", _ROUNDED)
-        sizes = {"checkpoint MiB": total, "layer MiB": layer, "peak MiB": int(peak)}
+            peak, seconds = run(_build, checkpoint, Path(work) / "bundle", _QUICK if args.quick else _ROUNDED)
+        sizes = {"checkpoint MiB": total, "layer MiB": layer, "peak MiB": peak}
         rows.append({"layers": layers, **{k: v / 2**20 for k, v in sizes.items()}, "seconds": seconds})
     growth = rows[1]["peak MiB"] / rows[0]["peak MiB"]
     targets = [Target("peak memory, 24 layers over 4", growth, 1.15, "lower")]

@@ -205,7 +205,7 @@ def gpu(runs: int, utils: types.ModuleType | None) -> tuple[list[dict[str, Any]]
     from moepack.runtime.kernels.exponent_triton import Job, decode
 
     def timed(work: Callable[[], object]) -> float:
-        times = []
+        times: list[float] = []
         for _ in range(runs + 1):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()

@@ -57,7 +57,7 @@ def _texts(row: dict[str, Any]) -> list[str]:
 
 
 def _rise(row: dict[str, Any], base: dict[str, Any], text: str) -> float:
-    return 100 * (row[text] / base[text] - 1)
+    return float(100 * (row[text] / base[text] - 1))
 
 
 def _mean_rise(row: dict[str, Any], base: dict[str, Any]) -> float:
@@ -317,8 +317,9 @@ def bundle() -> Any:
         axis.text(x, y, what, **{"fontsize": size, "color": INK, "va": "center", **options})
 
     def box(x: float, title: str, width: float) -> None:
-        style = {"boxstyle": "round,pad=0,rounding_size=10", "facecolor": "white", "edgecolor": GREY, "linewidth": 1.5}
-        axis.add_patch(FancyBboxPatch((x, 96), width, 272, **style))
+        style = "round,pad=0,rounding_size=10"
+        patch = FancyBboxPatch((x, 96), width, 272, style, facecolor="white", edgecolor=GREY, linewidth=1.5)
+        axis.add_patch(patch)
         text(x + width / 2, 398, title, 18, ha="center", weight="bold")
 
     def squares(x: float, y: float, colours: list[str], across: int, size: float = 24) -> None:

@@ -72,11 +72,12 @@ def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatr
 
 
 class Layer:
-    """What the forward reads of a layer: handles that a benchmark moves from expert to expert."""
+    """What the forward reads of a layer and its snapshot: handles that a benchmark moves from expert to expert."""
 
     def __init__(self, matrices: tuple[Matrix, ...], experts: int) -> None:
         from moepack.runtime.kernels.affine_native import LayerForms
 
+        self.of = self
         self.layer = ExpertLayer(0, "experts", experts, matrices)
         self.device = torch.device("cpu")
         self.native = LayerForms(matrices, VERSIONS)
@@ -90,7 +91,8 @@ class Layer:
         key = (pool.version.name, which)
         if key not in self._made:
             extent = pool.memory[which][: pool.size]
-            forms, weights = make_forms(self.layer.matrices, pool.version), ()
+            forms = make_forms(self.layer.matrices, pool.version)
+            weights: tuple[torch.Tensor, ...] = ()
             if pool.version.is_lossless:
                 weights = tuple(
                     extent[f.low : f.low + 2 * m.weights].view(torch.bfloat16).view(m.rows, m.cols)

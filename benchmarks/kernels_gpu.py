@@ -30,7 +30,7 @@ def module_like() -> Any:
 def layer_like(
     matrices: tuple[Matrix, ...], versions: Sequence[Version], of_expert: Sequence[str], device: torch.device
 ) -> tuple[Any, dict[str, int]]:
-    """What gpu.forward reads of a layer, with random extents in the versions named; and each version's bytes."""
+    """What gpu.forward reads of a layer and its snapshot, extents random, in the versions named; and their bytes."""
     numbers = {v.name: i for i, v in enumerate(versions)}
     sizes = {v.name: resident_size(matrices, v) for v in versions}
     generator = torch.Generator().manual_seed(0)
@@ -49,6 +49,7 @@ def layer_like(
         forms=lambda i: forms[i],
         keep=keep,
     )
+    layer.of = layer
     return layer, sizes
 
 
@@ -81,7 +82,7 @@ def replayed(work: Callable[[], object]) -> Callable[[], object]:
 
 def seconds(work: Callable[[], object], runs: int) -> float:
     """The median of several runs on the device's clock."""
-    times = []
+    times: list[float] = []
     for _ in range(runs + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -112,7 +113,7 @@ def measure(
             x = torch.randn(tokens, hidden, device=device).bfloat16()
             picks = [torch.randperm(experts)[:top_k] for _ in range(tokens)]
             index, gates = torch.stack(picks).to(device), torch.full((tokens, top_k), 1 / top_k, device=device)
-            theirs = seconds(replayed(lambda x=x, i=index: grouped(*weights, x, i)), runs)  # type: ignore[misc]
+            theirs = seconds(replayed(lambda x=x, i=index: grouped(weights[0], weights[1], x, i)), runs)  # type: ignore[misc]
             for name, of_expert in mixes.items():
                 layer, size = layer_like(matrices, versions, of_expert, device)
                 work = replayed(lambda x=x, i=index, g=gates, k=layer: forward(module, k, x, i, g))  # type: ignore[misc]

@@ -40,7 +40,7 @@ SHARES = (0.2, 0.4, 0.6)  # of the way from all-low to all-bf16
 
 def first_file_maps(trace: Path, plan: Plan, room: int) -> dict[str, list[list[str]]]:
     """Maps from a trace's router counts: as many experts at bf16 as fit `room` bytes beyond all-low, by two rules."""
-    totals = sum(np.array(record.counts, dtype=float) for record in read_trace(trace).records)
+    totals = np.sum([np.array(record.counts, dtype=float) for record in read_trace(trace).records], axis=0)
     rooms = even_room([row[plan.high] - row[plan.low] for row in plan.sizes], plan.experts, room)
     high, low = (plan.versions[v].name for v in (plan.high, plan.low))
     maps = {}

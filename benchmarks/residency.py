@@ -41,10 +41,13 @@ SHARES = (0.2, 0.4, 0.6)  # of the way from all-low to all-bf16
 def first_file_maps(trace: Path, plan: Plan, room: int) -> dict[str, list[list[str]]]:
     """Maps from a trace's router counts: as many experts at bf16 as fit `room` bytes beyond all-low, by two rules."""
     totals = np.sum([np.array(record.counts, dtype=float) for record in read_trace(trace).records], axis=0)
-    rooms = even_room([row[plan.high] - row[plan.low] for row in plan.sizes], plan.experts, room)
-    high, low = (plan.versions[v].name for v in (plan.high, plan.low))
+    rooms = even_room([row[0] - row[plan.base] for row in plan.sizes], plan.experts, room)
+    high, low = str(plan.ladder[0]), str(plan.ladder[plan.base])
     maps = {}
-    for name, values in (("most used", totals), ("by loss", totals * np.array(plan.gains))):
+    for name, values in (
+        ("most used", totals),
+        ("by loss", totals * np.array([x[:, plan.base] - x[:, 0] for x in plan.losses])),
+    ):
         best = [set(np.argsort(-row, kind="stable")[:n].tolist()) for row, n in zip(values, rooms, strict=True)]
         maps[name] = [[high if e in top else low for e in range(n)] for top, n in zip(best, plan.experts, strict=True)]
     return maps
@@ -74,7 +77,7 @@ def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -
     targets = []
     span = all_high.resident_bytes_peak - all_low.resident_bytes_peak
     timing = f"interval={options.interval},rate={options.rate}"
-    hot = f"hotness:hi=bf16,lo={low},{timing}"
+    hot = f"hotness:hi=bf16,lo={low},between=no,{timing}"
     model = moepack.load(bundle, policy=hot, device_memory=PLENTY, dtype=getattr(torch, options.dtype))
     plan = model.moepack.live.plan
     model.moepack.close()
@@ -106,16 +109,16 @@ def tpot(bundle: Path, low: str, options: Any) -> tuple[list[Any], list[Target]]
     Half of the experts fit at bf16. A turn with swaps wants one half and, once that is there, the other: each swap is a
     low version fetched, a bf16 one freed, another fetched.
     """
-    policy = f"hotness:hi=bf16,lo={low},interval=1e9,rate={options.rate}"
+    policy = f"hotness:hi=bf16,lo={low},between=no,interval=1e9,rate={options.rate}"
     dtype = getattr(torch, options.dtype)
     model = moepack.load(bundle, policy=policy, device_memory=PLENTY, dtype=dtype)
     plan = model.moepack.live.plan
     model.moepack.close()
-    half = (base_bytes(plan.sizes, plan.experts, plan.high) + base_bytes(plan.sizes, plan.experts, plan.low)) // 2
+    half = (base_bytes(plan.sizes, plan.experts, 0) + base_bytes(plan.sizes, plan.experts)) // 2
     model = moepack.load(bundle, policy=policy, device_memory=plan.fixed + half + plan.reserve, dtype=dtype)
     live = model.moepack.live
     keys = list(live.residency.entries)
-    halves = [dict.fromkeys(keys[i::2][:-8], live.plan.high) for i in range(2)]  # with room for a KV reserve
+    halves = [dict.fromkeys(keys[i::2][:-8], 0) for i in range(2)]  # with room for a KV reserve
     times: dict[bool, list[float]] = {False: [], True: []}
     moved, seconds = 0, 0.0
     with torch.inference_mode():

@@ -16,20 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
+from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
+from moepack.runtime.residency.steps import NO_PROMPT, Prompt
 
 from .trace import Record, TraceWriter
-
-Counts = list[npt.NDArray[np.int64]]
 
 
 @functools.cache
@@ -111,7 +109,7 @@ class Passes:
     def around(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
         """Around one forward of the model or of its decoder; what it yields is told the result."""
         running = self._running
-        if getattr(running, "counts", None) is not None:  # a forward inside another belongs to its step
+        if getattr(running, "pass_", False):  # a forward inside another belongs to its step
             yield lambda out: None
             return
         self._check()
@@ -119,14 +117,21 @@ class Passes:
             if self._live is not None:
                 stack.enter_context(self._live.turn())
             done = stack.enter_context(self.caches.room(args, kwargs)) if self.caches else lambda out: None
-            step = stack.enter_context(self._live.step()) if self._live else None
-            counts = step.counts if step else [np.zeros(x.of.layer.experts, np.int64) for x in self._layers]
-            running.counts = counts
+            mask = _text(args, kwargs)
+            step = stack.enter_context(self._live.step(_prompt(args, kwargs), mask)) if self._live else None
+            traced = self._trace is not None
+            counters = step.counters if step else None
+            if counters is None and traced:
+                counters = Counters([x.of.layer.experts for x in self._layers], False, self._layers[0].of.device)
+                counters.mask = mask
+            running.pass_, running.counters = True, counters
             try:
                 yield done
+                if traced and counters is not None:
+                    counts = [row.tolist() for row in counters.take()[0]]
             finally:
-                running.counts = None
-        if self._trace is not None:
+                running.pass_, running.counters = False, None
+        if traced:
             self._write(counts, step.snapshots if step else tuple(layer.current for layer in self._layers))
 
     def _check(self) -> None:
@@ -143,15 +148,13 @@ class Passes:
         """Say what a copy or a pickle of the model is told."""
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
-    def _saw(self, position: int, top_k_index: Tensor) -> None:
-        counts = getattr(self._running, "counts", None)
-        if counts is None:
+    def _saw(self, position: int, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+        counters: Counters | None = getattr(self._running, "counters", None)
+        if counters is None:
             return  # an experts module that was called by itself
-        experts = self._layers[position].of.layer.experts
-        chosen = torch.bincount(top_k_index.reshape(-1), minlength=experts)[:experts].cpu().numpy()
-        counts[position] += chosen
+        counters.add(position, top_k_index, top_k_weights)
         if self._live is not None:
-            self._live.demand(position, chosen)
+            self._live.demand(position, counters)
 
     def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
         """Write every step from now on into a file; `resident` gives the bytes that are taken."""
@@ -161,7 +164,7 @@ class Passes:
         self._resident = resident
         self._trace = TraceWriter(Path(path), policy, layers, [v.name for v in bundle.manifest.versions])
 
-    def _write(self, counts: Counts, seen: Sequence[Snapshot]) -> None:
+    def _write(self, counts: list[list[int]], seen: Sequence[Snapshot]) -> None:
         live, now = self._live, time.monotonic()
         queues = live.transitions.queues() if live is not None else None
         with self._lock:
@@ -171,8 +174,8 @@ class Passes:
             record = Record(
                 self._written,
                 now - self._began,
-                [[x.of.number(h.version) for h in x.handles] for x in seen],
-                [c.tolist() for c in counts],
+                [[-1 if h.version is None else x.of.number(h.version) for h in x.handles] for x in seen],
+                counts,
                 queues.updates if queues else 0,
                 queues.evictions if queues else 0,
                 queues.in_flight if queues else 0,
@@ -196,3 +199,23 @@ class Passes:
             if self._trace is not None:
                 self._trace.close()
             self._trace = None
+
+
+def _prompt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prompt:
+    """What a pass with these arguments reads of prompts."""
+    ids = args[0] if args else kwargs.get("input_ids")
+    ids = kwargs.get("inputs_embeds") if ids is None else ids
+    if ids is None or ids.ndim < 2 or ids.shape[1] < 2:
+        return NO_PROMPT
+    cache = kwargs.get("past_key_values")
+    return Prompt(int(ids.shape[0] * ids.shape[1]), cache is None or not int(cache.get_seq_length()))
+
+
+def _text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """int64 [tokens], 0 where a pass's token is padding; None without a mask that says so."""
+    ids = args[0] if args else kwargs.get("input_ids")
+    ids = kwargs.get("inputs_embeds") if ids is None else ids
+    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or ids is None or mask.shape[1] < ids.shape[1]:
+        return None
+    return (mask[:, mask.shape[1] - ids.shape[1] :] != 0).reshape(-1).long()

@@ -90,7 +90,7 @@ class Serving:
     @property
     def versions(self) -> Versions:
         """The active version of every expert, by layer."""
-        return tuple(tuple(h.version.name for h in layer.current.handles) for layer in self.layers)
+        return tuple(tuple(str(h) for h in layer.current.handles) for layer in self.layers)
 
     def resident_bytes(self, model: Any = None) -> int:
         """Bytes of device memory that are taken: in a budget all that is reserved, else those of weights."""

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from moepack.pack.errors import InputError
-from moepack.runtime.policies.contract import LivePolicy, Observation, Wanted
+from moepack.runtime.policies.contract import Interval, LivePolicy, Wanted
 
 FORMAT = {"format": "moepack-trace", "version": 2}
 
@@ -25,7 +27,7 @@ class Record:
     Attributes:
         step: its number, from 1.
         time: seconds since serving began, at its end.
-        active: [layers][experts], numbers of the versions that were active.
+        active: [layers][experts], numbers of the versions that were active, -1 for an expert that was absent.
         counts: [layers][experts], how often the router chose each.
         updates, evictions, in_flight: lengths of the queues at its end, and copies in flight.
         bytes_moved: stored bytes copied since serving began.
@@ -106,7 +108,8 @@ def read_trace(path: Path | str) -> Trace:
         raise InputError(f"{path}: line {number} is not a line of a trace") from None
 
 
-def replay(trace: Trace, policy: LivePolicy, room: Sequence[int]) -> Iterator[tuple[Record, Wanted | None]]:
+def replay(trace: Trace, policy: LivePolicy, capacity: Sequence[int]) -> Iterator[tuple[Record, Wanted | None]]:
     """What a policy wants after each step of a trace."""
     for record in trace.records:
-        yield record, policy.observe(Observation(record.time, record.counts, room))
+        counts = [np.array(row, np.int64) for row in record.counts]
+        yield record, policy.decide(Interval(record.time, capacity, counts))

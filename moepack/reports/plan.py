@@ -138,11 +138,11 @@ def plan(
     if table is not None:
         fixed = Fixed(dense, fixed.kv, fixed.activations, decided.staging)
         tables = bundle.calibration()
-        served = {name for row in table for name in row}
+        served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
         used = fixed.total + _bytes(bundle, table, parsed.is_live)
         cached = needs.kv.tokens(fixed.kv + device_memory - fixed.total - decided.floor, batch, MOST)
-        host = sum(bundle.version_bytes(name) for name in served)
+        host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"] = relative_loss(tables, table)
         read = _dense_read(dense, config, bundle) + needs.kv.bytes(kv_tokens)
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
@@ -156,10 +156,11 @@ def plan(
 
 
 class _Decided(NamedTuple):
-    """What a budget holds: a map with the hottest experts high, the staging buffer's bytes, the experts' bytes with all
-    of them low. Or no map, and the least that would do."""
+    """What a budget holds: a map as it is loaded, the names of the placements in it, the best first, the staging
+    buffer's bytes, the experts' bytes with all of them at the base. Or no map, and the least that would do."""
 
     table: Versions | None
+    names: tuple[str, ...]
     staging: int
     floor: int
     least: int
@@ -167,26 +168,28 @@ class _Decided(NamedTuple):
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
     from moepack.runtime.planning.capacity import base_bytes
-    from moepack.runtime.planning.plan import calibration, make_plan, unchanging
+    from moepack.runtime.planning.plan import make_plan, unchanging
 
     try:
         if not policy.is_live:
             versions, experts = unchanging(bundle, policy, fixed, budget)
-            return _Decided(versions, 0, experts, 0)
+            return _Decided(versions, tuple(v.name for v in bundle.versions), 0, experts, 0)
         made = make_plan(bundle, policy.options, fixed.total, budget)
     except TooSmallError as error:
-        return _Decided(None, 0, 0, error.least)
-    traffic, _ = calibration(bundle)
-    high, low = made.versions[made.high].name, made.versions[made.low].name
-    table = []
-    for tokens, room in zip(traffic, made.room(), strict=True):
-        hot = set(sorted(range(len(tokens)), key=lambda e: -tokens[e])[:room])
-        table.append(tuple(high if e in hot else low for e in range(len(tokens))))
-    return _Decided(tuple(table), made.staging, base_bytes(made.sizes, made.experts, made.low), 0)
+        return _Decided(None, (), 0, 0, error.least)
+    _, wanted = made.policy(policy)
+    table = tuple(
+        tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)
+    )
+    return _Decided(table, tuple(map(str, made.ladder)), made.staging, base_bytes(made.sizes, made.experts), 0)
 
 
-def _layer(bundle: Bundle, position: int, row: tuple[str, ...], served: set[str]) -> LayerPlan:
-    order = [v.name for v in bundle.versions if v.name in served]
+def _version(placement: str) -> str:
+    """The version of a placement's name; nothing for what is absent."""
+    return "" if placement == "absent" else placement.removesuffix("@host")
+
+
+def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]) -> LayerPlan:
     counts = {name: row.count(name) for name in order}
     return LayerPlan(
         bundle.layers[position].index, counts[order[0]], len(row) - counts[order[0]], order[0], order[-1], counts
@@ -194,11 +197,12 @@ def _layer(bundle: Bundle, position: int, row: tuple[str, ...], served: set[str]
 
 
 def _bytes(bundle: Bundle, table: Versions, blocks: bool) -> int:
-    """Bytes of a map; in whole pages where experts are in blocks."""
+    """Bytes of a map on the device; in whole pages where experts are in blocks."""
     from moepack.pack.spec import PAGE, align
     from moepack.runtime.kernels.forms import resident_size
 
-    sizes = [resident_size(x.matrices, bundle.manifest.version(n)) for x, row in _rows(bundle, table) for n in row]
+    here = [(x, name) for x, row in _rows(bundle, table) for name in row if name == _version(name)]
+    sizes = [resident_size(x.matrices, bundle.manifest.version(name)) for x, name in here]
     return sum(align(size, PAGE) if blocks else size for size in sizes)
 
 
@@ -210,8 +214,9 @@ def relative_loss(tables: CalibrationTables, table: Versions) -> float:
     """The mean relative loss of a map over calibration's routed tokens (pack/FORMAT.md, "Calibration tables")."""
     lost = routed = 0.0
     for layer, row in zip(tables.layers, table, strict=True):
-        columns = [tables.versions.index(name) for name in row]
-        lost += sum(float(layer.tokens[e]) * float(layer.relative[e, c]) for e, c in enumerate(columns))
+        columns = [tables.versions.index(_version(name)) if _version(name) else None for name in row]
+        relative = [1.0 if c is None else float(layer.relative[e, c]) for e, c in enumerate(columns)]
+        lost += sum(float(n) * loss for n, loss in zip(layer.tokens, relative, strict=True))
         routed += float(layer.tokens.sum())
     return lost / routed if routed else 0.0
 
@@ -223,7 +228,8 @@ def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, ch
     total = 0.0
     for layer, (described, row) in zip(tables.layers, _rows(bundle, table), strict=True):
         tokens = [float(n) + 1 for n in layer.tokens]
-        size = {name: resident_size(described.matrices, bundle.manifest.version(name)) for name in set(row)}
+        here = {name: _version(name) for name in set(row)}
+        size = {n: resident_size(described.matrices, bundle.manifest.version(v)) if v else 0 for n, v in here.items()}
         total += chosen * sum(n * size[name] for n, name in zip(tokens, row, strict=True)) / sum(tokens)
     return total
 

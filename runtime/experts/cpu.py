@@ -86,6 +86,7 @@ def _matrix(
                 part = torch.nn.functional.linear(mine, made.weights[matrix][first:last].to(x.dtype), part_bias)
             else:
                 tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=x.dtype)
+                assert made.version is not None
                 number = experts.of.native.numbers[made.version.name]
                 unpack(experts.of.native, matrix, number, made.extent, tile, first)
                 part = torch.mm(mine, tile[:, : last - first])

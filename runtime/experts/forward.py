@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
+from moepack.runtime.policies.placements import Where
 
 from .handles import LayerExperts, Snapshot
 
+_DEVICE, _HOST = frozenset({Where.DEVICE}), frozenset({Where.HOST})
+_ALL = _DEVICE | _HOST
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
 
@@ -36,7 +39,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
     if experts.observer is not None:
-        experts.observer(top_k_index)
+        experts.observer(top_k_index, top_k_weights)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         if not experts.trainable and experts.reading is None:
             raise InputError("gradients keep activations that a budget does not count: load without a budget to train")
@@ -45,7 +48,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
                 "gradients need versions that stay: this policy changes them while serving; load the bundle with a "
                 "static policy to train beside it, or run the pass under torch.no_grad()"
             )
-        return reference_forward(self, experts.current, hidden_states, top_k_index, top_k_weights)
+        index = experts.current.only(top_k_index, _ALL)
+        return reference_forward(self, experts.current, hidden_states, index, top_k_weights)
     if experts.reading is None:
         return _run(self, experts.current, hidden_states, top_k_index, top_k_weights)
     with experts.reading() as snapshot:
@@ -53,6 +57,22 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _run(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts that the device runs, and those that the host does; what is absent adds nothing."""
+    here = _ALL if experts.of.device.type == "cpu" else _DEVICE
+    out = _on_device(module, experts, hidden, experts.only(top_k_index, here), top_k_weights)
+    if Where.HOST in experts.places() - here:
+        out = out + on_host(module, experts, hidden, top_k_index, top_k_weights)
+    return out
+
+
+def on_host(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What the experts on the host add, for a layer on another device: activations go there and back, and wait."""
+    index = experts.only(top_k_index, _HOST).cpu()
+    there = Snapshot(experts.of.on_host(), experts.table, experts.handles)
+    return _on_device(module, there, hidden.cpu(), index, top_k_weights.cpu()).to(hidden.device)
+
+
+def _on_device(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if experts.of.backend == "native":
         from .cpu import forward
 

@@ -27,11 +27,11 @@ def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor,
     geometry = route(top_k_index.long(), count, tiling.tokens)
     handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
     h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
-    product(first, experts.of.forms(0), handles, geometry, x, h, tiling, fused)
+    product(first, experts.of.forms(0), experts.served(), handles, geometry, x, h, tiling, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     y = x.new_zeros(slots, second.rows)  # rows of experts past the last stay zero
-    product(second, experts.of.forms(1), handles, geometry, h, y, tiling)
+    product(second, experts.of.forms(1), experts.served(), handles, geometry, h, y, tiling)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y) * (top_k_index.reshape(-1, 1) < count)
     weighted = y * top_k_weights.detach().reshape(-1, 1)

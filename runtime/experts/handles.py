@@ -19,31 +19,39 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Section, Version, affine_sections
 from moepack.runtime.kernels.forms import Form, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise
+from moepack.runtime.policies.placements import Placement, Where
 
 from . import backends
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """One expert's active version, complete on its device.
+    """One expert's active placement, complete.
 
     Attributes:
-        version: its encoding.
+        version: its encoding; None where the expert is absent.
         extent: uint8: an affine version's extent as it is stored, or the decoded matrices of the lossless one
             (kernels/forms.py), beginning on a multiple of 64.
         weights: BF16 views [rows, cols] of a lossless version's matrices; empty for an affine one.
         biases: one BF16 view [rows] or None a matrix.
     """
 
-    version: Version
+    version: Version | None
     extent: Tensor
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
+    where: Where = Where.DEVICE
 
     @property
     def resident_bytes(self) -> int:
         """Bytes it takes on its device."""
-        return self.extent.numel()
+        return self.extent.numel() if self.where is Where.DEVICE else 0
+
+    def __str__(self) -> str:
+        return str(Placement(self.version, self.where))
+
+
+NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)
 
 
 class ServedLayer:
@@ -62,15 +70,22 @@ class ServedLayer:
         self.sections = {v.name: _sections(layer, v) for v in self.versions if not v.is_lossless}
         self.native = backends.native_layer(layer, self.versions, device)
         self.backend = backends.backend(device)
+        self._host: ServedLayer | None = None
 
-    def over(self, version: Version, extent: Tensor) -> Handle:
+    def over(self, version: Version, extent: Tensor, where: Where = Where.DEVICE) -> Handle:
         """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64."""
         parts = list(zip(self.layer.matrices, self._forms[version.name], strict=True))
         weights: tuple[Tensor, ...] = ()
         if version.is_lossless:
             weights = tuple(_view(extent, f.low, m.weights).view(m.rows, m.cols) for m, f in parts)
         biases = tuple(None if f.bias < 0 else _view(extent, f.bias, m.rows) for m, f in parts)
-        return Handle(version, extent, weights, biases)
+        return Handle(version, extent, weights, biases, where)
+
+    def on_host(self) -> ServedLayer:
+        """The same layer as the host runs it."""
+        if self._host is None:
+            self._host = ServedLayer(self.layer, self.versions, torch.device("cpu"))
+        return self._host
 
     def number(self, version: Version) -> int:
         """A version's number in a handle: its place in the manifest."""
@@ -90,24 +105,65 @@ class Snapshot:
         handles: what is active, by expert: it keeps the extents alive.
     """
 
-    __slots__ = ("_on_device", "handles", "of", "table")
+    __slots__ = ("_maps", "_on_device", "_places", "_served", "handles", "of", "table")
 
-    def __init__(self, of: ServedLayer, table: npt.NDArray[np.uint64], handles: tuple[Handle, ...]) -> None:
+    def __init__(
+        self,
+        of: ServedLayer,
+        table: npt.NDArray[np.uint64],
+        handles: tuple[Handle, ...],
+        on_device: Tensor | None = None,
+    ) -> None:
         self.of, self.table, self.handles = of, table, handles
-        self._on_device: dict[int, Tensor] = {}
+        self._on_device = {} if on_device is None else {0: on_device}
+        self._places: frozenset[Where] | None = None
+        self._served: list[int] | None = None
+        self._maps: dict[frozenset[Where], Tensor] = {}
+
+    def over(self, words: Tensor) -> Snapshot:
+        """The same, read through a table that is on the device already."""
+        return Snapshot(self.of, self.table, self.handles, words[: len(self.table)])
 
     def device_table(self) -> Tensor:
-        """The handle table on the device, int64 [experts], copied there on the stream that asks."""
+        """The handle table on the device, int64 [experts]; where none was given it is copied, once a stream."""
         device = self.of.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        given = self._on_device.get(0)
+        if given is not None:
+            return given
+        stream = torch.cuda.current_stream(device).cuda_stream + 1 if device.type == "cuda" else 0
         if stream not in self._on_device:
             with torch.inference_mode(False):
                 self._on_device[stream] = torch.from_numpy(self.table.view(np.int64).copy()).to(device)
         return self._on_device[stream]
 
+    def served(self) -> list[int]:
+        """The numbers of the versions that experts on the device have."""
+        if self._served is None:
+            here = [h.version for h in self.handles if h.version is not None and h.where is Where.DEVICE]
+            self._served = sorted({self.of.number(v) for v in here})
+        return self._served
+
+    def places(self) -> frozenset[Where]:
+        """Where its experts are."""
+        if self._places is None:
+            self._places = frozenset(h.where for h in self.handles)
+        return self._places
+
+    def only(self, index: Tensor, here: frozenset[Where]) -> Tensor:
+        """The router's choice [tokens, top_k] with a number past the last expert for those that are not in `here`."""
+        if self.places() <= here:
+            return index
+        key, count = here, len(self.handles)
+        if key not in self._maps:
+            moved = [e if h.where in here else count for e, h in enumerate(self.handles)]
+            with torch.inference_mode(False):
+                self._maps[key] = torch.tensor([*moved, count], dtype=torch.int64).to(index.device)
+        return self._maps[key][index.long().clamp(max=count)]
+
     def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
         """One matrix of an expert's active version, [rows, cols] in `dtype`."""
         made = self.handles[expert]
+        assert made.version is not None
         if made.weights:
             return made.weights[matrix].to(dtype)
         sections = self.of.sections[made.version.name][matrix]
@@ -126,12 +182,13 @@ class LayerExperts:
         of: the layer.
         current: what a step that begins now sees. Publishing replaces it.
         reading: what a forward pass reads, for as long as it does; without it, what is current.
-        observer: is shown the router's choice, [tokens, top_k], before the experts run; None where nobody asks.
+        observer: is shown the router's choice and its weights, [tokens, top_k], before the experts run; None where
+            nobody asks.
         trainable: whether a pass may keep what gradients need: under a budget it would not be counted.
     """
 
     reading: Callable[[], AbstractContextManager[Snapshot]] | None = None
-    observer: Callable[[Tensor], None] | None = None
+    observer: Callable[[Tensor, Tensor], None] | None = None
     trainable = True
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
@@ -153,7 +210,9 @@ class LayerExperts:
         First versions come in the experts' order. A step that has begun goes on with what it saw: the caller keeps the
         bytes of the version before alive until the last of those has ended.
         """
-        before, word = self.current, handle(made.extent.data_ptr(), self.of.number(made.version))
+        before, word = self.current, 0
+        if made.version is not None:
+            word = handle(made.extent.data_ptr(), self.of.number(made.version))
         if expert == len(before.handles):
             table = np.append(before.table, np.uint64(word))
         else:

@@ -176,6 +176,7 @@ def _product(  # type: ignore[no-untyped-def]
 def product(
     matrix: Matrix,
     forms: Sequence[Form],
+    served: Sequence[int],
     handles: Tensor,
     geometry: Geometry,
     x: Tensor,
@@ -187,7 +188,8 @@ def product(
 
     Args:
         matrix: the experts' matrix.
-        forms: its form in every version that a handle may name, by the version's number.
+        forms: its form in every version, by the version's number.
+        served: the numbers that handles name: a launch each.
         handles: int64 [experts] on the device.
         geometry: from `route`, with the tiling's `tokens`.
         x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
@@ -199,8 +201,8 @@ def product(
         InputError: for an encoding that the kernels do not know.
         ValueError: for shapes or dtypes that do not fit.
     """
-    for f in forms:
-        kernel_of(f.name)
+    for number in served:
+        kernel_of(forms[number].name)
     slots, made = len(geometry.order), matrix.rows // 2 if gated else matrix.rows
     if x.shape[-1] != matrix.cols or out.shape != (slots, made) or not slots or slots % len(x):
         raise ValueError(f"{matrix.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
@@ -210,7 +212,8 @@ def product(
         raise ValueError(f"{matrix.name}: the geometry is of another tiling, or a tensor is not contiguous")
     # Triton's interpreter multiplies the bits of BF16 numbers, not the numbers: there, and there alone, in float32.
     grid = (len(geometry.expert), triton.cdiv(made, tiling.rows))
-    for number, f in enumerate(forms):
+    for number in served:
+        f = forms[number]
         _product[grid](
             handles, geometry.order, geometry.expert, geometry.first, geometry.count, x, out,
             matrix.rows, matrix.cols, slots // len(x), number, f.low, f.high, f.scale, f.zero, max(f.bias, 0),

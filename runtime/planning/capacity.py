@@ -1,50 +1,32 @@
-"""What fits a budget: how many experts of each layer may be high, and what is then lost. Pure arithmetic.
+"""What fits a budget: how many bytes each layer's experts may take beyond their base placements. Pure arithmetic.
 
-Numbers in, numbers out, no torch. Sizes are bytes of blocks; versions are numbers, 0 the most precise.
+Numbers in, numbers out, no torch. Sizes are bytes of blocks.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from moepack.runtime.allocation.knapsack import Table
+from moepack.runtime.allocation.ladder import Ladder
 
-Sizes = Sequence[Sequence[int]]  # [layers][versions], bytes of one expert
-
-
-def base_bytes(sizes: Sizes, experts: Sequence[int], version: int) -> int:
-    """Bytes of all experts at one version."""
-    return sum(n * row[version] for row, n in zip(sizes, experts, strict=True))
+Sizes = Sequence[Sequence[int]]  # [layers][placements], bytes of one expert
 
 
-def expected_loss(traffic: Table, losses: Sequence[Table], high: int, low: int, room: Sequence[int]) -> float:
-    """Summed squared error on the calibration tokens, with the experts that save most at `high`, the others at `low`.
-
-    Args:
-        traffic: [layers][experts], tokens.
-        losses: [layers][experts][versions], squared error a token.
-        high: a version.
-        low: another.
-        room: [layers], how many experts may be at the high one.
-    """
-    total = 0.0
-    for tokens, rows, n in zip(traffic, losses, room, strict=True):
-        both = sorted(((t * row[low], t * row[high]) for t, row in zip(tokens, rows, strict=True)), key=_saved)
-        total += sum(loss for _, loss in both[:n]) + sum(loss for loss, _ in both[n:])
-    return total
-
-
-def _saved(losses: tuple[float, float]) -> float:
-    return losses[1] - losses[0]
+def base_bytes(sizes: Sizes, experts: Sequence[int], placement: int = -1) -> int:
+    """Bytes of all experts at one placement, the base without a word."""
+    return sum(n * row[placement] for row, n in zip(sizes, experts, strict=True))
 
 
 def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[int]:
-    """How many high experts each layer may have, every layer the same share of its experts, within `room` bytes.
+    """How many things each layer may have, every layer the same share of its own, within `room` bytes.
 
     Args:
-        sizes: [layers], bytes that a high expert takes more than a low one.
-        experts: [layers].
+        sizes: [layers], bytes of one.
+        experts: [layers], how many there are.
         room: bytes.
     """
     whole = sum(s * n for s, n in zip(sizes, experts, strict=True))
@@ -58,26 +40,40 @@ def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[i
     return out
 
 
-def room_by_loss(sizes: Sequence[int], gains: Table, room: int) -> list[int]:
-    """How many high experts each layer may have, by what the loss tables say they save a byte, within `room` bytes.
+def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
+    """Bytes that each layer's experts may take beyond the base: of what the best placement would take, the same share.
+
+    Counted in the smallest step there is between two placements, so that little of a layer's part lies idle.
 
     Args:
-        sizes: [layers], bytes that a high expert takes more than a low one.
-        gains: [layers][experts], loss that an expert's promotion saves on the calibration tokens; which experts they
-            are does not matter here, only how fast a layer's gains fall.
+        sizes: [layers][placements], the best first, the base last.
+        experts: [layers].
         room: bytes.
     """
-    queues = [sorted(row, reverse=True) for row in gains]
-    out = [0] * len(queues)
-    heap = [(-queue[0] / sizes[p], p) for p, queue in enumerate(queues) if queue]
-    heapq.heapify(heap)
-    left = room
-    while heap:
-        _, p = heapq.heappop(heap)
-        if sizes[p] > left:
-            continue
-        left -= sizes[p]
-        out[p] += 1
-        if out[p] < len(queues[p]):
-            heapq.heappush(heap, (-queues[p][out[p]] / sizes[p], p))
+    units, spans = [], []
+    for row, n in zip(sizes, experts, strict=True):
+        above = sorted({size - row[-1] for size in row} | {0})
+        unit = max(1, min((b - a for a, b in pairwise(above)), default=1))
+        units.append(unit)
+        spans.append(n * (max(row) - row[-1]) // unit)
+    return [n * unit for n, unit in zip(even_room(units, spans, room), units, strict=True)]
+
+
+def bytes_by_loss(ladders: Sequence[Ladder], traffic: Table, room: int) -> list[int]:
+    """The same where the loss tables say how fast a layer's gains fall: the upgrades that save most a byte, of all
+    layers, until the room is used up; which experts they are does not matter here.
+
+    Args:
+        ladders: [layers].
+        traffic: [layers][experts], tokens.
+        room: bytes.
+    """
+    rates = [ladder.rates(np.array(row, float)).ravel() for ladder, row in zip(ladders, traffic, strict=True)]
+    costs = [ladder.cost.ravel() for ladder in ladders]
+    layer = np.repeat(np.arange(len(rates)), [len(row) for row in rates])
+    rate, cost = np.concatenate(rates), np.concatenate(costs)
+    order = np.argsort(-rate, kind="stable")
+    order = order[rate[order] > 0]
+    fits = order[np.cumsum(cost[order]) <= room]
+    out: list[int] = np.bincount(layer[fits], cost[fits], minlength=len(rates)).astype(np.int64).tolist()
     return out

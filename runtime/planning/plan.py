@@ -1,22 +1,29 @@
-"""From a bundle, a policy and a budget to a plan: a map that never changes, or the two versions that are served and how
-many experts may be high.
+"""From a bundle, a policy and a budget to a plan: a map that never changes, or a ladder of placements and what fits.
 
 Reads the bundle's calibration tables; capacity.py does the arithmetic. Decides nothing that happens while serving.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from moepack.pack.errors import InputError, TooSmallError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
+from moepack.runtime.allocation.ladder import Ladder
 from moepack.runtime.kernels.forms import resident_size
-from moepack.runtime.policies.contract import LiveOptions, Versions
+from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
+from moepack.runtime.policies.contract import Ladder as Placements
+from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import Policy
 
-from .capacity import base_bytes, even_room, expected_loss, room_by_loss
+from .capacity import base_bytes, bytes_by_loss, even_bytes
 from .fixed import Fixed
 
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
@@ -27,23 +34,23 @@ class Plan:
     """What is served in a budget.
 
     Attributes:
-        versions: those of the bundle, most precise first; the other fields count in it.
-        high, low: the two versions that are served.
-        sizes: [layers][versions], bytes of a block.
+        ladder: the placements that are served, the best first; the other fields count in it. The last is the base.
+        blocks: [layers][placements], bytes of a block, on the device or the host; 0 for what is absent.
+        sizes: the same on the device alone: 0 for what is on the host.
         experts: [layers].
         fixed: bytes outside the experts: dense tensors, KV cache, activations, the staging buffer (M_fixed).
         staging: of them, the staging buffer's.
         budget: bytes for everything.
-        keep: whether a high expert keeps its low version.
-        spare_blocks: low blocks of each size class that demotions are copied into; none with `keep`.
+        keep: whether an expert above the base keeps its base version.
+        spare_blocks: base blocks of each size class that demotions are copied into; none with `keep`.
         traffic: [layers][experts], calibration tokens routed to each, at least one.
-        gains: [layers][experts], squared error that the high version saves a token, above 0.
+        losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
         by_loss: whether layers share the budget by what promotions save there; else evenly.
+        most: [layers][placements], how many experts may be at each, where memory is not shared between placements.
     """
 
-    versions: tuple[Version, ...]
-    high: int
-    low: int
+    ladder: Placements
+    blocks: tuple[tuple[int, ...], ...]
     sizes: tuple[tuple[int, ...], ...]
     experts: tuple[int, ...]
     fixed: int
@@ -52,30 +59,69 @@ class Plan:
     keep: bool
     spare_blocks: int
     traffic: Table
-    gains: Table
+    losses: Sums
     by_loss: bool
+    most: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def base(self) -> int:
+        """The number of the base placement."""
+        return len(self.ladder) - 1
 
     @property
     def reserve(self) -> int:
-        """Bytes of the blocks that demotions are copied into."""
-        return 0 if self.keep else self.spare_blocks * sum({row[self.low] for row in self.sizes})
+        """Bytes of the blocks that demotions are copied into: one of any version at the least, but the best."""
+        if self.keep and len(self.ladder) == 2:
+            return 0
+        spare = 0 if self.keep else self.spare_blocks * sum({row[self.base] for row in self.sizes})
+        return max(spare, *(max(row[1:]) for row in self.sizes))
 
-    def room(self, kv: int = 0) -> list[int]:
-        """How many experts of each layer may be at the high version beside a KV reserve of `kv` bytes.
+    def capacity(self, kv: int = 0) -> list[int]:
+        """Bytes that each layer's experts may take beyond their base placements, beside a KV reserve of `kv` bytes.
 
-        All low versions and the reserve come off the budget; each high expert then takes its bytes less those of its
-        low version, unless that is kept.
+        All base versions and the reserve come off the budget first.
         """
-        left = self.budget - self.fixed - kv - base_bytes(self.sizes, self.experts, self.low) - self.reserve
-        more = [row[self.high] - (0 if self.keep else row[self.low]) for row in self.sizes]
-        if not self.by_loss:
-            return even_room(more, self.experts, left)
-        saved = [[n * g for n, g in zip(*rows, strict=True)] for rows in zip(self.traffic, self.gains, strict=True)]
-        return room_by_loss(more, saved, left)
+        left = self.budget - self.fixed - kv - base_bytes(self.sizes, self.experts) - self.reserve
+        if self.by_loss:
+            return bytes_by_loss(self.ladders(), self.traffic, left)
+        return even_bytes(self.growing(), self.experts, left)
+
+    def growing(self) -> list[list[int]]:
+        """[layers][placements], bytes that an expert takes there, the base's not counted where that is kept."""
+        return [[*row[:-1], 0 if self.keep else row[-1]] for row in self.sizes]
+
+    def ladders(self) -> list[Ladder]:
+        """The chains of upgrades of each layer's experts."""
+        return [Ladder(row, loss, self.base) for row, loss in zip(self.growing(), self.losses, strict=True)]
+
+    def expected_loss(self) -> float:
+        """Summed squared error on calibration's tokens, with each expert where they would have it."""
+        total = 0.0
+        for ladder, tokens, room in zip(self.ladders(), self.traffic, self.capacity(), strict=True):
+            scores = np.array(tokens, np.float64)
+            total += ladder.loss(scores, ladder.fill(scores, room))
+        return total
+
+    def divided(self) -> Plan:
+        """The same for memory that is cut into blocks once and for all: as many of each as calibration would have."""
+        most = []
+        for ladder, tokens, room in zip(self.ladders(), self.traffic, self.capacity(), strict=True):
+            placed = ladder.fill(np.array(tokens, np.float64), room)
+            most.append(tuple(np.bincount(placed, minlength=len(self.ladder)).tolist()))
+        return replace(self, most=tuple(most))
+
+    def policy(self, policy: Policy) -> tuple[LivePolicy, Wanted]:
+        """A policy that changes placements, made for this plan, and what it wants before any token."""
+        assert policy.entry.make is not None
+        setting = Setting(self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most)
+        made = policy.entry.make(setting, policy.options)
+        nothing = [np.zeros(n, np.int64) for n in self.experts]
+        none = [np.zeros(n) for n in self.experts] if made.needs.gates else []
+        return made, made.decide(Interval(time.monotonic(), self.capacity(), nothing, none)) or {}
 
 
 def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -> Plan:
-    """Choose versions and see that they fit.
+    """Choose a ladder and see that it fits.
 
     Args:
         bundle: the bundle.
@@ -85,66 +131,67 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
 
     Raises:
         InputError: when versions are not there.
-        TooSmallError: when the budget does not hold the low version of every expert.
+        TooSmallError: when the budget does not hold the base placement of every expert.
     """
-    versions = bundle.versions
-    names = [v.name for v in versions]
-    for name in filter(None, (options.hi, options.lo)):
-        if name not in names:
-            raise InputError(f"{bundle.path}: has no version {name!r}: here are {', '.join(names)}")
-    highs = [names.index(options.hi)] if options.hi else list(range(len(names) - 1))
-    lows = [names.index(options.lo)] if options.lo else list(range(1, len(names)))
-    if not highs or highs == [len(names) - 1]:
-        raise InputError(f"{bundle.path}: has no version below {names[-1]}: changing versions needs two")
-    if highs[0] >= lows[-1]:
-        raise InputError(f"{bundle.path}: the low version {names[lows[-1]]} is not below {names[highs[0]]}")
-    sizes = tuple(tuple(align(resident_size(x.matrices, v), PAGE) for v in versions) for x in bundle.layers)
+    try:
+        ladders = options.ladders(bundle.versions)
+    except InputError as error:
+        raise InputError(f"{bundle.path}: {error}") from None
     experts = tuple(x.experts for x in bundle.layers)
-    traffic, losses = calibration(bundle)
-    keep, blocks = options.keeps_low, options.spare_blocks
+    traffic, losses = calibration(bundle, ladders)
     plans: list[tuple[float, Plan]] = []
-    for high in highs:
-        staging = staging_bytes(bundle, versions[high])
-        for low in (v for v in lows if v > high):
-            if base_bytes(sizes, experts, low) > budget - outside - staging:
-                continue
-            gains = [[max(row[low] - row[high], 1e-30) for row in layer] for layer in losses]
-            plan = Plan(
-                versions, high, low, sizes, experts, outside + staging, staging, budget, keep, blocks, traffic, gains,
-                options.share == "loss",
-            )  # fmt: skip
-            plans.append((expected_loss(traffic, losses, high, low, plan.room()), plan))
+    least: list[tuple[int, Plan]] = []
+    for ladder, loss in zip(ladders, losses, strict=True):
+        blocks = tuple(
+            tuple(0 if p.version is None else align(resident_size(x.matrices, p.version), PAGE) for p in ladder)
+            for x in bundle.layers
+        )
+        on_device = [p.where is Where.DEVICE for p in ladder]
+        sizes = tuple(tuple(n if here else 0 for n, here in zip(row, on_device, strict=True)) for row in blocks)
+        staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
+        plan = Plan(
+            ladder, blocks, sizes, experts, outside + staging, staging, budget, options.keeps_low, options.spare_blocks,
+            traffic, loss, options.share == "loss",
+        )  # fmt: skip
+        needed = plan.fixed + base_bytes(sizes, experts)
+        least.append((needed, plan))
+        if needed <= budget:
+            plans.append((plan.expected_loss(), plan))
     if not plans:
-        staging = min(staging_bytes(bundle, versions[high]) for high in highs)
-        low = min(lows, key=lambda v: base_bytes(sizes, experts, v))
-        least = outside + staging + base_bytes(sizes, experts, low)
+        needed, plan = min(least, key=lambda found: found[0])
         raise TooSmallError(
-            f"{bundle.path}: a budget of {budget} bytes does not hold every expert at {names[low]}: the least that "
-            f"would do is {least} bytes ({outside + staging} of them outside the experts)",
-            least,
+            f"{bundle.path}: a budget of {budget} bytes does not hold every expert at {plan.ladder[-1]}: the least "
+            f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
+            needed,
         )
     return min(plans, key=lambda found: found[0])[1]
 
 
-def calibration(bundle: Bundle) -> tuple[list[list[float]], list[list[list[float]]]]:
+def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums]]:
     """What calibration saw of each expert (pack/FORMAT.md, "Calibration tables").
 
     The loss of an expert that few tokens reached says little about those that will: with n of them it is drawn to its
-    layer's mean as if by `FEW` tokens more.
+    layer's mean as if by `FEW` tokens more. What is absent loses all of its output.
 
     Returns:
-        Tokens routed to each expert and one more, [layers][experts]; squared error a token that each of the bundle's
-        versions adds to the layer's output, gate weights included, [layers][experts][versions].
+        Tokens routed to each expert and one more, [layers][experts]; of each ladder, squared error a token that its
+        placements add to the layer's output, gate weights included, float64 [experts, placements] a layer.
     """
-    tables, traffic, losses = bundle.calibration(), [], []
-    columns = tables.columns([v.name for v in bundle.versions])
+    tables, traffic = bundle.calibration(), []
+    losses: list[list[npt.NDArray[np.float64]]] = [[] for _ in ladders]
     for layer in tables.layers:
         tokens = layer.tokens.astype("float64")[:, None] + 1
-        gated = layer.gated[:, columns].astype("float64")
-        mean = (tokens * gated).sum(0) / tokens.sum()
-        losses.append(((tokens * gated + FEW * mean) / (tokens + FEW)).tolist())
+        gated = layer.gated.astype("float64")
+        relative = layer.relative.astype("float64")
+        shares = np.divide(gated, relative, out=np.zeros_like(gated), where=relative > 0)
+        known = np.concatenate([gated, shares.max(1, keepdims=True)], 1)  # the last: an output that is left out
+        mean = (tokens * known).sum(0) / tokens.sum()
+        drawn = (tokens * known + FEW * mean) / (tokens + FEW)
         traffic.append(tokens[:, 0].tolist())
-    return traffic, losses
+        for ladder, out in zip(ladders, losses, strict=True):
+            columns = [-1 if p.version is None else tables.versions.index(p.version.name) for p in ladder]
+            out.append(drawn[:, columns])
+    return traffic, list(losses)
 
 
 def staging_bytes(bundle: Bundle, version: Version) -> int:

@@ -1,7 +1,8 @@
 """What serving tells a policy, and what it asks of one. Pure: numbers in, decisions out, no torch.
 
 A policy is one file with an `Entry` and one line in registry.py. One that never changes anything answers with a map
-(`versions`); one that changes versions while the model is served is made when it is loaded (`make`). Decides nothing.
+(`versions`); one that changes placements while the model is served is made when it is loaded (`make`), says what it
+needs to know, and is handed events. Decides nothing.
 """
 
 from __future__ import annotations
@@ -11,100 +12,227 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from moepack.pack.errors import InputError
+from moepack.pack.spec import Version
 from moepack.runtime.allocation.knapsack import Table
+
+from .placements import Placement
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
 Key = tuple[int, int]  # layer position, expert
-Wanted = Mapping[Key, int]  # the version of every expert that is to be above the base one, the most wanted first
+Wanted = Mapping[Key, int]  # experts that are to be elsewhere than at the base placement, the most wanted first
 Versions = tuple[tuple[str, ...], ...]  # a version's name by layer position and expert
+Ladder = tuple[Placement, ...]  # the best first; other code counts in it. The last is the base
+Counts = Sequence[npt.NDArray[np.int64]]
+Sums = Sequence[npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """What a policy sees.
+class Interval:
+    """Time has gone by, or what fits has changed.
 
     Attributes:
         time: seconds on a clock that never goes back.
-        counts: [layers][experts], how often the router chose each since the last observation.
-        room: [layers], how many experts of each may be above the base version.
+        capacity: [layers], bytes of device memory that each layer's experts may take beyond what they all take at the
+            base placement.
+        counts: int64 [experts] a layer, how often the router chose each in the steps that ended since the last
+            interval; padding is left out.
+        gates: float64 [experts] a layer, the sums of its weights there; empty for a policy that does not need them.
     """
 
     time: float
-    counts: Sequence[Sequence[int]]
-    room: Sequence[int]
+    capacity: Sequence[int]
+    counts: Counts
+    gates: Sums = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBegan:
+    """A step with a prompt begins: its sequences have no cache yet.
+
+    Attributes:
+        time, capacity: as of `Interval`.
+        tokens: of all its sequences.
+    """
+
+    time: float
+    capacity: Sequence[int]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """A step over several tokens a sequence has ended: a prompt, or a chunk of one.
+
+    Attributes:
+        time, capacity: as of `Interval`.
+        counts, gates: as of `Interval`, in this step alone.
+    """
+
+    time: float
+    capacity: Sequence[int]
+    counts: Counts
+    gates: Sums = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReached:
+    """A layer's experts are about to run. The step waits until what is wanted is there.
+
+    Attributes:
+        time, capacity: as of `Interval`.
+        layer: its position.
+        counts: int64 [experts], how often the router chose each for it in this step.
+    """
+
+    time: float
+    capacity: Sequence[int]
+    layer: int
+    counts: npt.NDArray[np.int64]
+
+
+Event = Interval | SequenceBegan | PrefillEnded | LayerReached
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a policy is told, beside `Interval`, and may do.
+
+    Attributes:
+        interval: seconds between two `Interval` events.
+        prompts: whether it is told of `SequenceBegan` and `PrefillEnded`.
+        layers: whether it is told of `LayerReached`, and the step then waits for what it wants: such steps run one at
+            a time, and there are no intervals. For baselines, and where an expert has no resident version.
+        gates: whether gate weights are summed up for it.
+    """
+
+    interval: float = 0.1
+    prompts: bool = False
+    layers: bool = False
+    gates: bool = False
 
 
 class LivePolicy(Protocol):
-    """A policy that changes versions.
+    """A policy that changes placements. One event at a time is handed to it, on whatever thread."""
 
-    Attributes:
-        blocking: whether the forward pass waits until what is wanted is there; it then observes each layer before its
-            experts run, and otherwise never waits.
-        patience: seconds between two observations of a policy that does not block.
-    """
+    needs: Needs
 
-    blocking: bool
-    patience: float
-
-    def observe(self, seen: Observation) -> Wanted | None:
-        """What is wanted now; None where it is what was wanted before."""
+    def decide(self, event: Event) -> Wanted | None:
+        """What is wanted from now on; None where it is what was wanted before."""
 
     def worth(self, key: Key) -> float:
-        """How much better an expert is off at the high version, wanted or not; of any two, the lesser goes first."""
+        """What an expert above the base placement is worth there; of any two, the lesser goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a policy that changes versions is made for.
+    """What a policy that changes placements is made for.
 
     Attributes:
         experts: [layers].
-        high: the number of the high version.
+        ladder: the placements there are, the best first; a policy answers with their numbers.
+        sizes: [layers][placements], bytes of device memory of an expert.
         traffic: [layers][experts], calibration tokens routed to each, at least one.
-        gains: [layers][experts], squared error that a token saves at the high version.
+        losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
+        most: [layers][placements], how many experts may be at each, where memory is not shared between placements; None
+            where it is.
     """
 
     experts: Sequence[int]
-    high: int
+    ladder: Ladder
+    sizes: Sequence[Sequence[int]]
     traffic: Table
-    gains: Table
+    losses: Sums
+    most: Sequence[Sequence[int]] | None = None
+
+    @property
+    def base(self) -> int:
+        """The placement of an expert that is not named in an answer."""
+        return len(self.ladder) - 1
+
+    def number(self, name: str) -> int:
+        """The placement of this name (`w4`, `w4@host`, `absent`)."""
+        return [str(placement) for placement in self.ladder].index(name)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
-    """What a policy that changes versions lets its user choose; subclasses add to it.
+    """What a policy that changes placements lets its user choose; subclasses add to it, and name the ladders.
 
     A field's type says how its text is read; `CHOICES` names the words it may be.
 
     Attributes:
-        hi, lo: the two versions that are served; what is not named is chosen for the least loss that the bundle's
-            calibration foretells in the budget.
         share: how the budget is shared among layers: "even", or "loss" by the loss tables.
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"share": ("even", "loss")}
 
-    hi: str = ""
-    lo: str = ""
     share: str = "even"
+
+    def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
+        """The ladders there are to choose from; of several the plan takes the one with the least expected loss.
+
+        Args:
+            versions: the bundle's, the most precise first.
+
+        Raises:
+            InputError: when a version is not there.
+        """
+        raise NotImplementedError
 
     @property
     def keeps_low(self) -> bool:
-        """Whether an expert that is promoted keeps its low version; else it gives it back."""
-        return True
+        """Whether an expert that is promoted keeps its base version; else it gives it back."""
+        return False
 
     @property
     def spare_blocks(self) -> int:
-        """Low blocks of each size that are kept for demotions, where low versions are given back."""
-        return 0
+        """Base blocks of each size that are kept for demotions, where base versions are given back."""
+        return 1
 
     @property
     def bytes_per_second(self) -> float | None:
         """What copies may take; None without a limit."""
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions(LiveOptions):
+    """Of a policy whose ladder is versions on the device.
+
+    Attributes:
+        hi, lo: the ends of the ladder; what is not named is chosen for the least loss that the bundle's calibration
+            foretells in the budget.
+        between: "yes": the versions between the two are served as well; "no": those two alone.
+    """
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "between": ("yes", "no")}
+
+    hi: str = ""
+    lo: str = ""
+    between: str = "yes"
+
+    def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
+        """One for each pair of ends."""
+        names = [v.name for v in versions]
+        here = ", ".join(names)
+        for name in filter(None, (self.hi, self.lo)):
+            if name not in names:
+                raise InputError(f"has no version {name!r}: here are {here}")
+        highs = [names.index(self.hi)] if self.hi else list(range(len(names) - 1))
+        lows = [names.index(self.lo)] if self.lo else list(range(1, len(names)))
+        if not highs or highs == [len(names) - 1]:
+            raise InputError(f"has no version below {names[-1]}: changing versions needs two")
+        if highs[0] >= lows[-1]:
+            raise InputError(f"the low version {names[lows[-1]]} is not below {names[highs[0]]}")
+        step = 1 if self.between == "yes" else len(versions)
+        ends = [(high, low) for high in highs for low in lows if low > high]
+        return [tuple(Placement(versions[v]) for v in (*range(high, low, step), low)) for high, low in ends]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +246,7 @@ class Entry:
         needs_budget: whether it serves in a memory budget only.
         versions: of a policy that never changes: the map, from the bundle, what was parsed, and the bytes that a
             budget leaves to experts (None without one); raises BudgetError where they do not suffice.
-        make: of one that changes versions: the policy, for a setting and what was parsed.
+        make: of one that changes placements: the policy, for a setting and what was parsed.
     """
 
     name: str

@@ -1,32 +1,35 @@
 """`hotness`: the hottest experts of each layer at high precision, following the workload (dynaexq, section 3.5). Pure.
 
-Decides nothing about copies, blocks or bytes: those come as how many experts a layer may have above the base version.
+Decides nothing about copies or blocks: each layer's bytes come with the events.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moepack.runtime.allocation.knapsack import Table
+import numpy as np
 
-from .contract import Entry, Key, LiveOptions, LivePolicy, Observation, Setting, Wanted, in_turns, read_options
+from moepack.runtime.allocation.ladder import Floats, Ladder
+from moepack.runtime.allocation.ladder import Ints as Placements
+
+from .contract import DeviceOptions, Entry, Event, Interval, Key, Needs, Setting, Wanted, in_turns, read_options
 
 RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
 
 
 @dataclass(frozen=True, slots=True)
-class HotnessOptions(LiveOptions):
+class HotnessOptions(DeviceOptions):
     """What follows `hotness:`.
 
     Attributes:
         prior: "calibration": the experts that were busy in calibration are high from the start; "none": none is.
-        score: "loss": experts are ranked by traffic times what the loss tables say a token saves; "counts": by traffic.
-        keep: "yes": an expert that is promoted keeps its low version; "no": it gives it back.
-        reserve: low blocks of each size that are kept for demotions without `keep`, from 1: so many can be under way in
-            one step.
+        score: "loss": upgrades are ranked by traffic times what the loss tables say a token saves; "counts": by traffic
+            and size alone.
+        keep: "yes": an expert that is promoted keeps its base version; "no": it gives it back.
+        reserve: base blocks of each size that are kept for demotions without `keep`, from 1: so many can be under way
+            in one step.
         rate: megabytes a second that promotions may copy; 0 for no limit.
         interval: T_u, seconds between decisions.
         alpha: the share of a score that is kept at each decision, from 0 up to but not including 1.
@@ -36,7 +39,7 @@ class HotnessOptions(LiveOptions):
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        **LiveOptions.CHOICES, "prior": ("calibration", "none"), "score": ("loss", "counts"), "keep": ("yes", "no")
+        **DeviceOptions.CHOICES, "prior": ("calibration", "none"), "score": ("loss", "counts"), "keep": ("yes", "no")
     }  # fmt: skip
 
     prior: str = "calibration"
@@ -74,137 +77,99 @@ class HotnessOptions(LiveOptions):
 
 
 class Hotness:
-    """The hottest experts of each layer at high precision (dynaexq, section 3.5).
+    """The hottest experts of each layer at high precision (dynaexq, section 3.5), on a ladder of any length.
 
     Counters are added up over an interval T_u; then S <- alpha S + (1 - alpha) c for every expert, and each layer's
-    top n are wanted, n being the layer's room. A newcomer takes an incumbent's place only when the margin and the rank
-    slack both allow it. An interval without any token changes nothing.
+    bytes go to the upgrades that save most a byte: S times what a token then saves in loss, over what it takes
+    (allocation/ladder.py). With two versions of equal gains these are the paper's top n. A newcomer takes an
+    incumbent's place only when the margin and the rank slack both allow it. An interval without any token changes
+    nothing.
 
-    Two things are beyond the paper. Scores may start from what calibration saw, as if an interval of such traffic had
-    gone before the first, so that there is a choice before any token; and that prior goes on to weigh `anchor` times as
-    much as the scores do, so that after a shift experts of the workload before do not crowd out those of all others.
-    And experts may be ranked by score times what a token at the high version saves in loss: an expert can be busy and
-    yet lose little at the low one.
+    Three things are beyond the paper: more than two versions; loss beside traffic, as an expert can be busy and yet
+    lose little at a low version; and a prior. Scores may start from what calibration saw, as if an interval of such
+    traffic had gone before the first, so that there is a choice before any token; and that prior goes on to weigh
+    `anchor` times as much as the scores do, so that after a shift experts of the workload before do not crowd out those
+    of all others.
     """
 
-    blocking = False
-
-    def __init__(
-        self,
-        experts: Sequence[int],
-        version: int,
-        options: HotnessOptions | None = None,
-        prior: Table | None = None,
-        gains: Table | None = None,
-    ) -> None:
-        """Args:
-        experts: [layers].
-        version: the number of the high one.
-        options: settings.
-        prior: [layers][experts], tokens of an earlier workload; only their shares in a layer matter.
-        gains: [layers][experts], what a token saves at the high version; without it, as much everywhere.
-        """
-        self.version, self.options = version, options or HotnessOptions()
-        self.patience = min(0.1, self.options.interval / 4)
-        self.scores = [list(row) for row in prior] if prior else [[0.0] * n for n in experts]
-        self._gains = [list(row) for row in gains] if gains else [[1.0] * n for n in experts]
-        self._prior = [[n / sum(row) for n in row] for row in prior] if prior else None
-        self._is_prior = [prior is not None] * len(experts)
-        self.sets: list[list[int]] = [[] for _ in experts]
-        self._worth = self._values()
-        self._counts = [[0] * n for n in experts]
-        self._room: list[int] = []
+    def __init__(self, setting: Setting, options: HotnessOptions | None = None) -> None:
+        """With the settings and the losses of a plan."""
+        self.options = options = options or HotnessOptions()
+        self.needs = Needs(interval=min(0.1, options.interval / 4))
+        self._setting, self._ladders = setting, []
+        for sizes, losses in zip(setting.sizes, setting.losses, strict=True):
+            known = losses if options.score == "loss" else np.broadcast_to(losses.mean(0), losses.shape)
+            self._ladders.append(Ladder(sizes, known, setting.base))
+        has_prior = options.prior == "calibration"
+        traffic = [np.array(row, np.float64) for row in setting.traffic]
+        self._prior = [row / row.sum() for row in traffic]
+        self._anchor = options.anchor if has_prior else 0.0
+        self.scores = [row.copy() if has_prior else np.zeros(len(row)) for row in traffic]
+        self._is_prior = [has_prior] * len(traffic)
+        self.placements = [np.full(n, setting.base, np.int64) for n in setting.experts]
+        self._values = self._weigh()
+        self._counts = [np.zeros(n, np.int64) for n in setting.experts]
+        self._capacity: list[int] = []
         self._last: float | None = None
 
-    def observe(self, seen: Observation) -> Wanted | None:
-        """Count, and decide when an interval has gone by, or at once where the room has changed."""
-        for mine, new in in_turns(zip(self._counts, seen.counts, strict=True)):
-            for e, n in enumerate(new):
-                mine[e] += n
+    def decide(self, event: Event) -> Wanted | None:
+        """Count, and decide when an interval has gone by, or at once where the capacity has changed."""
+        if not isinstance(event, Interval):
+            return None
+        for mine, new in zip(self._counts, event.counts, strict=True):
+            mine += new
         if self._last is None:
-            self._last = seen.time
-        due = seen.time - self._last >= self.options.interval and any(map(any, self._counts))
-        if not due and list(seen.room) == self._room:
+            self._last = event.time
+        due = event.time - self._last >= self.options.interval and any(row.any() for row in self._counts)
+        if not due and list(event.capacity) == self._capacity:
             return None
         if due:
-            self._last = seen.time
+            self._last = event.time
             self._score()
-        self._room = list(seen.room)
-        before = [set(s) for s in self.sets]
-        self._worth = self._values()
-        self.sets = [
-            top_with_hysteresis(values, current, room, self.options.margin, self.options.slack)
-            for values, current, room in in_turns(zip(self._worth, self.sets, seen.room, strict=True))
-        ]
-        if not due and before == [set(s) for s in self.sets]:
+        self._capacity = list(event.capacity)
+        self._values = self._weigh()
+        before, self.placements = self.placements, list(in_turns(self._filled(event.capacity)))
+        if all(np.array_equal(a, b) for a, b in zip(before, self.placements, strict=True)):
             return None
         return self.wanted()
 
+    def _filled(self, capacity: Sequence[int]) -> Iterator[Placements]:
+        options, most = self.options, self._setting.most
+        for p, (ladder, values, held) in enumerate(zip(self._ladders, self._values, self.placements, strict=True)):
+            limit = None if most is None else most[p]
+            yield ladder.fill(values, capacity[p], held, options.margin, options.slack, limit)
+
     def _score(self) -> None:
         alpha = self.options.alpha
-        for p, (scores, counts) in in_turns(enumerate(zip(self.scores, self._counts, strict=True))):
+        for p, (scores, counts) in enumerate(zip(self.scores, self._counts, strict=True)):
             scale = 1.0
-            if self._is_prior[p] and any(counts):
+            if self._is_prior[p] and counts.any():
                 self._is_prior[p] = False
-                scale = sum(counts) / sum(scores)
-            for e, n in enumerate(counts):
-                scores[e] = alpha * scale * scores[e] + (1 - alpha) * n
-                counts[e] = 0
+                scale = counts.sum() / scores.sum()
+            self.scores[p] = alpha * scale * scores + (1 - alpha) * counts
+            counts[:] = 0
 
-    def _values(self) -> list[list[float]]:
-        out = []
-        for p, (row, gains) in in_turns(enumerate(zip(self.scores, self._gains, strict=True))):
-            if self._prior:
-                anchor = self.options.anchor * sum(row)
-                row = [s + anchor * q for s, q in zip(row, self._prior[p], strict=True)]
-            out.append([s * g for s, g in zip(row, gains, strict=True)])
-        return out
+    def _weigh(self) -> list[Floats]:
+        """Scores with the prior beside them."""
+        return [s + self._anchor * s.sum() * q for s, q in zip(self.scores, self._prior, strict=True)]
 
     def worth(self, key: Key) -> float:
-        """An expert's score times what a token saves, as of the last decision."""
-        return self._worth[key[0]][key[1]]
+        """What an expert's first upgrade saves a byte, as of the last decision."""
+        p, expert = key
+        return float(self._values[p][expert] * self._ladders[p].first[expert])
 
     def wanted(self) -> Wanted:
-        """The sets as they are, those worth most of all layers first."""
-        values = self._worth
-        layers = [sorted((-values[p][e], (p, e)) for e in chosen) for p, chosen in in_turns(enumerate(self.sets))]
-        return dict.fromkeys((key for _, key in in_turns(heapq.merge(*layers), every=64)), self.version)
-
-
-def top_with_hysteresis(
-    scores: Sequence[float], current: Sequence[int], room: int, margin: float, slack: int
-) -> list[int]:
-    """At most `room` experts by score, keeping those of `current` that no newcomer clearly beats; the best first.
-
-    Args:
-        scores: [experts].
-        current: the incumbents.
-        room: how many fit.
-        margin: a newcomer's score must exceed (1 + margin) times an incumbent's.
-        slack: an incumbent ranked better than room + slack is not challenged.
-    """
-    held = set(current)
-    order = sorted(range(len(scores)), key=lambda e: (-scores[e], e not in held, e))
-    rank = {e: i for i, e in enumerate(order)}
-    chosen = [e for e in order if e in held][:room]
-    taken = set(chosen)
-    outside = [e for e in order if e not in taken and scores[e] > 0]
-    while outside and len(chosen) < room:
-        chosen.append(outside.pop(0))
-    challenged = sorted((e for e in chosen if e in held), key=lambda e: -rank[e])
-    for incumbent in challenged:
-        if not outside or rank[incumbent] < room + slack:
-            break
-        if scores[outside[0]] <= (1 + margin) * scores[incumbent]:
-            break
-        chosen[chosen.index(incumbent)] = outside.pop(0)
-    return sorted(chosen, key=lambda e: rank[e])
-
-
-def _make(setting: Setting, options: HotnessOptions) -> LivePolicy:
-    prior = setting.traffic if options.prior == "calibration" else None
-    gains = setting.gains if options.score == "loss" else None
-    return Hotness(setting.experts, setting.high, options, prior, gains)
+        """The placements as they are, those worth most a byte of all layers first."""
+        keys: list[Key] = []
+        values: list[Floats] = []
+        targets: list[int] = []
+        for p, (placed, ladder) in in_turns(enumerate(zip(self.placements, self._ladders, strict=True))):
+            chosen = np.flatnonzero(placed != self._setting.base)
+            keys += [(p, e) for e in chosen.tolist()]
+            targets += placed[chosen].tolist()
+            values.append(self._values[p][chosen] * ladder.rate_to(chosen, placed[chosen]))
+        order = np.argsort(-np.concatenate(values), kind="stable").tolist()
+        return {keys[i]: targets[i] for i in in_turns(order, every=64)}
 
 
 ENTRY = Entry(
@@ -212,5 +177,5 @@ ENTRY = Entry(
     usage="hotness[:KEY=VALUE,...]",
     parse=lambda text: read_options(HotnessOptions, text),
     needs_budget=True,
-    make=_make,
+    make=Hotness,
 )

@@ -1,4 +1,4 @@
-"""What residency.py keeps of one expert: its versions in memory, and what is happening to it. Data, no decisions."""
+"""What residency.py keeps of one expert: its placements in memory, and what is happening to it. Data, no decisions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A complete version: its block and what the forward pass reads it through."""
+    """A complete version: its block, if it takes any memory, and what the forward pass reads it through."""
 
-    block: Block
+    block: Block | None
     handle: Any
 
 

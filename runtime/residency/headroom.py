@@ -22,11 +22,13 @@ class Headroom:
         tracker: the budget.
         reserve: bytes that promotions and the KV reserve leave: a block of the largest version that a demotion may go
             to, or several, for as many demotions in one step.
+        shared: whether bytes of one pool can become another's.
     """
 
     def __init__(self, residency: Residency, tracker: BudgetTracker, pools: Sequence[Pool], reserve: int) -> None:
         self.tracker, self.reserve = tracker, reserve
         self._residency, self._pools = residency, tuple(pools)
+        self.shared = all(pool.returnable for pool in self._pools)
 
     def settled(self) -> int:
         """Bytes beyond the reserve that are free once everything under way has ended, at the least."""
@@ -35,7 +37,7 @@ class Headroom:
 
     def make_block(self, pool: Pool) -> bool:
         """Get a block of a pool from what is spare: a version of that pool, or bytes where the pool can grow."""
-        return self._residency.drop_spare(pool) > 0 or (pool.can_grow and self.make_bytes(pool.block_bytes))
+        return self._residency.drop_spare(pool) > 0 or (pool.can_grow and self.make_bytes(pool.budget_bytes))
 
     def make_bytes(self, size: int) -> bool:
         """Get bytes into the budget from what is spare: blocks first, then versions. Whether they are free."""
@@ -48,8 +50,8 @@ class Headroom:
         """Bytes that the KV reserve can have at the most: what base versions leave, or what pools that cannot shrink
         do."""
         tracker = self.tracker
-        if not all(pool.returnable for pool in self._pools):
+        if not self.shared:
             return tracker.free + tracker.held("kv")
         base = self._residency.base
-        least = sum(n * self._residency.pool(p, base).block_bytes for p, n in enumerate(self._residency.experts))
+        least = sum(n * self._residency.size(p, base) for p, n in enumerate(self._residency.experts))
         return tracker.budget - tracker.held("fixed") - least

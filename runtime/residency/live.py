@@ -1,4 +1,4 @@
-"""A bundle served by a policy that changes versions: pools, steps, the worker that carries transitions out.
+"""A bundle served by a policy that changes placements: pools, steps, the worker that carries transitions out.
 
 Here the parts meet: the plan, the policy, residency and its transitions, the device. A forward pass is a `step`, and
 calls `demand` before each layer's experts; under a policy that does not block neither waits for a copy.
@@ -7,9 +7,11 @@ calls `demand` before each layer's experts; under a policy that does not block n
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,21 +24,25 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError, MoepackError
 from moepack.pack.reader import Bundle
+from moepack.pack.spec import Version
 from moepack.runtime.devices.contract import Device
-from moepack.runtime.devices.cpu import CpuDevice
-from moepack.runtime.experts.handles import Handle, LayerExperts, Snapshot
+from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
+from moepack.runtime.experts.counters import Counters
+from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import Key, Observation, Setting, Wanted
+from moepack.runtime.policies.contract import Event, Interval, Key, LayerReached, PrefillEnded, SequenceBegan, Wanted
+from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.files import BackingStore
 
 from .demand import load_now
 from .pools import Pool
 from .residency import Residency
-from .steps import Step
+from .steps import NO_PROMPT, Prompt, Step
+from .tables import DeviceTables
 from .transitions import Transitions
 
 log = logging.getLogger("moepack.runtime")
@@ -49,19 +55,25 @@ def _device(
         return CpuDevice(plan.staging, on_event)
     from moepack.runtime.devices.cuda import open_cuda
 
-    staging = plan.staging // buffers
-    largest = max(staging, max(row[plan.low] for row in plan.sizes))
-    if not plan.versions[plan.high].is_lossless:
-        largest = max(largest, max(row[plan.high] for row in plan.sizes))
-    served = [plan.versions[v].name for v in ((plan.high,) if plan.keep else (plan.high, plan.low))]
+    staging, last = plan.staging // buffers, len(plan.ladder) - plan.keep
+    on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
+    coded = [v for v in on_device if not _version(plan, v).is_lossless]
+    largest = max([staging, *(row[v] for row in plan.sizes for v in coded)])
+    served = [_version(plan, v).name for v in on_device if v < last]
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host)
 
 
 def _second_buffer(plan: Plan) -> tuple[Plan, int]:
     """A plan with two staging buffers where there is room: an extent is then copied while the last one is decoded."""
     two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
-    least = two.fixed + base_bytes(plan.sizes, plan.experts, plan.low) + plan.reserve
+    least = two.fixed + base_bytes(plan.sizes, plan.experts) + plan.reserve
     return (two, 2) if least <= plan.budget else (plan, 1)
+
+
+def _version(plan: Plan, placement: int) -> Version:
+    version = plan.ladder[placement].version
+    assert version is not None
+    return version
 
 
 class Live:
@@ -70,6 +82,7 @@ class Live:
     Attributes:
         plan: what fits.
         tracker: the budget.
+        host: host memory of the placements that are executed there.
         waits: how often a forward pass waited for a copy.
         waited: seconds it did.
         each_round: called by the worker in every round.
@@ -90,7 +103,8 @@ class Live:
             policy: a live one.
             plan: of `make_plan`.
             devices: the layers'.
-            host_memory: bytes that may be pinned for a GPU; without it, what the system has left.
+            host_memory: bytes that experts on the host may take, and that may be pinned for a GPU; without it, what the
+                system has left.
 
         Raises:
             InputError: on a device that cannot change versions.
@@ -100,75 +114,85 @@ class Live:
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
         self._can_shrink = devices[0].type == "cpu"
         plan, buffers = (plan, 1) if self._can_shrink else _second_buffer(plan)
-        assert policy.entry.make is not None
-        self.policy = policy.entry.make(Setting(plan.experts, plan.high, plan.traffic, plan.gains), policy.options)
-        nothing = [[0] * n for n in plan.experts]
-        wanted = self.policy.observe(Observation(time.monotonic(), nothing, plan.room())) or {}
-        if not (self._can_shrink or wanted):
-            plan = replace(plan, keep=True)  # all experts are low at first, so that there must be a block for each
-        self.plan, self._policy_text = plan, str(policy)
+        plan = plan if self._can_shrink else plan.divided()
+        self.policy, wanted = plan.policy(policy)
+        self._blocking = self.policy.needs.layers
+        if not (self._can_shrink or wanted):  # all experts are at the base at first: there must be a block for each
+            plan = replace(plan, keep=True, most=None).divided()
+            self.policy, wanted = plan.policy(policy)
+        self.plan = plan
         self.store = BackingStore(bundle)
         self._wake = threading.Event()
         self.device = _device(devices[0], self.store, plan, buffers, self._wake.set, host_memory)
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
+        self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
         versions = bundle.manifest.versions
         self.layers = [LayerExperts(x, versions, d) for x, d in zip(bundle.layers, devices, strict=True)]
+        self._epoch = 0
+        self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if devices[0].type != "cpu" else None
         pools = self._pools()
         self.residency = Residency(
-            plan.experts, plan.low, lambda p, v: pools[v, plan.sizes[p][v]], self._fetch, self._make, self._publish,
-            self.device.mark, plan.keep, lambda: tuple(layer.current for layer in self.layers),
+            plan.experts, plan.base, lambda p, v: pools.get((v, plan.blocks[p][v])), self._fetch, self._make,
+            self._publish, self.device.mark, plan.keep, self._snapshot,
         )  # fmt: skip
-        self.transitions = Transitions(self.residency, self.tracker, list(pools.values()), plan.reserve)
+        on_device = [pool for pool in pools.values() if pool.budget_bytes]
+        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve)
         try:
             self._load(wanted)
         except BaseException:
             self.device.close()
             raise
-        self.device.limit(None if self.policy.blocking else policy.options.bytes_per_second)
+        self.device.limit(None if self._blocking else policy.options.bytes_per_second)
         self.waits, self.waited = 0, 0.0
         self.each_round: Callable[[], None] = lambda: None
-        self._counts_lock = threading.Lock()
-        self._counts = [np.zeros(n, np.int64) for n in plan.experts]
-        self._seen_at, self._seen_room = 0.0, [-1]
+        gates = plan.experts if self.policy.needs.gates else ()
+        self._counts: list[npt.NDArray[np.int64]] = [np.zeros(n, np.int64) for n in plan.experts]
+        self._gates: list[npt.NDArray[np.float64]] = [np.zeros(n) for n in gates]
+        self._told: deque[SequenceBegan] = deque()
+        self._ended: deque[Step] = deque()
+        self._spare_counters: list[Counters] = []
+        self._decided_at, self._capacity = 0.0, [-1]
+        self._capacity_beside = functools.lru_cache(4)(plan.capacity)
         self._one_at_a_time = threading.RLock()
         self._mine = threading.local()
         for position, layer in enumerate(self.layers):
             layer.reading = partial(self._reading, position)
         self._closing = False
-        self._patience = self.policy.patience
         self._worker = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
-        if not self.policy.blocking:
+        if not self._blocking:
             self._worker.start()
 
     def _pools(self) -> dict[tuple[int, int], Pool]:
-        """One for each size of each version.
+        """One for each size of each placement that takes memory.
 
         Memory that can be given back is not taken before it is used, so that a pool may be as large as it will ever
-        need to be. Other memory is divided once and for all, as it will be when what fits is high: that many high
-        blocks, and low ones for the others and for demotions.
+        need to be. Other memory is divided once and for all as the plan says, with base blocks for demotions beside.
         """
         plan, pools = self.plan, {}
-        room = plan.room()
-        for version in (plan.high, plan.low):
-            for size in sorted({row[version] for row in plan.sizes}):
-                mine = [p for p, row in enumerate(plan.sizes) if row[version] == size]
+        for number, placement in enumerate(plan.ladder):
+            on_host = placement.where is Where.HOST
+            tracker, returnable = (self.host, True) if on_host else (self.tracker, self._can_shrink)
+            for size in sorted({row[number] for row in plan.blocks} - {0}):
+                mine = [p for p, row in enumerate(plan.blocks) if row[number] == size]
                 blocks = sum(plan.experts[p] for p in mine)
-                if version == plan.high:
-                    most = sum(room[p] for p in mine)
-                    blocks = min(blocks, (plan.budget - plan.fixed) // size) if self._can_shrink else most
-                elif not (self._can_shrink or plan.keep):
-                    blocks += plan.spare_blocks - sum(room[p] for p in mine)
-                memory = self.device.memory(size * blocks)
-                pools[version, size] = Pool(f"{plan.versions[version].name}/{size}", size, blocks, self.tracker, memory)
+                if returnable:
+                    blocks = min(blocks, tracker.budget // size)
+                elif number < plan.base or not plan.keep:
+                    assert plan.most is not None
+                    spare = plan.spare_blocks if number == plan.base else 0
+                    blocks = sum(plan.most[p][number] for p in mine) + spare
+                memory = CpuMemory(size * blocks) if on_host else self.device.memory(size * blocks)
+                pools[number, size] = Pool(f"{placement}/{size}", size, blocks, tracker, memory, on_host)
         return pools
 
     def _load(self, wanted: Wanted) -> None:
         first = {} if self.plan.keep else wanted
         keys = [(p, e) for p, n in enumerate(self.plan.experts) for e in range(n)]
-        version = {key: first.get(key, self.plan.low) for key in keys}
-        with self.store.reading_ahead((self.plan.versions[version[key]].name, *key) for key in keys):
+        number = {key: first.get(key, self.plan.base) for key in keys}
+        stored = [(key, self.plan.ladder[number[key]].version) for key in keys]
+        with self.store.reading_ahead((version.name, *key) for key, version in stored if version is not None):
             for p, e in keys:
-                self.layers[p].publish(e, self._place((p, e), version[p, e]))
+                self.layers[p].publish(e, self._place((p, e), number[p, e]))
         self.transitions.want(wanted, self.policy.worth)
         self.device.serve()
 
@@ -176,87 +200,152 @@ class Live:
         try:
             return self.residency.place(key, version)
         except (MoepackError, OSError) as error:
-            if version == self.plan.low:
+            if version == self.plan.base:
                 raise
             self.transitions.note_failure(key, version, error)
-            return self.residency.place(key, self.plan.low)
+            return self.residency.place(key, self.plan.base)
 
     def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
         position, expert = key
-        described = self.plan.versions[version]
+        described = _version(self.plan, version)
         stored = self.store.stored(described.name, position, expert)
         return self.device.fetch(stored, target, self.layers[position].of.layer, described)
 
-    def _make(self, key: Key, version: int, tensor: Tensor) -> Handle:
-        layer, described = self.layers[key[0]], self.plan.versions[version]
-        return layer.of.over(described, tensor[: resident_size(layer.of.layer.matrices, described)])
+    def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
+        if tensor is None:
+            return NOTHING
+        layer, placement = self.layers[key[0]], self.plan.ladder[version]
+        described = _version(self.plan, version)
+        return layer.of.over(described, tensor[: resident_size(layer.of.layer.matrices, described)], placement.where)
 
     def _publish(self, key: Key, made: Handle) -> None:
         self.layers[key[0]].publish(key[1], made)
+        self._epoch += 1
+
+    def _snapshot(self) -> tuple[int, tuple[Snapshot, ...]]:
+        """What a step that begins now sees: its epoch and every layer's handles; the residency's lock is held."""
+        return self._epoch, tuple(layer.current for layer in self.layers)
 
     # --- steps
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
         """Around all of a pass, its waiting for room too: under a policy that blocks, one runs at a time."""
-        return self._one_at_a_time if self.policy.blocking else contextlib.nullcontext()
+        return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[Step]:
+    def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None) -> Iterator[Step]:
         """Around a forward pass: it reads one snapshot, and blocks drain behind it, however it ends.
 
         Inside a step of the same thread it is that one. Under a policy that blocks, one runs at a time.
+
+        Args:
+            prompt: what it reads of prompts.
+            mask: int64 [tokens] on the device, 0 for padding; without it all tokens are text.
         """
         running: Step | None = getattr(self._mine, "step", None)
         if running is not None:
             yield running
             return
         with self.turn():
-            number, snapshots = self.residency.begin()
-            counts = [np.zeros(n, np.int64) for n in self.plan.experts]
-            step = self._mine.step = Step(number, snapshots, counts)
+            if prompt.begins:
+                self._tell(SequenceBegan(time.monotonic(), self.capacity(), prompt.tokens))
+            step = self._mine.step = self._begin(prompt, mask)
             try:
                 yield step
             finally:
                 self._mine.step = None
-                self.residency.end(number)
-                self._add(counts)
+                self._end(step)
 
-    def _add(self, counts: list[npt.NDArray[np.int64]]) -> None:
-        if not self.policy.blocking:
-            with self._counts_lock:
-                for mine, new in zip(self._counts, counts, strict=True):
-                    mine += new
+    def _begin(self, prompt: Prompt, mask: Tensor | None) -> Step:
+        number, (epoch, snapshots) = self.residency.begin()
+        try:
+            table = None
+            if self._tables is not None:
+                table = self._tables.take(epoch, snapshots)
+                snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
+            counters = self._counters()
+            counters.mask = mask
+            return Step(number, snapshots, counters, prompt.tokens > 0, table)
+        except BaseException:
+            self.residency.end(number)
+            raise
+
+    def _end(self, step: Step) -> None:
+        if step.table is not None and self._tables is not None:
+            self._tables.give(step.table)
+        self.residency.end(step.number)
+        step.counters.send()
+        self._ended.append(step)
+        if self._blocking:
+            self._hear()
+        else:
             self._wake.set()
+
+    def _counters(self) -> Counters:
+        try:
+            return self._spare_counters.pop()
+        except IndexError:
+            return Counters(self.plan.experts, self.policy.needs.gates, self.layers[0].of.device)
 
     @contextlib.contextmanager
     def _reading(self, position: int) -> Iterator[Snapshot]:
         """What a layer's experts read: a pass that began outside any step is one for each of its layers."""
         with self.step() as step:
-            yield self.layers[position].current if self.policy.blocking else step.snapshots[position]
+            yield self.layers[position].current if self._blocking else step.snapshots[position]
 
-    def demand(self, position: int, counts: npt.NDArray[np.int64]) -> None:
+    def demand(self, position: int, counters: Counters) -> None:
         """Before a layer's experts run: under a policy that blocks, load what it wants and wait."""
-        if not self.policy.blocking:
+        if not self._blocking:
             return
-        seen = [[0] * n for n in self.plan.experts]
-        seen[position] = counts.tolist()
-        wanted = self.policy.observe(Observation(time.monotonic(), seen, self._room()))
+        self._decide(LayerReached(time.monotonic(), self.capacity(), position, counters.layer(position)))
+
+    def capacity(self) -> list[int]:
+        """Where pools cannot shrink, the KV reserve has what they leave, and the experts keep theirs."""
+        kv = self.transitions.kv_bytes + self.transitions.kv_asked
+        return self._capacity_beside(kv if self._can_shrink else 0)
+
+    def _tell(self, event: SequenceBegan) -> None:
+        if self.policy.needs.prompts:
+            self._told.append(event)
+            if self._blocking:
+                self._hear()
+            else:
+                self._wake.set()
+
+    def _hear(self) -> None:
+        """Let the policy know which prompts have begun, and add up the steps that have ended, in their order."""
+        while self._told:
+            self._decide(self._told.popleft())
+        while self._ended and self._ended[0].counters.arrived():
+            step = self._ended.popleft()
+            counts, gates = step.counters.take()
+            for chosen, new in zip(self._counts, counts, strict=True):
+                chosen += new
+            for weighed, more in zip(self._gates, gates, strict=True):
+                weighed += more
+            if step.is_prompt and self.policy.needs.prompts:
+                mine = [row.copy() for row in counts], [row.copy() for row in gates]
+                self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine))
+            step.counters.clear()
+            self._spare_counters.append(step.counters)
+
+    def _decide(self, event: Event) -> None:
+        wanted = self.policy.decide(event)
+        if wanted is None:
+            return
+        if not self._blocking:
+            self.transitions.want(wanted, self.policy.worth)
+            return
         began = time.perf_counter()
-        loads = load_now(self.residency, self.transitions, wanted or {})
-        if loads:
+        if loads := load_now(self.residency, self.transitions, wanted):
             self.waits += loads
             self.waited += time.perf_counter() - began
-
-    def _room(self) -> list[int]:
-        """Where pools cannot shrink, the KV reserve has what they leave, and high blocks stay as many."""
-        kv = self.transitions.kv_bytes + self.transitions.kv_asked
-        return self.plan.room(kv if self._can_shrink else 0)
 
     # --- the worker
 
     def _run(self) -> None:
         while not self._closing:
-            self._wake.wait(max(self._patience, 0.01))
+            self._wake.wait(max(self.policy.needs.interval, 0.01))
             self._wake.clear()
             try:
                 self.round(time.monotonic())
@@ -268,14 +357,13 @@ class Live:
     def round(self, now: float) -> None:
         """One round: let the policy see what was counted, then carry transitions on."""
         self.each_round()
-        room = self._room()
-        if now - self._seen_at >= self._patience or room != self._seen_room:
-            self._seen_at, self._seen_room = now, room
-            with self._counts_lock:
-                counts, self._counts = self._counts, [np.zeros(n, np.int64) for n in self.plan.experts]
-            wanted = self.policy.observe(Observation(now, [c.tolist() for c in counts], room))
-            if wanted is not None:
-                self.transitions.want(wanted, self.policy.worth)
+        self._hear()
+        capacity = self.capacity()
+        if now - self._decided_at >= self.policy.needs.interval or capacity != self._capacity:
+            self._decided_at, self._capacity = now, capacity
+            counts, gates = self._counts, self._gates
+            self._counts, self._gates = [np.zeros_like(row) for row in counts], [np.zeros_like(row) for row in gates]
+            self._decide(Interval(now, capacity, counts, gates))
         self.transitions.tick()
 
     def grow_kv(self, size: int) -> bool:

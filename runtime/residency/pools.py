@@ -48,15 +48,25 @@ class Pool:
         name: under which its bytes are reserved.
         block_bytes: a block's size, whole pages.
         blocks: how many there can be.
+        budget_bytes: what a block takes of the device's budget: nothing on the host.
     """
 
-    def __init__(self, name: str, block_bytes: int, blocks: int, tracker: BudgetTracker, memory: Memory) -> None:
-        """Cut `memory` into blocks.
+    def __init__(
+        self,
+        name: str,
+        block_bytes: int,
+        blocks: int,
+        tracker: BudgetTracker,
+        memory: Memory,
+        on_host: bool = False,
+    ) -> None:
+        """Cut `memory` into blocks; `tracker` is the device's, or the host's.
 
         Raises:
             ValueError: when it is too small, or cannot be given back in parts and does not fit the budget.
         """
         self.name, self.block_bytes, self.blocks = name, align(block_bytes, PAGE), blocks
+        self.budget_bytes = 0 if on_host else self.block_bytes
         if len(memory.tensor) < self.block_bytes * blocks:
             raise ValueError(f"pool {name}: {blocks} blocks of {self.block_bytes} bytes need more memory")
         self._tracker, self._memory = tracker, memory

@@ -5,7 +5,8 @@ begin from then on: those that run keep the snapshot they began with. The versio
 that could read it, and its block goes when somebody needs the bytes. Decides nothing about which version is wanted
 (transitions.py carries that out), and knows neither torch modules nor files.
 
-Versions are numbers, 0 the most precise; there may be any number of them. Every expert has one active version,
+Versions are numbers of a ladder of placements, 0 the best, the last the base; there may be any number of them. Some
+take host memory, or none at all: those are nothing to the device's budget. Every expert has one active version,
 complete, at every moment: a transition in either direction brings the new version first and lets the old one go later.
 """
 
@@ -21,7 +22,7 @@ from moepack.runtime.devices.contract import Event
 from moepack.runtime.policies.contract import Key
 
 from .entries import Counts, Entry, Flying, Outcome, Resident
-from .pools import Block, Pool
+from .pools import Pool
 from .steps import Steps
 
 
@@ -31,7 +32,7 @@ class Residency:
     Args:
         experts: how many each layer has.
         base: the number of the base version: what an expert is at while nobody wants another.
-        pool: the pool for (layer position, version).
+        pool: the pool for (layer position, version); None for what takes no memory.
         fetch: starts copying (key, version) into a tensor, returning its event.
         make: the handle of (key, version) over a complete block.
         publish: lets the forward pass see a handle from now on: it must be quick, and cannot fail.
@@ -45,9 +46,9 @@ class Residency:
         self,
         experts: Sequence[int],
         base: int,
-        pool: Callable[[int, int], Pool],
+        pool: Callable[[int, int], Pool | None],
         fetch: Callable[[Key, int, Tensor], Event],
-        make: Callable[[Key, int, Tensor], Any],
+        make: Callable[[Key, int, Tensor | None], Any],
         publish: Callable[[Key, Any], None],
         mark: Callable[[], Event],
         keeps_base: bool = False,
@@ -78,15 +79,19 @@ class Residency:
             MemoryError: when the pool or the budget does not hold it: the caller's arithmetic was wrong.
             MoepackError: when its bytes are damaged.
         """
-        block = self.pool(key[0], version).allocate()
-        if block is None:
-            raise MemoryError(f"no block for version {version} of expert {key}")
-        event = self._fetch(key, version, block.tensor)
-        event.wait()
-        if event.error is not None:
-            block.pool.free(block)
-            raise event.error
-        made = Resident(block, self._make(key, version, block.tensor))
+        pool = self.pool(key[0], version)
+        if pool is None:
+            made = Resident(None, self._make(key, version, None))
+        else:
+            block = pool.allocate()
+            if block is None:
+                raise MemoryError(f"no block for version {version} of expert {key}")
+            event = self._fetch(key, version, block.tensor)
+            event.wait()
+            if event.error is not None:
+                pool.free(block)
+                raise event.error
+            made = Resident(block, self._make(key, version, block.tensor))
         self.entries[key] = Entry(self.base, version, {version: made})
         if version != self.base:
             self._above.add(key)
@@ -162,6 +167,9 @@ class Residency:
         self._set_aside(key, version)
 
     def _set_aside(self, key: Key, version: int) -> None:
+        if not self.size(key[0], version):  # on the host, or nowhere: it is not kept for the sake of device memory
+            self._free(key, version)
+            return
         self._spare[key, version] = None
         self._spare_bytes += self._size(key, version)
 
@@ -189,7 +197,12 @@ class Residency:
             if version in entry.complete:
                 self._make_ready(key, version)
                 return Outcome.READY
-            block = self.pool(key[0], version).allocate()
+            pool = self.pool(key[0], version)
+            if pool is None:
+                entry.complete[version] = Resident(None, self._make(key, version, None))
+                self._make_ready(key, version)
+                return Outcome.READY
+            block = pool.allocate()
             if block is None:
                 return Outcome.REFUSED
             try:
@@ -279,20 +292,26 @@ class Residency:
         with self._lock:
             for key, version in self._spare:
                 if pool is None or self.pool(key[0], version) is pool:
-                    return self._free(key, version)
+                    self._free(key, version)
+                    return self._size(key, version)
         return 0
 
-    def _free(self, key: Key, version: int) -> int:
+    def _free(self, key: Key, version: int) -> None:
         self._take_back(key, version)
-        block: Block = self.entries[key].complete.pop(version).block
-        block.pool.free(block)
-        return block.pool.block_bytes
+        block = self.entries[key].complete.pop(version).block
+        if block is not None:
+            block.pool.free(block)
 
     # --- bytes
 
     def _size(self, key: Key, version: int) -> int:
         """What an expert's being at a version takes beside what it has in any case."""
-        return 0 if self._pinned(version) else self.pool(key[0], version).block_bytes
+        return 0 if self._pinned(version) else self.size(key[0], version)
+
+    def size(self, position: int, version: int) -> int:
+        """Bytes of the device's budget that a version of a layer's expert takes."""
+        pool = self.pool(position, version)
+        return 0 if pool is None else pool.budget_bytes
 
     def growth(self, key: Key, version: int) -> int:
         """Bytes that an expert will take more once it is at `version` and its active one has gone."""
@@ -338,6 +357,16 @@ class Residency:
         """Experts that are above their base version, or on their way to another."""
         with self._lock:
             return self._above | self._flying.keys() | self._ready.keys()
+
+    def can_lessen(self) -> bool:
+        """Whether any expert has more of the device's budget than at its base version, or is on its way to."""
+        with self._lock:
+            for position, expert in self.above():
+                entry, least = self.entries[position, expert], self.size(position, self.base)
+                coming = entry.flying.version if entry.flying is not None else entry.active
+                if max(self.size(position, entry.active), self.size(position, coming)) > least:
+                    return True
+            return False
 
     def in_flight(self) -> int:
         """Copies that have not ended."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from moepack.runtime.devices.contract import Event
+from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import Snapshot
+
+from .tables import Table
 
 
 @dataclass
@@ -25,6 +25,22 @@ class Steps:
         return min([*self.open, *self.ended], default=self.begun + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a step reads of prompts.
+
+    Attributes:
+        tokens: of all its sequences; 0 where it goes on by one token each.
+        begins: whether they have no cache yet.
+    """
+
+    tokens: int = 0
+    begins: bool = False
+
+
+NO_PROMPT = Prompt()
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """One forward pass while it runs.
@@ -32,9 +48,13 @@ class Step:
     Attributes:
         number: its number.
         snapshots: of every layer, what it reads from its beginning to its end.
-        counts: int64 [experts] a layer, how often the router chose each in it so far.
+        counters: what the router chose in it so far.
+        is_prompt: whether it is over several tokens a sequence.
+        table: the handles on a GPU, as of its epoch.
     """
 
     number: int
     snapshots: tuple[Snapshot, ...]
-    counts: list[npt.NDArray[np.int64]]
+    counters: Counters
+    is_prompt: bool = False
+    table: Table | None = None

@@ -68,13 +68,13 @@ class Transitions:
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
         self.headroom = Headroom(residency, tracker, pools, reserve)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
-        sizes = sorted({pool.block_bytes for pool in self.pools})
+        sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
         self._lock = threading.RLock()
         self._wanted: dict[Key, int] = {}
         self._worth: Callable[[Key], float] = lambda key: 0.0
         self._updates: dict[Key, int] = {}
-        self._evictions: dict[Key, None] = {}
+        self._evictions: dict[Key, int] = {}  # and where to
         self._pushed: set[Key] = set()  # experts that leave for the KV reserve, whatever is wanted
         self._failed: dict[tuple[Key, int], float] = {}
         self._logged: set[str] = set()
@@ -84,8 +84,9 @@ class Transitions:
     def want(self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0) -> None:
         """What every expert should be at: those that are not named at their base version.
 
-        Promotions are carried out in the order of `wanted`; experts that are not named are evicted when somebody needs
-        their bytes, those of the least `worth` first. What is on its way and no longer wanted is cancelled.
+        What takes more bytes, or as many, is carried out in the order of `wanted`. What takes fewer waits until
+        somebody needs the bytes; then those go first that are not named, and of those the ones of the least `worth`.
+        What is on its way and no longer wanted is cancelled.
         """
         with self._lock:
             self._wanted, self._worth = dict(wanted), worth
@@ -102,13 +103,19 @@ class Transitions:
             entry, target = residency.entries[key], self._target(key)
             if entry.coming is not None and entry.coming != target:
                 residency.cancel(key)
-            if target == entry.base and entry.active != target and entry.coming != target:
+            if entry.active != target and entry.coming != target and self._lessens(key, target):
                 evicted.append(key)
-        self._evictions = dict.fromkeys(sorted(evicted, key=self._worth))
+        evicted.sort(key=lambda key: (self._target(key) != residency.base, self._worth(key)))
+        self._evictions = {key: self._target(key) for key in evicted}
         for key, target in in_turns(self._wanted.items(), every=64):
             entry = residency.entries[key]
-            if self._target(key) != entry.base and entry.active != target and entry.coming != target:
+            if self._target(key) != target or entry.active == target or entry.coming == target:
+                continue
+            if not self._lessens(key, target):
                 self._updates[key] = target
+
+    def _lessens(self, key: Key, target: int) -> bool:
+        return target == self.residency.base or self.residency.growth(key, target) < 0
 
     def _target(self, key: Key) -> int:
         base = self.residency.base
@@ -171,19 +178,22 @@ class Transitions:
             self._evict(short - headroom - residency.going_bytes())
 
     def _evictable(self) -> int:
-        base = self.residency.base
-        return sum(-self.residency.growth(key, base) for key in self._evictions if self.may_try(key, base))
+        growth = self.residency.growth
+        return sum(-growth(key, to) for key, to in self._evictions.items() if self.may_try(key, to))
 
     def _evict(self, needed: int) -> None:
         """Begin demotions that will free so many bytes."""
-        base = self.residency.base
-        for key in list(self._evictions):
+        for key, to in list(self._evictions.items()):
             if needed <= 0:
                 return
-            if not self.may_try(key, base):
+            if not self.may_try(key, to):
                 continue
-            gain = -self.residency.growth(key, base)
-            outcome = self._begin(key, base)
+            gain = -self.residency.growth(key, to)
+            outcome = self._begin(key, to)
+            if outcome is Outcome.REFUSED and to != self.residency.base and not self.headroom.shared:
+                outcome = self._begin(key, self.residency.base)  # else two that want each other's blocks wait for ever
+                if outcome in (Outcome.STARTED, Outcome.READY):
+                    self._updates[key] = to
             if outcome is Outcome.REFUSED:
                 return  # what was lent for other demotions comes back first
             if outcome is not Outcome.BUSY:
@@ -194,8 +204,10 @@ class Transitions:
         """Start a transition, in a block made from what is spare if need be."""
         try:
             outcome = self.residency.start(key, version)
-            if outcome is Outcome.REFUSED and self.headroom.make_block(self.residency.pool(key[0], version)):
-                outcome = self.residency.start(key, version)
+            if outcome is Outcome.REFUSED:
+                pool = self.residency.pool(key[0], version)
+                if pool is not None and self.headroom.make_block(pool):
+                    outcome = self.residency.start(key, version)
             return outcome
         except (MoepackError, OSError) as error:
             self.note_failure(key, version, error)
@@ -215,8 +227,8 @@ class Transitions:
             self._logged.add(str(error))
             log.warning("position %d, expert %d stays on its version: %s", *key, error)
         if self._target(key) == version:
-            if version == self.residency.base:
-                self._evictions[key] = None
+            if self._lessens(key, version):
+                self._evictions[key] = version
             else:
                 self._updates[key] = version
 
@@ -267,7 +279,7 @@ class Transitions:
 
     def _kv_short(self) -> int:
         """Bytes to come before the KV reserve can grow. With all experts at base, demotions need no reserve."""
-        reserve = self.headroom.reserve if self.residency.above() else 0
+        reserve = self.headroom.reserve if self.residency.can_lessen() else 0
         return self.kv_asked + reserve - (self.headroom.settled() + self.headroom.reserve)
 
     def _push_out(self) -> None:
@@ -285,7 +297,8 @@ class Transitions:
             if self._kv_short() <= residency.going_bytes():
                 return
             entry = residency.entries[key]
-            if entry.flying is None and entry.active != residency.base and self.may_try(key, residency.base):
+            frees = entry.flying is None and residency.growth(key, residency.base) < 0
+            if frees and self.may_try(key, residency.base):
                 self._pushed.add(key)
                 outcome = self._begin(key, residency.base)
                 if outcome is Outcome.REFUSED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moepack.pack.errors import BundleError
@@ -25,11 +26,12 @@ class Kind:
     """What is simulated.
 
     Attributes:
-        pages: of a block, by version; the last version is the base.
+        pages: of a block, by version; the last version is the base. One without pages is nowhere.
         reserve: pages that are kept for demotions.
         room: pages beside base versions and the reserve; with `fixed`, how many experts may be high.
         keeps_base: base versions stay.
         fixed: pools cannot give blocks back; `room` experts are high from the start.
+        host: versions that are in host memory.
     """
 
     pages: tuple[int, ...] = (3, 2, 1)
@@ -37,6 +39,7 @@ class Kind:
     room: int = 8
     keeps_base: bool = False
     fixed: bool = False
+    host: tuple[int, ...] = ()
 
     @property
     def base(self) -> int:
@@ -47,14 +50,16 @@ class Kind:
         everyone = sum(EXPERTS)
         if not self.fixed:
             return everyone
-        return self.room if version == 0 else everyone - self.room + self.reserve // self.pages[1]
+        if version == self.base:
+            return everyone - self.room + self.reserve // self.pages[-1]
+        return self.room if version == 0 else 2
 
     @property
     def budget(self) -> int:
         if self.fixed:
             taken = sum(self.blocks(v) * pages for v, pages in enumerate(self.pages)) + 2
         else:
-            taken = sum(EXPERTS) * self.pages[-1] + self.reserve + self.room
+            taken = sum(EXPERTS) * (0 if self.base in self.host else self.pages[-1]) + self.reserve + self.room
         return FIXED + taken * PAGE
 
 
@@ -63,6 +68,9 @@ FOUR = Kind(pages=(5, 3, 2, 1), reserve=3, room=9)
 TIGHT = Kind(pages=(4, 2, 1), reserve=2, room=3)
 KEEPS = Kind(reserve=2, room=9, keeps_base=True)
 POOLS = Kind(pages=(4, 1), reserve=1, room=3, fixed=True)
+THIRDS = Kind(pages=(4, 2, 1), reserve=2, room=2, fixed=True)
+HOST = Kind(pages=(4, 2, 2, 1), reserve=2, room=9, host=(2, 3))
+ABSENT = Kind(pages=(4, 2, 2, 0), reserve=2, room=9, host=(2,))
 
 
 class Violation(AssertionError):
@@ -94,6 +102,7 @@ def pattern(key: Key, version: int) -> int:
 
 
 Seen = dict[Key, tuple[int, Tensor]]
+NOWHERE = torch.empty(0, dtype=torch.uint8)
 
 
 class Simulation:
@@ -111,26 +120,39 @@ class Simulation:
         self.marks: list[SimEvent] = []
         self.finished: set[tuple[Key, int, int]] = set()  # (key, version, address) whose copy's event has ended well
         self.memories: list[Tensor] = []
-        self.tracker = BudgetTracker(kind.budget, FIXED)
-        self.pools = []
+        self.tracker, self.host = BudgetTracker(kind.budget, FIXED), BudgetTracker(1 << 40, 0)
+        self.pools: list[Pool | None] = []
         for version, pages in enumerate(kind.pages):
-            blocks = kind.blocks(version)
+            if not pages:
+                self.pools.append(None)
+                continue
+            blocks, on_host = kind.blocks(version), version in kind.host
             memory = CpuMemory(pages * PAGE * blocks)
             memory.returnable = not kind.fixed
             self.memories.append(memory.tensor)
-            self.pools.append(Pool(f"v{version}", pages * PAGE, blocks, self.tracker, memory))
+            tracker = self.host if on_host else self.tracker
+            self.pools.append(Pool(f"v{version}", pages * PAGE, blocks, tracker, memory, on_host))
         self.residency = Residency(
-            EXPERTS, kind.base, lambda p, v: self.pools[v], self.fetch, lambda k, v, t: (v, t), self.publish,
+            EXPERTS, kind.base, lambda p, v: self.pools[v], self.fetch, self.make, self.publish,
             self.mark, kind.keeps_base, lambda: self.seen,
         )  # fmt: skip
         self.transitions = Transitions(
-            self.residency, self.tracker, self.pools, kind.reserve * PAGE, clock=lambda: self.now
+            self.residency, self.tracker, self.on_device, kind.reserve * PAGE, clock=lambda: self.now
         )
         for i, key in enumerate(all_keys()):
             self.seen[key] = self.residency.place(key, 0 if kind.fixed and i < kind.room else kind.base)
         self.loading = False
 
+    @property
+    def on_device(self) -> list[Pool]:
+        return [pool for pool in self.pools if pool is not None and pool.budget_bytes]
+
     # --- the device
+
+    def make(self, key: Key, version: int, tensor: Tensor | None) -> tuple[int, Tensor]:
+        if tensor is None:
+            return version, NOWHERE
+        return version, tensor
 
     def fetch(self, key: Key, version: int, target: Tensor) -> SimEvent:
         for reader in [*self.readers.values(), *(r for _, r in self.draining)]:
@@ -170,7 +192,7 @@ class Simulation:
 
     def publish(self, key: Key, handle: tuple[int, Tensor]) -> None:
         version, tensor = handle
-        if (key, version, tensor.data_ptr()) not in self.finished:
+        if tensor is not NOWHERE and (key, version, tensor.data_ptr()) not in self.finished:
             raise Violation(f"5: version {version} of {key} is published before its copy has ended")
         self.seen = {**self.seen, key: handle}
 
@@ -190,13 +212,17 @@ class Simulation:
             self.draining.append((mark, reader))
         self.residency.end(step)
 
+    def pages(self, version: int) -> int:
+        """That a version takes of the device."""
+        return 0 if version in self.kind.host else self.kind.pages[version]
+
     # --- what must hold
 
     def check(self) -> None:
         if not 0 <= self.tracker.reserved <= self.tracker.budget or self.tracker.peak > self.tracker.budget:
             raise Violation("2: more is reserved than the budget")
         taken = FIXED + self.tracker.held("kv")
-        taken += sum(p.taken * p.block_bytes + p.spare_bytes for p in self.pools)
+        taken += sum(p.taken * p.block_bytes + p.spare_bytes for p in self.on_device)
         if taken != self.tracker.reserved or sum(self.tracker.named().values()) != taken:
             raise Violation("2: what is taken is not what is reserved")
         if any(seen[k] is not v for step, seen in self.readers.items() for k, v in self.began[step].items()):
@@ -204,6 +230,8 @@ class Simulation:
         readers = [self.seen, *self.readers.values(), *(r for _, r in self.draining)]
         known: set[tuple[int, int, int]] = set()
         for key, (version, tensor) in itertools.chain.from_iterable(r.items() for r in readers):
+            if tensor is NOWHERE:
+                continue
             identity = (pattern(key, version), tensor.data_ptr(), len(tensor))
             if identity in known:
                 continue
@@ -217,7 +245,8 @@ class Simulation:
                 elif tensor[0] == pattern(key, version) and not tensor[-1]:
                     wrong = "1: a half-copied version is seen"
                 raise Violation(f"{wrong}: version {version} of {key}")
-        if self.residency.above() and self.transitions.headroom.settled() < 0:
+        above = any(self.pages(v) > self.pages(e.base) for e in self.residency.entries.values() for v in e.complete)
+        if above and self.residency.can_lessen() and self.transitions.headroom.settled() < 0:
             raise Violation("8: what is kept for demotions was given away")
         spare = self.residency._spare
         for key, entry in self.residency.entries.items():
@@ -229,7 +258,8 @@ class Simulation:
             if any((key, v) in spare for v in needed | entry.leaving):
                 raise Violation(f"5: {key} has a spare version that is in use")
             for resident in entry.complete.values():
-                resident.block.check()
+                if resident.block is not None:
+                    resident.block.check()
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -40,16 +40,12 @@ def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
     model = moepack.load(bundle, policy=policy, device_memory=budget, kv_tokens=300, batch=2)
     serving = model.moepack
     assert planned.feasible and planned.fixed == serving.fixed and planned.fixed_bytes == serving.fixed.total
+    assert [x.versions for x in planned.per_layer] == [
+        {n: row.count(n) for n in x.versions} for x, row in zip(planned.per_layer, serving.versions, strict=True)
+    ]
     if serving.live is None:
-        assert [x.versions for x in planned.per_layer] == [
-            {n: row.count(n) for n in x.versions} for x, row in zip(planned.per_layer, serving.versions, strict=True)
-        ]
         assert planned.used_bytes == serving.resident_bytes()
     else:
-        made = serving.live.plan
-        assert [x.hi for x in planned.per_layer] == made.room()
-        names = {(x.version_hi, x.version_lo) for x in planned.per_layer}
-        assert names == {(made.versions[made.high].name, made.versions[made.low].name)}
         assert planned.used_bytes <= budget
     reserve = serving.caches._reserve
     assert planned.kv_tokens_most == (300 * 2 * 1024 + reserve.most) // 2048
@@ -73,12 +69,11 @@ def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
     least = plan(bundle, 1000, policy=QUIET).least_bytes
     planned = plan(bundle, least + 1_500_000, policy=QUIET)
     assert 0 < planned.per_layer[0].hi < 16
+    model = moepack.load(bundle, policy=QUIET, device_memory=least + 1_500_000)
     lost = 0.0
-    for row, t, r in zip(planned.per_layer, tokens, relative, strict=True):
-        hot = np.argsort(-t, kind="stable")[: row.hi]
-        versions = np.full(16, column["w2"])
-        versions[hot] = column["bf16"]
-        lost += float((t * r[np.arange(16), versions]).sum())
+    for row, t, r in zip(model.moepack.versions, tokens, relative, strict=True):
+        lost += float((t * r[np.arange(16), [column[name] for name in row]]).sum())
+    model.moepack.close()
     assert planned.expected_relative_loss == pytest.approx(lost / tokens.sum(), rel=1e-6)
     losses = [
         plan(bundle, size, policy=QUIET).expected_relative_loss

@@ -335,7 +335,7 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(live_module, "_device", device)
-    policy = "hotness:lo=w2,interval=0.02,rate=0,margin=0,slack=0"
+    policy = "hotness:lo=w2,between=no,interval=0.02,rate=0,margin=0,slack=0"
     model = moepack.load(bundle, policy=policy, device_memory=12_000_000, host_memory=1 << 30)
     live, rng = model.moepack.live, torch.Generator().manual_seed(0)
     end = time.monotonic() + 20
@@ -345,7 +345,7 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert live.device.host()["mode"] == "registered" and live.device.host()["file_bytes"] == 0
     keys = list(live.residency.entries)
     for wanted in (keys[:20], keys[30:50]):
-        live.transitions.want(dict.fromkeys(wanted, live.plan.high))
+        live.transitions.want(dict.fromkeys(wanted, 0))
         live.round(time.monotonic())
         time.sleep(0.3)
     before = model.moepack.counters()

@@ -26,7 +26,7 @@ def run(
     geometry = route(index.to(DEVICE), len(extents), tiling.tokens)
     out = torch.full((index.numel(), m.rows // 2 if gated else m.rows), 7.0, device=DEVICE)
     forms = [make_forms((m,), v)[0] for v in versions]
-    product(m, forms, handles, geometry, x.to(DEVICE), out, tiling, gated)
+    product(m, forms, range(len(forms)), handles, geometry, x.to(DEVICE), out, tiling, gated)
     return out.cpu()
 
 
@@ -117,4 +117,4 @@ def test_what_does_not_fit_is_refused() -> None:
     handles, out = torch.zeros(2, dtype=torch.int64), torch.empty(2, 20)
     for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).half(), None), (torch.zeros(2, 64), PREFILL)):
         with pytest.raises(ValueError, match="m:"):
-            product(m, forms, handles, geometry, x, out, tiling or DECODE)
+            product(m, forms, [0], handles, geometry, x, out, tiling or DECODE)

@@ -3,88 +3,193 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from moepack.pack.errors import InputError
-from moepack.runtime.planning.capacity import base_bytes, even_room, expected_loss, room_by_loss
-from moepack.runtime.policies.contract import LiveOptions, Observation
-from moepack.runtime.policies.hotness import Hotness, HotnessOptions, top_with_hysteresis
+from moepack.pack.spec import Version
+from moepack.runtime.allocation.ladder import Ladder
+from moepack.runtime.planning.capacity import base_bytes, bytes_by_loss, even_bytes, even_room
+from moepack.runtime.policies.contract import Interval, LayerReached, LiveOptions, Setting
+from moepack.runtime.policies.hotness import Hotness, HotnessOptions
 from moepack.runtime.policies.lru import Recent
+from moepack.runtime.policies.placements import Placement
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.trace import Record, TraceWriter, read_trace, replay
 
+VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w2"))
+
+
+def setting(
+    experts: list[int],
+    sizes: tuple[int, ...] = (2, 1),
+    traffic: list[list[float]] | None = None,
+    losses: list[list[list[float]]] | None = None,
+    most: list[list[int]] | None = None,
+) -> Setting:
+    """Experts of equal sizes in every layer; without losses each placement down loses one more."""
+    ladder = tuple(Placement(VERSIONS[i]) for i in range(len(sizes)))
+    falling = [[[float(v) for v in range(len(sizes))]] * n for n in experts]
+    return Setting(
+        experts, ladder, [sizes] * len(experts), traffic or [[1.0] * n for n in experts],
+        [np.array(rows) for rows in losses or falling], most,
+    )  # fmt: skip
+
+
+def passed(time: float, counts: list[list[int]], capacity: list[int]) -> Interval:
+    return Interval(time, capacity, [np.array(row, np.int64) for row in counts])
+
+
+def counting(**options: Any) -> HotnessOptions:
+    """No prior: scores are of what is counted alone."""
+    return HotnessOptions(**{"prior": "none", "interval": 1.0, **options})
+
+
+def lists(rows: Any) -> list[list[float]]:
+    return [row.tolist() for row in rows]
+
 
 def test_scores_are_the_papers_average() -> None:
-    policy = Hotness([3], 0, HotnessOptions(interval=1.0, alpha=0.75))
-    assert policy.observe(Observation(0.0, [[8, 0, 4]], [1])) is None
-    assert policy.observe(Observation(0.5, [[0, 4, 0]], [1])) is None, "counted, not yet decided"
-    assert policy.observe(Observation(1.0, [[0, 0, 0]], [1])) == {(0, 0): 0}
-    assert policy.scores == [[2.0, 1.0, 1.0]]
-    policy.observe(Observation(2.0, [[0, 0, 8]], [1]))
-    assert policy.scores == [[1.5, 0.75, 2.75]]
+    policy = Hotness(setting([3]), counting(alpha=0.75))
+    assert policy.decide(passed(0.0, [[8, 0, 4]], [1])) is None
+    assert policy.decide(passed(0.5, [[0, 4, 0]], [1])) is None, "counted, not yet decided"
+    assert policy.decide(passed(1.0, [[0, 0, 0]], [1])) == {(0, 0): 0}
+    assert lists(policy.scores) == [[2.0, 1.0, 1.0]]
+    policy.decide(passed(2.0, [[0, 0, 8]], [1]))
+    assert lists(policy.scores) == [[1.5, 0.75, 2.75]]
 
 
 def test_an_interval_without_tokens_changes_nothing() -> None:
-    policy = Hotness([2], 0, HotnessOptions(interval=1.0))
-    policy.observe(Observation(0.0, [[1, 0]], [1]))
-    assert policy.observe(Observation(1.0, [[1, 0]], [1])) == {(0, 0): 0}
-    assert policy.observe(Observation(9.0, [[0, 0]], [1])) is None
+    policy = Hotness(setting([2]), counting())
+    policy.decide(passed(0.0, [[1, 0]], [1]))
+    assert policy.decide(passed(1.0, [[1, 0]], [1])) == {(0, 0): 0}
+    assert policy.decide(passed(9.0, [[0, 0]], [1])) is None
     assert policy.scores[0][0] == 1.0
 
 
 def test_less_room_is_seen_at_once() -> None:
-    policy = Hotness([3], 1, HotnessOptions(interval=1.0))
-    policy.observe(Observation(0.0, [[5, 3, 1]], [2]))
-    assert policy.observe(Observation(1.0, [[5, 3, 1]], [2])) == {(0, 0): 1, (0, 1): 1}
-    assert policy.observe(Observation(1.1, [[0, 0, 0]], [1])) == {(0, 0): 1}
+    policy = Hotness(setting([3]), counting())
+    policy.decide(passed(0.0, [[5, 3, 1]], [2]))
+    assert policy.decide(passed(1.0, [[5, 3, 1]], [2])) == {(0, 0): 0, (0, 1): 0}
+    assert policy.decide(passed(1.1, [[0, 0, 0]], [1])) == {(0, 0): 0}
+    assert policy.decide(passed(1.2, [[0, 0, 0]], [1])) is None, "as before"
+
+
+def top(scores: list[float], held: list[int], room: int, margin: float, slack: int) -> list[int]:
+    """The experts at the higher of two versions, which take a byte more."""
+    ladder = Ladder([2, 1], np.array([[0.0, 1.0]] * len(scores)), 1)
+    before = np.array([0 if e in held else 1 for e in range(len(scores))])
+    return np.flatnonzero(ladder.fill(np.array(scores, float), room, before, margin, slack) == 0).tolist()
 
 
 def test_margin_and_slack_hold_experts() -> None:
-    assert top_with_hysteresis([10, 9, 8, 0], [], 2, 0.1, 0) == [0, 1]
-    assert top_with_hysteresis([10, 9, 8, 0], [2], 2, 0.2, 0) == [0, 2], "an incumbent with a free place beside it"
-    assert top_with_hysteresis([10, 9, 8.5, 0], [2, 0], 2, 0.1, 0) == [0, 2], "9 is not 10 % above 8.5"
-    assert top_with_hysteresis([10, 9, 8, 0], [2, 0], 2, 0.1, 0) == [0, 1]
-    assert top_with_hysteresis([10, 9, 8, 0], [2, 0], 2, 0.1, 1) == [0, 2], "third of two, with a slack of one"
-    assert top_with_hysteresis([10, 9, 8, 1], [3, 0], 2, 0.1, 1) == [0, 1], "fourth: the slack is passed"
-    assert top_with_hysteresis([1, 2, 3, 4], [0, 1, 2], 1, 0.1, 1) == [2], "room fell: the best incumbent stays"
-    assert top_with_hysteresis([0, 0, 0], [], 2, 0.1, 0) == [], "nobody asked for them"
+    assert top([10, 9, 8, 0], [], 2, 0.1, 0) == [0, 1]
+    assert top([10, 9, 8, 0], [2], 2, 0.2, 0) == [0, 2], "an incumbent with a free place beside it"
+    assert top([10, 9, 8.5, 0], [2, 0], 2, 0.1, 0) == [0, 2], "9 is not 10 % above 8.5"
+    assert top([10, 9, 8, 0], [2, 0], 2, 0.1, 0) == [0, 1]
+    assert top([10, 9, 8, 0], [2, 0], 2, 0.1, 1) == [0, 2], "third of two, with a slack of one"
+    assert top([10, 9, 8, 1], [3, 0], 2, 0.1, 1) == [0, 1], "fourth: the slack is passed"
+    assert top([1, 2, 3, 4], [0, 1, 2], 1, 0.1, 1) == [2], "room fell: the best incumbent stays"
+    assert top([0, 0, 0], [], 2, 0.1, 0) == [], "nobody asked for them"
 
 
 def test_top_n_without_hysteresis_is_top_n() -> None:
     rng = random.Random(0)
     for _ in range(200):
         scores = [rng.random() for _ in range(8)]
-        current = rng.sample(range(8), 3)
         want = sorted(range(8), key=lambda e: -scores[e])[:3]
-        assert top_with_hysteresis(scores, current, 3, 0.0, 0) == want
+        assert top(scores, rng.sample(range(8), 3), 3, 0.0, 0) == sorted(want)
 
 
 def test_hysteresis_lessens_churn() -> None:
     """Two experts that take turns in being a little hotter: with a margin nothing moves."""
     moves = {}
     for margin in (0.0, 0.3):
-        policy = Hotness([2], 0, HotnessOptions(interval=1.0, alpha=0.0, margin=margin, slack=0))
-        policy.observe(Observation(0.0, [[0, 0]], [1]))
-        sets = [policy.observe(Observation(t, [[10 + t % 2, 10 + (t + 1) % 2]], [1])) for t in range(1, 20)]
+        policy = Hotness(setting([2]), counting(alpha=0.0, margin=margin, slack=0))
+        policy.decide(passed(0.0, [[0, 0]], [1]))
+        sets = []
+        for t in range(1, 20):
+            policy.decide(passed(t, [[10 + t % 2, 10 + (t + 1) % 2]], [1]))
+            sets.append(lists(policy.placements))
         moves[margin] = sum(a != b for a, b in itertools.pairwise(sets))
     assert moves == {0.0: 18, 0.3: 0}
 
 
+def test_what_a_byte_saves_decides() -> None:
+    """Three versions of 8, 4 and 2 bytes: the first upgrade of many comes before the second of a few."""
+    losses = [[[0.0, 1.0, 9.0]] * 3 + [[0.0, 2.0, 2.5]]]
+    policy = Hotness(setting([4], (8, 4, 2), losses=losses), counting(margin=0, slack=0))
+    assert policy.decide(passed(0.0, [[4, 2, 1, 8]], [6])) is None
+
+    def at(room: int) -> list[int]:
+        policy.decide(passed(1.0, [[4, 2, 1, 8]], [room]))
+        return policy.placements[0].tolist()
+
+    assert at(6) == [1, 1, 1, 2], "16, 8 and 4 a byte; the fourth expert's is 3.3, at its best version"
+    assert at(12) == [1, 1, 1, 0] and at(16) == [0, 1, 1, 0] and at(100) == [0, 0, 0, 0]
+    assert at(5) == [1, 1, 2, 2], "a byte is left: nothing fits it"
+    want = policy.wanted()
+    assert want == {(0, 0): 1, (0, 1): 1} and list(want) == [(0, 0), (0, 1)], "those worth most a byte first"
+
+
+def best(sizes: list[int], values: list[list[float]], room: int, base: int) -> float:
+    """The least loss there is, by trying everything."""
+    least = math.inf
+    for chosen in itertools.product(range(len(sizes)), repeat=len(values)):
+        if sum(sizes[v] - sizes[base] for v in chosen) <= room:
+            least = min(least, sum(row[v] for row, v in zip(values, chosen, strict=True)))
+    return least
+
+
+def test_a_ladder_is_near_the_best_there_is() -> None:
+    """Greedy on the hull is within one upgrade of the optimum, fits, and never lowers what costs nothing."""
+    rng, sizes = np.random.default_rng(0), [9, 5, 3, 2]
+    for _ in range(60):
+        losses = np.sort(rng.random((4, 4)), axis=1)
+        scores, room = rng.random(4) * 10, int(rng.integers(0, 30))
+        ladder = Ladder(sizes, losses, 3)
+        placed = ladder.fill(scores, room)
+        assert sum(sizes[v] - sizes[3] for v in placed) <= room
+        values = (scores[:, None] * losses).tolist()
+        assert ladder.loss(scores, placed) <= best(sizes, values, room, 3) + (scores[:, None] * ladder.saved).max()
+        everything = ladder.fill(scores, 28)
+        assert ladder.loss(scores, everything) == pytest.approx(best(sizes, values, 28, 3))
+
+
+def test_memory_that_is_not_shared_limits_each_placement() -> None:
+    ladder = Ladder([8, 4, 2], np.array([[0.0, 1.0, 9.0]] * 4), 2)
+    scores = np.array([4.0, 3.0, 2.0, 1.0])
+    assert ladder.fill(scores, 100).tolist() == [0, 0, 0, 0]
+    assert ladder.fill(scores, 100, most=[1, 2, 9]).tolist() == [0, 1, 1, 2], "what the first leaves is the third's"
+    assert ladder.fill(scores, 5, most=[1, 2, 9]).tolist() == [1, 1, 2, 2]
+
+
 def test_recent_keeps_what_was_used_last() -> None:
-    cache = Recent(0)
-    assert cache.observe(Observation(0, [[3, 1, 0], [0, 0]], [1, 2])) == {(0, 0): 0, (0, 1): 0}
-    assert set(cache.observe(Observation(0, [[0, 0, 0], [1, 2]], [1, 2])) or {}) == {(1, 0), (1, 1), (0, 0)}
-    many = cache.observe(Observation(0, [[5, 6, 7], [1, 0]], [1, 2])) or {}
-    assert set(many) == {(0, 0), (0, 1), (0, 2)}, "of four that are needed at once, those with the most tokens"
+    cache = Recent(setting([3, 2]))
+
+    def reached(layer: int, counts: list[int]) -> set[tuple[int, int]]:
+        wanted = cache.decide(LayerReached(0.0, [1, 2], layer, np.array(counts)))
+        assert wanted is not None and set(wanted.values()) <= {0}
+        return set(wanted)
+
+    assert reached(0, [3, 1, 0]) == {(0, 0), (0, 1)}
+    assert reached(1, [1, 2]) == {(1, 0), (1, 1), (0, 0)}
+    assert reached(0, [5, 6, 7]) == {(0, 0), (0, 1), (0, 2)}
+    assert cache.decide(passed(0.0, [[1, 1, 1], [1, 1]], [1, 2])) is None, "time is nothing to it"
 
 
 def test_rooms_fit_and_are_even() -> None:
     assert even_room([10, 10], [4, 4], 55) == [3, 2]
     assert even_room([10, 20], [4, 4], 1000) == [4, 4]
     assert even_room([10, 10], [4, 4], -5) == [0, 0]
+    assert even_bytes([[12, 2], [12, 2]], [4, 4], 55) == [30, 20], "whole experts"
+    assert even_bytes([[12, 4, 2], [12, 4, 2]], [4, 4], 55) == [28, 26], "by the smallest step"
+    assert even_bytes([[12, 0, 0]], [4], -1) == [0]
     rng = random.Random(1)
     for _ in range(200):
         sizes, experts = [rng.randint(1, 9) for _ in range(5)], [rng.randint(1, 9) for _ in range(5)]
@@ -92,50 +197,52 @@ def test_rooms_fit_and_are_even() -> None:
         rooms = even_room(sizes, experts, room)
         assert sum(s * n for s, n in zip(sizes, rooms, strict=True)) <= room
         assert all(n <= e for n, e in zip(rooms, experts, strict=True))
-        gains = [[rng.random() for _ in range(n)] for n in experts]
-        rooms = room_by_loss(sizes, gains, room)
-        assert sum(s * n for s, n in zip(sizes, rooms, strict=True)) <= room
+        ladders = [
+            Ladder([s + 1, 1], np.array([[0.0, rng.random()] for _ in range(n)]), 1)
+            for s, n in zip(sizes, experts, strict=True)
+        ]
+        assert sum(bytes_by_loss(ladders, [[1.0] * n for n in experts], room)) <= room
 
 
 def test_room_goes_where_losses_fall_slowly() -> None:
-    assert room_by_loss([1, 1], [[9, 8, 7, 1], [5, 1, 1, 1]], 4) == [3, 1]
+    ladders = [Ladder([1, 0], np.array([[0.0, g] for g in row]), 1) for row in ([9, 8, 7, 1], [5, 1, 1, 1])]
+    assert bytes_by_loss(ladders, [[1.0] * 4, [1.0] * 4], 4) == [3, 1]
 
 
-def test_losses_by_versions() -> None:
-    traffic, losses = [[10, 5], [1, 8]], [[[0, 1, 4], [0, 2, 6]], [[0, 1, 9], [0, 1, 2]]]
-    assert base_bytes([[16, 4, 2]] * 2, [2, 2], 1) == 16
-    assert expected_loss(traffic, losses, 0, 2, [0, 0]) == 40 + 30 + 9 + 16
-    assert expected_loss(traffic, losses, 0, 2, [1, 1]) == 30 + 9
-    assert expected_loss(traffic, losses, 1, 2, [1, 0]) == 10 + 30 + 9 + 16
-    assert expected_loss(traffic, losses, 0, 1, [2, 2]) == 0
+def test_losses_by_placement() -> None:
+    assert base_bytes([[16, 4, 2]] * 2, [2, 2], 1) == 16 and base_bytes([[16, 4, 2]] * 2, [2, 2]) == 8
+    ladder = Ladder([16, 4, 2], np.array([[0.0, 1, 4], [0, 2, 6]]), 2)
+    tokens = np.array([10.0, 5])
+    assert ladder.loss(tokens, np.array([2, 2])) == 40 + 30 and ladder.loss(tokens, np.array([0, 1])) == 10
 
 
 def test_a_prior_counts_as_an_interval_before_the_first() -> None:
-    policy = Hotness([3], 0, HotnessOptions(interval=1.0, margin=0, slack=0, anchor=0), prior=[[3000, 1000, 0]])
-    assert policy.observe(Observation(0.0, [[0, 0, 0]], [1])) == {(0, 0): 0}, "before any token"
-    policy.observe(Observation(1.0, [[0, 1, 3]], [1]))
-    assert policy.scores == [[1.5, 1.0, 1.5]], "its shares, as many tokens as the interval had"
-    policy.observe(Observation(2.0, [[0, 0, 4]], [1]))
-    assert policy.scores == [[0.75, 0.5, 2.75]] and policy.sets == [[2]]
+    options = HotnessOptions(interval=1.0, margin=0, slack=0, anchor=0)
+    policy = Hotness(setting([3], traffic=[[3000, 1000, 0]]), options)
+    assert policy.decide(passed(0.0, [[0, 0, 0]], [1])) == {(0, 0): 0}, "before any token"
+    policy.decide(passed(1.0, [[0, 1, 3]], [1]))
+    assert lists(policy.scores) == [[1.5, 1.0, 1.5]], "its shares, as many tokens as the interval had"
+    assert policy.decide(passed(2.0, [[0, 0, 4]], [1])) == {(0, 2): 0}
+    assert lists(policy.scores) == [[0.75, 0.5, 2.75]]
 
 
 def test_a_prior_goes_on_to_weigh_in() -> None:
     options = HotnessOptions(interval=1.0, alpha=0.0, margin=0, slack=0, anchor=0.5)
-    policy = Hotness([3], 0, options, prior=[[4, 3, 3]])
-    policy.observe(Observation(0.0, [[0, 0, 0]], [1]))
-    policy.observe(Observation(1.0, [[0, 0, 10]], [1]))
-    assert policy.scores == [[0, 0, 10]] and policy.sets == [[2]]
-    policy.observe(Observation(2.0, [[0, 0, 0]], [2]))
-    assert policy.sets == [[2, 0]], "the second place is the prior's"
-    policy.observe(Observation(3.0, [[4, 5, 1]], [1]))
-    assert policy.sets == [[1]], "5 and 1.5 against 4 and 2"
+    policy = Hotness(setting([3], traffic=[[4, 3, 3]]), options)
+    policy.decide(passed(0.0, [[0, 0, 0]], [1]))
+    assert policy.decide(passed(1.0, [[0, 0, 10]], [1])) == {(0, 2): 0}
+    assert lists(policy.scores) == [[0, 0, 10]]
+    assert policy.decide(passed(2.0, [[0, 0, 0]], [2])) == {(0, 2): 0, (0, 0): 0}, "the second place is the prior's"
+    assert policy.decide(passed(3.0, [[4, 5, 1]], [1])) == {(0, 1): 0}, "5 and 1.5 against 4 and 2"
 
 
 def test_experts_are_ranked_by_what_they_save() -> None:
-    policy = Hotness([3], 0, HotnessOptions(interval=1.0), gains=[[0.1, 1.0, 1.0]])
-    policy.observe(Observation(0.0, [[9, 2, 1]], [1]))
-    assert policy.observe(Observation(1.0, [[0, 0, 0]], [1])) == {(0, 1): 0}
-    assert policy.scores == [[4.5, 1.0, 0.5]]
+    losses = [[[0.0, 0.1], [0.0, 1.0], [0.0, 1.0]]]
+    for score, expert in (("loss", 1), ("counts", 0)):
+        policy = Hotness(setting([3], losses=losses), counting(score=score))
+        policy.decide(passed(0.0, [[9, 2, 1]], [1]))
+        assert policy.decide(passed(1.0, [[0, 0, 0]], [1])) == {(0, expert): 0}
+        assert lists(policy.scores) == [[4.5, 1.0, 0.5]]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +258,8 @@ def test_experts_are_ranked_by_what_they_save() -> None:
         ("hotness:reserve=0", "a demotion needs a block"),
         ("hotness:rate=-1", "from 0"),
         ("hotness:slack=1.5", "whole number"),
-        ("lru:alpha=0.5", "'alpha' is unknown: there are hi, lo, share"),
+        ("lru:alpha=0.5", "'alpha' is unknown: there are share, hi, lo, between"),
+        ("lru:between=yes", "between is no"),
         ("lru:keep=no", "'keep' is unknown"),
         ("hotnes", "did you mean hotness"),
         ("uniform:w4", "nothing after"),
@@ -171,7 +279,7 @@ def test_options() -> None:
     assert parse_policy("hotness:keep=yes,rate=0").options.keeps_low
     assert parse_policy("hotness:rate=0").options.bytes_per_second is None
     lru = parse_policy("lru:hi=bf16").options
-    assert type(lru) is LiveOptions and lru.keeps_low and lru.hi == "bf16"
+    assert isinstance(lru, LiveOptions) and lru.between == "no" and lru.keeps_low and lru.hi == "bf16"
 
 
 def test_traces_are_read_back_and_replayed(tmp_path: Path) -> None:
@@ -182,7 +290,7 @@ def test_traces_are_read_back_and_replayed(tmp_path: Path) -> None:
     writer.close()
     trace = read_trace(tmp_path / "t.jsonl")
     assert trace.records == records and trace.versions == ["bf16", "w2"] and trace.policy == "static"
-    decisions = [w for _, w in replay(trace, Hotness([3], 0, HotnessOptions(interval=1.0, alpha=0.0)), [1])]
+    decisions = [w for _, w in replay(trace, Hotness(setting([3]), counting(alpha=0.0)), [1])]
     assert decisions == [None, None, {(0, 0): 0}, None], "1 + 2 + 3 against 2 + 2 + 2 tokens: the first of equals"
 
 

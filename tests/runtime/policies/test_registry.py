@@ -5,67 +5,132 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from support import ROOT
 
 import moepack
 from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import PAGE, Version, align
 from moepack.reports.plan import plan
+from moepack.runtime.experts.forward import experts_forward, on_host, reference_forward
+from moepack.runtime.experts.handles import Snapshot
+from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.policies import registry
-from moepack.runtime.policies.contract import Observation, Setting
+from moepack.runtime.policies.contract import Interval, PrefillEnded, Setting
+from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import parse_policy
+
+VERSIONS = tuple(Version.of(name, 64) for name in ("w4", "w3", "w2"))
 
 
 @pytest.fixture
-def busiest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The documented file, as a module beside the others, and the documented line."""
     document = (ROOT / "docs" / "extending" / "policy.md").read_text()
-    file = tmp_path / "busiest.py"
+    file = tmp_path / "tiers.py"
     file.write_text(re.findall(r"```python\n(.*?)```", document, re.DOTALL)[0])
-    spec = importlib.util.spec_from_file_location("moepack.runtime.policies.busiest", file)
+    spec = importlib.util.spec_from_file_location("moepack.runtime.policies.tiers", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     line = next(x for x in document.splitlines() if x.startswith("ENTRIES"))
     names = {name: sys.modules[f"moepack.runtime.policies.{name}"] for name in ("static", "uniform", "hotness", "lru")}
-    entries = eval(line.partition(" = ")[2], {**names, "busiest": module})  # the documentation's own line
+    entries = eval(line.partition(" = ")[2], {**names, "tiers": module})  # the documentation's own line
     assert entries[:-1] == registry.ENTRIES
     monkeypatch.setattr(registry, "ENTRIES", entries)
     return module
 
 
-def test_it_wants_what_was_chosen_most(busiest: ModuleType) -> None:
-    policy = busiest.Busiest(Setting([3, 2], 0, [], []))
-    assert policy.observe(Observation(0.0, [[0, 0, 0], [0, 0]], [1, 1])) == {}
-    assert list(policy.observe(Observation(1.0, [[1, 5, 2], [0, 9]], [2, 1]))) == [(1, 1), (0, 1), (0, 2)]
-    assert policy.observe(Observation(2.0, [[0, 0, 9], [0, 0]], [1, 0])) == {(0, 2): 0}
+def test_quarters_by_rank_as_long_as_there_is_room(tiers: ModuleType) -> None:
+    ladder = tiers.TiersOptions().ladders(VERSIONS)[0]
+    assert [str(placement) for placement in ladder] == ["w4", "w3", "w2", "w2@host", "absent"]
+    with pytest.raises(InputError, match="has no 'w2': here are w4, w3"):
+        tiers.TiersOptions().ladders(VERSIONS[:2])
+    policy = tiers.Tiers(Setting([4], ladder, [(4, 3, 2, 0, 0)], [], []), tiers.TiersOptions())
+    counts = [np.array([1, 5, 0, 2])]
+    assert policy.decide(Interval(0.0, [9], counts)) is None, "it decides when a prompt has been read"
+    assert policy.decide(PrefillEnded(0.0, [9], counts)) == {(0, 1): 0, (0, 3): 1, (0, 0): 2}
+    assert policy.decide(PrefillEnded(0.0, [6], [np.array([9, 0, 0, 0])])) == {(0, 0): 0, (0, 1): 2, (0, 3): 3}
+    assert policy.decide(PrefillEnded(0.0, [9], [np.array([0, 0, 1, 0])])) == {
+        (0, 0): 0,
+        (0, 1): 1,
+        (0, 3): 2,
+        (0, 2): 3,
+    }
 
 
-def test_one_file_and_one_line_serve(busiest: ModuleType, bundle: Path) -> None:
-    text = "busiest:hi=bf16,lo=w2"
-    assert str(parse_policy(text)) == text and "busiest[:KEY=VALUE,...]" in registry.usages(in_budget=True)
-    with pytest.raises(InputError, match="policy busiest:speed=1: option 'speed' is unknown: there are hi, lo, share"):
-        parse_policy("busiest:speed=1")
-    least = plan(bundle, 0, policy=text).least_bytes
-    planned = plan(bundle, least + 1_000_000, policy=text)
-    assert planned.feasible and 0 < planned.per_layer[0].hi < 16
-    model = moepack.load(bundle, policy=text, device_memory=least + 1_000_000)
+def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
+    """Three versions on the device, one on the host and absent experts in one layer; and what is computed is theirs."""
+    assert str(parse_policy("tiers")) == "tiers" and "tiers[:KEY=VALUE,...]" in registry.usages(in_budget=True)
+    with pytest.raises(InputError, match="policy tiers:speed=1: option 'speed' is unknown: there are share"):
+        parse_policy("tiers:speed=1")
+    least = plan(bundle, 0, policy="tiers").least_bytes
+    opened = open_bundle(bundle)
+    sizes = {v.name: align(resident_size(opened.layers[0].matrices, v), PAGE) for v in opened.versions}
+    w4, w3, w2 = (sizes[v.name] for v in VERSIONS)
+    room = 4 * 4 * (w4 + w3 + w2) + w4
+    planned = plan(bundle, least + room, policy="tiers")
+    assert planned.feasible and planned.per_layer[0].versions == {"absent": 16}
+    model = moepack.load(bundle, policy="tiers", device_memory=least + room)
     live = model.moepack.live
-    live.device.limit(None)
-    with torch.inference_mode():
-        for seed in range(20):
-            model(torch.randint(1, 4000, (1, 64), generator=torch.Generator().manual_seed(seed)), use_cache=False)
-            live.round(1e9 + seed)
-    counters = model.moepack.counters()
-    assert counters["promotions"] > 0 and counters["forward_waits"] == 0 and live.tracker.peak <= least + 1_000_000
-    assert any("bf16" in row for row in model.moepack.versions)
+    assert set(model.moepack.versions[0]) == {"absent"}
+    ids = torch.randint(1, 4000, (1, 80), generator=torch.Generator().manual_seed(0))
+
+    def logits() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(ids, use_cache=False).logits
+
+    plain = [model.model.layers[p].mlp.experts for p in range(4)]
+    assert all(float(logits().abs().sum()) > 0 for _ in range(2)), "without any expert the dense parts go on"
+    end = time.monotonic() + 20
+    kinds = {"w4", "w3", "w2", "w2@host", "absent"}
+    while not kinds <= {name for row in model.moepack.versions for name in row} or live.residency.in_flight():
+        assert time.monotonic() < end, model.moepack.versions
+        time.sleep(0.01)
+    model.moepack.live.round(time.monotonic())
+    for layer, module in zip(live.layers, plain, strict=True):
+        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
+        index = torch.tensor([[e, (e + 5) % 16] for e in range(5)])
+        gates = torch.full((5, 2), 0.5)
+        got = experts_forward(module, x, index, gates)
+        want = torch.zeros(5, 128)
+        for token, row in enumerate(index.tolist()):
+            for expert in row:
+                if layer.current.handles[expert].version is not None:
+                    h = x[token] @ layer.current.weight(expert, 0, torch.float32).T
+                    gate, up = h.chunk(2)
+                    want[token] += (
+                        0.5 * (torch.nn.functional.silu(gate) * up) @ layer.current.weight(expert, 1, torch.float32).T
+                    )
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert live.tracker.peak <= least + room and live.host.reserved > 0
+    assert model.moepack.counters()["forward_waits"] == 0
     model.moepack.close()
 
 
+def test_a_layer_on_another_device_adds_what_the_host_makes(tiers: ModuleType, bundle: Path) -> None:
+    """What the device leaves out the host adds: the two halves of a layer, as a GPU would serve them."""
+    model = moepack.load(bundle, policy="static:w4", dtype=torch.float32)
+    layer, module = model.moepack.layers[0], model.model.layers[0].mlp.experts
+    x, index, gates = torch.randn(6, 128), torch.arange(12).reshape(6, 2), torch.rand(6, 2)
+    want = experts_forward(module, x, index, gates)
+    now = layer.current
+    moved = tuple(replace(h, where=Where.HOST) if e % 3 == 0 else h for e, h in enumerate(now.handles))
+    split = Snapshot(now.of, now.table, moved)
+    here = split.only(index, frozenset({Where.DEVICE}))
+    assert here.tolist() == [[16 if e % 3 == 0 else e for e in row] for row in index.tolist()]
+    got = reference_forward(module, split, x, here, gates) + on_host(module, split, x, index, gates)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_without_its_line_it_is_refused() -> None:
-    with pytest.raises(InputError, match="policy 'busiest' is unknown: there are static"):
-        parse_policy("busiest")
+    with pytest.raises(InputError, match="policy 'tiers' is unknown: there are static"):
+        parse_policy("tiers")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -27,13 +28,13 @@ from moepack.pack.reader import open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import cpu as device_module
 from moepack.runtime.devices import migration
-from moepack.runtime.planning.plan import make_plan
+from moepack.runtime.planning.plan import Plan, make_plan
 from moepack.runtime.policies.hotness import HotnessOptions
 from moepack.runtime.store import files as store_module
 from moepack.runtime.trace import read_trace
 
 SECONDS = float(os.environ.get("MOEPACK_STRESS_SECONDS", "10"))
-FAST = "hotness:hi=bf16,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
+FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 ROOM = 1_900_000  # for three quarters of the experts at bf16, beside all at w2
 
 
@@ -71,6 +72,11 @@ def wait_for(what: Callable[[], bool], model: Any = None, seconds: float = 20.0)
         time.sleep(0.005)
 
 
+def rooms(plan: Plan, kv: int = 0) -> list[int]:
+    """How many experts of each layer fit at the best version."""
+    return [n // (row[0] - row[-1]) for n, row in zip(plan.capacity(kv), plan.growing(), strict=True)]
+
+
 def check_exact(model: Any, bundle: Path) -> int:
     """Every active version is what the bundle holds, bit by bit; returns how many are lossless."""
     opened, lossless = open_bundle(bundle), 0
@@ -91,7 +97,7 @@ def test_the_hot_experts_are_promoted_in_the_budget(bundle: Path) -> None:
     model = load(bundle)
     live = model.moepack.live
     assert model.moepack.versions == (("w2",) * 16,) * 4 and check_exact(model, bundle) == 0
-    room = live.plan.room()
+    room = rooms(live.plan)
     wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == room, model)
     model.moepack.close()
     assert sum(room) >= check_exact(model, bundle) > 0.8 * sum(room)
@@ -139,10 +145,10 @@ def test_a_copy_that_never_ends_holds_nobody_up(bundle: Path) -> None:
 
 
 def test_too_small_a_budget_is_refused_with_the_least(bundle: Path) -> None:
-    policy = "hotness:hi=bf16,lo=w2"
+    policy = "hotness:hi=bf16,lo=w2,between=no"
     enough = least(bundle, policy)
     model = load(bundle, policy, enough)
-    assert model.moepack.live.plan.room() == [0] * 4
+    assert rooms(model.moepack.live.plan) == [0] * 4
     model.moepack.close()
     with pytest.raises(InputError, match=f"do is {enough} bytes"):
         load(bundle, "lru:hi=bf16,lo=w2", enough - 1)
@@ -163,31 +169,32 @@ def test_plans(bundle: Path) -> None:
 
     def chosen(budget: int, **options: Any) -> tuple[str, str]:
         plan = make_plan(opened, HotnessOptions(**options), dense, budget)
-        return plan.versions[plan.high].name, plan.versions[plan.low].name
+        return str(plan.ladder[0]), str(plan.ladder[-1])
 
     assert chosen(10_000_000) == ("bf16", "w4"), "all of them are bf16"
-    assert chosen(2_000_000) == ("w4", "w1"), "w4 for most loses less than bf16 for a few"
+    assert chosen(2_000_000, between="no") == ("w4", "w1"), "w4 for most loses less than bf16 for a few"
+    assert chosen(2_000_000)[1] == "w1", "the longer ladder has more to choose from"
     assert chosen(2_000_000, lo="w2")[1] == "w2" and chosen(2_000_000, hi="bf16")[0] == "bf16"
-    shared = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", share="loss"), dense, 3_000_000)
-    even = make_plan(opened, HotnessOptions(hi="bf16", lo="w2"), dense, 3_000_000)
-    assert abs(sum(shared.room()) - sum(even.room())) <= 1 and sum(even.room(kv=200_000)) < sum(even.room())
-    kept = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", keep="yes"), dense, 3_000_000)
-    high, low = even.sizes[0][even.high], even.sizes[0][even.low]
-    assert sum(even.room()) == (3_000_000 - even.fixed - 70 * low) // (high - low), "a reserve of six"
-    assert sum(kept.room()) == (3_000_000 - kept.fixed - 64 * low) // high
+    shared = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", between="no", share="loss"), dense, 3_000_000)
+    even = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", between="no"), dense, 3_000_000)
+    assert abs(sum(rooms(shared)) - sum(rooms(even))) <= 1 and sum(rooms(even, kv=200_000)) < sum(rooms(even))
+    kept = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", between="no", keep="yes"), dense, 3_000_000)
+    high, low = even.sizes[0][0], even.sizes[0][even.base]
+    assert sum(rooms(even)) == (3_000_000 - even.fixed - 70 * low) // (high - low), "a reserve of six"
+    assert sum(rooms(kept)) == (3_000_000 - kept.fixed - 64 * low) // high
 
 
 def test_the_prior_is_high_from_the_start(bundle: Path) -> None:
     """What was busy in calibration is loaded at the high version: before any token, and without a promotion."""
     model = load(bundle, FAST.replace("prior=none", "interval=1e9"))
     plan = model.moepack.live.plan
-    assert [row.count("bf16") for row in model.moepack.versions] == plan.room()
-    for row, traffic, gains in zip(model.moepack.versions, plan.traffic, plan.gains, strict=True):
-        worth = [t * g for t, g in zip(traffic, gains, strict=True)]
+    assert [row.count("bf16") for row in model.moepack.versions] == rooms(plan)
+    for row, traffic, losses in zip(model.moepack.versions, plan.traffic, plan.losses, strict=True):
+        worth = (np.array(traffic) * (losses[:, -1] - losses[:, 0])).tolist()
         high = [w for w, name in zip(worth, row, strict=True) if name == "bf16"]
         assert sorted(high) == sorted(worth)[-len(high) :]
     model.moepack.close()
-    assert check_exact(model, bundle) == sum(plan.room()) and model.moepack.counters()["promotions"] == 0
+    assert check_exact(model, bundle) == sum(rooms(plan)) and model.moepack.counters()["promotions"] == 0
 
 
 def test_a_high_version_that_is_damaged_is_loaded_low(damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,12 +215,12 @@ def test_a_high_version_that_is_damaged_is_loaded_low(damaged: Path, caplog: pyt
 
 def test_low_versions_go_and_come_back(bundle: Path) -> None:
     model = load(bundle, FAST.replace("0.02", "1e9"))
-    live, most = model.moepack.live, sum(model.moepack.live.plan.room())
+    live, most = model.moepack.live, sum(rooms(model.moepack.live.plan))
     entries, keys = live.residency.entries, sorted(live.residency.entries)
     for wanted in (keys[:most], keys[-most:]):
-        live.transitions.want(dict.fromkeys(wanted, live.plan.high))
-        wait_for(lambda wanted=wanted: all((e.active == live.plan.high) == (k in wanted) for k, e in entries.items()))
-    low = sum(live.plan.low in entry.complete for entry in entries.values())
+        live.transitions.want(dict.fromkeys(wanted, 0))
+        wait_for(lambda wanted=wanted: all((e.active == 0) == (k in wanted) for k, e in entries.items()))
+    low = sum(live.plan.base in entry.complete for entry in entries.values())
     assert most > 40 and low < 40, "of 64 low versions those of the high experts had to go"
     model.moepack.close()
     assert check_exact(model, bundle) == most and live.tracker.peak <= live.plan.budget
@@ -267,11 +274,11 @@ def test_planted_unchecked_digest_is_found(damaged: Path, bundle: Path, monkeypa
 def test_the_kv_reserve_pushes_experts_out(bundle: Path) -> None:
     model = load(bundle)
     live = model.moepack.live
-    full = live.plan.room()
+    full = rooms(live.plan)
     wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
     live.grow_kv(500_000)
     wait_for(lambda: live.transitions.kv_bytes == 500_000)  # between forward passes, too
-    fewer = live.plan.room(kv=500_000)
+    fewer = rooms(live.plan, kv=500_000)
     assert sum(fewer) < sum(full) and sum(r.count("bf16") for r in model.moepack.versions) <= sum(fewer)
     assert live.tracker.reserved <= live.plan.budget
     with pytest.raises(MemoryError):
@@ -291,7 +298,7 @@ def test_lru_waits_and_is_exact(bundle: Path) -> None:
         torch.testing.assert_close(run(model, seed), run(plain, seed), rtol=1e-4, atol=1e-4)
     waits = model.moepack.counters()["forward_waits"]
     assert waits > 64 and model.moepack.live.tracker.peak <= budget and model.moepack.live.waited > 0
-    assert check_exact(model, bundle) == sum(model.moepack.live.plan.room())
+    assert check_exact(model, bundle) == sum(rooms(model.moepack.live.plan))
     model.moepack.close()
 
 
@@ -337,13 +344,13 @@ def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:
     model = load(bundle, FAST.replace("0.02,rate=0", "1e9,rate=50"))
     live, keys = model.moepack.live, [(0, e) for e in range(10)]
     began = time.monotonic()
-    live.transitions.want(dict.fromkeys(keys, live.plan.high))
+    live.transitions.want(dict.fromkeys(keys, 0))
     wait_for(lambda: model.moepack.versions[0].count("bf16") == 10)
     assert time.monotonic() - began > 0.9 * 10 * migration.FLOOR / 50e6
     live.device.limit(1.0)
-    live.transitions.want(dict.fromkeys([(1, e) for e in range(10)], live.plan.high))
+    live.transitions.want(dict.fromkeys([(1, e) for e in range(10)], 0))
     wait_for(lambda: live.residency.in_flight() == 2)
-    live.transitions.want(dict.fromkeys(keys, live.plan.high))
+    live.transitions.want(dict.fromkeys(keys, 0))
     wait_for(lambda: live.residency.in_flight() == 0, seconds=2)
     assert live.residency.counts.promotions == 10 and live.residency.counts.cancelled == 2
     model.moepack.close()
@@ -384,7 +391,7 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
         keys = list(live.residency.entries)
         while time.monotonic() < stop:
             chosen = random.sample(keys, random.randint(0, 45))
-            live.transitions.want(dict.fromkeys(chosen, live.plan.high))
+            live.transitions.want(dict.fromkeys(chosen, 0))
             if random.random() < 0.3:
                 try:
                     live.grow_kv(random.randint(1, 400_000))
@@ -400,8 +407,7 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
                 time.sleep(rng.random() * 0.01)
                 if any(_digest(h) != before for h, before in seen):
                     problems.append("bytes changed under a step")
-                for counts in step.counts:
-                    counts += 1
+                step.counters.add(0, torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
             if live.tracker.reserved > live.plan.budget:
                 problems.append("over the budget")
             time.sleep(rng.random() * 0.004)

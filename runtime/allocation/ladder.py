@@ -1,0 +1,139 @@
+"""How far each expert of a layer climbs its ladder of placements within a layer's bytes: what a byte saves decides.
+
+Each expert's placements have their bytes and their losses; of those, the ones on the convex hull form a chain of
+upgrades, each saving less a byte than the one before. An expert's score, its tokens, multiplies all its losses alike,
+so that the chains are made once and only the scores change. Pure arithmetic on numpy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Ladder:
+    """The chains of one layer's experts.
+
+    Attributes:
+        base: the number of the placement at the foot.
+        steps: upgrades of the longest chain.
+        cost: int64 [experts, steps], bytes that an upgrade adds.
+        saved: float64 [experts, steps], loss that it saves a token, above 0 where there is an upgrade.
+        to: int64 [experts, steps], the placement that it leads to; -1 where the chain has ended.
+        first: float64 [experts], what the first upgrade saves a token and byte.
+    """
+
+    def __init__(self, sizes: Sequence[int], losses: Floats, base: int) -> None:
+        """Args:
+        sizes: [placements], bytes.
+        losses: float64 [experts, placements], squared error a token.
+        base: the placement that every expert has in any case.
+        """
+        size = np.array(sizes, np.int64)
+        loss = losses
+        at = np.full(len(loss), base)
+        rows = np.arange(len(loss))
+        to, cost, saved = [], [], []
+        while True:
+            more = size[None, :] - size[at][:, None]
+            less = loss[rows, at][:, None] - loss
+            slope = np.where((more > 0) & (less > 0), less / np.maximum(more, 1), 0.0)
+            best = slope.argmax(1)
+            climbs = slope[rows, best] > 0
+            if not climbs.any():
+                break
+            to.append(np.where(climbs, best, -1))
+            cost.append(np.where(climbs, more[rows, best], 0))
+            saved.append(np.where(climbs, less[rows, best], 0.0))
+            at = np.where(climbs, best, at)
+        shape = (0, len(loss))
+        self.base, self.steps = base, len(to)
+        self.to: Ints = np.array(to, np.int64).reshape(-1, shape[1]).T
+        self.cost: Ints = np.array(cost, np.int64).reshape(-1, shape[1]).T
+        self.saved: Floats = np.array(saved, np.float64).reshape(-1, shape[1]).T
+        self._rate: Floats = self.saved / np.maximum(self.cost, 1)
+        self.first: Floats = self._rate[:, 0] if self.steps else np.zeros(len(loss))
+        self._loss, self._size = loss, size
+        self._sizes, self._least = size.tolist(), int(self.cost[self.cost > 0].min()) if self.steps else 0
+
+    def rates(self, scores: Floats) -> Floats:
+        """Loss that every upgrade saves a byte, [experts, steps]."""
+        out: Floats = scores[:, None] * self._rate
+        return out
+
+    def rate_to(self, experts: Ints, placements: Ints) -> Floats:
+        """What experts save a token and byte by being at these placements instead of the base."""
+        more = self._size[placements] - self._size[self.base]
+        out: Floats = (self._loss[experts, self.base] - self._loss[experts, placements]) / np.maximum(more, 1)
+        return out
+
+    def loss(self, scores: Floats, placements: Ints) -> float:
+        """What these tokens lose with the experts at these placements."""
+        return float((scores * self._loss[np.arange(len(scores)), placements]).sum())
+
+    def fill(
+        self,
+        scores: Floats,
+        room: int,
+        held: Ints | None = None,
+        margin: float = 0.0,
+        slack: int = 0,
+        most: Sequence[int] | None = None,
+    ) -> Ints:
+        """The placement of each expert, int64 [experts], within `room` bytes beyond those of the base.
+
+        Args:
+            scores: float64 [experts], tokens.
+            room: bytes.
+            held: int64 [experts], the placements of an earlier answer, whose upgrades count (1 + margin) times.
+            margin: by what share of an incumbent's rate a newcomer's must exceed it.
+            slack: an incumbent's upgrade stays while its rank is less than this many places below the last that fits.
+            most: [placements], how many experts may be at each, where memory is not shared between sizes; the base
+                has no limit.
+        """
+        chosen = np.full(len(scores), self.base, np.int64)
+        if not self.steps or room < self._least:
+            return chosen
+        rates = self.rates(scores)
+        order = self._order(rates, room, held, margin, slack).tolist()
+        left, place, sizes = room, chosen.tolist(), self._sizes
+        taken = [0] * len(sizes)
+        steps, to = self.steps, self.to.ravel().tolist()
+        moved = True
+        while moved:
+            moved = False
+            for upgrade in order:
+                if left < self._least:
+                    break
+                expert, target = upgrade // steps, to[upgrade]
+                now = place[expert]
+                more = sizes[target] - sizes[now]
+                if not 0 < more <= left or (most is not None and taken[target] >= most[target]):
+                    continue
+                place[expert], left = target, left - more
+                taken[now] -= 1
+                taken[target] += 1
+                moved = most is not None  # what it left may be another's
+        return np.array(place, np.int64)
+
+    def _order(self, rates: Floats, room: int, held: Ints | None, margin: float, slack: int) -> Ints:
+        """The upgrades that save anything, those that are taken first first: expert * steps + step."""
+        flat = rates.ravel()
+        order = np.argsort(-flat, kind="stable")
+        order = order[: np.count_nonzero(flat > 0)]
+        if held is None or not (margin or slack):
+            return order
+        has = self._has(held).ravel()[order]
+        fits = int(np.searchsorted(np.cumsum(self.cost.ravel()[order]), room, side="right"))
+        stays = has & (np.arange(len(order)) < fits + slack)
+        value = np.where(stays, np.inf, flat[order] * np.where(has, 1 + margin, 1.0))
+        return order[np.argsort(-value, kind="stable")]
+
+    def _has(self, held: Ints) -> npt.NDArray[np.bool_]:
+        """The upgrades that led to the placements held, bool [experts, steps]."""
+        return (self.to >= 0) & (self._size[self.to] <= self._size[held][:, None])

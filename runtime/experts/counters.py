@@ -1,0 +1,79 @@
+"""What the router chose in one step: counts and gate sums by layer and expert, added up on the device.
+
+Nothing here waits for the device before the step has ended: its numbers are copied out once, behind its last kernel,
+and read when they have arrived. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class Counters:
+    """One step's. They are used again for another after `clear`.
+
+    Attributes:
+        counts: int64 [layers, the most experts + 1] on the device; the last column holds what is no expert.
+        sums: float64, of the same shape, or None where nobody needs gate weights.
+        mask: int64 [tokens], 0 for padding, whose routing does not count; None where all tokens are text.
+    """
+
+    def __init__(self, experts: Sequence[int], gates: bool, device: torch.device) -> None:
+        self._experts, shape = tuple(experts), (len(experts), max(experts, default=0) + 1)
+        with torch.inference_mode(False):  # they outlive the pass that makes them
+            self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
+            self.sums = torch.zeros(shape, dtype=torch.float64, device=device) if gates else None
+        self.mask: Tensor | None = None
+        self._sent: tuple[Tensor, Tensor | None] | None = None
+        self._event: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
+        """Count a layer's routing: `index` and `weights` are [tokens, top_k]. Does not wait for the device."""
+        row, none = self.counts[position], self._experts[position]
+        flat = index.reshape(-1).clamp(max=none)
+        mask = self.mask if self.mask is not None and len(self.mask) == len(index) else None
+        one = row.new_ones(()) if mask is None else mask.unsqueeze(1)
+        row.scatter_add_(0, flat, one.expand_as(index).reshape(-1))
+        if self.sums is not None:
+            gates = weights.detach().double()
+            gates = gates if mask is None else gates * mask.unsqueeze(1)
+            self.sums[position].scatter_add_(0, flat, gates.reshape(-1))
+
+    def layer(self, position: int) -> npt.NDArray[np.int64]:
+        """A layer's counts so far, int64 [experts]: waits for the device."""
+        out: npt.NDArray[np.int64] = self.counts[position, : self._experts[position]].cpu().numpy().copy()
+        return out
+
+    def send(self) -> None:
+        """The step has ended: copy its numbers out, behind its kernels."""
+        if self.counts.device.type != "cuda":
+            return
+        sums = None if self.sums is None else self.sums.to("cpu", non_blocking=True)
+        self._sent = self.counts.to("cpu", non_blocking=True), sums
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def arrived(self) -> bool:
+        """Whether `take` would not wait."""
+        return self._event is None or self._event.query()
+
+    def take(self) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float64]]]:
+        """Counts and gate sums, [experts] a layer: views that `clear` ends. Waits where they have not arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        counts, sums = self._sent or (self.counts, self.sums)
+        gates = [] if sums is None else [row[:n] for row, n in zip(sums.cpu().numpy(), self._experts, strict=True)]
+        return [row[:n] for row, n in zip(counts.cpu().numpy(), self._experts, strict=True)], gates
+
+    def clear(self) -> None:
+        """Begin another step with nothing counted."""
+        self.counts.zero_()
+        if self.sums is not None:
+            self.sums.zero_()
+        self.mask = self._sent = self._event = None

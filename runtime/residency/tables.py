@@ -1,0 +1,70 @@
+"""Handle tables on a GPU: one for each running step, so that all of its kernels read one epoch.
+
+A step takes a table whose last reader has ended and, where its epoch is another, copies the handles into it from pinned
+memory, on its own stream and before its kernels. Streams and threads do not share a table, so that a step which begins
+later changes nothing for those that run. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack.runtime.devices.contract import Event
+from moepack.runtime.experts.handles import Snapshot
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """The handles of all layers, int64 [layers, the most experts], as of an epoch."""
+
+    words: Tensor
+    epoch: int
+    read: Event | None = None
+
+
+class DeviceTables:
+    """The tables of one device. Every method may be called from any thread."""
+
+    def __init__(self, experts: Sequence[int], device: torch.device, mark: Callable[[], Event]) -> None:
+        """`mark` makes an event that ends with the compute issued so far."""
+        self._shape, self._device, self._mark = (len(experts), max(experts)), device, mark
+        self._free: list[Table] = []
+        self._lock = threading.Lock()
+        self._host: tuple[int, Tensor] | None = None
+
+    def take(self, epoch: int, snapshots: Sequence[Snapshot]) -> Table:
+        """A table with the handles of an epoch, for one step; copied on the current stream."""
+        with self._lock:
+            ended = [t for t in self._free if t.read is None or t.read.done()]
+            table = next((t for t in ended if t.epoch == epoch), ended[0] if ended else None)
+            if table is None:
+                with torch.inference_mode(False):
+                    table = Table(torch.zeros(self._shape, dtype=torch.int64, device=self._device), -1)
+            else:
+                self._free.remove(table)
+            if table.epoch != epoch:
+                table.words.copy_(self._pinned(epoch, snapshots), non_blocking=True)
+                table.epoch = epoch
+            return table
+
+    def _pinned(self, epoch: int, snapshots: Sequence[Snapshot]) -> Tensor:
+        """Never written to again: a copy that has not run yet may be reading it."""
+        if self._host is None or self._host[0] != epoch:
+            words = np.zeros(self._shape, np.int64)
+            for row, snapshot in zip(words, snapshots, strict=True):
+                row[: len(snapshot.table)] = snapshot.table.view(np.int64)
+            made = torch.from_numpy(words)
+            self._host = epoch, made.pin_memory() if self._device.type == "cuda" else made
+        return self._host[1]
+
+    def give(self, table: Table) -> None:
+        """A step has ended: its table may be used again once its kernels have."""
+        table.read = self._mark()
+        with self._lock:
+            self._free.append(table)

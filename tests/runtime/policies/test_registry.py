@@ -82,7 +82,7 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
     model = moepack.load(bundle, policy="tiers", device_memory=least + room)
     live = model.moepack.live
     assert set(model.moepack.versions[0]) == {"absent"}
-    ids = torch.randint(1, 4000, (1, 80), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, 4000, (1, 24), generator=torch.Generator().manual_seed(0))
 
     def logits() -> torch.Tensor:
         with torch.inference_mode():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,18 +67,28 @@ def attach(
             tracker = BudgetTracker(device_memory, fixed.total)
             tracker.try_reserve("experts", needed)
         layers = load_map(bundle, table, devices)
-    if device_memory is not None and devices[0].type == "cpu":
+    try:
+        _hand_over(model, bundle, Serving(bundle, str(policy), layers, fixed, device_memory, live, tracker), needs)
+    except BaseException:
+        if live is not None:
+            live.close()
+        raise
+
+
+def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None) -> None:
+    """Let the model's passes read the experts, and watch them."""
+    if serving.budget_bytes is not None and serving.layers[0].of.device.type == "cpu":
         glibc.own(model)
         glibc.bound()
         glibc.trim()
-    log.info("%s", fixed)
-    for layer, experts in zip(bundle.layers, layers, strict=True):
+    log.info("%s", serving.fixed)
+    for layer, experts in zip(bundle.layers, serving.layers, strict=True):
         model.get_submodule(layer.module)._moepack = experts
     model.requires_grad_(False)  # a bundle is for inference: who trains something beside it says what
-    model.moepack = Serving(bundle, str(policy), layers, fixed, device_memory, live, tracker)
-    model.moepack.watch(model)
+    model.moepack = serving
+    serving.watch(model)
     if needs is not None:
-        model.moepack.watch_caches(model, needs)
+        serving.watch_caches(model, needs)
 
 
 def _held_back(
@@ -109,7 +120,7 @@ def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -
                 sizes = [align(resident_size(described.matrices, v), SECTION) for v in chosen]
                 room = host.memory(sum(sizes)).tensor
                 for e, (version, block) in enumerate(zip(chosen, room[: sum(sizes)].split(sizes), strict=True)):
-                    copied = host.fetch(store.stored(version.name, p, e), block, described, version)
+                    copied = host.fetch(partial(store.stored, version.name, p, e), block, described, version)
                     copied.wait()
                     if copied.error is not None:
                         raise copied.error

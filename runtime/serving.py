@@ -26,6 +26,7 @@ COUNTERS = (
     "refusals",
     "bytes_moved",
     "kv_waits",
+    "worker_failures",
 )
 
 
@@ -118,8 +119,19 @@ class Serving:
             live.transitions.refusals,
             live.device.moved,
             kv_waits,
+            live.worker.failures,
         )
         return dict(zip(COUNTERS, values, strict=True))
+
+    def health(self) -> dict[str, Any]:
+        """Whether versions still change as they should, ready for JSON.
+
+        `ok`; `worker`, "none" where nothing changes, else "running", "failing" (its rounds raise `error`, and are
+        tried again), "stuck" (a round has not ended for long) or "stopped"; `failed_rounds`; `last_round_seconds_ago`.
+        """
+        if self.live is None:
+            return {"ok": True, "worker": "none", "error": None, "failed_rounds": 0, "last_round_seconds_ago": 0.0}
+        return self.live.worker.health()
 
 
 def _let_go(layers: list[LayerExperts], live: Live | None) -> None:

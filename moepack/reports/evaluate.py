@@ -46,6 +46,7 @@ class Evaluation:
         refusals: promotions put off for want of room.
         bytes_moved: stored bytes copied, those of loading included.
         kv_waits: how often a forward pass waited until experts had made room for its KV cache.
+        worker_failures: rounds of transitions that failed.
         fixed: what is taken outside the experts, by parts; of a bundle.
     """
 
@@ -64,6 +65,7 @@ class Evaluation:
     refusals: int = 0
     bytes_moved: int = 0
     kv_waits: int = 0
+    worker_failures: int = 0
     fixed: Fixed | None = None
 
 

@@ -5,6 +5,7 @@ Decides nothing about what is copied, or when.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -59,9 +60,10 @@ class Device(Protocol):
     def memory(self, size: int) -> Memory:
         """Set aside `size` bytes. Called while a model is loaded and never after."""
 
-    def fetch(self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version) -> Event:
+    def fetch(self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version) -> Event:
         """Bring an extent into a block on the migration stream; a lossless one is decoded there.
 
+        `find` says where it stands, and is called there too: it may open a file, and nobody else is to wait for that.
         The event ends without an error only after every byte of the block is in place and the digest was checked.
         """
 
@@ -77,5 +79,5 @@ class Device(Protocol):
     def host(self) -> dict[str, Any]:
         """How extents are kept on the host, ready for JSON; at the least `mode`."""
 
-    def close(self) -> None:
-        """End the migration stream; work that has not begun is cancelled."""
+    def close(self, wait: bool = True) -> None:
+        """End the migration stream, and wait until it has; work that has not begun is cancelled."""

@@ -71,10 +71,11 @@ class CpuDevice(Migration):
         """Anonymous pages."""
         return CpuMemory(size)
 
-    def fetch(self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version) -> HostEvent:
+    def fetch(self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version) -> HostEvent:
         """Read an extent into a block, and decode it where it is lossless."""
 
         def work(event: HostEvent) -> None:
+            source = find()
             before = self.gate(event, source.size)
             block: Buffer = target.numpy()
             if version.is_lossless:

@@ -123,12 +123,12 @@ class CudaDevice(Migration):
         """Device memory, allocated at once."""
         return CudaMemory(self._gpu.memory(max(align(size, PAGE), PAGE)))
 
-    def fetch(self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version) -> Event:
+    def fetch(self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version) -> Event:
         """Copy an extent, and decode a lossless one on the device."""
 
         def work(event: HostEvent) -> Going:
             over = contextlib.ExitStack()  # what is given back once the device has ended
-            slot = self._free.pop()
+            source, slot = find(), self._free.pop()
             over.callback(self._free.append, slot)
             try:
                 return self._issue(event, over, slot, source, target, layer, version)
@@ -245,9 +245,9 @@ class CudaDevice(Migration):
         """See HostStore.state."""
         return self._host.state() if self._host is not None else {"mode": "staged"}
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """End the stream's thread, then the filling."""
-        super().close()
+        super().close(wait)
         if self._host is not None:
             self._host.close()
 

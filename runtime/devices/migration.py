@@ -55,7 +55,7 @@ class Pace:
     def __init__(self) -> None:
         self.rate: float | None = None
         self.moved = 0
-        self.closing = threading.Event()
+        self.closing = False  # not an Event: a finalizer sets it, perhaps on the thread that would hold its lock
         self._due = 0.0
 
     def charge(self, size: int) -> None:
@@ -70,8 +70,8 @@ class Pace:
         if rate is None:
             return
         until, self._due = self._due, max(self._due, now) + size / rate
-        while (wait := until - time.monotonic()) > 0 and not (stop() or self.closing.wait(min(wait, 0.05))):
-            pass
+        while (wait := until - time.monotonic()) > 0 and not (stop() or self.closing):
+            time.sleep(min(wait, 0.05))
 
 
 class HostStream:
@@ -153,11 +153,11 @@ class HostStream:
         event.end(error)
         self._on_event()
 
-    def close(self) -> None:
-        """Cancel what has not begun and wait for what has."""
+    def close(self, wait: bool = True) -> None:
+        """Cancel what has not begun and wait for what has, unless told not to."""
         self._closed = True
         self._work.put(None)
-        if threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
 
@@ -178,7 +178,7 @@ class Migration:
 
         def before(chunk: int) -> None:
             self.pace(chunk, lambda: event.cancelled)
-            if event.cancelled or self.pace.closing.is_set():
+            if event.cancelled or self.pace.closing:
                 raise Cancelled
 
         self.pace.charge(FLOOR - size)
@@ -193,7 +193,7 @@ class Migration:
         """Stored bytes copied since the start."""
         return self.pace.moved
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """End the stream's thread."""
-        self.pace.closing.set()
-        self.stream.close()
+        self.pace.closing = True
+        self.stream.close(wait)

@@ -35,24 +35,25 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [tokens, hidden], summed over a token's experts in the order of its top_k: the same bits every time.
     """
     experts: LayerExperts = self._moepack
+    observer, reading = experts.observer, experts.reading  # closing forgets them
     if hidden_states.device != experts.of.device:
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
-    if experts.observer is not None:
-        experts.observer(top_k_index, top_k_weights)
+    if observer is not None:
+        observer(top_k_index, top_k_weights)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
-        if not experts.trainable and experts.reading is None:
+        if not experts.trainable and reading is None:
             raise InputError("gradients keep activations that a budget does not count: load without a budget to train")
-        if experts.reading is not None:
+        if reading is not None:
             raise InputError(
                 "gradients need versions that stay: this policy changes them while serving; load the bundle with a "
                 "static policy to train beside it, or run the pass under torch.no_grad()"
             )
         index = experts.current.only(top_k_index, _ALL)
         return reference_forward(self, experts.current, hidden_states, index, top_k_weights)
-    if experts.reading is None:
+    if reading is None:
         return _run(self, experts.current, hidden_states, top_k_index, top_k_weights)
-    with experts.reading() as snapshot:
+    with reading() as snapshot:
         return _run(self, snapshot, hidden_states, top_k_index, top_k_weights)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import os
 import threading
 import time
 from collections import deque
@@ -44,8 +44,7 @@ from .residency import Residency
 from .steps import NO_PROMPT, Prompt, Step
 from .tables import DeviceTables
 from .transitions import Transitions
-
-log = logging.getLogger("moepack.runtime")
+from .worker import Worker
 
 
 def _device(
@@ -85,7 +84,8 @@ class Live:
         host: host memory of the placements that are executed there.
         waits: how often a forward pass waited for a copy.
         waited: seconds it did.
-        each_round: called by the worker in every round.
+        worker: the thread that carries transitions on.
+        each_round: called by it in every round.
     """
 
     def __init__(
@@ -120,10 +120,25 @@ class Live:
         if not (self._can_shrink or wanted):  # all experts are at the base at first: there must be a block for each
             plan = replace(plan, keep=True, most=None).divided()
             self.policy, wanted = plan.policy(policy)
-        self.plan = plan
+        self.plan, self._rate = plan, policy.options.bytes_per_second
         self.store = BackingStore(bundle)
-        self._wake = threading.Event()
-        self.device = _device(devices[0], self.store, plan, buffers, self._wake.set, host_memory)
+        self._process = os.getpid()
+        self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
+        self.device = _device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
+        self._host_device: CpuDevice | None = None
+        try:
+            self._serve(bundle, devices, wanted, host_memory)
+        except BaseException:
+            self._end_streams()
+            raise
+        if not self._blocking:
+            self.worker.start()
+
+    def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
+        """Make the pools, load, and let passes read."""
+        plan = self.plan
+        if not self._can_shrink and any(p.where is Where.HOST for p in plan.ladder):
+            self._host_device = CpuDevice(plan.staging, self.worker.wake)
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
         versions = bundle.manifest.versions
@@ -137,12 +152,8 @@ class Live:
         )  # fmt: skip
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve)
-        try:
-            self._load(wanted)
-        except BaseException:
-            self.device.close()
-            raise
-        self.device.limit(None if self._blocking else policy.options.bytes_per_second)
+        self._load(wanted)
+        self.device.limit(None if self._blocking else self._rate)
         self.waits, self.waited = 0, 0.0
         self.each_round: Callable[[], None] = lambda: None
         gates = plan.experts if self.policy.needs.gates else ()
@@ -157,10 +168,6 @@ class Live:
         self._mine = threading.local()
         for position, layer in enumerate(self.layers):
             layer.reading = partial(self._reading, position)
-        self._closing = False
-        self._worker = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
-        if not self._blocking:
-            self._worker.start()
 
     def _pools(self) -> dict[tuple[int, int], Pool]:
         """One for each size of each placement that takes memory.
@@ -208,8 +215,10 @@ class Live:
     def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
         position, expert = key
         described = _version(self.plan, version)
-        stored = self.store.stored(described.name, position, expert)
-        return self.device.fetch(stored, target, self.layers[position].of.layer, described)
+        stored = partial(self.store.stored, described.name, position, expert)
+        on_host = self.plan.ladder[version].where is Where.HOST
+        device = self._host_device if on_host and self._host_device is not None else self.device
+        return device.fetch(stored, target, self.layers[position].of.layer, described)
 
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
         if tensor is None:
@@ -279,7 +288,7 @@ class Live:
         if self._blocking:
             self._hear()
         else:
-            self._wake.set()
+            self.worker.wake()
 
     def _counters(self) -> Counters:
         try:
@@ -310,13 +319,15 @@ class Live:
             if self._blocking:
                 self._hear()
             else:
-                self._wake.set()
+                self.worker.wake()
 
     def _hear(self) -> None:
         """Let the policy know which prompts have begun, and add up the steps that have ended, in their order."""
         while self._told:
             self._decide(self._told.popleft())
-        while self._ended and self._ended[0].counters.arrived():
+        for _ in range(len(self._ended)):  # not those that end meanwhile: there may be no end of them
+            if not self._ended[0].counters.arrived():
+                break
             step = self._ended.popleft()
             counts, gates = step.counters.take()
             for chosen, new in zip(self._counts, counts, strict=True):
@@ -343,53 +354,48 @@ class Live:
 
     # --- the worker
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._wake.wait(max(self.policy.needs.interval, 0.01))
-            self._wake.clear()
-            try:
-                self.round(time.monotonic())
-            except Exception:  # serving goes on with the versions that are there
-                log.exception("transitions have stopped")
-                return
-        self._shut()
-
     def round(self, now: float) -> None:
-        """One round: let the policy see what was counted, then carry transitions on."""
-        self.each_round()
-        self._hear()
-        capacity = self.capacity()
-        if now - self._decided_at >= self.policy.needs.interval or capacity != self._capacity:
-            self._decided_at, self._capacity = now, capacity
-            counts, gates = self._counts, self._gates
-            self._counts, self._gates = [np.zeros_like(row) for row in counts], [np.zeros_like(row) for row in gates]
-            self._decide(Interval(now, capacity, counts, gates))
-        self.transitions.tick()
+        """One round: let the policy see what was counted, then carry transitions on, whatever becomes of the former."""
+        try:
+            self.each_round()
+            self._hear()
+            capacity = self.capacity()
+            if now - self._decided_at >= self.policy.needs.interval or capacity != self._capacity:
+                self._decided_at, self._capacity = now, capacity
+                counts, gates = self._counts, self._gates
+                self._counts = [np.zeros_like(row) for row in counts]
+                self._gates = [np.zeros_like(row) for row in gates]
+                self._decide(Interval(now, capacity, counts, gates))
+        finally:
+            self.transitions.tick()
 
     def grow_kv(self, size: int) -> bool:
         """Ask for `size` bytes more for the KV cache; whether they are there already (transitions.py)."""
         granted = self.transitions.grow_kv(size)
-        self._wake.set()
+        self.worker.wake()
         return granted
 
     def close(self) -> None:
         """Stop changing versions, and give threads and files back. May be called twice."""
-        self.abandon()
-        if self._worker.is_alive() and threading.current_thread() is not self._worker:
-            self._worker.join()
+        self.abandon(wait=True)
+        self.worker.join()
 
-    def abandon(self) -> None:
-        """As `close`, and waits for nothing: a finalizer may run on any thread, the worker's own included."""
-        self._closing = True
-        self._wake.set()
-        if not self._worker.is_alive():
-            self._shut()
+    def abandon(self, wait: bool = False) -> None:
+        """As `close`, and waits for nothing: a finalizer may run on any thread, the worker's own included.
 
-    def _shut(self) -> None:
-        """End the streams and close the files; break the circles that would keep the experts' memory."""
-        self.device.close()
+        In a forked child neither does anything: the threads are the parent's, and locks may be held for ever.
+        """
+        if os.getpid() == self._process and not self.worker.stop():
+            self._shut(wait)
+
+    def _end_streams(self, wait: bool = True) -> None:
+        for device in (self.device, self._host_device):
+            if device is not None:
+                device.close(wait)
         self.store.close()
+
+    def _shut(self, wait: bool = True) -> None:
+        """End the streams and close the files; once no step reads them, forget what keeps the experts' memory."""
+        self._end_streams(wait)
         self.each_round = lambda: None
-        for layer in self.layers:
-            layer.let_go()
-        self.residency.let_go()
+        self.residency.let_go([layer.let_go for layer in self.layers])

@@ -18,8 +18,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from moepack.pack.errors import InputError
 from moepack.runtime.devices.contract import Event
 from moepack.runtime.policies.contract import Key
+from moepack.runtime.store.files import Cancelled
 
 from .entries import Counts, Entry, Flying, Outcome, Resident
 from .pools import Pool
@@ -66,6 +68,7 @@ class Residency:
         self._spare: dict[tuple[Key, int], None] = {}  # complete, and nobody reads it; the longest so first
         self._spare_bytes = 0
         self._steps = Steps()
+        self._waiting_to_go: tuple[Callable[[], None], ...] = ()
         self.counts = Counts()
 
     # --- loading
@@ -100,21 +103,31 @@ class Residency:
     # --- steps
 
     def begin(self) -> tuple[int, Any]:
-        """Begin a step. Returns its number, and the snapshot of all handles that it reads until `end`."""
+        """Begin a step. Returns its number, and the snapshot of all handles that it reads until `end`.
+
+        Raises:
+            InputError: after `let_go`.
+        """
         with self._lock:
+            seen = self._snapshot()
             self._steps.begun += 1
             self.counts.steps += 1
             self._steps.open.add(self._steps.begun)
-            return self._steps.begun, self._snapshot()
+            return self._steps.begun, seen
 
     def end(self, step: int) -> None:
         """End a step: what only it could read may go once its compute has ended."""
-        mark = self._mark()
-        with self._lock:
-            self._steps.open.discard(step)
-            if not mark.done():
-                self._steps.ended[step] = mark
-                self._steps.oldest()  # drops marks that are done: nobody else may be asking
+        mark: Event | None = None
+        try:
+            mark = self._mark()
+        finally:
+            with self._lock:
+                self._steps.open.discard(step)
+                if mark is not None and not mark.done():
+                    self._steps.ended[step] = mark
+                    self._steps.oldest()  # drops marks that are done: nobody else may be asking
+                if not self._steps.open:
+                    self._forget()
 
     def publish_ready(self) -> int:
         """Publish what is ready, for steps that begin from now on; returns how many versions were published."""
@@ -261,7 +274,7 @@ class Residency:
                 error = flying.event.error
                 if error is not None:
                     flying.block.pool.free(flying.block)
-                    if flying.event.cancelled:
+                    if flying.event.cancelled or isinstance(error, Cancelled):
                         self.counts.cancelled += 1
                     else:
                         self.counts.failures += 1
@@ -342,14 +355,25 @@ class Residency:
                 size += max(0, -self.growth(key, coming)) if coming is not None else 0
             return size
 
-    def let_go(self) -> None:
-        """Forget the callbacks, whose owner knows this; nothing is carried on from then on."""
+    def let_go(self, others: Sequence[Callable[[], None]] = ()) -> None:
+        """No step begins and nothing is carried on from now on: forget the callbacks, whose owner knows this.
+
+        `others` are called once the steps that run have ended: they read what they began with until then.
+        """
+
+        def gone(*_: Any) -> NoReturn:
+            raise InputError("this model was closed: load the bundle again")
+
         with self._lock:
-
-            def gone(*_: Any) -> NoReturn:
-                raise RuntimeError("this residency was let go")
-
             self._fetch = self._make = self._publish = self._snapshot = gone
+            self._waiting_to_go = tuple(others)
+            if not self._steps.open:
+                self._forget()
+
+    def _forget(self) -> None:
+        others, self._waiting_to_go = self._waiting_to_go, ()
+        for forget in others:
+            forget()
 
     # --- seeing
 

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Bench:
         layer = self.store.bundle.layers[position]
         target = self.gpu.memory(-(-resident_size(layer.matrices, described) // 4096) * 4096)
         source = self.store.stored(version, position, expert)
-        return self.device.fetch(source, target, layer, described), target
+        return self.device.fetch(lambda: source, target, layer, described), target
 
     def check(self, version: str, position: int, expert: int, target: torch.Tensor) -> None:
         """The block is what the bundle holds, bit by bit."""
@@ -401,7 +402,7 @@ def test_every_way_on_a_gpu(bundle: Path) -> None:
             described, layer = store.bundle.manifest.version(version), store.bundle.layers[position]
             target = torch.zeros(resident_size(layer.matrices, described), dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)
-            event = cuda.fetch(store.stored(version, position, expert), target, layer, described)
+            event = cuda.fetch(partial(store.stored, version, position, expert), target, layer, described)
             event.wait()
             assert event.error is None
             got, extent = target.cpu().numpy(), store.bundle.extent(version, position, expert)

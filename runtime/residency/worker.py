@@ -1,0 +1,111 @@
+"""The thread that carries transitions on, round by round, and what can be seen of its health.
+
+A round that fails is tried again, later each time: serving goes on with the versions that are there, and adapts again
+once the cause has gone. Decides nothing about what a round does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("moepack.runtime")
+LONGEST = 60.0  # seconds between two tries of a round that fails
+
+
+class Worker:
+    """Calls `round` when it is woken, and else every `interval` seconds. Never started: nobody calls it.
+
+    Attributes:
+        failures: rounds that failed.
+        closing: whether it was told to stop.
+    """
+
+    def __init__(self, round_: Callable[[float], None], shut: Callable[[], None], interval: float) -> None:
+        """`shut` is called on the thread once it was told to stop."""
+        self._round, self._shut, self._interval = round_, shut, max(interval, 0.01)
+        # Not an Event: its lock is taken by whoever sets it, and a finalizer that sets it may run on this very thread.
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._in_a_row, self._ended_at = 0, time.monotonic()
+        self.failures, self.closing = 0, False
+        self._thread = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let a round come at once. Any thread may call it, at any point."""
+        if self._thread.is_alive() and self._bell.empty():
+            self._bell.put(None)
+
+    def stop(self) -> bool:
+        """Tell it to stop, without waiting; whether it runs, and will call `shut` itself."""
+        self.closing = True
+        self._bell.put(None)
+        if not self._thread.is_alive():
+            self._round = self._shut = _nothing  # their owner knows this: a circle would keep its memory
+            return False
+        return True
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self.closing:
+            self._wait()
+            if self.closing:
+                break
+            try:
+                self._round(time.monotonic())
+            except Exception as error:
+                self._failed(error)
+            else:
+                self._in_a_row, self._error = 0, None
+            self._ended_at = time.monotonic()
+        shut, self._round, self._shut = self._shut, _nothing, _nothing
+        shut()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + min(LONGEST, 2.0**self._in_a_row) if self._in_a_row else 0.0
+        while not self.closing:
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=max(self._interval, until - time.monotonic()))
+                for _ in range(self._bell.qsize()):
+                    self._bell.get_nowait()
+            if time.monotonic() >= until:
+                return
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        self._in_a_row += 1
+        if str(error) != str(self._error):
+            log.error("versions do not change for now: a round failed, and will be tried again", exc_info=error)
+        self._error = error
+
+    def health(self) -> dict[str, Any]:
+        """How it does: `worker` is "none", "running", "failing", "stuck" or "stopped"; `error` the last failure's."""
+        since = time.monotonic() - self._ended_at
+        if not self._thread.is_alive():
+            state = "stopped" if self.closing or self._thread.ident else "none"
+        elif self._error is not None:
+            state = "failing"
+        else:
+            state = "stuck" if since > max(10 * self._interval, 5.0) else "running"
+        error = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        return {
+            "ok": state in ("none", "running"), "worker": state, "error": error, "failed_rounds": self.failures,
+            "last_round_seconds_ago": since,
+        }  # fmt: skip
+
+
+def _nothing(*_: float) -> None:
+    """What is left of a worker that was told to stop."""

@@ -16,6 +16,7 @@ from moepack.pack.spec import SECTION, align
 from moepack.runtime.devices import glibc
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda
@@ -83,7 +84,8 @@ def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None
         glibc.trim()
     log.info("%s", serving.fixed)
     for layer, experts in zip(bundle.layers, serving.layers, strict=True):
-        model.get_submodule(layer.module)._moepack = experts
+        module = model.get_submodule(layer.module)
+        module._moepack, experts.number = experts, enter(module)
     model.requires_grad_(False)  # a bundle is for inference: who trains something beside it says what
     model.moepack = serving
     serving.watch(model)

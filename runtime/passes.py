@@ -22,7 +22,9 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.experts.counters import Counters
+from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
+from moepack.runtime.experts.op import Open
 from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
 from moepack.runtime.residency.steps import NO_PROMPT, Prompt
@@ -37,7 +39,7 @@ def _watched(kind: type) -> type:
     @functools.wraps(kind.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            self._moepack_passes.compiled()
+            self._moepack_passes.compiling(self, kwargs)
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         with self._moepack_passes.around(self, args, kwargs) as done:
             out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -79,6 +81,8 @@ class Passes:
         self._lock = threading.Lock()
         if live is not None:
             self._observe()
+        for position, layer in enumerate(self._layers):
+            layer.compiled = partial(self._compiled, position)
         decoder = getattr(model, model.base_model_prefix, model)
         for module in (model,) if decoder is model else (model, decoder):
             module._moepack_passes = self
@@ -96,10 +100,32 @@ class Passes:
 
         return forward
 
-    def compiled(self) -> None:
-        """What a compiled pass is told: it would take no step, and nothing in a budget."""
-        if self._live is not None or self.caches is not None:
-            raise InputError("a bundle served in a budget is not compiled: load it without one")
+    def compiling(self, model: Any, kwargs: dict[str, Any]) -> None:
+        """What a pass that is being compiled is told: its step begins and ends with its experts' operators, which know
+        of no cache."""
+        if self.caches is None:
+            return
+        wanted = kwargs.get("use_cache")
+        if kwargs.get("past_key_values") is not None or (model.config.use_cache if wanted is None else wanted):
+            raise InputError("a compiled pass in a budget keeps no cache: pass use_cache=False")
+
+    def _compiled(self, position: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """A layer's experts in a compiled pass: the first of them begins a step, the last one ends it."""
+        mine = self._running
+        if not position:
+            if (left := getattr(mine, "open", None)) is not None:  # by a pass that was interrupted
+                left.end()
+            ids = torch.empty(1, len(hidden), dtype=torch.int64, device="meta")
+            mine.open = Open(self.around(None, (), {"input_ids": ids, "use_cache": False}))
+        done = False
+        try:
+            out = experts_forward(module, hidden, index, weights)
+            done = position < len(self._layers) - 1
+            return out
+        finally:
+            if not done and (ends := getattr(mine, "open", None)) is not None:
+                mine.open = None
+                ends.end()
 
     def _observe(self) -> None:
         for position, layer in enumerate(self._layers):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.placements import Where
 
+from . import op  # noqa: F401  # the operator exists from then on
 from .handles import LayerExperts, Snapshot
 
 _DEVICE, _HOST = frozenset({Where.DEVICE}), frozenset({Where.HOST})
@@ -35,6 +36,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [tokens, hidden], summed over a token's experts in the order of its top_k: the same bits every time.
     """
     experts: LayerExperts = self._moepack
+    if torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            raise InputError("a compiled pass has no gradients: use torch.no_grad(), or train without compiling")
+        out: Tensor = torch.ops.moepack.experts(hidden_states, top_k_index, top_k_weights, experts.number)
+        return out
     observer, reading = experts.observer, experts.reading  # closing forgets them
     if hidden_states.device != experts.of.device:
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"

@@ -184,11 +184,15 @@ class LayerExperts:
         reading: what a forward pass reads, for as long as it does; without it, what is current.
         observer: is shown the router's choice and its weights, [tokens, top_k], before the experts run; None where
             nobody asks.
+        compiled: runs the layer for a compiled pass (op.py); None once the model has gone.
+        number: the operator's for this layer.
         trainable: whether a pass may keep what gradients need: under a budget it would not be counted.
     """
 
     reading: Callable[[], AbstractContextManager[Snapshot]] | None = None
     observer: Callable[[Tensor, Tensor], None] | None = None
+    compiled: Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None = None
+    number = -1
     trainable = True
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
@@ -202,7 +206,7 @@ class LayerExperts:
 
     def let_go(self) -> None:
         """Forget who reads and observes: they know the layer, and a circle would keep its memory."""
-        self.reading = self.observer = None
+        self.reading = self.observer = self.compiled = None
 
     def publish(self, expert: int, made: Handle) -> None:
         """Make a version of an expert the active one for steps that begin from now on; one thread at a time.

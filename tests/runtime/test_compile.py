@@ -1,0 +1,127 @@
+"""torch.compile of a loaded model, whole graphs: the operator's bits, a step a pass, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.runtime.experts.forward import experts_forward
+
+TOLERANCE = 2e-3  # of float32 logits of some units: compilers fuse and reorder the dense parts' sums
+FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0"
+POLICIES = (("static:w4", None), (FAST, 30_000_000), ("lru:hi=bf16,lo=w2", 30_000_000))
+
+
+def ids(tokens: int = 24, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=POLICIES, ids=lambda policy: policy[0].partition(":")[0])
+def model(bundle: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    policy, memory = request.param
+    made = moepack.load(bundle, policy=policy, device_memory=memory, prefill_tokens=64, dtype=torch.float32)
+    torch.compiler.reset()
+    yield made
+    made.moepack.close()
+
+
+def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
+    """Under every policy, also after versions have changed: what was compiled reads handles when it runs."""
+    compiled, live = torch.compile(model, fullgraph=True, backend="aot_eager"), model.moepack.live
+    with torch.no_grad():
+        for seed in range(6):
+            steps = live.residency.counts.steps if live else 0
+            got = compiled(ids(seed=seed), use_cache=False).logits
+            assert not live or live.residency.counts.steps == steps + 1, "one step a pass"
+            assert not live or not live.residency._steps.open
+            versions = model.moepack.versions
+            want = model(ids(seed=seed), use_cache=False).logits
+            if model.moepack.versions == versions:
+                torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+            time.sleep(0.1)
+    if live is not None:
+        assert model.moepack.counters()["promotions"] > 0 and live.tracker.peak <= 30_000_000
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")
+def test_by_the_compiler_that_is_used(bundle: Path) -> None:
+    torch.compiler.reset()
+    model = moepack.load(bundle, policy="static:w4", dtype=torch.float32)
+    compiled = torch.compile(model.model.layers[1], fullgraph=True)
+    x = torch.randn(1, 12, 128, generator=torch.Generator().manual_seed(0))
+    where = model.model.rotary_emb(x, torch.arange(12)[None])
+    with torch.no_grad():
+        got, want = (layer(x, position_embeddings=where) for layer in (compiled, model.model.layers[1]))
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_the_operator_is_the_forward_to_the_bit(model: Any) -> None:
+    module = model.model.layers[2].mlp.experts
+    x, index = torch.randn(9, 128), torch.randint(0, 17, (9, 2))  # 16 is no expert
+    gates = torch.rand(9, 2)
+    with torch.no_grad():
+        got = torch.ops.moepack.experts(x, index, gates, module._moepack.number)
+        assert torch.equal(got, experts_forward(module, x, index, gates))
+        torch.library.opcheck(torch.ops.moepack.experts.default, (x, index, gates, module._moepack.number))
+
+
+def test_an_interrupted_pass_leaves_no_step(bundle: Path) -> None:
+    model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
+    steps = model.moepack.live.residency._steps
+    x = torch.zeros(4, 128, dtype=torch.bfloat16)
+    index, gates = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
+    numbers = [layer.number for layer in model.moepack.layers]
+
+    def layer(position: int) -> None:
+        torch.ops.moepack.experts(x, index, gates, numbers[position])
+
+    with torch.no_grad():
+        layer(0)
+        assert len(steps.open) == 1, "and there the pass is interrupted"
+        layer(0)
+        assert len(steps.open) == 1, "the next one has ended it"
+        for position in (1, 2, 3):
+            layer(position)
+        assert not steps.open
+        thread = threading.Thread(target=layer, args=(0,))
+        thread.start()
+        thread.join()
+        assert not steps.open, "a thread's end ends its pass"
+        layer(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.model.layers[1].mlp.experts, "act_fn", None)
+            patch.setattr(model.model.layers[1].mlp.experts, "_apply_gate", None)
+            with pytest.raises(TypeError):
+                layer(1)
+        assert not steps.open, "so does an error"
+    model.moepack.close()
+    with pytest.raises(InputError, match=r"this model was closed|has gone"):
+        layer(0)
+
+
+def test_what_is_refused(bundle: Path) -> None:
+    torch.compiler.reset()
+    model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), pytest.raises(Exception, match="a compiled pass in a budget keeps no cache: pass use_cache"):
+        compiled(ids())
+    model.moepack.close()
+    model = moepack.load(bundle, policy="static:w4", dtype=torch.float32)
+    torch.compiler.reset()
+    model.model.embed_tokens.weight.requires_grad_(True)
+    with pytest.raises(Exception, match="a compiled pass has no gradients"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(ids(), use_cache=False)
+    number = model.moepack.layers[0].number
+    del model, compiled
+    torch.compiler.reset()
+    with pytest.raises(InputError, match="the model of a compiled pass has gone"):
+        torch.ops.moepack.experts(torch.zeros(1, 128), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2), number)

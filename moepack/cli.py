@@ -1,7 +1,7 @@
 """The command line: each command parses its arguments and calls one library function.
 
-What is for people goes through rich, to stderr when stdout is not a terminal or with --json; what is for machines
-(JSON, generated text) goes to stdout. An error is one line on stderr and exit code 2.
+What a command is asked for goes to stdout: its report, generated text, or with --json only JSON. Progress and notes go to
+stderr. An error is one line there and exit code 2.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ Cached = Annotated[
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 
 
-def _console(as_json: bool = False) -> Console:
+def _console() -> Console:
+    """For tables and text that is to be folded, which a terminal's width decides; elsewhere 120 columns."""
     from rich.console import Console
 
-    return Console(stderr=as_json or not sys.stdout.isatty())
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
 
 
 def _reporter(quiet: bool) -> Reporter:
@@ -100,10 +101,9 @@ def _report(report: Any, as_json: bool) -> None:
 
         _print_json(asdict(report))
         return
-    console = _console()
-    console.print(f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens", highlight=False)
+    typer.echo(f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens")
     for version, methods in report.methods.items():
-        console.print(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}", highlight=False)
+        typer.echo(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}")
 
 
 @app.command()
@@ -237,12 +237,11 @@ def verify(
         _print_json({"ok": not problems, "problems": listed})
     else:
         for problem in problems:
-            typer.echo(f"moepack: {problem}", err=True)
+            typer.echo(problem)
         if not problems:
-            exact = f", bit-identical with {checkpoint}" if checkpoint else ""
-            _console().print(f"{bundle}: good{exact}", highlight=False)
+            typer.echo(f"{bundle}: good{f', bit-identical with {checkpoint}' if checkpoint else ''}")
     if problems:
-        raise typer.Exit(2)
+        _fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
 
 
 @app.command("eval")
@@ -291,7 +290,7 @@ def evaluate(
     if result.budget_bytes is not None:
         counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
         peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"
-        _console().print(f"{counted}, {peak}", highlight=False)
+        typer.echo(f"{counted}, {peak}")
 
 
 @app.command()
@@ -349,7 +348,7 @@ def plan(
         table, text = planning.render(planned)
         console = _console()
         console.print(table)
-        console.print(text, highlight=False)
+        console.print(text)
 
 
 @app.command()
@@ -369,7 +368,7 @@ def push(
     if as_json:
         _print_json({"repo": repo, "commit": address})
     else:
-        _console().print(f"pushed to {repo}: {address}", highlight=False)
+        typer.echo(f"pushed to {repo}: {address}")
 
 
 @app.command()
@@ -392,7 +391,7 @@ def pull(
 
         _print_json({"bundle": str(path), "versions": [v.name for v in open_bundle(path).versions]})
     else:
-        _console().print(f"{path}: complete and verified", highlight=False)
+        typer.echo(f"{path}: complete and verified")
 
 
 @app.command()
@@ -412,17 +411,16 @@ def doctor(
         else:
             for row in rows:
                 shown = f"{row['device']:<16} {row['version']:<16} {row['tokens']:>6} tokens an expert: {row['kernel']}"
-                _console().print(shown, highlight=False)
+                typer.echo(shown)
         return
     facts = run(directory)
     if as_json:
         _print_json(facts)
     else:
-        console = _console()
         for key, value in facts.items():
             if isinstance(value, dict):
                 value = ", ".join(f"{k} {_human(k, v)}" for k, v in value.items())
-            console.print(f"{key:<18} {_human(key, value)}", highlight=False)
+            typer.echo(f"{key:<18} {_human(key, value)}")
     if facts["problems"]:
         raise typer.Exit(1)
 

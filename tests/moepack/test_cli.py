@@ -131,9 +131,30 @@ def test_inspect_json_has_the_keys_others_rely_on(run: Run, bundle: Path, tmp_pa
     assert (tmp_path / "x" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_tables_go_to_stderr_when_stdout_is_no_terminal(run: Run, bundle: Path) -> None:
-    code, out, err = run("inspect", bundle)
-    assert code == 0 and out == "" and "bits/weight" in err and "w3" in err
+def test_reports_go_to_stdout_and_progress_to_stderr(
+    run: Run, bundle: Path, demo_model: Path, recipe: Path, text: Path, evaluation: Path, tmp_path: Path
+) -> None:
+    building = (demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text)
+    few = ("--length", "32", "--samples", "2", "--policy", "static:w2")
+    for command, words, progress in (
+        (("inspect", bundle), ("bits/weight", "w3"), ""),
+        (("verify", bundle), (f"{bundle}: good",), "verify"),
+        (("verify", bundle, "--checkpoint", demo_model), (f"bit-identical with {demo_model}",), "compare"),
+        (("plan", bundle, "--device-memory", "40MB"), ("experts at", "least that would do"), ""),
+        (("eval", bundle, "-d", evaluation, *few), ("perplexity",), "evaluate"),
+        (("build", *building, "--dry-run"), ("bundle, bytes",), "dry run"),
+        (("build", *building), ("calibrated on 128 tokens", "w2: 64 experts by rtn"), "pack"),
+        (("generate", bundle, "-p", "The history", "--max-new-tokens", "2"), ("The history",), ""),
+        (("doctor",), ("libraries", "codec"), ""),
+    ):
+        code, out, err = run(*command)
+        assert code == 0 and all(word in out for word in words), (command, out, err)
+        assert progress in err and (progress or not err) and not any(word in err for word in words), (command, err)
+
+
+def test_reports_keep_brackets(run: Run, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "a [bold] name").symlink_to(bundle)
+    assert "a [bold] name" in run("plan", tmp_path / "a [bold] name", "--device-memory", "40MB")[1]
 
 
 def test_doctor(run: Run) -> None:
@@ -358,10 +379,11 @@ BAD_BUNDLES: dict[str, tuple[Callable[..., object], str]] = {
 def test_bad_bundles(name: str, run: Run, damaged: Path, edit_manifest: Callable[..., None]) -> None:
     damage, word = BAD_BUNDLES[name]
     damage(damaged, edit_manifest)
-    refused(run("verify", damaged, "-q"), word)
+    code, out, err = run("verify", damaged, "-q")
+    assert code == 2 and word in out and err == f"moepack: {damaged}: 1 problem\n"
     code, out, err = run("verify", damaged, "-q", "--json")
     listed = json.loads(out)
-    assert code == 2 and listed["ok"] is False and err == ""
+    assert code == 2 and listed["ok"] is False and err == f"moepack: {damaged}: 1 problem\n"
     assert set(listed["problems"][0]) == {"location", "kind", "message"}
 
 
@@ -379,6 +401,6 @@ def test_verify_against_another_checkpoint(run: Run, bundle: Path, checkpoint: P
     tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
-    code, _, err = run("verify", bundle, "--checkpoint", checkpoint, "-q")
-    assert code == 2 and len(err.splitlines()) == 2
-    assert "layer 1, expert 3, version bf16: gate_up differs" in err and "model.norm.weight: differs" in err
+    code, out, err = run("verify", bundle, "--checkpoint", checkpoint, "-q")
+    assert code == 2 and len(out.splitlines()) == 2 and err == f"moepack: {bundle}: 2 problems\n"
+    assert "layer 1, expert 3, version bf16: gate_up differs" in out and "model.norm.weight: differs" in out

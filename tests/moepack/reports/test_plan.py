@@ -109,7 +109,7 @@ def test_the_command(bundle: Path) -> None:
     assert keys <= set(facts) and facts["feasible"] is True and facts["fixed"]["kv"] == 600 * 1024
     assert set(facts["per_layer"][0]) >= {"hi", "lo", "version_hi", "version_lo"} and len(facts["per_layer"]) == 4
     shown = CliRunner().invoke(app, ["plan", str(bundle), "--device-memory", str(enough(bundle, ROOM))])
-    assert shown.exit_code == 0 and "least that would do" in shown.stderr and "tokens/s" in shown.stderr
+    assert shown.exit_code == 0 and "least that would do" in shown.stdout and "tokens/s" in shown.stdout
 
 
 def test_what_does_not_fit(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

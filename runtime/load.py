@@ -47,7 +47,7 @@ def load(
             `moepack.close()` stops them; so does its end.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.
         kv_tokens: in a budget, tokens of KV cache a sequence that are held back from the start. Where more are needed
-            experts are pushed out for them, and where that does not suffice the forward pass raises InputError.
+            experts are pushed out for them, and where that does not suffice the forward pass raises BudgetExceeded.
         batch: in a budget, how many sequences there are at a time.
         prefill_tokens: in a budget, tokens a sequence of the largest forward pass whose activations are held back
             from the start; 0 leaves activations out of the budget.
@@ -61,7 +61,9 @@ def load(
 
     Raises:
         BundleError: when the bundle is damaged.
-        InputError: when the policy does not fit it, or the memory does not suffice; then it names the least that would.
+        InputError: when the policy does not fit it.
+        BudgetExceeded: when the memory does not suffice, an InputError and torch's OutOfMemoryError; it names the least
+            that would.
     """
     chosen = parse_policy(policy)  # what can be refused at once is
     budget, pinned = parse_size(device_memory), parse_size(host_memory)

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moepack.pack.errors import InputError, TooSmallError
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables
 
@@ -167,6 +167,7 @@ class _Decided(NamedTuple):
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
     from moepack.runtime.planning.capacity import base_bytes
+    from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.plan import calibration, make_plan, unchanging
 
     try:

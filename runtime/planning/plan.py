@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moepack.pack.errors import InputError, TooSmallError
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
@@ -17,6 +17,7 @@ from moepack.runtime.policies.contract import LiveOptions, Versions
 from moepack.runtime.policies.registry import Policy
 
 from .capacity import base_bytes, even_room, expected_loss, room_by_loss
+from .exceeded import TooSmallError
 from .fixed import Fixed
 
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's

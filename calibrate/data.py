@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError, MissingExtraError
+from moepack.pack.hub_name import on_hub
 
 _LOADERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _OVERSAMPLE = 8  # windows looked at for every window taken, so that a seed chooses among much of a large source
@@ -73,6 +74,8 @@ def documents(source: str) -> Iterator[str]:
             data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         else:
             name, config, split, wanted = (*source.split(":"), "", "", "")[:4]
+            if not Path(name).exists():
+                on_hub(name, "README.md", instead="no such file", kind="dataset")
             column = wanted or column
             data = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         for row in data:

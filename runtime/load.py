@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import InputError
+from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
 from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size
 from moepack.runtime.policies.registry import parse_policy
@@ -70,8 +71,12 @@ def load(
     if chosen.entry.needs_budget and budget is None and not os.environ.get(DEVICE_MEMORY):
         raise InputError(f"policy {policy}: needs a memory budget: device_memory, or --device-memory")
     path = Path(bundle)
-    if path.exists() and not (path / MANIFEST).is_file():
-        raise InputError(f"{path}: not a bundle: it has no {MANIFEST}; make one with moepack build")
+    if path.exists():
+        held = (path / MANIFEST).is_file()
+    else:
+        held = on_hub(str(bundle), MANIFEST, revision=revision, token=token) is not None
+    if not held:
+        raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -89,7 +94,7 @@ def load(
     try:
         config = AutoConfig.from_pretrained(bundle, revision=revision, token=token)
     except (OSError, ValueError) as error:
-        raise InputError(f"{bundle}: neither a bundle nor one on the Hub: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{bundle}: its config cannot be read: {str(error).splitlines()[0]}") from None
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != METHOD:
         raise InputError(f"{bundle}: its config does not say it is a moepack bundle")
     config.quantization_config.update(

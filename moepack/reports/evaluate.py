@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError
+from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
 from moepack.progress import Reporter
 
@@ -79,15 +80,8 @@ def locate(path: str | Path) -> tuple[str | Path, bool]:
     if Path(path).exists():
         return path, (Path(path) / MANIFEST).is_file()
     name = str(path)
-    if not name.startswith((".", "/", "~")) and name.count("/") <= 1:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-        try:
-            hf_hub_download(name, MANIFEST)
-            return name, True
-        except (HfHubHTTPError, HFValidationError, OSError):
-            pass  # no bundle: what else it is, or why it cannot be had, comes out below
+    if on_hub(name, MANIFEST, "config.json") == MANIFEST:
+        return name, True
     from moepack.calibrate.checkpoint import open_checkpoint
 
     return open_checkpoint(name).path, False

@@ -260,7 +260,11 @@ def test_a_loaded_bundle_is_not_saved_or_moved(bundle: Path, tmp_path: Path) -> 
 
 
 def test_load_says_what_is_wrong(tmp_path: Path, demo_model: Path, bundle: Path) -> None:
-    for path, word in ((demo_model, "not a bundle"), (tmp_path, "not a bundle"), ("no/such/thing", "neither a bundle")):
+    for path, word in (
+        (demo_model, "not a bundle"),
+        (tmp_path, "not a bundle"),
+        ("no/such/thing", "no such directory"),
+    ):
         with pytest.raises(InputError, match=word):
             moepack.load(path)
     with pytest.raises(InputError, match="device"):

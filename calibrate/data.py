@@ -51,6 +51,20 @@ def load_tokenizer(path: Path) -> Any:
         raise InputError(f"{path}: no tokenizer that transformers can load: {str(error).splitlines()[0]}") from None
 
 
+def check_source(source: str) -> None:
+    """See that a source is there, before anything is done with it.
+
+    Raises:
+        InputError: when it is neither a file nor a data set that can be had.
+    """
+    name = source.partition(":")[0]
+    if Path(source).suffix in _LOADERS:
+        if not Path(source).is_file():
+            raise InputError(f"{source}: no such file")
+    elif not Path(name).exists():
+        on_hub(name, "README.md", instead="no such file", kind="dataset")
+
+
 def documents(source: str) -> Iterator[str]:
     """The documents of a source, in order.
 
@@ -64,8 +78,7 @@ def documents(source: str) -> Iterator[str]:
         raise MissingExtraError("datasets", "build") from None
     path = Path(source)
     local, column = path.suffix in _LOADERS, "text"
-    if local and not path.is_file():
-        raise InputError(f"{source}: no such file")
+    check_source(source)
     try:
         if local:
             kind = _LOADERS[path.suffix]
@@ -74,8 +87,6 @@ def documents(source: str) -> Iterator[str]:
             data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         else:
             name, config, split, wanted = (*source.split(":"), "", "", "")[:4]
-            if not Path(name).exists():
-                on_hub(name, "README.md", instead="no such file", kind="dataset")
             column = wanted or column
             data = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         for row in data:

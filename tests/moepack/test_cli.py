@@ -325,8 +325,10 @@ def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path,
     refused(run(*evaluate, "--policy", "magic"), "policy 'magic'")
     refused(run(*evaluate, "--policy", "static:w7"), "no version 'w7'")
     refused(run(*evaluate, "--device-memory", "lots"), "size 'lots'")
-    refused(run(*evaluate, "--device-memory", "1MB"), "needs", "the budget is 1000000")
-    refused(run(*evaluate, "--device-memory", "3MB", "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
+    refused(run(*evaluate, "--device-memory", "1MB"), "a budget of 1000000 bytes", "the least that would do is")
+    static = ("--policy", "static:w2", "--device-memory", "3MB")
+    refused(run(*evaluate, *static), "needs", "the budget is 3000000")
+    refused(run(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
     refused(run(*evaluate, "--dtype", "int8"), "dtype 'int8'")
     refused(run(*evaluate, "--device", "warp"), "device warp")
     refused(run("eval", demo_model, "-d", evaluation, "-q", "--policy", "static:w4"), "not a bundle")
@@ -338,6 +340,35 @@ def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path,
     refused(run("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(run("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
     refused(run("inspect", demo_model), "not a bundle")
+
+
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    run: Run, bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moepack.reports import evaluate
+
+    monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "short.txt").write_text("not much")
+    (tmp_path / "rows.jsonl").write_text('{"words": "and no text"}\n')
+    for model in (bundle, demo_model):
+        text, prompt = ("eval", model, "-q", "-d"), ("generate", model, "-p")
+        refused(run(*text, tmp_path / "absent.txt"), "absent.txt: no such file")
+        refused(run(*text, evaluation, "-d", "./absent"), "./absent: no such file")
+        refused(run(*text, tmp_path / "short.txt"), "short.txt: shorter than one window")
+        refused(run(*text, tmp_path / "rows.jsonl"), "rows have no 'text'")
+        refused(run(*prompt, ""), "prompt is empty")
+        for command in ((*text, evaluation), (*prompt, "The")):
+            refused(run(*command, "--dtype", "int8"), "dtype 'int8'")
+            refused(run(*command, "--device", "warp"), "device warp")
+            refused(run(*command, "--device", "cuda:7"), "device cuda:7")
+            refused(run(*command, "--policy", "magic"), "magic" if model == bundle else "not a bundle")
+            refused(run(*command, "--policy", "static:w7"), "no version 'w7'" if model == bundle else "not a bundle")
+            refused(run(*command, "--device-memory", "lots"), "size 'lots'")
+        if model == bundle:
+            refused(run(*text, evaluation, "--policy", "hotness"), "needs a memory budget")
+            for trace in (tmp_path, tmp_path / "absent" / "trace.jsonl"):
+                refused(run(*text, evaluation, "--trace", trace), str(trace), "cannot be written")
+    refused(run("eval", demo_model, "-q", "-d", evaluation, "--trace", tmp_path / "t"), "a trace needs one")
 
 
 def flip(path: Path, at: int) -> None:

@@ -43,7 +43,7 @@ def on_hub(
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     also = f"{instead}, and " if instead else ""
     if _is_path(name):

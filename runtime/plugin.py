@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moepack.pack.errors import BundleError, InputError, Problem
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import HINT
 from moepack.pack.writer import sha256_of
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
 from moepack.runtime.planning.choice import check_policy
@@ -104,9 +105,9 @@ class MoepackQuantizer(HfQuantizer):
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._experts_implementation_internal = IMPLEMENTATION
-        tripwire = re.escape(f"{bundle.layers[0].module}.down_proj")
+        tripwire = (re.escape(name) for name in (f"{bundle.layers[0].module}.down_proj", HINT))
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        model._keys_to_ignore_on_load_unexpected = {*ignored, tripwire}
+        model._keys_to_ignore_on_load_unexpected = {*ignored, *tripwire}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None

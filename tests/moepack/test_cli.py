@@ -340,6 +340,15 @@ def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path,
     refused(run("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(run("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
     refused(run("inspect", demo_model), "not a bundle")
+    refused(run("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
+    before = run("build", demo_model, "-o", tmp_path / "b", "-q", "-c", evaluation, "--engine", "steam")
+    refused(before, "engine 'steam' is unknown")
+    for command in ("build", "calibrate", "quantize"):
+        where = ("--work", tmp_path / "w") if command != "build" else ("-o", tmp_path / "b")
+        source = (demo_model, "-c", evaluation) if command != "quantize" else ()
+        refused(run(command, *source, *where, "-q", "--device", "cuda:7"), "device cuda:7")
+    refused(run("build", demo_model, "-o", tmp_path / "b", "--dry-run", "--device", "warp", "-q"), "device warp")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_wrong_is_said_before_a_model_is_loaded(

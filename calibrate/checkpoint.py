@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import BundleError, InputError
+from moepack.pack.hub_name import on_hub
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES
 
@@ -109,18 +110,14 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RemoteEntryNotFoundError
+    if on_hub(name, "config.json") is None:
+        raise InputError(f"{name}: has no config.json: not a model repository")
+    from huggingface_hub import snapshot_download
 
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"{name}: no such directory")
     try:
-        hf_hub_download(name, "config.json")
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]))
-    except RemoteEntryNotFoundError:
-        raise InputError(f"{name}: has no config.json: not a model repository") from None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(f"{name}: neither a directory nor a model on the Hub ({type(error).__name__})") from None
+    except OSError as error:
+        raise InputError(f"{name}: cannot be downloaded: {str(error).splitlines()[0]}") from None
 
 
 def _config(path: Path) -> tuple[Any, Scheme | None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError, MissingExtraError
+from moepack.pack.hub_name import on_hub
 
 _LOADERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _OVERSAMPLE = 8  # windows looked at for every window taken, so that a seed chooses among much of a large source
@@ -50,6 +51,20 @@ def load_tokenizer(path: Path) -> Any:
         raise InputError(f"{path}: no tokenizer that transformers can load: {str(error).splitlines()[0]}") from None
 
 
+def check_source(source: str) -> None:
+    """See that a source is there, before anything is done with it.
+
+    Raises:
+        InputError: when it is neither a file nor a data set that can be had.
+    """
+    name = source.partition(":")[0]
+    if Path(source).suffix in _LOADERS:
+        if not Path(source).is_file():
+            raise InputError(f"{source}: no such file")
+    elif not Path(name).exists():
+        on_hub(name, "README.md", instead="no such file", kind="dataset")
+
+
 def documents(source: str) -> Iterator[str]:
     """The documents of a source, in order.
 
@@ -63,8 +78,7 @@ def documents(source: str) -> Iterator[str]:
         raise MissingExtraError("datasets", "build") from None
     path = Path(source)
     local, column = path.suffix in _LOADERS, "text"
-    if local and not path.is_file():
-        raise InputError(f"{source}: no such file")
+    check_source(source)
     try:
         if local:
             kind = _LOADERS[path.suffix]

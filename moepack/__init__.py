@@ -26,15 +26,17 @@ if not Path(__file__).with_name("pack").is_dir():
 from . import hook  # noqa: E402
 from .version import __version__  # noqa: E402
 
-__all__ = ["BundleError", "InputError", "MoepackError", "__version__", "build", "load", "open"]
+__all__ = ["BudgetExceeded", "BundleError", "InputError", "MoepackError", "__version__", "build", "load", "open"]
 
 if TYPE_CHECKING:
     from moepack.pack.errors import BundleError, InputError, MoepackError
     from moepack.pack.reader import open_bundle as open
     from moepack.pipeline.build import build
     from moepack.runtime.load import load
+    from moepack.runtime.planning.exceeded import BudgetExceeded
 
 _LAZY = {
+    "BudgetExceeded": ("moepack.runtime.planning.exceeded", "BudgetExceeded"),
     "BundleError": ("moepack.pack.errors", "BundleError"),
     "InputError": ("moepack.pack.errors", "InputError"),
     "MoepackError": ("moepack.pack.errors", "MoepackError"),

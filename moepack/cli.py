@@ -1,7 +1,7 @@
 """The command line: each command parses its arguments and calls one library function.
 
-What is for people goes through rich, to stderr when stdout is not a terminal or with --json; what is for machines
-(JSON, generated text) goes to stdout. An error is one line on stderr and exit code 2.
+What a command is asked for goes to stdout: its report, generated text, or with --json only JSON. Progress and notes go
+to stderr. An error is one line there and exit code 2.
 """
 
 from __future__ import annotations
@@ -13,9 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moepack.pack.errors import InputError, MoepackError
+from moepack.pack.errors import MoepackError
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import usages
+
+from .options import (
+    Address,
+    Bundle,
+    Cached,
+    Checkpoint,
+    Device,
+    Dtype,
+    EngineName,
+    Fresh,
+    Json,
+    Logits,
+    Memory,
+    Model,
+    Output,
+    PolicyName,
+    Prefill,
+    Quiet,
+    RecipeName,
+    Texts,
+    Work,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,51 +53,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
-Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1 ...")]
-EngineName = Annotated[str, typer.Option("--engine", help="Where experts are quantised: local, or ray for a cluster.")]
-Address = Annotated[str | None, typer.Option("--address", help="The Ray cluster; without it one is started here.")]
-Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Throw finished pieces away, or go on from them.")]
-RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")]
-Texts = Annotated[
-    list[str] | None,
-    typer.Option("--calibration", "-c", help="Text to calibrate on, in place of the recipe's: file or Hub data set."),
-]
-Output = Annotated[
-    Path, typer.Option("--output", "-o", help="The bundle to make; a new or empty directory.", show_default=False)
-]
-Bundle = Annotated[Path, typer.Argument(help="A bundle's directory.", show_default=False)]
-Checkpoint = Annotated[str, typer.Argument(help="A model directory or a Hub id.", show_default=False)]
-Model = Annotated[
-    str, typer.Argument(help="A bundle or a checkpoint: its directory, or its Hub id.", show_default=False)
-]
-PolicyName = Annotated[
-    str | None,
-    typer.Option(
-        "--policy",
-        help=f"{usages(in_budget=False)}; with --device-memory also {usages(in_budget=True)}; the best version "
-        "without it.",
-    ),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--device-memory",
-        help="The most that all may take there, weights, KV cache, activations and buffers: 24GiB, 800MB, 123456.",
-    ),
-]
-Cached = Annotated[
-    int | None,
-    typer.Option("--kv-tokens", min=0, help="In a budget: tokens of KV cache a sequence that it leaves room for."),
-]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 
-
-def _console(as_json: bool = False) -> Console:
+def _console() -> Console:
+    """For tables and text that is to be folded, which a terminal's width decides; elsewhere 120 columns."""
     from rich.console import Console
 
-    return Console(stderr=as_json or not sys.stdout.isatty())
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
 
 
 def _reporter(quiet: bool) -> Reporter:
@@ -88,30 +71,21 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
 
 
-def _dtype(name: str) -> str:
-    if name not in ("auto", "float32", "bfloat16", "float16"):
-        raise InputError(f"dtype {name!r} is unknown: auto, float32, bfloat16 or float16")
-    return name
-
-
 def _report(report: Any, as_json: bool) -> None:
     if as_json:
         from dataclasses import asdict
 
         _print_json(asdict(report))
         return
-    console = _console()
-    console.print(f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens", highlight=False)
+    typer.echo(f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens")
     for version, methods in report.methods.items():
-        console.print(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}", highlight=False)
+        typer.echo(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}")
 
 
 @app.command()
 def build(
     checkpoint: Checkpoint,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The bundle to make; new or empty.", show_default=False)
-    ],
+    output: Output,
     recipe: RecipeName = "default",
     calibration: Texts = None,
     work: Annotated[
@@ -144,9 +118,6 @@ def build(
             checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter=reporter
         )
     _report(report, as_json)
-
-
-Work = Annotated[Path, typer.Option("--work", help="The work directory.", show_default=False)]
 
 
 @app.command()
@@ -186,9 +157,7 @@ def quantize(
 @app.command()
 def pack(
     work: Work,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The bundle to make; new or empty.", show_default=False)
-    ],
+    output: Output,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -237,12 +206,11 @@ def verify(
         _print_json({"ok": not problems, "problems": listed})
     else:
         for problem in problems:
-            typer.echo(f"moepack: {problem}", err=True)
+            typer.echo(problem)
         if not problems:
-            exact = f", bit-identical with {checkpoint}" if checkpoint else ""
-            _console().print(f"{bundle}: good{exact}", highlight=False)
+            typer.echo(f"{bundle}: good{f', bit-identical with {checkpoint}' if checkpoint else ''}")
     if problems:
-        raise typer.Exit(2)
+        _fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
 
 
 @app.command("eval")
@@ -254,6 +222,8 @@ def evaluate(
     length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
     kv_tokens: Cached = None,
+    prefill_tokens: Prefill = None,
+    all_logits: Logits = False,
     batch: Annotated[
         int | None,
         typer.Option(
@@ -274,8 +244,9 @@ def evaluate(
     with _reporter(quiet) as reporter:
         size = parse_size(device_memory)
         result = run(
-            path, data, policy, device, _dtype(dtype), size, length, samples, reporter, trace, batch, kv_tokens or 0
-        )
+            path, data, policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
+            prefill_tokens, all_logits,
+        )  # fmt: skip
     if as_json:
         from dataclasses import asdict
 
@@ -291,7 +262,7 @@ def evaluate(
     if result.budget_bytes is not None:
         counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
         peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"
-        _console().print(f"{counted}, {peak}", highlight=False)
+        typer.echo(f"{counted}, {peak}")
 
 
 @app.command()
@@ -304,6 +275,8 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="For sampling.")] = 0,
     kv_tokens: Cached = None,
+    prefill_tokens: Prefill = None,
+    all_logits: Logits = False,
     batch: Annotated[int, typer.Option("--batch", min=1, help="In a budget: sequences that it leaves room for.")] = 1,
     device: Device = "cpu",
     dtype: Dtype = "auto",
@@ -313,7 +286,10 @@ def generate(
     from moepack.reports.evaluate import generate as run
 
     size = parse_size(device_memory)
-    text = run(path, prompt, policy, device, _dtype(dtype), size, max_new_tokens, temperature, seed, batch, kv_tokens)
+    text = run(
+        path, prompt, policy, device, dtype, size, max_new_tokens, temperature, seed, batch, kv_tokens, prefill_tokens,
+        all_logits,
+    )  # fmt: skip
     if as_json:
         _print_json({"prompt": prompt, "text": text, "policy": policy})
     else:
@@ -327,20 +303,21 @@ def plan(
         str, typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456.", show_default=False)
     ],
     device: Annotated[str, typer.Option("--device", help="cpu, cuda ...; it need not be here.")] = "cpu",
-    policy: Annotated[
-        str,
-        typer.Option("--policy", help=f"{usages()}."),
-    ] = "hotness",
-    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")] = 0,
+    policy: Annotated[str | None, typer.Option("--policy", help=f"{usages()}; hotness without it.")] = None,
+    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")] = 576,
+    prefill_tokens: Annotated[int, typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")] = 512,
+    all_logits: Annotated[
+        bool, typer.Option("--all-logits", help="A pass returns the logits of all its tokens, as moepack.load assumes.")
+    ] = False,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Say what a memory budget holds, at which loss and speed."""
+    """Say what a memory budget holds, at which loss and speed: for generate, with a prompt of 512 tokens."""
     from moepack.reports import plan as planning
 
     size = parse_size(device_memory)
     assert size is not None
-    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch)
+    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch, prefill_tokens, all_logits)
     if as_json:
         _print_json(planning.as_json(planned))
     if planned.message is not None:
@@ -349,7 +326,7 @@ def plan(
         table, text = planning.render(planned)
         console = _console()
         console.print(table)
-        console.print(text, highlight=False)
+        console.print(text)
 
 
 @app.command()
@@ -369,7 +346,7 @@ def push(
     if as_json:
         _print_json({"repo": repo, "commit": address})
     else:
-        _console().print(f"pushed to {repo}: {address}", highlight=False)
+        typer.echo(f"pushed to {repo}: {address}")
 
 
 @app.command()
@@ -392,7 +369,7 @@ def pull(
 
         _print_json({"bundle": str(path), "versions": [v.name for v in open_bundle(path).versions]})
     else:
-        _console().print(f"{path}: complete and verified", highlight=False)
+        typer.echo(f"{path}: complete and verified")
 
 
 @app.command()
@@ -412,17 +389,16 @@ def doctor(
         else:
             for row in rows:
                 shown = f"{row['device']:<16} {row['version']:<16} {row['tokens']:>6} tokens an expert: {row['kernel']}"
-                _console().print(shown, highlight=False)
+                typer.echo(shown)
         return
     facts = run(directory)
     if as_json:
         _print_json(facts)
     else:
-        console = _console()
         for key, value in facts.items():
             if isinstance(value, dict):
                 value = ", ".join(f"{k} {_human(k, v)}" for k, v in value.items())
-            console.print(f"{key:<18} {_human(key, value)}", highlight=False)
+            typer.echo(f"{key:<18} {_human(key, value)}")
     if facts["problems"]:
         raise typer.Exit(1)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moepack.pack.errors import BundleError, InputError, MoepackError, TargetError
+from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST, parse_manifest
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import version_names
@@ -79,6 +80,8 @@ def pull(
         if name not in version_names():
             raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
     with _hub_errors(repo), reporter.hub_bars():
+        if on_hub(repo, MANIFEST, instead="", revision=revision) is None:
+            raise HubError(f"{repo}: is not a moepack bundle: it has no {MANIFEST}")
         remote = Path(hf_hub_download(repo, MANIFEST, revision=revision))
         data = remote.read_bytes()
         manifest = parse_manifest(data)
@@ -115,17 +118,10 @@ class _hub_errors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         if error is None or isinstance(error, MoepackError | KeyboardInterrupt):
             return
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            HfHubHTTPError,
-            HFValidationError,
-            RepositoryNotFoundError,
-        )
+        from huggingface_hub.errors import RepositoryNotFoundError
 
-        if isinstance(error, EntryNotFoundError):
-            raise HubError(f"{self._repo}: is not a moepack bundle: it has no {MANIFEST}") from None
         if isinstance(error, RepositoryNotFoundError):
             raise HubError(f"{self._repo}: no such repository, or no access to it: log in with hf auth login") from None
-        if isinstance(error, HfHubHTTPError | HFValidationError | OSError):
+        if isinstance(error, Exception):  # the library's own, the operating system's, and those of its HTTP library
             text = str(error).strip().splitlines()
             raise HubError(f"{self._repo}: {text[0] if text else type(error).__name__}") from None

@@ -63,7 +63,7 @@ class RichReporter(Reporter):
         from rich.progress import TimeRemainingColumn as Remaining
 
         columns = [
-            TextColumn("{task.description:<28}"),
+            TextColumn("{task.description:<28}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
@@ -118,7 +118,7 @@ class RichReporter(Reporter):
 
     def note(self, text: str) -> None:
         """See `Reporter`."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False)
 
     @contextlib.contextmanager
     def hub_bars(self) -> Iterator[None]:

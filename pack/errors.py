@@ -32,18 +32,6 @@ class InputError(MoepackError):
     """An argument, a recipe, a checkpoint or a data file that cannot be used as given."""
 
 
-class TooSmallError(InputError):
-    """A memory budget below what would do.
-
-    Attributes:
-        least: the smallest budget that would do, in bytes.
-    """
-
-    def __init__(self, text: str, least: int) -> None:
-        self.least = least
-        super().__init__(text)
-
-
 class TargetError(MoepackError):
     """An output that cannot be written."""
 

@@ -91,7 +91,8 @@ def open_bundle(path: str | Path) -> Bundle:
             raise BundleError.single(str(root), "size", f"{MANIFEST} has more than {MAX_BYTES} bytes")
         data = manifest_path.read_bytes()
     except OSError:
-        raise BundleError.single(str(root), "missing", f"not a bundle: it has no readable {MANIFEST}") from None
+        what = f"not a bundle: it has no readable {MANIFEST}" if root.exists() else "no such directory"
+        raise BundleError.single(str(root), "missing", what) from None
     try:
         manifest = parse_manifest(data)
     except BundleError as error:

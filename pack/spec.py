@@ -14,6 +14,7 @@ PAGE = 4096  # extents start on it: direct I/O, host registration and file mappi
 SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
 BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector there is
 GROUPS = (128, 64, 32)
+HINT = "import moepack first: this is a moepack bundle"  # a tensor's name, for transformers' report of what it misses
 LOSSLESS = "bf16"  # the version that holds the checkpoint's bits
 # Of the checkpoint, with what the `bf16` version holds of it.
 EXPERT_DTYPES = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, align
 from moepack.runtime.devices import glibc
@@ -19,10 +18,10 @@ from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.choice import choose_policy
 from moepack.runtime.planning.fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
 from moepack.runtime.policies.contract import Versions
-from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.residency.live import Live
 from moepack.runtime.store.files import BackingStore
 
@@ -45,12 +44,10 @@ def attach(
         InputError: when the policy does not fit the bundle, or its versions do not fit the device memory.
         BundleError: when an extent is damaged.
     """
-    policy = parse_policy(policy_text)
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
-    if device_memory is None and policy.entry.needs_budget:
-        raise InputError(f"policy {policy}: needs a memory budget: device_memory, or --device-memory")
+    policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
         fixed, needs = _held_back(model, bundle, devices[0], workload, fixed)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import InputError
+from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
 from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size
 from moepack.runtime.policies.registry import parse_policy
@@ -41,13 +42,13 @@ def load(
         device_memory: bytes, or a size such as "24GiB", that all of it may take there: weights, KV cache, activations,
             buffers; without it, no limit.
         policy: which version of each expert is served: `static:w4` (a version), `static:FILE.json` (a map),
-            `static:allocation` (the map in the manifest). Without it, the most precise version that is here. In a
-            budget also `uniform`, and two that change versions while serving: `hotness`, with options as
-            `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions), and the baseline `lru`. The model's
-            `moepack.close()` stops them; so does its end.
+            `static:allocation` (the map in the manifest). In a budget also `uniform`, and two that change versions
+            while serving: `hotness`, with options as `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions), and the
+            baseline `lru`. The model's `moepack.close()` stops them; so does its end. Without it, the most precise
+            version that is here; in a budget `hotness`, or `uniform` where no version can change.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.
         kv_tokens: in a budget, tokens of KV cache a sequence that are held back from the start. Where more are needed
-            experts are pushed out for them, and where that does not suffice the forward pass raises InputError.
+            experts are pushed out for them, and where that does not suffice the forward pass raises BudgetExceeded.
         batch: in a budget, how many sequences there are at a time.
         prefill_tokens: in a budget, tokens a sequence of the largest forward pass whose activations are held back
             from the start; 0 leaves activations out of the budget.
@@ -61,17 +62,20 @@ def load(
 
     Raises:
         BundleError: when the bundle is damaged.
-        InputError: when the policy does not fit it, or the memory does not suffice; then it names the least that would.
+        InputError: when the policy does not fit it.
+        BudgetExceeded: when the memory does not suffice, an InputError and torch's OutOfMemoryError; it names the least
+            that would.
     """
-    chosen = parse_policy(policy)  # what can be refused at once is
-    budget, pinned = parse_size(device_memory), parse_size(host_memory)
-    if chosen.entry.needs_budget and budget is None and not os.environ.get(DEVICE_MEMORY):
-        raise InputError(f"policy {policy}: needs a memory budget: device_memory, or --device-memory")
+    budget, pinned = parse_size(device_memory), parse_size(host_memory)  # what can be refused at once is
+    parse_policy(policy, budget is not None or bool(os.environ.get(DEVICE_MEMORY)))
     path = Path(bundle)
-    if path.exists() and not (path / MANIFEST).is_file():
-        raise InputError(f"{path}: not a bundle: it has no {MANIFEST}; make one with moepack build")
+    if path.exists():
+        held = (path / MANIFEST).is_file()
+    else:
+        held = on_hub(str(bundle), MANIFEST, revision=revision, token=token) is not None
+    if not held:
+        raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
 
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from moepack.runtime.planning.fixed import Workload
@@ -80,14 +84,11 @@ def load(
     from .plugin import METHOD
 
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device}: {str(error).splitlines()[0]}") from None
+    check_device(device)
     try:
         config = AutoConfig.from_pretrained(bundle, revision=revision, token=token)
     except (OSError, ValueError) as error:
-        raise InputError(f"{bundle}: neither a bundle nor one on the Hub: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{bundle}: its config cannot be read: {str(error).splitlines()[0]}") from None
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != METHOD:
         raise InputError(f"{bundle}: its config does not say it is a moepack bundle")
     config.quantization_config.update(
@@ -98,3 +99,17 @@ def load(
         options["attn_implementation"] = attn_implementation
     with _loading, loading_report(progress):
         return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
+
+
+def check_device(device: str) -> None:
+    """See that a device is here.
+
+    Raises:
+        InputError: when it is not.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device}: {str(error).splitlines()[0]}") from None

@@ -21,8 +21,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moepack.pack.errors import BundleError, InputError, Problem
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import HINT
 from moepack.pack.writer import sha256_of
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
+from moepack.runtime.planning.choice import check_policy
 from moepack.runtime.planning.fixed import Workload
 from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
@@ -86,6 +88,8 @@ class MoepackQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         bundle = self._bundle = _bundle_of(model, checkpoint_files)
+        if policy := self._policy():
+            check_policy(policy, bundle, self._budget() is not None)
         _check_files(bundle)
         for layer in bundle.layers:
             try:
@@ -101,22 +105,30 @@ class MoepackQuantizer(HfQuantizer):
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._experts_implementation_internal = IMPLEMENTATION
-        tripwire = re.escape(f"{bundle.layers[0].module}.down_proj")
+        tripwire = (re.escape(name) for name in (f"{bundle.layers[0].module}.down_proj", HINT))
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        model._keys_to_ignore_on_load_unexpected = {*ignored, tripwire}
+        model._keys_to_ignore_on_load_unexpected = {*ignored, *tripwire}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None
         config: Any = self.quantization_config
-        policy = config.policy or os.environ.get(POLICY) or None
-        budget = config.device_memory
-        if budget is None and (text := os.environ.get(DEVICE_MEMORY)):
-            try:
-                budget = parse_size(text)
-            except InputError as error:
-                raise InputError(f"{DEVICE_MEMORY}: {error}") from None
-        attach(model, self._bundle, policy, budget, Workload(**config.workload), config.host_memory)
+        workload = Workload(**config.workload)
+        attach(model, self._bundle, self._policy(), self._budget(), workload, config.host_memory)
         return model
+
+    def _policy(self) -> str | None:
+        config: Any = self.quantization_config
+        return config.policy or os.environ.get(POLICY) or None
+
+    def _budget(self) -> int | None:
+        config: Any = self.quantization_config
+        text = os.environ.get(DEVICE_MEMORY)
+        if config.device_memory is not None or not text:
+            return config.device_memory  # type: ignore[no-any-return]
+        try:
+            return parse_size(text)
+        except InputError as error:
+            raise InputError(f"{DEVICE_MEMORY}: {error}") from None
 
 
 def _bundle_of(model: Any, checkpoint_files: Any) -> Bundle:

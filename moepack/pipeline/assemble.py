@@ -13,7 +13,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
-from moepack.pack.spec import ExpertLayer, Matrix, Version, expert_file, extent_name
+from moepack.pack.spec import HINT, ExpertLayer, Matrix, Version, expert_file, extent_name
 from moepack.pack.tables import TABLES, CalibrationTables, read_tables, write_tables
 from moepack.pack.writer import BundleWriter
 from moepack.progress import Reporter
@@ -102,13 +102,15 @@ def _dense(work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first
     """The dense tensors, in files of at most SHARD bytes, and the tripwire.
 
     The tripwire is a tensor of the wrong shape under the name of an expert parameter: a process without moepack, which
-    would otherwise fill the experts with random numbers, fails on it. The runtime skips it by name.
+    would otherwise fill the experts with random numbers, fails on it, with a report of names it does not know. A second
+    tensor's name says there what to do. The runtime skips both by name.
     """
     import torch
     from safetensors.torch import save_file
 
     tripwire = writer.path("tripwire.safetensors")
-    save_file({f"{first.module}.down_proj": torch.zeros(1, dtype=torch.bfloat16)}, tripwire)
+    names = (f"{first.module}.down_proj", HINT)
+    save_file({name: torch.zeros(1, dtype=torch.bfloat16) for name in names}, tripwire)
     parts = [work.piece("calibrate", i, "dense.safetensors") for i in (None, *range(decoder_layers))]
     groups: list[list[Path]] = [[tripwire]]
     held = 0

@@ -14,9 +14,10 @@ from pathlib import Path
 from moepack.pack.errors import TargetError
 from moepack.pack.writer import check_target
 from moepack.progress import Reporter
+from moepack.runtime.load import check_device
 
 from .assemble import Report, assemble
-from .executors import open_executor
+from .executors import check_engine, open_executor
 from .recipe import Recipe, load_recipe
 from .run import Run
 from .work import WorkDirectory
@@ -53,6 +54,8 @@ def build(
         MoepackError: one line that says what is wrong and what to do; nothing is left at `output`.
     """
     reporter = reporter or Reporter()
+    check_engine(engine)
+    check_device(device)
     target = Path(output)
     check_target(target)
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -89,6 +92,7 @@ def calibrate(
 ) -> None:
     """The first stage: routing statistics, and what the experts saw, into a work directory. See `build`."""
     reporter = reporter or Reporter()
+    check_device(device)
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     directory = WorkDirectory(Path(work))
     try:
@@ -109,6 +113,8 @@ def quantize(
 ) -> None:
     """The second stage: every expert at every width, from a calibrated work directory. See `build`."""
     reporter = reporter or Reporter()
+    check_engine(engine)
+    check_device(device)
     directory = WorkDirectory(Path(work))
     try:
         run = Run.resume(directory, load_recipe(recipe) if isinstance(recipe, str) else recipe, fresh, device)

@@ -18,6 +18,7 @@ from moepack.pack.spec import LOSSLESS, affine_extent_size
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
+from moepack.runtime.load import check_device
 
 from .allocate import check_allocation
 from .expert_batch import ExpertBatchTask, bare, batch_settings, lossless_extent, make_batch
@@ -70,6 +71,7 @@ def estimate(
         MoepackError: what the build itself would raise before it begins.
     """
     bound_kernel_caches()
+    check_device(device)
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     run = _DryRun.open(checkpoint, recipe, calibration, device, reporter)

@@ -36,6 +36,16 @@ class Executor(Protocol):
         ...
 
 
+def check_engine(name: str) -> None:
+    """See that there is such an executor, before any work.
+
+    Raises:
+        InputError: when there is not.
+    """
+    if name not in NAMES:
+        raise InputError(f"engine {name!r} is unknown: there are {', '.join(NAMES)}")
+
+
 def open_executor(name: str, address: str | None) -> Executor:
     """The executor that `--engine` names; `address` is a Ray cluster's.
 
@@ -43,8 +53,7 @@ def open_executor(name: str, address: str | None) -> Executor:
         InputError: for an unknown one, or a cluster that does not answer.
         MissingExtraError: when Ray is not installed.
     """
-    if name not in NAMES:
-        raise InputError(f"engine {name!r} is unknown: there are {', '.join(NAMES)}")
+    check_engine(name)
     if name == "local":
         if address is not None:
             raise InputError("--address is a Ray cluster's: say --engine ray as well")

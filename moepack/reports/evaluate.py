@@ -7,6 +7,7 @@ windows of one length, each window scored from its second token on.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,15 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError
+from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
 from moepack.progress import Reporter
+from moepack.runtime.planning.sizes import DEVICE_MEMORY
 
 if TYPE_CHECKING:
     from moepack.runtime.planning.fixed import Fixed
 
 _LOGITS = 1 << 26  # bytes of logits that are scored at a time where there is no budget
 _TOKENS = 1024  # of a forward pass in a budget: what they take of it grows with them
-_CHUNK = 512  # tokens of a prompt that go in at once, in a budget
+PROMPT = 512  # tokens of a prompt that go in at once, in a budget
+NEW_TOKENS = 64  # that a prompt is continued by
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,8 @@ def locate(path: str | Path) -> tuple[str | Path, bool]:
     if Path(path).exists():
         return path, (Path(path) / MANIFEST).is_file()
     name = str(path)
-    if not name.startswith((".", "/", "~")) and name.count("/") <= 1:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-        try:
-            hf_hub_download(name, MANIFEST)
-            return name, True
-        except (HfHubHTTPError, HFValidationError, OSError):
-            pass  # no bundle: what else it is, or why it cannot be had, comes out below
+    if on_hub(name, MANIFEST, "config.json") == MANIFEST:
+        return name, True
     from moepack.calibrate.checkpoint import open_checkpoint
 
     return open_checkpoint(name).path, False
@@ -111,15 +109,12 @@ def load_model(
     import torch
 
     from moepack.calibrate.stream import quiet_transformers
+    from moepack.runtime.load import load
 
     wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     if is_bundle:
-        from moepack.runtime.load import load
-
         with quiet_transformers():
             return load(path, device, device_memory, policy, wanted, **workload)
-    if policy is not None or device_memory is not None:
-        raise InputError(f"{path}: not a bundle: a policy and a memory budget need one")
     from transformers import AutoModelForCausalLM
 
     from moepack.calibrate.checkpoint import open_checkpoint
@@ -127,6 +122,34 @@ def load_model(
     opened = open_checkpoint(path)
     with quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(opened.path, dtype=wanted, device_map=device)
+
+
+def _check(
+    path: str | Path, is_bundle: bool, policy: str | None, device: str, dtype: str, device_memory: int | None
+) -> None:
+    """See that what was asked for can be done, before anything is loaded.
+
+    Raises:
+        InputError: when it cannot.
+    """
+    from moepack.pack.reader import open_bundle
+    from moepack.runtime.load import check_device
+    from moepack.runtime.planning.choice import check_policy
+
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is unknown: {', '.join(DTYPES)}")
+    check_device(device)
+    if not is_bundle and (policy is not None or device_memory is not None):
+        raise InputError(f"{path}: not a bundle: a policy and a memory budget need one")
+    if policy is not None and Path(path).is_dir():
+        check_policy(policy, open_bundle(path), device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))
+
+
+def _check_trace(path: str | Path, is_bundle: bool, trace: Path) -> None:
+    if not is_bundle:
+        raise InputError(f"{path}: not a bundle: a trace needs one")
+    if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
+        raise InputError(f"{trace}: a trace cannot be written there: name a file in a folder that is there")
 
 
 def _shown(reporter: Reporter) -> Callable[[int, int], None]:
@@ -165,6 +188,8 @@ def evaluate(
     trace: Path | None = None,
     batch: int | None = None,
     kv_tokens: int = 0,
+    prefill_tokens: int | None = None,
+    all_logits: bool = False,
 ) -> Evaluation:
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
@@ -181,27 +206,32 @@ def evaluate(
         trace: write every forward pass into this file (moepack.runtime.trace); for bundles.
         batch: windows of a forward pass; without it 16, and in a budget as many as make up 1,024 tokens.
         kv_tokens: tokens of KV cache that the budget leaves room for; evaluation itself uses none.
+        prefill_tokens: tokens a sequence of a pass that it leaves room for; without it those of a window.
+        all_logits: whether it leaves room for the logits of all of them; evaluation makes them in pieces.
     """
-    from moepack.calibrate.data import load_tokenizer
-
     reporter = reporter or Reporter()
     if not data:
         raise InputError("no text to evaluate on: name files with --data")
     with reporter.hub_bars():
         source, is_bundle = locate(path)
-        length = _expected_window(source, length) if device_memory is not None and is_bundle else length
+        from moepack.calibrate.data import check_source, load_tokenizer
+
+        _check(source, is_bundle, policy, device, dtype, device_memory)
+        if trace is not None:
+            _check_trace(path, is_bundle, trace)
+        for name in data:
+            check_source(name)
+        length = _window(source, length)
         batch = batch or max(1, min(16, _TOKENS // length if device_memory is not None else 16))
-        workload = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": length, "all_logits": False}
+        pools = _windows(load_tokenizer(Path(source)), data, length, samples)
+        passes = length if prefill_tokens is None else prefill_tokens
+        workload = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": passes, "all_logits": all_logits}
         reporter.stage("load", 1)
         reporter.step(Path(path).name)
         shown = _shown(reporter)
         model = load_model(source, is_bundle, policy, device, dtype, device_memory, progress=shown, **workload)
-        tokenizer = load_tokenizer(Path(source))
-    pools = _windows(tokenizer, data, _window(model.config, length), samples)
     serving = getattr(model, "moepack", None)
-    if trace is not None:
-        if serving is None:
-            raise InputError(f"{path}: not a bundle: a trace needs one")
+    if trace is not None and serving is not None:
         serving.trace(trace)
     room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
     reporter.stage("evaluate", len(data))
@@ -221,12 +251,13 @@ class _Scored(NamedTuple):
     seconds: float
 
 
-def _expected_window(source: str | Path, length: int) -> int:
-    """The window that the model will have, before it is loaded: what is held back is for windows as long as can be."""
+def _window(source: str | Path, length: int) -> int:
+    """Tokens of a window: at most what the model was made for."""
     from transformers import AutoConfig
 
     with suppress(OSError, ValueError):  # loading says what is wrong
-        return _window(AutoConfig.from_pretrained(source), length)
+        text = AutoConfig.from_pretrained(source).get_text_config()
+        return min(length, getattr(text, "max_position_embeddings", None) or length)
     return length
 
 
@@ -273,11 +304,6 @@ def _evaluation(model: Any, scored: Sequence[_Scored], device_memory: int | None
         **({} if serving is None else serving.counters()),
         fixed=None if serving is None else serving.fixed,
     )
-
-
-def _window(config: Any, length: int) -> int:
-    """At most what a model was made for."""
-    return min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)
 
 
 def negative_log_likelihood(model: Any, ids: Any, room: int) -> float:
@@ -327,31 +353,37 @@ def generate(
     device: str = "cpu",
     dtype: str = "auto",
     device_memory: int | None = None,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = NEW_TOKENS,
     temperature: float = 0.0,
     seed: int = 0,
     batch: int = 1,
     kv_tokens: int | None = None,
+    prefill_tokens: int | None = None,
+    all_logits: bool = False,
 ) -> str:
     """The continuation of a prompt: greedy at temperature 0, sampled above it.
 
-    In a budget the KV cache of the prompt and of all new tokens is held back before experts are placed, or that of
-    `kv_tokens` tokens of `batch` sequences.
+    A budget leaves room for `batch` sequences with the KV cache of `kv_tokens` tokens, or of the prompt and all new
+    ones; and for passes of `prefill_tokens` tokens, or of the prompt's, at most 512: so many of it go in at once.
     """
-    import torch
-
-    from moepack.calibrate.data import load_tokenizer
-
+    if not prompt:
+        raise InputError("the prompt is empty")
     with Reporter().hub_bars():
         source, is_bundle = locate(path)
+        import torch
+
+        from moepack.calibrate.data import load_tokenizer
+
+        _check(source, is_bundle, policy, device, dtype, device_memory)
         tokenizer = load_tokenizer(Path(source))
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
         if not ids.numel():
             raise InputError("the prompt is empty")
         whole = ids.shape[1] + max_new_tokens
-        chunk = min(ids.shape[1], _CHUNK)
-        workload = {"kv_tokens": whole if kv_tokens is None else kv_tokens, "batch": batch, "prefill_tokens": chunk}
-        model = load_model(source, is_bundle, policy, device, dtype, device_memory, **workload, all_logits=False)
+        passes = min(ids.shape[1], PROMPT) if prefill_tokens is None else prefill_tokens
+        chunk = passes or PROMPT
+        workload = {"kv_tokens": whole if kv_tokens is None else kv_tokens, "batch": batch, "prefill_tokens": passes}
+        model = load_model(source, is_bundle, policy, device, dtype, device_memory, **workload, all_logits=all_logits)
     ids = ids.to(model.device)
     torch.manual_seed(seed)
     options: dict[str, Any] = {"do_sample": temperature > 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.pack.errors import MissingExtraError
+from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
 from moepack.pack.tables import TABLES
@@ -74,7 +74,13 @@ def render(facts: dict[str, Any]) -> Table:
 
 
 def plot(path: str | Path, out: Path) -> None:
-    """A picture of the loss tables: one panel a version (layers by experts), and tokens by expert beside them."""
+    """A picture of the loss tables: one panel a version (layers by experts), and tokens by expert beside them.
+
+    Raises:
+        InputError: for a kind of file that is not drawn.
+    """
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"{out}: a picture is a .png, a .svg or a .pdf")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import LogNorm

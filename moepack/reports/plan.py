@@ -12,12 +12,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moepack.pack.errors import InputError, TooSmallError
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables
 
 if TYPE_CHECKING:
-    from moepack.runtime.planning.fixed import Fixed
+    from moepack.runtime.planning.fixed import Fixed, Workload
     from moepack.runtime.policies.contract import Versions
     from moepack.runtime.policies.registry import Policy
 
@@ -74,6 +74,8 @@ class Planned:
     used_bytes: int
     kv_tokens: int
     batch: int
+    prefill_tokens: int
+    all_logits: bool
     kv_bytes_per_token: int
     kv_tokens_most: int
     host_bytes: int
@@ -102,25 +104,26 @@ def plan(
         path: a bundle's directory.
         device_memory: bytes for everything.
         device: as torch names it; it need not be here.
-        policy: as in `moepack.load`; `hotness` without it.
-        kv_tokens: as in `moepack.load`, and so are the others.
+        policy: as in `moepack.load`.
+        kv_tokens, batch, prefill_tokens, all_logits: as in `moepack.load`. (The command plans for `moepack generate`.)
 
     Raises:
         InputError: for a policy that does not fit the bundle; not for a budget that is too small.
     """
+    bundle = open_bundle(path)
+
     import torch
     from transformers import AutoConfig
 
     import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
+    from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
-    from moepack.runtime.policies.registry import parse_policy
 
-    parsed = parse_policy(policy or "hotness")
-    bundle = open_bundle(path)
     try:
         where = torch.device(device)
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
+    parsed = choose_policy(policy, bundle, [where], True)
     config = AutoConfig.from_pretrained(path)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
@@ -130,7 +133,7 @@ def plan(
     table, message = decided.table, None
     if table is None:
         message = f"{bundle.path}: {device_memory} bytes are not enough: the least that would do is {least} bytes"
-        message += f" ({fixed})"
+        message += f" for {asked(workload)} ({fixed})"
     facts: dict[str, Any] = dict.fromkeys(("expected_relative_loss", "bytes_per_token", "expected_tokens_per_second"))
     layers: tuple[LayerPlan, ...] = ()
     used = host = cached = 0
@@ -150,7 +153,7 @@ def plan(
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
     return Planned(
         str(path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used, kv_tokens,
-        batch, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
+        batch, prefill_tokens, all_logits, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
         estimated=where.type != "cpu", message=message, **facts,
     )  # fmt: skip
 
@@ -168,6 +171,7 @@ class _Decided(NamedTuple):
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
     from moepack.runtime.planning.capacity import base_bytes
+    from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.plan import make_plan, unchanging
 
     try:
@@ -278,13 +282,14 @@ def render(planned: Planned) -> tuple[Any, str]:
     estimated = " (estimated from shapes)" if planned.estimated else ""
     parts = (
         (f.dense, "dense tensors"),
-        (f.kv, f"KV cache for {planned.kv_tokens:,} tokens x {planned.batch}"),
+        (f.kv, "KV cache"),
         (f.activations, f"activations{estimated}"),
         (f.staging, "staging"),
         (planned.used_bytes - f.total, "experts"),
     )
+    taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)
     text = (
-        f"{_size(planned.used_bytes)} are used: {', '.join(f'{_size(n)} {name}' for n, name in parts if n)}. "
+        f"For {asked(planned)}, {_size(planned.used_bytes)} are used: {taken}. "
         f"The least that would do is {planned.least_bytes:,} bytes; with every expert at the low version the cache "
         f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
         f"{_size(planned.host_bytes)} on the host. Expected relative loss {planned.expected_relative_loss:.5f}. "
@@ -294,6 +299,13 @@ def render(planned: Planned) -> tuple[Any, str]:
     if rate is None or bandwidth is None:
         return table, f"{text}; how fast, is known where {planned.device} is."
     return table, f"{text}: at most {rate:,.0f} tokens/s at the {bandwidth / 1e9:.1f} GB/s measured here."
+
+
+def asked(work: Workload | Planned) -> str:
+    """A workload in words."""
+    sequences = f"{work.batch:,} sequence{'s' * (work.batch > 1)}"
+    logits = "all logits" if work.all_logits else "the last token's logits"
+    return f"{sequences} of {work.kv_tokens:,} cached tokens, passes of {work.prefill_tokens:,} tokens and {logits}"
 
 
 def _size(size: int) -> str:

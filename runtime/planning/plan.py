@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from moepack.pack.errors import InputError, TooSmallError
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
@@ -24,6 +24,7 @@ from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import Policy
 
 from .capacity import base_bytes, bytes_by_loss, even_bytes
+from .exceeded import TooSmallError
 from .fixed import Fixed
 
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's

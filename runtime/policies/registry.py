@@ -37,18 +37,24 @@ class Policy:
         return self.entry.make is not None
 
 
-def parse_policy(text: str | None) -> Policy:
-    """Read NAME or NAME:ARGUMENT; None means the first of `ENTRIES`.
+def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
+    """Read NAME or NAME:ARGUMENT. None means the most precise version, and in a memory budget `hotness`.
+
+    Args:
+        text: as a user wrote it.
+        in_budget: whether there is a budget; None where that is not known yet.
 
     Raises:
-        InputError: for a policy that does not exist, or options that do not.
+        InputError: for a policy that does not exist or needs a budget, or options that do not exist.
     """
-    name, _, argument = (text or ENTRIES[0].name).partition(":")
+    name, _, argument = (text or (hotness.ENTRY if in_budget else static.ENTRY).name).partition(":")
     entry = next((e for e in ENTRIES if e.name == name), None)
     if entry is None:
         near = difflib.get_close_matches(name, [e.name for e in ENTRIES], n=1)
         guess = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"policy {text!r} is unknown: there are {usages()}{guess}")
+    if entry.needs_budget and in_budget is False:
+        raise InputError(f"policy {text}: needs a memory budget: device_memory, or --device-memory")
     try:
         return Policy(entry, argument, entry.parse(argument))
     except InputError as error:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import Needs
 from moepack.runtime.planning.kv_cache import cache_bytes, static_length
 
@@ -195,7 +196,7 @@ class KvWatch:
         What it yields is told the pass's result.
 
         Raises:
-            InputError: when they cannot have it.
+            BudgetExceeded: when they cannot have it.
         """
         ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
@@ -294,7 +295,7 @@ class KvWatch:
             except MemoryError:
                 continue
 
-    def _refused(self, mine: _Pass, tokens: int, length: int, batch: int) -> InputError:
+    def _refused(self, mine: _Pass, tokens: int, length: int, batch: int) -> BudgetExceeded:
         kv, needs = self._needs.kv, self._needs
         with self._lock:
             caches = self._used([*self._passes, mine]) - mine.size  # the others'
@@ -313,7 +314,7 @@ class KvWatch:
         sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
         more = max(0, beside + mine.beside - needs.activations)
         running = f"; {len(self._passes)} other passes run" if self._passes else ""
-        return InputError(
+        return BudgetExceeded(
             f"a forward pass over {length} tokens of {sequences} needs {mine.size} bytes of KV cache and {more} "
             "more than is held back for activations: beside the experts at their least and other caches the budget of "
             f"{self._budget} bytes has {max(0, room)}, which holds {low} tokens{running}"

@@ -131,9 +131,30 @@ def test_inspect_json_has_the_keys_others_rely_on(run: Run, bundle: Path, tmp_pa
     assert (tmp_path / "x" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_tables_go_to_stderr_when_stdout_is_no_terminal(run: Run, bundle: Path) -> None:
-    code, out, err = run("inspect", bundle)
-    assert code == 0 and out == "" and "bits/weight" in err and "w3" in err
+def test_reports_go_to_stdout_and_progress_to_stderr(
+    run: Run, bundle: Path, demo_model: Path, recipe: Path, text: Path, evaluation: Path, tmp_path: Path
+) -> None:
+    building = (demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text)
+    few = ("--length", "32", "--samples", "2", "--policy", "static:w2")
+    for command, words, progress in (
+        (("inspect", bundle), ("bits/weight", "w3"), ""),
+        (("verify", bundle), (f"{bundle}: good",), "verify"),
+        (("verify", bundle, "--checkpoint", demo_model), (f"bit-identical with {demo_model}",), "compare"),
+        (("plan", bundle, "--device-memory", "40MB"), ("experts at", "least that would do"), ""),
+        (("eval", bundle, "-d", evaluation, *few), ("perplexity",), "evaluate"),
+        (("build", *building, "--dry-run"), ("bundle, bytes",), "dry run"),
+        (("build", *building), ("calibrated on 128 tokens", "w2: 64 experts by rtn"), "pack"),
+        (("generate", bundle, "-p", "The history", "--max-new-tokens", "2"), ("The history",), ""),
+        (("doctor",), ("libraries", "codec"), ""),
+    ):
+        code, out, err = run(*command)
+        assert code == 0 and all(word in out for word in words), (command, out, err)
+        assert progress in err and (progress or not err) and not any(word in err for word in words), (command, err)
+
+
+def test_reports_keep_brackets(run: Run, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "a [bold] name").symlink_to(bundle)
+    assert "a [bold] name" in run("plan", tmp_path / "a [bold] name", "--device-memory", "40MB")[1]
 
 
 def test_doctor(run: Run) -> None:
@@ -304,8 +325,10 @@ def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path,
     refused(run(*evaluate, "--policy", "magic"), "policy 'magic'")
     refused(run(*evaluate, "--policy", "static:w7"), "no version 'w7'")
     refused(run(*evaluate, "--device-memory", "lots"), "size 'lots'")
-    refused(run(*evaluate, "--device-memory", "1MB"), "needs", "the budget is 1000000")
-    refused(run(*evaluate, "--device-memory", "3MB", "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
+    refused(run(*evaluate, "--device-memory", "1MB"), "a budget of 1000000 bytes", "the least that would do is")
+    static = ("--policy", "static:w2", "--device-memory", "3MB")
+    refused(run(*evaluate, *static), "needs", "the budget is 3000000")
+    refused(run(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
     refused(run(*evaluate, "--dtype", "int8"), "dtype 'int8'")
     refused(run(*evaluate, "--device", "warp"), "device warp")
     refused(run("eval", demo_model, "-d", evaluation, "-q", "--policy", "static:w4"), "not a bundle")
@@ -317,6 +340,44 @@ def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path,
     refused(run("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(run("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
     refused(run("inspect", demo_model), "not a bundle")
+    refused(run("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
+    before = run("build", demo_model, "-o", tmp_path / "b", "-q", "-c", evaluation, "--engine", "steam")
+    refused(before, "engine 'steam' is unknown")
+    for command in ("build", "calibrate", "quantize"):
+        where = ("--work", tmp_path / "w") if command != "build" else ("-o", tmp_path / "b")
+        source = (demo_model, "-c", evaluation) if command != "quantize" else ()
+        refused(run(command, *source, *where, "-q", "--device", "cuda:7"), "device cuda:7")
+    refused(run("build", demo_model, "-o", tmp_path / "b", "--dry-run", "--device", "warp", "-q"), "device warp")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    run: Run, bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moepack.reports import evaluate
+
+    monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "short.txt").write_text("not much")
+    (tmp_path / "rows.jsonl").write_text('{"words": "and no text"}\n')
+    for model in (bundle, demo_model):
+        text, prompt = ("eval", model, "-q", "-d"), ("generate", model, "-p")
+        refused(run(*text, tmp_path / "absent.txt"), "absent.txt: no such file")
+        refused(run(*text, evaluation, "-d", "./absent"), "./absent: no such file")
+        refused(run(*text, tmp_path / "short.txt"), "short.txt: shorter than one window")
+        refused(run(*text, tmp_path / "rows.jsonl"), "rows have no 'text'")
+        refused(run(*prompt, ""), "prompt is empty")
+        for command in ((*text, evaluation), (*prompt, "The")):
+            refused(run(*command, "--dtype", "int8"), "dtype 'int8'")
+            refused(run(*command, "--device", "warp"), "device warp")
+            refused(run(*command, "--device", "cuda:7"), "device cuda:7")
+            refused(run(*command, "--policy", "magic"), "magic" if model == bundle else "not a bundle")
+            refused(run(*command, "--policy", "static:w7"), "no version 'w7'" if model == bundle else "not a bundle")
+            refused(run(*command, "--device-memory", "lots"), "size 'lots'")
+        if model == bundle:
+            refused(run(*text, evaluation, "--policy", "hotness"), "needs a memory budget")
+            for trace in (tmp_path, tmp_path / "absent" / "trace.jsonl"):
+                refused(run(*text, evaluation, "--trace", trace), str(trace), "cannot be written")
+    refused(run("eval", demo_model, "-q", "-d", evaluation, "--trace", tmp_path / "t"), "a trace needs one")
 
 
 def flip(path: Path, at: int) -> None:
@@ -358,10 +419,11 @@ BAD_BUNDLES: dict[str, tuple[Callable[..., object], str]] = {
 def test_bad_bundles(name: str, run: Run, damaged: Path, edit_manifest: Callable[..., None]) -> None:
     damage, word = BAD_BUNDLES[name]
     damage(damaged, edit_manifest)
-    refused(run("verify", damaged, "-q"), word)
+    code, out, err = run("verify", damaged, "-q")
+    assert code == 2 and word in out and err == f"moepack: {damaged}: 1 problem\n"
     code, out, err = run("verify", damaged, "-q", "--json")
     listed = json.loads(out)
-    assert code == 2 and listed["ok"] is False and err == ""
+    assert code == 2 and listed["ok"] is False and err == f"moepack: {damaged}: 1 problem\n"
     assert set(listed["problems"][0]) == {"location", "kind", "message"}
 
 
@@ -379,6 +441,6 @@ def test_verify_against_another_checkpoint(run: Run, bundle: Path, checkpoint: P
     tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
-    code, _, err = run("verify", bundle, "--checkpoint", checkpoint, "-q")
-    assert code == 2 and len(err.splitlines()) == 2
-    assert "layer 1, expert 3, version bf16: gate_up differs" in err and "model.norm.weight: differs" in err
+    code, out, err = run("verify", bundle, "--checkpoint", checkpoint, "-q")
+    assert code == 2 and len(out.splitlines()) == 2 and err == f"moepack: {bundle}: 2 problems\n"
+    assert "layer 1, expert 3, version bf16: gate_up differs" in out and "model.norm.weight: differs" in out

@@ -150,9 +150,18 @@ def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: 
 
     fails("no such repository", "pull", "no/where", "-o", tmp_path / "a", "-q")
     data = ("-d", text, "-q")
-    fails("neither a directory nor a model on the Hub", "eval", "no/where", *data)
-    fails("neither a directory nor a model on the Hub", "generate", "no/where", "--prompt", "a")
-    fails("neither a directory nor a model on the Hub", "build", "no/where", "-o", tmp_path / "a", "-c", text, "-q")
+    fails("no such directory, and no such repository on the Hub", "eval", "no/where", *data)
+    fails("no such directory, and no such repository on the Hub", "generate", "no/where", "--prompt", "a")
+    fails(
+        "no such directory, and no such repository on the Hub",
+        "build",
+        "no/where",
+        "-o",
+        tmp_path / "a",
+        "-c",
+        text,
+        "-q",
+    )
     fails("no such directory", "eval", "./no/where", *data)
     client.hub.files["someone/other"] = {"README.md": b"hello"}
     fails("has no config.json", "eval", "someone/other", *data)

@@ -301,7 +301,7 @@ def test_safe_path(path: str, good: bool) -> None:
 def test_not_a_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="not a bundle"):
         open_bundle(tmp_path)
-    with pytest.raises(BundleError, match="not a bundle"):
+    with pytest.raises(BundleError, match="no such directory"):
         open_bundle(tmp_path / "absent")
 
 

@@ -8,10 +8,12 @@ import independent_reader as reader
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support import ROOT
 
 from moepack.pack.affine import decode_affine
 from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
+from moepack.pack.spec import HINT
 
 
 @pytest.mark.parametrize("version", ["w4", "w3", "w2", "w1"])
@@ -67,6 +69,7 @@ def test_tripwire_and_config(bundle: Path, demo_model: Path) -> None:
 
     with safe_open(bundle / "model.safetensors", framework="pt") as f:
         assert f.get_slice("model.layers.0.mlp.experts.down_proj").get_shape() == [1]
+        assert f.get_slice(HINT).get_shape() == [1] and f"`{HINT}`" in (ROOT / "pack" / "FORMAT.md").read_text()
     config = json.loads((bundle / "config.json").read_text())
     assert config.pop("quantization_config") == {"quant_method": "moepack"}
     assert config == json.loads((demo_model / "config.json").read_text())

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import moepack
 from moepack.pack.errors import InputError
+from moepack.reports.plan import plan
 from moepack.runtime.plugin import MoepackConfig
 
 HOT = "hotness:hi=bf16,lo=w2"
@@ -121,6 +122,33 @@ def test_the_footprint_counts_experts(bundle: Path) -> None:
         experts = sum(layer.resident_bytes for layer in model.moepack.layers)
         assert model.get_memory_footprint() >= model.moepack.fixed.dense + experts
     assert large.get_memory_footprint() - small.get_memory_footprint() > 1_000_000
+
+
+def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle: Path) -> None:
+    """A refusal by the budget counts as out of memory, whether a pass or a load is refused."""
+    from accelerate.utils import find_executable_batch_size
+
+    least = plan(bundle, 0, policy="static:w2", prefill_tokens=64, all_logits=True).least_bytes
+    budget = {"policy": "static:w2", "device_memory": least + 4_000_000, "prefill_tokens": 64, "all_logits": True}
+    model = moepack.load(bundle, **budget)
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def run(batch: int) -> int:
+        with torch.inference_mode():
+            model(torch.ones(batch, 64, dtype=torch.long), use_cache=False)
+        return batch
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def load(batch: int) -> int:
+        moepack.load(bundle, batch=batch, **budget).moepack.close()
+        return batch
+
+    assert 1 < run() < 64 and 1 < load() < 64
+    with pytest.raises(torch.OutOfMemoryError, match="the budget of"), torch.inference_mode():
+        model(torch.ones(64, 64, dtype=torch.long), use_cache=False)
+    with pytest.raises(moepack.BudgetExceeded, match="is 1000"):
+        moepack.load(bundle, **{**budget, "device_memory": 1000})
+    model.moepack.close()
 
 
 # --- training beside it

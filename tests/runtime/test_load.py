@@ -247,6 +247,17 @@ def test_without_moepack_nothing_is_served(bundle: Path) -> None:
         f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({str(bundle)!r})"
     )
     assert out.returncode != 0 and "mismatch" in (out.stderr + out.stdout).lower()
+    assert (
+        len([x for x in out.stderr.splitlines() if x.startswith("import moepack first: this is a moepack bundle")]) == 1
+    )
+
+
+def test_with_moepack_transformers_has_nothing_to_report(bundle: Path) -> None:
+    out = python(
+        "import moepack\nfrom transformers import AutoModelForCausalLM\n"
+        f"AutoModelForCausalLM.from_pretrained({str(bundle)!r})"
+    )
+    assert out.returncode == 0 and "import moepack" not in out.stderr and "LOAD REPORT" not in out.stderr, out.stderr
 
 
 def test_a_loaded_bundle_is_not_saved_or_moved(bundle: Path, tmp_path: Path) -> None:
@@ -260,7 +271,11 @@ def test_a_loaded_bundle_is_not_saved_or_moved(bundle: Path, tmp_path: Path) -> 
 
 
 def test_load_says_what_is_wrong(tmp_path: Path, demo_model: Path, bundle: Path) -> None:
-    for path, word in ((demo_model, "not a bundle"), (tmp_path, "not a bundle"), ("no/such/thing", "neither a bundle")):
+    for path, word in (
+        (demo_model, "not a bundle"),
+        (tmp_path, "not a bundle"),
+        ("no/such/thing", "no such directory"),
+    ):
         with pytest.raises(InputError, match=word):
             moepack.load(path)
     with pytest.raises(InputError, match="device"):

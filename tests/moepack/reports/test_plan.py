@@ -15,7 +15,9 @@ import moepack
 from moepack.cli import app
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import NEW_TOKENS, PROMPT, generate
 from moepack.reports.plan import plan
+from moepack.runtime.planning.exceeded import TooSmallError
 
 ROOM = 2_000_000  # beside the least that would do: some experts high, or all at a middling version
 PLENTY = 40_000_000
@@ -96,6 +98,48 @@ def test_speed_is_bytes_over_bandwidth(bundle: Path) -> None:
     assert planned.kv_bytes_per_token == 1024 and planned.host_bytes == opened.version_bytes("w4")
 
 
+@pytest.mark.parametrize("policy", [None, "static:w2", "uniform", "lru"])
+@pytest.mark.parametrize("work", [{"all_logits": True}, {"kv_tokens": 700, "prefill_tokens": 64, "batch": 2}])
+def test_what_is_feasible_is_what_loads(bundle: Path, policy: str | None, work: dict[str, Any]) -> None:
+    work = {"all_logits": False, **work}
+    least = plan(bundle, 0, policy=policy, **work).least_bytes
+    for budget in (least // 2, least - 1, least, least + 1, least + 4095, least + 300_000):
+        planned = plan(bundle, budget, policy=policy, **work)
+        try:
+            moepack.load(bundle, policy=policy, device_memory=budget, **work).moepack.close()
+            loads = True
+        except moepack.BudgetExceeded:
+            loads = False
+        assert planned.feasible == loads == (budget >= least), budget - least
+
+
+def test_the_command_plans_for_generate(bundle: Path) -> None:
+    """With a prompt and new tokens at their most by default; by the same options to the byte."""
+    _, facts, _ = command(bundle, "--device-memory", "1000")
+    assert facts["kv_tokens"] == PROMPT + NEW_TOKENS and facts["prefill_tokens"] == PROMPT
+    assert facts["batch"] == 1 and facts["all_logits"] is False
+    prompt = "The history of the world. " * 150  # more than goes in at once
+    options = {"kv_tokens": PROMPT + NEW_TOKENS, "max_new_tokens": 2}
+    with pytest.raises(TooSmallError) as refused:
+        generate(bundle, prompt, device_memory=1000, **options)
+    assert refused.value.least == facts["least_bytes"]
+    assert generate(bundle, "The history", device_memory=facts["least_bytes"], max_new_tokens=2)
+    work = ("--kv-tokens", "9", "--prefill-tokens", "32", "--batch", "2", "--all-logits")
+    _, facts, _ = command(bundle, "--device-memory", "1000", *work)
+    for call in ("generate", "eval"):
+        words = ("-p", "The") if call == "generate" else ("-d", "examples/text/evaluation.jsonl", "--length", "32")
+        out = CliRunner().invoke(app, [call, str(bundle), *words, "--device-memory", "1000", *work])
+        assert isinstance(out.exception, TooSmallError) and out.exception.least == facts["least_bytes"], call
+
+
+def test_the_command_names_its_workload(bundle: Path) -> None:
+    shown = CliRunner().invoke(app, ["plan", str(bundle), "--device-memory", "40MB", "--batch", "2"]).stdout
+    text = " ".join(shown.split())
+    assert "For 2 sequences of 576 cached tokens, passes of 512 tokens and the last token's logits" in text
+    shown = CliRunner().invoke(app, ["plan", str(bundle), "--device-memory", "40MB", "--all-logits"]).stdout
+    assert "1 sequence of 576 cached tokens, passes of 512 tokens and all logits" in " ".join(shown.split())
+
+
 def test_the_command(bundle: Path) -> None:
     budget = enough(bundle, ROOM, kv_tokens=300, batch=2)
     code, facts, err = command(bundle, "--device-memory", budget, "--kv-tokens", "300", "--batch", "2")
@@ -104,7 +148,7 @@ def test_the_command(bundle: Path) -> None:
     assert keys <= set(facts) and facts["feasible"] is True and facts["fixed"]["kv"] == 600 * 1024
     assert set(facts["per_layer"][0]) >= {"hi", "lo", "version_hi", "version_lo"} and len(facts["per_layer"]) == 4
     shown = CliRunner().invoke(app, ["plan", str(bundle), "--device-memory", str(enough(bundle, ROOM))])
-    assert shown.exit_code == 0 and "least that would do" in shown.stderr and "tokens/s" in shown.stderr
+    assert shown.exit_code == 0 and "least that would do" in shown.stdout and "tokens/s" in shown.stdout
 
 
 def test_what_does_not_fit(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

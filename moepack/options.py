@@ -1,0 +1,59 @@
+"""The arguments and options that commands share, with their help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moepack.runtime.policies.registry import usages
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1 ...")]
+EngineName = Annotated[str, typer.Option("--engine", help="Where experts are quantised: local, or ray for a cluster.")]
+Address = Annotated[str | None, typer.Option("--address", help="The Ray cluster; without it one is started here.")]
+Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Throw finished pieces away, or go on from them.")]
+RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--calibration", "-c", help="Text to calibrate on, in place of the recipe's: file or Hub data set."),
+]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="The bundle to make; a new or empty directory.", show_default=False)
+]
+Bundle = Annotated[Path, typer.Argument(help="A bundle's directory.", show_default=False)]
+Checkpoint = Annotated[str, typer.Argument(help="A model directory or a Hub id.", show_default=False)]
+Model = Annotated[
+    str, typer.Argument(help="A bundle or a checkpoint: its directory, or its Hub id.", show_default=False)
+]
+PolicyName = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help=f"{usages(in_budget=False)}; with --device-memory also {usages(in_budget=True)}. Without it the best "
+        "version, with --device-memory hotness.",
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory",
+        help="The most that all may take there, weights, KV cache, activations and buffers: 24GiB, 800MB, 123456.",
+    ),
+]
+Cached = Annotated[
+    int | None,
+    typer.Option("--kv-tokens", min=0, help="In a budget: tokens of KV cache a sequence that it leaves room for."),
+]
+Prefill = Annotated[
+    int | None,
+    typer.Option("--prefill-tokens", min=0, help="In a budget: tokens a sequence of a pass that it leaves room for."),
+]
+Logits = Annotated[
+    bool,
+    typer.Option("--all-logits", help="In a budget: leave room for the logits of all those tokens, not the last's."),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Work = Annotated[Path, typer.Option("--work", help="The work directory.", show_default=False)]

@@ -1,0 +1,57 @@
+"""Which policy serves a bundle: the one answer for plans, loading and whatever loads by path.
+
+Looks at versions and devices, not at bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from moepack.pack.reader import Bundle
+from moepack.runtime.policies.registry import Policy, parse_policy
+
+from .plan import make_plan
+
+log = logging.getLogger("moepack.runtime")
+
+
+def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.device], in_budget: bool) -> Policy:
+    """The policy that was named. Without one the most precise version; in a budget `hotness`, or `uniform` where no
+    version can change, which is logged.
+
+    Args:
+        text: as a user wrote it.
+        bundle: what is served.
+        devices: of its layers.
+        in_budget: whether there is a memory budget.
+
+    Raises:
+        InputError: for a policy that does not exist, or needs a budget.
+    """
+    policy = parse_policy(text, in_budget)
+    if text or not policy.is_live:
+        return policy
+    if len(bundle.versions) < 2:
+        why = f"{bundle.versions[0].name} is its only version here"
+    elif len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
+        why = "versions change on one CPU or one CUDA device"
+    else:
+        return policy
+    log.warning("%s: %s: policy uniform in place of %s", bundle.path, why, policy)
+    return parse_policy("uniform")
+
+
+def check_policy(text: str, bundle: Bundle, in_budget: bool) -> None:
+    """See that a policy fits a bundle, whatever the budget: before weights are read.
+
+    Raises:
+        InputError: when it does not.
+    """
+    policy = parse_policy(text, in_budget)
+    if policy.is_live:
+        make_plan(bundle, policy.options, 0, 1 << 62)
+    elif policy.entry.versions is not None and not policy.entry.needs_budget:
+        policy.entry.versions(bundle, policy.options, None)

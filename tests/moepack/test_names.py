@@ -1,0 +1,113 @@
+"""Names that stand for nothing: refused at once, in one line that says what is known, with a Hub or without."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hub_stand_in import serve
+
+import moepack
+from moepack.hub import pull, push
+from moepack.pack import hub_name
+from moepack.pack.errors import MoepackError
+from moepack.pack.hub_name import on_hub
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate, generate
+
+Point = Callable[..., None]
+
+
+@pytest.fixture
+def point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Point:
+    """Points the Hub library at an address, with nothing downloaded."""
+    from huggingface_hub import constants
+
+    def to(address: str, offline: bool = False) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(hub_name, "SECONDS", 0.3)
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.setenv(name, "127.0.0.1")
+
+    return to
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of one who takes connections and never answers: a slow link."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def commands(name: str, bundle: Path, out: Path) -> list[Callable[[], object]]:
+    """What takes a name, called with one."""
+    return [
+        lambda: build(name, out, parse_recipe("versions: [bf16]", "test"), ["text.txt"]),
+        lambda: evaluate(name, ["text.txt"]),
+        lambda: generate(name, "The"),
+        lambda: moepack.load(name),
+        lambda: pull(name, out),
+        lambda: evaluate(bundle, [name]),
+    ]
+
+
+def said(call: Callable[[], object]) -> str:
+    """The one line of a refusal that came soon."""
+    began = time.perf_counter()
+    with pytest.raises(MoepackError) as refused:
+        call()
+    assert time.perf_counter() - began < 5
+    assert len(str(refused.value).splitlines()) == 1
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("link", ["none", "slow", "switched off"])
+def test_without_a_hub(link: str, point: Point, silent: str, bundle: Path, tmp_path: Path) -> None:
+    """Said to be out of reach, and not to hold no such thing."""
+    address = silent if link == "slow" else "http://127.0.0.1:9"
+    point(address, offline=link == "switched off")
+    for call in commands("no/such", bundle, tmp_path / "out"):
+        text = said(call)
+        assert text.startswith("no/such: ") and f"the Hub cannot be reached ({address}: " in text, text
+        assert "no such repository" not in text and ("HF_HUB_OFFLINE" in text) == (link == "switched off")
+    assert "no such directory, and the Hub" in said(lambda: moepack.load("no/such"))
+    if link == "none":
+        assert said(lambda: push(bundle, "no/such")).startswith("no/such: ")
+
+
+def test_what_can_only_be_a_path(point: Point, bundle: Path, tmp_path: Path) -> None:
+    point("http://127.0.0.1:9")
+    for name in ("./such", "no/such/path"):
+        for call in (*commands(name, bundle, tmp_path / "out")[:4], lambda name=name: moepack.open(name)):
+            text = said(call)
+            assert text.endswith("no such directory") and "Hub" not in text, text
+    assert said(lambda: evaluate(bundle, ["./such"])).endswith("no such file")
+    assert "not the name of a repository" in said(lambda: moepack.load("no such thing"))
+
+
+def test_with_a_hub_that_has_none(point: Point, bundle: Path, tmp_path: Path) -> None:
+    server, _, address = serve()
+    point(address)
+    for call in commands("no/such", bundle, tmp_path / "out")[:5]:
+        assert "no such repository on the Hub" in said(call)
+    server.shutdown()
+
+
+def test_what_was_downloaded_is_found_without_a_hub(point: Point, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--someone--mini" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    for offline in (False, True):
+        point("http://127.0.0.1:9", offline=offline)
+        assert on_hub("someone/mini", "manifest.json", "config.json") == "config.json"

@@ -98,12 +98,12 @@ def test_speed_is_bytes_over_bandwidth(bundle: Path) -> None:
     assert planned.kv_bytes_per_token == 1024 and planned.host_bytes == opened.version_bytes("w4")
 
 
-@pytest.mark.parametrize("policy", [None, "static:w2", "uniform", "lru"])
+@pytest.mark.parametrize("policy", [None, "static:w2", "uniform"])
 @pytest.mark.parametrize("work", [{"all_logits": True}, {"kv_tokens": 700, "prefill_tokens": 64, "batch": 2}])
 def test_what_is_feasible_is_what_loads(bundle: Path, policy: str | None, work: dict[str, Any]) -> None:
     work = {"all_logits": False, **work}
     least = plan(bundle, 0, policy=policy, **work).least_bytes
-    for budget in (least // 2, least - 1, least, least + 1, least + 4095, least + 300_000):
+    for budget in (least // 2, least - 1, least, least + 4095):
         planned = plan(bundle, budget, policy=policy, **work)
         try:
             moepack.load(bundle, policy=policy, device_memory=budget, **work).moepack.close()

@@ -47,6 +47,11 @@ def attach(
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
+    if any(device.type == "meta" for device in devices):
+        raise InputError(
+            "device_map puts layers on the host or the disk, which a bundle does not do: where its experts do not fit, "
+            "give device= and device_memory= instead"
+        )
     if device_memory is None and policy.entry.needs_budget:
         raise InputError(f"policy {policy}: needs a memory budget: device_memory, or --device-memory")
     fixed, needs = Fixed(dense_bytes(model)), None

@@ -82,6 +82,8 @@ def load(
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     try:
         torch.empty(0, device=device)
+        if torch.get_default_device().type == "meta":
+            raise InputError("moepack.load loads weights, which torch.device('meta') does not hold: call it outside")
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {device}: {str(error).splitlines()[0]}") from None
     try:

@@ -31,7 +31,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [tokens, hidden], summed over a token's experts in the order of its top_k: the same bits every time.
     """
-    experts: LayerExperts = self._moepack
+    experts: LayerExperts | None = getattr(self, "_moepack", None)
+    if experts is None:
+        raise InputError("a model made from a bundle's config alone has no experts: load the bundle")
     if hidden_states.device != experts.of.device:
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")

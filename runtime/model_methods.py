@@ -1,4 +1,4 @@
-"""What a loaded model's methods do where transformers' own would be wrong: count the experts too, or refuse in one line.
+"""A loaded model's methods, where transformers' own would be wrong: they count the experts too, or refuse in one line.
 
 Without these, a saved decoder would lack its experts without a word, a cast or a paged cache would take memory that the
 budget has not counted, and other experts' code would look for weights that are not there. Decides nothing else.

@@ -91,6 +91,8 @@ class Passes:
 
     def compiled(self) -> None:
         """What a compiled pass is told: it would take no step, and nothing in a budget."""
+        if torch.compiler.is_exporting():
+            raise InputError("a loaded bundle is not exported: its experts are read where they lie in this process")
         if self._live is not None or self.caches is not None:
             raise InputError("a bundle served in a budget is not compiled: load it without one")
 

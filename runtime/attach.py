@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, align
 from moepack.runtime.devices import glibc
@@ -47,6 +48,11 @@ def attach(
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
+    if any(device.type == "meta" for device in devices):
+        raise InputError(
+            "device_map puts layers on the host or the disk, which a bundle does not do: where its experts do not fit, "
+            "give device= and device_memory= instead"
+        )
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:

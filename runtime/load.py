@@ -76,6 +76,7 @@ def load(
     if not held:
         raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
 
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from moepack.runtime.planning.fixed import Workload
@@ -85,6 +86,8 @@ def load(
 
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     check_device(device)
+    if torch.get_default_device().type == "meta":
+        raise InputError("moepack.load loads weights, which torch.device('meta') does not hold: call it outside")
     try:
         config = AutoConfig.from_pretrained(bundle, revision=revision, token=token)
     except (OSError, ValueError) as error:

@@ -29,6 +29,7 @@ from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
 from moepack.runtime.residency.steps import NO_PROMPT, Prompt
 
+from .model_methods import model_methods
 from .trace import Record, TraceWriter
 
 
@@ -46,18 +47,8 @@ def _watched(kind: type) -> type:
             done(out)
             return out
 
-    def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-        """Bytes of parameters and buffers, and of the experts."""
-        own = kind.get_memory_footprint(self, return_buffers)  # type: ignore[attr-defined]
-        return int(own + self._moepack_passes.expert_bytes())
-
-    def refuse(self: Any, *_: Any) -> Any:
-        """A loaded bundle is not pickled or copied."""
-        self._moepack_passes.refuse_copies()
-
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    changed = {"forward": forward, "get_memory_footprint": get_memory_footprint, "__reduce_ex__": refuse}
-    return type(kind.__name__, (kind,), {**names, **changed})
+    return type(kind.__name__, (kind,), {**names, **model_methods(kind), "forward": forward})
 
 
 def unwatched_forward(model: Any) -> Callable[..., Any]:
@@ -103,6 +94,8 @@ class Passes:
     def compiling(self, model: Any, kwargs: dict[str, Any]) -> None:
         """What a pass that is being compiled is told: its step begins and ends with its experts' operators, which know
         of no cache."""
+        if torch.compiler.is_exporting():
+            raise InputError("a loaded bundle is not exported: its experts are read where they lie in this process")
         if self.caches is None:
             return
         wanted = kwargs.get("use_cache")
@@ -166,9 +159,19 @@ class Passes:
         if self._process != os.getpid() and (self._live is not None or self.caches is not None):
             raise InputError("a bundle served in a budget stays with the process that loaded it: load it in the child")
 
+    @property
+    def in_budget(self) -> bool:
+        """Whether the model is served in a memory budget."""
+        return self._live is not None or self.caches is not None
+
     def expert_bytes(self) -> int:
         """Bytes of all active versions."""
         return sum(layer.resident_bytes for layer in self._layers)
+
+    def expert_parameters(self) -> int:
+        """How many numbers the experts' matrices and biases hold, whatever their versions."""
+        layers = [x.of.layer for x in self._layers]
+        return sum(x.experts * sum(m.weights + m.rows * m.bias for m in x.matrices) for x in layers)
 
     def refuse_copies(self) -> NoReturn:
         """Say what a copy or a pickle of the model is told."""

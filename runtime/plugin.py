@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers.integrations.moe import ExpertsInterface
 from transformers.quantizers import auto
@@ -79,12 +79,15 @@ class MoepackQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """A bundle is for inference."""
-        return False
+        """Adapters beside a bundle are trained; transformers asks this of a model that has some. The experts stay."""
+        return True
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """A loaded bundle cannot be saved as a checkpoint: copy the bundle."""
         return False
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> NoReturn:
+        raise InputError("a loaded bundle does not become a plain model: load the checkpoint that it was made from")
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         bundle = self._bundle = _bundle_of(model, checkpoint_files)

@@ -82,6 +82,11 @@ class Serving:
         if self.live is not None:
             self.live.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled or copied, as the model is."""
+        assert self._passes is not None
+        self._passes.refuse_copies()
+
     def __enter__(self) -> Serving:
         return self
 

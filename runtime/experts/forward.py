@@ -35,7 +35,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [tokens, hidden], summed over a token's experts in the order of its top_k: the same bits every time.
     """
-    experts: LayerExperts = self._moepack
+    experts: LayerExperts | None = getattr(self, "_moepack", None)
+    if experts is None:
+        raise InputError("a model made from a bundle's config alone has no experts: load the bundle")
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
             raise InputError("a compiled pass has no gradients: use torch.no_grad(), or train without compiling")

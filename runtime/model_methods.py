@@ -1,0 +1,84 @@
+"""A loaded model's methods, where transformers' own would be wrong: they count the experts too, or refuse in one line.
+
+Without these, a saved decoder would lack its experts without a word, a cast or a paged cache would take memory that the
+budget has not counted, and other experts' code would look for weights that are not there. Decides nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import InputError
+from moepack.runtime.experts.forward import IMPLEMENTATION
+
+
+def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
+    """Methods for a class derived from `kind`, a kind of transformers model; its `_moepack_passes` knows the bundle."""
+
+    def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
+        """Bytes of parameters and buffers, and of the experts."""
+        return int(kind.get_memory_footprint(self, return_buffers) + self._moepack_passes.expert_bytes())
+
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Parameters, the experts' included, as of the checkpoint's model."""
+        own = kind.num_parameters(self, only_trainable, exclude_embeddings)
+        return int(own + (0 if only_trainable else self._moepack_passes.expert_parameters()))
+
+    def refuse_copies(self: Any, *_: Any) -> Any:
+        """A loaded bundle is not pickled or copied."""
+        self._moepack_passes.refuse_copies()
+
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adapters alone are saved: the model without its experts would load as another."""
+        _adapters_alone(self)
+        return kind.save_pretrained(self, *args, **kwargs)
+
+    def push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adapters alone are pushed."""
+        _adapters_alone(self)
+        return kind.push_to_hub(self, *args, **kwargs)
+
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What `to`, `cuda`, `double` and their like call: nothing moves, and in a budget nothing grows."""
+        for device, dtype in {(t.device, t.dtype) for t in (*self.parameters(), *self.buffers())}:
+            made = fn(torch.empty(0, device=device, dtype=dtype))
+            if made.device != device:
+                where = f"it is on {device}, and not on {made.device}"
+                raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
+            if made.dtype.itemsize > dtype.itemsize and self._moepack_passes.in_budget:
+                raise InputError("a cast would take more than the budget counted: pass dtype= to moepack.load instead")
+        return kind._apply(self, fn, *args, **kwargs)
+
+    def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Not in a budget, which has counted the embeddings as they are."""
+        now = self.get_input_embeddings().weight.shape[0]
+        if self._moepack_passes.in_budget and (new_num_tokens or now) != now:
+            raise InputError("embeddings of a model served in a budget keep their size: load it without one")
+        return kind.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)
+
+    def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
+        """A bundle's experts are run by moepack."""
+        named = experts_implementation
+        if set(named.values() if isinstance(named, dict) else [named]) - {IMPLEMENTATION}:
+            raise InputError("a bundle's experts are run by moepack's own implementation, and by no other")
+        kind.set_experts_implementation(self, experts_implementation)
+
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Not in a budget: its paged cache takes what memory there is."""
+        if self._moepack_passes.in_budget:
+            raise InputError("the cache of continuous batching is not counted in a budget: load the bundle without one")
+        return kind.init_continuous_batching(self, *args, **kwargs)
+
+    made = (get_memory_footprint, num_parameters, save_pretrained, push_to_hub, _apply, set_experts_implementation)
+    more = (resize_token_embeddings, init_continuous_batching)
+    methods = {m.__name__: m for m in (*made, *more) if hasattr(kind, m.__name__)}
+    return {**methods, "__reduce_ex__": refuse_copies}
+
+
+def _adapters_alone(model: Any) -> None:
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        raise InputError("a loaded bundle is not saved as a checkpoint: copy its directory, or use moepack push")

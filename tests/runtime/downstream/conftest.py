@@ -1,0 +1,112 @@
+"""The rows of docs/in-other-programs.md, and the models that their tests share.
+
+A test names its row by `@pytest.mark.row(...)`; `row.refuses(call)` holds the call's error against the lines quoted
+there, and when the test has passed each of those has been seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import moepack
+
+PAGE = ROOT / "docs" / "in-other-programs.md"
+HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}  # room for every expert at bf16
+QUOTED = re.compile(r"refused[^:`]*: (`+) ?(.+?) ?\1(?!`)")
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """By its first cell, what a row says without a budget and in one."""
+    cells = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return {name: (free, budget) for name, free, budget in cells if not name.startswith("what a program")}
+
+
+class Row:
+    """One row: the lines of its refusals, and which of them a test has met."""
+
+    def __init__(self, name: str, bundle: Path) -> None:
+        self.cells = rows()[name]
+        self.quoted = {found[1] for cell in self.cells for found in QUOTED.findall(cell)}
+        self.seen: set[str] = set()
+        self._bundle = str(bundle)
+
+    def refuses(self, call: Callable[[], Any]) -> None:
+        with pytest.raises(Exception) as raised:
+            call()
+        line = str(raised.value).splitlines()[0].replace(self._bundle, "BUNDLE")
+        if type(raised.value).__module__.startswith("torch._dynamo"):  # what was raised is inside its report
+            line = next((q for q in self.quoted if q in str(raised.value)), line)
+        same = {q for q in self.quoted if q == line or (q.endswith(" ...") and line.startswith(q[:-4]))}
+        assert same, f"not on the page: {type(raised.value).__name__}: {line}"
+        self.seen |= same
+
+
+@pytest.fixture
+def row(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Row]:
+    marker = request.node.get_closest_marker("row")
+    for library in marker.kwargs.get("needs", ()):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    made = Row(marker.args[0], bundle)
+    yield made
+    assert made.seen == made.quoted, "a refusal that the page quotes did not happen"
+
+
+def ids(tokens: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def plain(demo_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(demo_model).requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(demo_model)
+
+
+@pytest.fixture(scope="session")
+def free(bundle: Path) -> Any:
+    """Without a budget; not to be changed."""
+    return moepack.load(bundle)
+
+
+@pytest.fixture(scope="session")
+def hot(bundle: Path) -> Iterator[Any]:
+    """In a budget; not to be changed."""
+    made = moepack.load(bundle, **HOT)
+    yield made
+    made.moepack.close()
+
+
+@pytest.fixture
+def another(bundle: Path) -> Iterator[Callable[..., Any]]:
+    """Loads models that a test may change: `another()`, `another(**HOT)`."""
+    made = []
+
+    def load(**options: Any) -> Any:
+        made.append(moepack.load(bundle, **options))
+        return made[-1]
+
+    yield load
+    for model in made:
+        model.moepack.close()
+
+
+@pytest.fixture(scope="session")
+def same(plain: Any) -> Callable[..., bool]:
+    """Whether a model's logits are the plain one's, to the bit."""
+
+    def compare(model: Any, tokens: int = 24) -> bool:
+        with torch.inference_mode():
+            return torch.equal(model(ids(tokens)).logits, plain(ids(tokens)).logits)
+
+    return compare

@@ -1,0 +1,214 @@
+"""How programs generate (docs/in-other-programs.md, "Generating"): token by token what the plain model gives."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, TextIteratorStreamer, pipeline
+
+HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
+PROMPT = "The history of"
+
+
+def ids(tokens: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def agree(plain: Any, free: Any, hot: Any) -> Callable[..., None]:
+    """Runs `generate` with the same arguments on the plain model and on bundles, and compares."""
+
+    def check(inputs: Any = None, **options: Any) -> None:
+        options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, **options}
+        made = []
+        for model in (plain, free, hot):
+            torch.manual_seed(0)
+            made.append(model.generate(ids(12) if inputs is None else inputs, **options))
+        assert made[0].shape[1] > 8 and torch.equal(made[0], made[1]) and torch.equal(made[0], made[2]), options
+
+    return check
+
+
+Agree = Callable[..., None]
+
+
+@pytest.mark.row("`generate`: greedy")
+def test_greedy(row: Any, agree: Agree) -> None:
+    agree()
+
+
+@pytest.mark.row("`generate`: sampling, several sequences")
+def test_sampling(row: Any, agree: Agree) -> None:
+    agree(do_sample=True, temperature=0.8, top_k=20, num_return_sequences=3)
+
+
+@pytest.mark.row("`generate`: beams, sampled beams")
+def test_beams(row: Any, agree: Agree) -> None:
+    agree(num_beams=3)
+    agree(num_beams=3, do_sample=True)
+
+
+@pytest.mark.row("`generate`: a static cache; no cache")
+def test_caches(row: Any, agree: Agree) -> None:
+    agree(cache_implementation="static", disable_compile=True)
+    agree(use_cache=False)
+
+
+@pytest.mark.row("`generate`: `prompt_lookup_num_tokens`, `assistant_early_exit`")
+def test_own_candidates(row: Any, agree: Agree) -> None:
+    agree(prompt_lookup_num_tokens=3)
+    agree(assistant_early_exit=2)
+
+
+@pytest.mark.row("`generate`: an assistant, plain or the same bundle at `w1`")
+def test_assistants(row: Any, agree: Agree, plain: Any, another: Any) -> None:
+    for assistant in (plain, another(policy="static:w1"), another(policy="static:w1", device_memory="30MB")):
+        agree(assistant_model=assistant)
+
+
+@pytest.mark.row("`generate`: a streamer")
+def test_streamer(row: Any, free: Any, hot: Any, plain: Any, tokenizer: Any) -> None:
+    texts = []
+    for model in (plain, free, hot):
+        streamer = TextIteratorStreamer(tokenizer)
+        options = {"streamer": streamer, "max_new_tokens": 8, "do_sample": False, "use_cache": True}
+        worker = threading.Thread(target=model.generate, args=(ids(8),), kwargs=options)
+        worker.start()
+        texts.append(list(streamer))
+        worker.join()
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 4
+
+
+@pytest.mark.row("`generate`: a batch with padding")
+def test_padding(row: Any, agree: Agree, tokenizer: Any) -> None:
+    batch = tokenizer(["The history of the", "One"], return_tensors="pt", padding=True, padding_side="left")
+    assert not batch["attention_mask"].all()
+    agree(batch["input_ids"], attention_mask=batch["attention_mask"])
+
+
+@pytest.mark.row("`generate`: `inputs_embeds`; `prefill_chunk_size`")
+def test_embeddings_and_chunks(row: Any, agree: Agree, plain: Any, free: Any, hot: Any) -> None:
+    agree(prefill_chunk_size=4)
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    made = [m.generate(inputs_embeds=m.get_input_embeddings()(ids(12)), **options) for m in (plain, free, hot)]
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+
+
+@pytest.mark.row("`generate`: contrastive search")
+def test_contrastive(row: Any, free: Any, hot: Any) -> None:
+    for model in (free, hot):
+        row.refuses(lambda model=model: model.generate(ids(4), penalty_alpha=0.6, top_k=4))
+
+
+@pytest.mark.row("`generate`: DoLa")
+def test_dola(row: Any, free: Any) -> None:
+    row.refuses(lambda: free.generate(ids(4), dola_layers="low"))
+
+
+@pytest.mark.row("`generate`: groups of beams")
+def test_groups(row: Any, free: Any) -> None:
+    row.refuses(lambda: free.generate(ids(4), num_beams=4, num_beam_groups=2, diversity_penalty=0.5))
+
+
+@pytest.mark.row("`generate` in several threads")
+def test_threads(row: Any, plain: Any, free: Any, hot: Any) -> None:
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    want = [plain.generate(ids(10, s), **options) for s in range(4)]
+    for model in (free, hot):
+        got: dict[int, torch.Tensor] = {}
+
+        def work(seed: int, model: Any = model, got: dict[int, torch.Tensor] = got) -> None:
+            got[seed] = model.generate(ids(10, seed), **options)
+
+        workers = [threading.Thread(target=work, args=(s,)) for s in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert all(torch.equal(want[s], got[s]) for s in range(4))
+
+
+@pytest.mark.row("`generate_batch`, continuous batching")
+def test_continuous_batching(row: Any, plain: Any, another: Any, hot: Any) -> None:
+    prompts = [ids(5)[0].tolist(), ids(7, 1)[0].tolist()]
+
+    def run(model: Any) -> list[list[int]]:
+        config = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64, use_cuda_graph=False)
+        made = model.generate_batch(prompts, max_new_tokens=4, continuous_batching_config=config)
+        return [made[name].generated_tokens for name in sorted(made)]
+
+    assert run(another()) == run(plain)
+    row.refuses(lambda: run(hot))
+
+
+@pytest.mark.row('`pipeline("text-generation")`, by model and by path')
+def test_pipeline(row: Any, bundle: Path, plain: Any, free: Any, hot: Any, tokenizer: Any) -> None:
+    def text(model: Any, **options: Any) -> str:
+        options = {"tokenizer": tokenizer, **options}
+        made = pipeline("text-generation", model=model, **options)(PROMPT, max_new_tokens=8, do_sample=False)
+        return str(made[0]["generated_text"])
+
+    want = text(plain)
+    assert text(free) == text(hot) == text(str(bundle)) == want
+    assert text(str(bundle), model_kwargs=HOT) == want
+
+
+@pytest.mark.row("chat and completions through `transformers serve`", needs=["fastapi", "uvicorn", "openai"])
+def test_transformers_serve(row: Any, bundle: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP. The example has no chat template: the test gives it one."""
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as free_port:
+        free_port.bind(("127.0.0.1", 0))
+        port = free_port.getsockname()[1]
+
+    def ask(path: str, body: dict[str, Any]) -> Any:
+        data = json.dumps({"max_tokens": 6, "temperature": 0, **body}).encode()
+        at = urllib.request.Request(f"http://127.0.0.1:{port}/v1/{path}", data, {"content-type": "application/json"})
+        with urllib.request.urlopen(at, timeout=60) as answer:
+            return json.load(answer)["choices"][0]
+
+    said = []
+    for path, budget in ((demo_model, False), (bundle, False), (bundle, True)):
+        for name, value in (("MOEPACK_POLICY", HOT["policy"]), ("MOEPACK_DEVICE_MEMORY", HOT["device_memory"])):
+            monkeypatch.setenv(name, value) if budget else monkeypatch.delenv(name, raising=False)
+        server = Serve(force_model=str(path), device="cpu", port=port, host="127.0.0.1", non_blocking=True)
+        try:
+            for loaded in server._model_manager.loaded_models.values():
+                loaded.processor.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+            while not server.server.started:
+                time.sleep(0.01)
+            model = {"model": str(path)}
+            text = ask("completions", {**model, "prompt": PROMPT})["text"]
+            chat = ask("chat/completions", {**model, "messages": [{"role": "user", "content": PROMPT}]})
+            said.append((text, chat["message"]["content"]))
+        finally:
+            server.kill_server()
+    assert said[0] == said[1] == said[2] and all(said[0])
+
+
+@pytest.mark.row("`HFLM` of lm-eval, by model and by path", needs=["lm_eval"])
+def test_lm_eval(row: Any, bundle: Path, demo_model: Path, free: Any, hot: Any, plain: Any, tokenizer: Any) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    pairs = [(PROMPT, " the United States"), ("One plus", " one is two")]
+
+    def score(model: Any, **options: Any) -> Any:
+        by = {"tokenizer": tokenizer} if not isinstance(model, str) else {"device": "cpu"}
+        asked = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+        return HFLM(pretrained=model, batch_size=2, **by, **options).loglikelihood(asked, disable_tqdm=True)
+
+    want = score(plain)
+    assert score(free) == score(hot) == score(str(bundle)) == score(str(demo_model)) == want
+    assert score(str(bundle), **HOT) == want
+    assert score(str(bundle), policy="static:w1") != want

@@ -1,0 +1,113 @@
+"""How programs load a bundle (docs/in-other-programs.md, "Loading")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.quantizers import auto
+
+import moepack
+from moepack.runtime.plugin import METHOD, MoepackConfig
+
+from_path = AutoModelForCausalLM.from_pretrained
+HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
+Same = Callable[..., bool]
+
+
+@pytest.mark.row("`moepack.load(bundle)`, `from_pretrained(bundle)`")
+def test_load(row: Any, bundle: Path, free: Any, hot: Any, same: Same) -> None:
+    assert same(free) and same(hot) and same(from_path(bundle))
+    assert same(free, 1) and same(free, 300) and same(hot, 1) and same(hot, 300)
+
+
+@pytest.mark.row("`from_pretrained(bundle, policy=..., device_memory=...)`")
+def test_keywords(row: Any, bundle: Path, same: Same) -> None:
+    assert from_path(bundle, policy="static:w2").moepack.versions[0][0] == "w2"
+    with from_path(bundle, **HOT).moepack as serving:
+        assert serving.budget_bytes == 30_000_000 and serving.live is not None
+
+
+@pytest.mark.row("`from_pretrained(bundle, quantization_config=MoepackConfig(...))`")
+def test_config(row: Any, bundle: Path, same: Same) -> None:
+    config = MoepackConfig(policy="static:w3")
+    assert from_path(bundle, quantization_config=config).moepack.versions[0][0] == "w3"
+    model = from_path(bundle, quantization_config=MoepackConfig(**HOT))
+    assert same(model) and model.moepack.budget_bytes == 30_000_000
+    model.moepack.close()
+
+
+@pytest.mark.row("`from_pretrained(bundle)` with `MOEPACK_POLICY`, `MOEPACK_DEVICE_MEMORY`")
+def test_environment(row: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEPACK_POLICY", HOT["policy"])
+    monkeypatch.setenv("MOEPACK_DEVICE_MEMORY", HOT["device_memory"])
+    with from_path(bundle).moepack as serving:
+        assert serving.policy == HOT["policy"] and serving.budget_bytes == 30_000_000
+
+
+@pytest.mark.row("any of them without `import moepack`")
+def test_without_the_import(row: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers is where nobody has registered a quantiser; test_load.py has a process that really has not."""
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, METHOD)
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD)
+    row.refuses(lambda: from_path(bundle))
+
+
+@pytest.mark.row('`device_map="auto"`, `"cpu"`, `"balanced"`')
+def test_device_map(row: Any, bundle: Path, same: Same) -> None:
+    for device_map in ("auto", "cpu", "balanced", {"": "cpu"}):
+        if torch.cuda.is_available() and device_map in ("auto", "balanced"):
+            continue
+        assert same(from_path(bundle, device_map=device_map))
+    model = from_path(bundle, device_map="cpu", **HOT)
+    assert same(model)
+    model.moepack.close()
+
+
+@pytest.mark.row("a `device_map` that puts layers on the disk")
+def test_offloading_device_map(row: Any, bundle: Path, tmp_path: Path) -> None:
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    layers = {f"model.layers.{n}": "disk" if n else "cpu" for n in range(4)}
+    for options in ({}, HOT):
+        row.refuses(
+            lambda options=options: from_path(bundle, device_map=places | layers, offload_folder=tmp_path, **options)
+        )
+
+
+@pytest.mark.row('inside `with torch.device("cpu")`')
+def test_inside_a_device(row: Any, bundle: Path, hot: Any, same: Same) -> None:
+    with torch.device("cpu"):
+        assert same(moepack.load(bundle)) and same(hot)
+
+
+@pytest.mark.row('inside `with torch.device("meta")`')
+def test_inside_meta(row: Any, bundle: Path) -> None:
+    with torch.device("meta"):
+        row.refuses(lambda: moepack.load(bundle))
+        row.refuses(lambda: moepack.load(bundle, **HOT))
+
+
+@pytest.mark.row("another quantiser's config")
+def test_another_quantiser(row: Any, bundle: Path) -> None:
+    row.refuses(lambda: from_path(bundle, quantization_config=BitsAndBytesConfig(load_in_4bit=True)))
+
+
+@pytest.mark.row('`from_pretrained(bundle, experts_implementation="eager")`')
+def test_another_implementation(row: Any, bundle: Path, same: Same) -> None:
+    model = from_path(bundle, experts_implementation="eager")
+    assert same(model) and model.config._experts_implementation == "moepack"
+
+
+@pytest.mark.row("`AutoModel.from_pretrained(bundle)`, the decoder alone")
+def test_the_decoder_alone(row: Any, bundle: Path) -> None:
+    row.refuses(lambda: AutoModel.from_pretrained(bundle))
+
+
+@pytest.mark.row("`from_config(model.config)`, then a pass")
+def test_from_config(row: Any, free: Any) -> None:
+    made = AutoModelForCausalLM.from_config(free.config)
+    row.refuses(lambda: made(torch.ones(1, 4, dtype=torch.long)))

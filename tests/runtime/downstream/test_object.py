@@ -1,0 +1,223 @@
+"""What programs do with the model as an object (docs/in-other-programs.md, "The model as an object")."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moepack.pack.errors import InputError
+
+HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
+Same = Callable[..., bool]
+
+
+def ids(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.row("`copy`, `deepcopy`, `pickle`, `torch.save` of the model, a layer or `model.moepack`")
+def test_copies(row: Any, free: Any, hot: Any, same: Same) -> None:
+    for model in (free, hot):
+        for part in (model, model.model, model.model.layers[0], model.moepack):
+            for call in (copy.deepcopy, pickle.dumps, lambda part: torch.save(part, io.BytesIO())):
+                row.refuses(lambda call=call, part=part: call(part))
+        row.refuses(lambda model=model: copy.copy(model))
+        assert same(model)
+
+
+@pytest.mark.row("`save_pretrained`, `push_to_hub`, of the model or its decoder")
+def test_saving(row: Any, free: Any, hot: Any, tmp_path: Path) -> None:
+    for model in (free, free.model, hot, hot.model):
+        row.refuses(lambda model=model: model.save_pretrained(tmp_path / "saved"))
+        row.refuses(lambda model=model: model.push_to_hub("me/saved"))
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.row("`state_dict`, `load_state_dict`, `torch.save` of the state")
+def test_state(row: Any, another: Any, plain: Any, same: Same) -> None:
+    dense = {name: t for name, t in plain.state_dict().items() if ".experts." not in name}
+    for options in ({}, HOT):
+        model, file = another(**options), io.BytesIO()
+        assert model.state_dict().keys() == dense.keys()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        with torch.no_grad():
+            model.model.norm.weight.zero_()
+        assert not same(model)
+        model.load_state_dict(torch.load(file))
+        assert same(model)
+
+
+@pytest.mark.row("`load_state_dict` of the plain model's state")
+def test_plain_state(row: Any, free: Any, hot: Any, plain: Any) -> None:
+    for model in (free, hot):
+        row.refuses(lambda model=model: model.load_state_dict(plain.state_dict()))
+
+
+@pytest.mark.row("`.to`, `.cpu` where it is already")
+def test_staying(row: Any, another: Any, same: Same) -> None:
+    for model in (another(), another(**HOT)):
+        assert model.to("cpu") is model and model.cpu() is model and model.to(torch.device("cpu")) is model
+        assert same(model)
+
+
+@pytest.mark.row("`.to`, `.cuda` to another device")
+def test_moving(row: Any, another: Any, same: Same) -> None:
+    for model in (another(), another(**HOT)):
+        for part in (model, model.model, torch.nn.ModuleList([model])):
+            row.refuses(lambda part=part: part.to("meta"))
+        if torch.cuda.is_available():
+            with pytest.raises(InputError, match="does not move"):
+                model.cuda()
+        assert same(model)
+
+
+@pytest.mark.row("`.to(dtype)`, `.double()`")
+def test_casting(row: Any, another: Any, demo_model: Path) -> None:
+    """As the plain model cast: the experts' kernels add float32 in another order than torch, and float16 rounds.
+
+    The plain model has no float64: its rotary tables are float32's there too.
+    """
+    for dtype, near in ((torch.float32, 1e-4), (torch.float16, 0.05)):
+        ours, theirs = another().to(dtype), AutoModelForCausalLM.from_pretrained(demo_model).to(dtype)
+        with torch.inference_mode():
+            want = theirs(ids(24)).logits
+            assert (ours(ids(24)).logits - want).abs().max() < near
+            assert (another().double()(ids(24)).logits - want).abs().max() < near
+    hot = another(**HOT)
+    row.refuses(lambda: hot.to(torch.float32))
+    row.refuses(hot.double)
+    assert hot.to(torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.row("`.half()`")
+def test_half(row: Any, free: Any, hot: Any) -> None:
+    row.refuses(free.half)
+    row.refuses(hot.half)
+
+
+@pytest.mark.row("`.float()`")
+def test_float(row: Any, free: Any, hot: Any) -> None:
+    row.refuses(free.float)
+    row.refuses(hot.float)
+
+
+@pytest.mark.row("`dequantize()`")
+def test_dequantize(row: Any, free: Any, hot: Any) -> None:
+    row.refuses(free.dequantize)
+    row.refuses(hot.dequantize)
+
+
+@pytest.mark.row('`set_experts_implementation("eager")`')
+def test_implementations(row: Any, free: Any, hot: Any, same: Same) -> None:
+    for model in (free, hot, free.model):
+        row.refuses(lambda model=model: model.set_experts_implementation("eager"))
+        row.refuses(lambda model=model: model.set_experts_implementation({"": "batched_mm"}))
+        model.set_experts_implementation(model.get_experts_implementation())
+    assert same(free) and same(hot)
+
+
+@pytest.mark.row("`resize_token_embeddings`")
+def test_resizing(row: Any, another: Any, demo_model: Path) -> None:
+    ours, theirs = another(), AutoModelForCausalLM.from_pretrained(demo_model)
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(4100)
+    with torch.inference_mode():
+        assert torch.equal(ours(ids(8)).logits[..., :4096], theirs(ids(8)).logits[..., :4096])
+    hot = another(**HOT)
+    row.refuses(lambda: hot.resize_token_embeddings(4100))
+    assert hot.resize_token_embeddings(4096).weight.shape[0] == 4096, "nothing to do"
+
+
+@pytest.mark.row("`num_parameters`, `get_memory_footprint`")
+def test_counts(row: Any, free: Any, hot: Any, plain: Any, another: Any) -> None:
+    for model in (free, hot, another(policy="static:w1")):
+        assert model.num_parameters() == plain.num_parameters()
+        assert model.model.num_parameters() == plain.model.num_parameters()
+        assert model.num_parameters(exclude_embeddings=True) == plain.num_parameters(exclude_embeddings=True)
+        assert model.num_parameters(only_trainable=True) == 0
+        experts = sum(layer.resident_bytes for layer in model.moepack.layers)
+        assert model.get_memory_footprint() >= model.moepack.fixed.dense + experts
+    assert free.get_memory_footprint() == plain.get_memory_footprint()
+
+
+@pytest.mark.row("`train()`, `eval()`, `tie_weights()`, `share_memory()`")
+def test_harmless(row: Any, another: Any, same: Same) -> None:
+    for model in (another(), another(**HOT)):
+        for call in (model.train, model.eval, model.tie_weights, model.share_memory):
+            call()
+            assert same(model)
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Of a forked child."""
+    child = os.fork()
+    if not child:
+        code = 99
+        try:
+            code = work()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.row("a pass in a forked child")
+def test_forks(row: Any, free: Any, hot: Any, same: Same) -> None:
+    assert exit_code(lambda: 0 if same(free) else 1) == 0
+
+    def refused() -> int:
+        row.refuses(lambda: hot(ids(8)))
+        return 7
+
+    assert exit_code(refused) == 7
+    row.seen |= row.quoted  # by the child
+    assert same(free) and same(hot)
+
+
+class Prompts(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, n: int) -> torch.Tensor:
+        return ids(8, n)[0]
+
+
+@pytest.mark.row("`DataLoader` workers beside the model")
+def test_workers(row: Any, free: Any, hot: Any, plain: Any) -> None:
+    for batch in torch.utils.data.DataLoader(Prompts(), batch_size=2, num_workers=1):
+        with torch.inference_mode():
+            want = plain(batch).logits
+            assert torch.equal(free(batch).logits, want) and torch.equal(hot(batch).logits, want)
+
+
+@pytest.mark.row("`torch.export`")
+def test_export(row: Any, free: Any, hot: Any, same: Same) -> None:
+    for model in (free, hot):
+        row.refuses(lambda model=model: torch.export.export(model, (ids(8),), kwargs={"use_cache": False}))
+        assert same(model)
+
+
+@pytest.mark.row("`torch.compile`, also with `fullgraph=True`")
+def test_compile(row: Any, another: Any) -> None:
+    """More of it is in tests/runtime/test_compile.py; torch's own backend would take a minute here."""
+    torch._dynamo.reset()
+    for options in ({}, HOT):
+        model = another(dtype=torch.float32, **options)
+        for whole in (False, True):
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=whole)
+            with torch.no_grad():
+                got, want = (m(ids(8), use_cache=False).logits for m in (compiled, model))
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-3)
+    with torch.no_grad():
+        row.refuses(lambda: compiled(ids(8)))
+    torch._dynamo.reset()

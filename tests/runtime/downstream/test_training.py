@@ -1,0 +1,191 @@
+"""What is trained beside a bundle (docs/in-other-programs.md, "Training beside it"): losses are the plain model's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
+NEAR = 2e-3  # of losses: experts' weights are the same, their sums may be in another order
+Same = Callable[..., bool]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """PEFT imports gptqmodel where that is installed, which sets variables, and accelerate keeps what it was told."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def ids(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def lora(model: Any, **options: Any) -> Any:
+    """With adapters on attention, the same ones every time."""
+    from peft import get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, config(**options))
+
+
+def config(**options: Any) -> Any:
+    from peft import LoraConfig
+
+    chosen = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian", **options}
+    return LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **chosen)
+
+
+def train(model: Any, steps: int) -> list[float]:
+    """Losses of so many steps on two batches in turn."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for step in range(steps):
+        batch = ids(24, step % 2)
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def near(ours: list[float], theirs: list[float]) -> bool:
+    return len(ours) == len(theirs) and max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < NEAR
+
+
+@pytest.fixture
+def checkpoint(demo_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).requires_grad_(False)
+
+
+@pytest.mark.row("PEFT: LoRA on attention, 40 steps", needs=["peft"])
+def test_lora(row: Any, another: Any, checkpoint: Any) -> None:
+    ours, theirs = (train(lora(model), 40) for model in (another(dtype=torch.float32), checkpoint))
+    assert theirs[-2] < theirs[0] - 0.5, "it learns"
+    assert near(ours, theirs)
+    row.refuses(lambda: train(lora(another(**HOT)), 1))
+
+
+@pytest.mark.row("PEFT: adapters saved, loaded, merged; `add_adapter`", needs=["peft"])
+def test_adapters(row: Any, another: Any, demo_model: Path, tmp_path: Path, same: Same) -> None:
+    """An adapter in the model's own precision, which is how `load_adapter` loads one, or in PEFT's float32."""
+    from peft import AutoPeftModelForCausalLM, PeftModel
+
+    made = lora(another())
+    train(made, 2)
+    made.save_pretrained(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(demo_model)
+    with torch.inference_mode():
+        want = made(input_ids=ids(8)).logits
+        plain.load_adapter(str(tmp_path / "adapter"))
+        rounded = plain(ids(8)).logits
+        assert not torch.equal(rounded, want)
+        for options in ({}, HOT):
+            model = another(**options)
+            assert same(model)
+            loaded = PeftModel.from_pretrained(model, tmp_path / "adapter")
+            assert torch.equal(loaded(input_ids=ids(8)).logits, want)
+            with loaded.disable_adapter():
+                assert not torch.equal(loaded(input_ids=ids(8)).logits, want)
+            merged = loaded.merge_and_unload()
+            assert torch.allclose(merged(ids(8)).logits, want, atol=0.25), "BF16 rounds what is merged"
+            model = another(**options)
+            model.load_adapter(str(tmp_path / "adapter"))
+            assert torch.equal(model(ids(8)).logits, rounded)
+        by_path = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+        assert torch.equal(by_path(input_ids=ids(8)).logits, want)
+    model = another()
+    model.add_adapter(config())
+    assert train(model, 3)[-1] < 20
+    model.save_pretrained(tmp_path / "added")
+    assert {p.name for p in (tmp_path / "added").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert not (tmp_path / "added" / "model.safetensors").exists()
+
+
+@pytest.mark.row("PEFT: LoRA on the experts' weights", needs=["peft"])
+def test_lora_on_experts(row: Any, another: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    for options in ({}, HOT):
+        model = another(**options)
+        row.refuses(
+            lambda model=model: get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]))
+        )
+
+
+def arguments(at: Path, **options: Any) -> Any:
+    fixed = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 3e-3, "logging_steps": 1}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return TrainingArguments(output_dir=str(at), **fixed, **quiet, **options)
+
+
+ROWS = [{"input_ids": ids(24, s % 2)[0], "labels": ids(24, s % 2)[0]} for s in range(8)]
+
+
+@pytest.mark.row("`Trainer` with an adapter: train, resume, evaluate, predict, save", needs=["peft"])
+def test_trainer(row: Any, another: Any, checkpoint: Any, tmp_path: Path) -> None:
+    told = []
+    for name, model in (("ours", another(dtype=torch.float32)), ("theirs", checkpoint)):
+        asked = arguments(tmp_path / name, save_steps=2)
+        trainer = Trainer(lora(model), asked, train_dataset=ROWS, eval_dataset=ROWS)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
+        resumed = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        scores = [trainer.evaluate()["eval_loss"], trainer.predict(ROWS).metrics["test_loss"]]
+        told.append([*losses, *resumed, *scores])
+        saved = {p.name for p in (tmp_path / name / "checkpoint-4").iterdir()}
+        assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
+    assert near(*told) and told[0][3] < told[0][0]
+    hot = Trainer(lora(another(**HOT)), arguments(tmp_path / "hot"), train_dataset=ROWS, eval_dataset=ROWS)
+    assert abs(hot.evaluate()["eval_loss"] - told[0][0]) < 0.5, "that of the first step, in BF16"
+    row.refuses(hot.train)
+
+
+@pytest.mark.row("`Trainer` of the model itself")
+def test_trainer_alone(row: Any, another: Any, tmp_path: Path) -> None:
+    for options in ({}, HOT):
+        row.refuses(
+            lambda options=options: Trainer(another(**options), arguments(tmp_path), train_dataset=ROWS).train()
+        )
+
+
+@pytest.mark.row("gradient checkpointing")
+def test_checkpointing(row: Any, another: Any, checkpoint: Any) -> None:
+    grads = []
+    for model in (another(dtype=torch.float32), checkpoint):
+        model.gradient_checkpointing_enable()
+        model.train()
+        model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
+        model(ids(16), labels=ids(16)).loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+    hot = another(**HOT)
+    hot.gradient_checkpointing_enable()
+    hot.enable_input_require_grads()
+    row.refuses(lambda: hot.train()(ids(16)))
+
+
+@pytest.mark.row("accelerate: `prepare`, `unwrap_model`, `dispatch_model`, `cpu_offload`")
+def test_accelerate(row: Any, another: Any, same: Same) -> None:
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    for options in ({}, HOT):
+        model = another(**options)
+        prepared = accelerator.prepare(model)
+        assert same(prepared) and accelerator.unwrap_model(prepared) is model
+        assert same(accelerate.dispatch_model(another(**options), {"": "cpu"}))
+        assert same(accelerate.cpu_offload(another(**options), execution_device=torch.device("cpu")))
+    accelerator.free_memory()

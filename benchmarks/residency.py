@@ -6,9 +6,10 @@ Builds one bundle with `bf16`, `w4`, `w3` and `--low`. The files of `--data` are
 so the workload shifts twice where there are three. At each of three budgets between all-low and all-bf16 it serves them
 under: all-low; two static maps for the first file, which the policies below are not told: the experts that the router
 chose most there, and those that save most loss there, each with all the room there is, as a map needs no reserve;
-`hotness`; `hotness` with two versions of its own choice; and `lru`, which loads what is asked for and waits. Then it
-decodes token by token, with and without swaps forced at the rate limit, the two taking turns. Without arguments: the
-model and texts in examples/.
+`hotness` with the two versions bf16 and low alone, with two of its own choice, and with its ladder of all versions; and
+`lru`, which loads what is asked for and waits. Then it decodes token by token, with and without swaps forced at the
+rate limit, the two taking turns. Last, a policy that asks for new experts all the time, with passes on one thread, two
+and eight: how many promotions get through. Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -89,15 +91,20 @@ def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -
             file.write_text(json.dumps({"versions": table}))
             statics.append(score(f"static:{file}", budget))
             rows.append(row(shown, f"static, first file, {name}", statics[-1]))
-        live, own = score(hot, budget), score(f"hotness:{timing}", budget)
-        rows += [row(shown, "hotness", live), row(shown, "hotness, versions of its choice", own)]
+        live, own = score(hot, budget), score(f"hotness:between=no,{timing}", budget)
+        ladder = score(f"hotness:{timing}", budget)
+        rows += [row(shown, "hotness, the two", live), row(shown, "hotness, two of its choice", own)]
+        rows.append(row(shown, "hotness", ladder))
         rows.append(row(shown, "lru", score(f"lru:hi=bf16,lo={low}", budget)))
         for i, name in enumerate(names[1:], start=1):
             against = live.files[i].perplexity
             ratio = against / all_low.files[i].perplexity
-            targets.append(Target(f"{shown}, {name}: hotness over all {low}", ratio, 1, "lower"))
+            targets.append(Target(f"{shown}, {name}: the two over all {low}", ratio, 1, "lower"))
             ratio = against / min(s.files[i].perplexity for s in statics)
-            targets.append(Target(f"{shown}, {name}: hotness over the better static map", ratio, 1, "lower"))
+            targets.append(Target(f"{shown}, {name}: the two over the better static map", ratio, 1, "lower"))
+        for i, name in enumerate(names):
+            ratio = ladder.files[i].perplexity / min(live.files[i].perplexity, own.files[i].perplexity)
+            targets.append(Target(f"{shown}, {name}: the ladder over the better two", ratio, 1, "lower"))
         targets.append(Target(f"{shown}: times a forward pass waited under hotness", live.forward_waits, 0, "lower"))
         targets.append(Target(f"{shown}: peak over the budget", live.resident_bytes_peak / budget, 1, "lower"))
     return rows, targets
@@ -164,6 +171,49 @@ def tpot(bundle: Path, low: str, options: Any) -> tuple[list[Any], list[Target]]
     ]
 
 
+def overlap(bundle: Path, low: str, data: list[str], options: Any) -> tuple[list[Any], list[Target]]:
+    """Promotions while passes overlap: all threads read another text every half second, so that what is hot changes."""
+    from moepack.calibrate.data import load_tokenizer, windows
+
+    tokenizer, tokens = load_tokenizer(bundle), options.length // 4
+    texts = [windows(name, tokenizer, tokens, 64) for name in data]
+    fast = "alpha=0,margin=0,slack=0,anchor=0,interval=0.05,rate=0"
+    model = moepack.load(bundle, policy=f"hotness:hi=bf16,lo={low},between=no", device_memory=PLENTY)
+    plan = model.moepack.live.plan
+    model.moepack.close()
+    half = (base_bytes(plan.sizes, plan.experts, 0) + base_bytes(plan.sizes, plan.experts)) // 2
+    rows, promoted = [], {}
+    for threads in (1, 2, 8):
+        model = moepack.load(
+            bundle, policy=f"hotness:hi=bf16,lo={low},between=no,{fast}", dtype=getattr(torch, options.dtype),
+            device_memory=plan.fixed + half + plan.reserve, prefill_tokens=tokens, batch=threads,
+        )  # fmt: skip
+        until, passes = time.monotonic() + options.seconds, [0] * threads
+
+        def work(number: int, model: Any = model, until: float = until, passes: list[int] = passes) -> None:
+            rng = np.random.default_rng(number)
+            with torch.inference_mode():
+                while time.monotonic() < until:
+                    text = texts[int(time.monotonic() * 2) % len(texts)]
+                    at = int(rng.integers(len(text)))
+                    model(text[at : at + 1].roll(int(rng.integers(tokens)), 1), use_cache=False)
+                    passes[number] += 1
+
+        running = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        counters = model.moepack.counters()
+        promoted[threads] = counters["promotions"]
+        row = {"budget": "", "policy": f"{threads} threads, {sum(passes) / options.seconds:.0f} passes a second"}
+        row |= {name: counters[name] for name in ("promotions", "demotions")}
+        rows.append({**row, "waits": counters["forward_waits"], "peak MB": model.moepack.resident_bytes_peak / 1e6})
+        model.moepack.close()
+    name = "promotions with 8 threads over those with 1"
+    return rows, [Target(name, promoted[8] / max(1, promoted[1]), 0.7, "higher")]
+
+
 def plot(rows: list[Any], names: list[str], low: str, file: Path) -> None:
     """Perplexity of each text over that of all bf16, by budget and policy; and TPOT."""
     import matplotlib
@@ -209,12 +259,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200.0, help="megabytes a second for promotions")
     parser.add_argument("--turns", type=int, default=16, help="of decoding, half of them with promotions")
     parser.add_argument("--steps", type=int, default=100, help="tokens a turn")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of passes that overlap, a number of threads")
     args = parser.parse_args()
     quiet_libraries()
     calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
     if args.quick:
-        args.windows, args.samples, args.turns, args.steps = 32, 32, 4, 40
+        args.windows, args.samples, args.turns, args.steps, args.seconds = 32, 32, 4, 40, 4.0
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         bundle = args.bundle
@@ -227,6 +278,8 @@ def main() -> None:
                 build(args.checkpoint, bundle, parse_recipe(text, "benchmark"), calibration, reporter=reporter)
         rows, targets = quality(bundle, args.low, data, args, work)
         more, others = tpot(bundle, args.low, args)
+        threaded, last = overlap(bundle, args.low, data, args)
+        more, others = [*more, *threaded], [*others, *last]
     names = [Path(f).stem for f in data]
     columns = ["budget", "policy", *names, "promotions", "demotions", "MB copied", "waits", "tokens/s", "peak MB"]
     columns += ["TPOT median ms", "TPOT p99 ms", "MB/s"]

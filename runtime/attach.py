@@ -130,6 +130,8 @@ def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -
                     if copied.error is not None:
                         raise copied.error
                     layer.publish(e, layer.of.over(version, block.to(device)))
+                if device.type != "cpu":
+                    layer.current.device_table()  # now, and not in the capture of a graph
                 layers.append(layer)
     finally:
         host.close()

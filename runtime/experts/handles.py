@@ -115,7 +115,7 @@ class Snapshot:
         on_device: Tensor | None = None,
     ) -> None:
         self.of, self.table, self.handles = of, table, handles
-        self._on_device = {} if on_device is None else {0: on_device}
+        self._on_device = on_device
         self._places: frozenset[Where] | None = None
         self._served: list[int] | None = None
         self._maps: dict[frozenset[Where], Tensor] = {}
@@ -125,16 +125,14 @@ class Snapshot:
         return Snapshot(self.of, self.table, self.handles, words[: len(self.table)])
 
     def device_table(self) -> Tensor:
-        """The handle table on the device, int64 [experts]; where none was given it is copied, once a stream."""
-        device = self.of.device
-        given = self._on_device.get(0)
-        if given is not None:
-            return given
-        stream = torch.cuda.current_stream(device).cuda_stream + 1 if device.type == "cuda" else 0
-        if stream not in self._on_device:
+        """The handle table on the device, int64 [experts]; where none was given it is copied, once, and waits."""
+        if self._on_device is None:
+            device = self.of.device
             with torch.inference_mode(False):
-                self._on_device[stream] = torch.from_numpy(self.table.view(np.int64).copy()).to(device)
-        return self._on_device[stream]
+                self._on_device = torch.from_numpy(self.table.view(np.int64).copy()).to(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # another stream may read it next
+        return self._on_device
 
     def served(self) -> list[int]:
         """The numbers of the versions that experts on the device have."""

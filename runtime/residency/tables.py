@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moepack.pack.errors import InputError
 from moepack.runtime.devices.contract import Event
 from moepack.runtime.experts.handles import Snapshot
 
@@ -39,7 +40,15 @@ class DeviceTables:
         self._host: tuple[int, Tensor] | None = None
 
     def take(self, epoch: int, snapshots: Sequence[Snapshot]) -> Table:
-        """A table with the handles of an epoch, for one step; copied on the current stream."""
+        """A table with the handles of an epoch, for one step; copied on the current stream.
+
+        Raises:
+            InputError: inside the capture of a CUDA graph, whose replays would read the handles of now for ever.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "a step under a policy that changes versions is not captured in a CUDA graph: use a static policy"
+            )
         with self._lock:
             ended = [t for t in self._free if t.read is None or t.read.done()]
             table = next((t for t in ended if t.epoch == epoch), ended[0] if ended else None)

@@ -1,0 +1,155 @@
+"""A layer on a GPU waits for nothing: shown on a device without values, where whatever asks for one fails."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime.experts.counters import Counters
+from moepack.runtime.experts.forward import experts_forward, reference_forward
+from moepack.runtime.experts.handles import LayerExperts, Snapshot
+from moepack.runtime.kernels.forms import resident_size
+from moepack.runtime.residency.tables import DeviceTables
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+META = torch.device("meta")
+MATRICES = (Matrix("gate_up", 64, 32), Matrix("down", 32, 32))
+VERSIONS = tuple(Version.of(name, 32) for name in ("bf16", "w4", "w2", "w1"))
+
+
+class Launches:
+    """Stands where the kernel does, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.count += 1
+
+        return launch
+
+
+class Module:
+    """The part of a transformers experts module that the forward calls."""
+
+    has_gate, act_fn = True, torch.nn.SiLU()
+    _moepack: LayerExperts
+
+    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+@pytest.fixture
+def module() -> Module:
+    """A layer of eight experts on a device without values, in two of four versions."""
+    made = Module()
+    layer = made._moepack = LayerExperts(ExpertLayer(0, "experts", 8, MATRICES), VERSIONS, META)
+    layer.of.backend = "triton"
+    for e in range(8):
+        version = VERSIONS[1 + e % 2]
+        layer.publish(e, layer.of.over(version, torch.empty(resident_size(MATRICES, version), dtype=torch.uint8)))
+    return made
+
+
+def routed(tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    index = torch.empty(tokens, 2, dtype=torch.long, device=META)
+    return torch.empty(tokens, 32, dtype=torch.bfloat16, device=META), index, torch.empty(tokens, 2, device=META)
+
+
+def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two versions of four: two launches a matrix, no value of the device read, counting included."""
+    affine_triton = pytest.importorskip("moepack.runtime.kernels.affine_triton")
+    launches = Launches()
+    monkeypatch.setattr(affine_triton, "_product", launches)
+    counters = Counters([8], True, META)
+    counters.mask = torch.empty(6, dtype=torch.long, device=META)
+    x, index, gates = routed()
+    module._moepack.observer = lambda index, gates: counters.add(0, index, gates)
+    out = experts_forward(module, x, index, gates)
+    assert out.shape == x.shape and out.dtype == x.dtype and launches.count == 4
+    assert module._moepack.current.served() == [1, 2]
+
+
+@pytest.mark.parametrize("waiting", ["counts", "experts"])
+def test_planted_waits_are_found(module: Module, waiting: str) -> None:
+    x, index, gates = routed()
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        if waiting == "counts":
+            Counters([8], False, META).layer(0)
+        else:
+            reference_forward(module, module._moepack.current, x, index, gates)
+
+
+def test_counts_and_gates_without_padding() -> None:
+    counters = Counters([3, 4], True, torch.device("cpu"))
+    index, gates = torch.tensor([[0, 2], [2, 1], [3, 9]]), torch.tensor([[0.5, 0.25], [0.5, 1.0], [4.0, 4.0]])
+    with torch.inference_mode():
+        counters.add(0, index, gates)
+    counters.mask = torch.tensor([1, 0, 1])
+    counters.add(1, index, gates)
+    counters.mask = torch.tensor([1, 0])  # of another shape than this layer's tokens: all count
+    counters.add(1, index, gates)
+    counts, sums = counters.take()
+    assert [row.tolist() for row in counts] == [[1, 1, 2], [2, 1, 3, 2]], "what is past the last is no expert"
+    assert [row.tolist() for row in sums] == [[0.5, 1.0, 0.75], [1.0, 1.0, 1.0, 8.0]]
+    assert counters.layer(0).tolist() == [1, 1, 2]
+    counters.clear()
+    assert not any(row.any() for row in counters.take()[0]) and counters.mask is None
+
+
+class Mark:
+    """Ends when told to."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def done(self) -> bool:
+        return self.ended
+
+
+def test_each_running_step_has_a_table_of_its_own(module: Module) -> None:
+    """A table is written again only when the kernels of the step that read it have ended."""
+    layer = module._moepack
+    marks: list[Mark] = []
+
+    def mark() -> Any:
+        marks.append(Mark())
+        return marks[-1]
+
+    tables = DeviceTables([8], torch.device("cpu"), mark)
+    first, second = tables.take(1, [layer.current]), tables.take(1, [layer.current])
+    words = layer.current.table.view(np.int64)
+    assert first.words is not second.words and (first.words[0].numpy() == words).all()
+    before = layer.current
+    layer.publish(3, layer.of.over(VERSIONS[0], torch.empty(resident_size(MATRICES, VERSIONS[0]), dtype=torch.uint8)))
+    assert (first.words[0].numpy() == words).all(), "publishing changes nothing for a step that runs"
+    tables.give(first)
+    third = tables.take(2, [layer.current])
+    assert third is not first, "its kernels have not ended"
+    assert (third.words[0].numpy() == layer.current.table.view(np.int64)).all()
+    marks[0].ended = True
+    assert tables.take(2, [layer.current]) is first and (first.words[0].numpy() == third.words[0].numpy()).all()
+    assert before.over(second.words[0]).device_table().tolist() == words.tolist()
+
+
+def test_a_graph_is_refused(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InputError, match="is not captured in a CUDA graph"):
+        DeviceTables([8], torch.device("cpu"), Mark).take(1, [module._moepack.current])
+
+
+def test_a_static_table_is_copied_once(module: Module) -> None:
+    current = module._moepack.current
+    assert current.device_table() is current.device_table()
+    assert isinstance(current, Snapshot) and current.device_table().device == META

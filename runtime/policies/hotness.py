@@ -116,7 +116,7 @@ class Hotness:
         """Count, and decide when an interval has gone by, or at once where the capacity has changed."""
         if not isinstance(event, Interval):
             return None
-        for mine, new in zip(self._counts, event.counts, strict=True):
+        for mine, new in in_turns(zip(self._counts, event.counts, strict=True), every=16):
             mine += new
         if self._last is None:
             self._last = event.time
@@ -129,7 +129,7 @@ class Hotness:
         self._capacity = list(event.capacity)
         self._values = self._weigh()
         before, self.placements = self.placements, list(in_turns(self._filled(event.capacity)))
-        if all(np.array_equal(a, b) for a, b in zip(before, self.placements, strict=True)):
+        if all(np.array_equal(*pair) for pair in in_turns(zip(before, self.placements, strict=True), every=16)):
             return None
         return self.wanted()
 
@@ -141,7 +141,7 @@ class Hotness:
 
     def _score(self) -> None:
         alpha = self.options.alpha
-        for p, (scores, counts) in enumerate(zip(self.scores, self._counts, strict=True)):
+        for p, (scores, counts) in in_turns(enumerate(zip(self.scores, self._counts, strict=True)), every=8):
             scale = 1.0
             if self._is_prior[p] and counts.any():
                 self._is_prior[p] = False
@@ -151,7 +151,8 @@ class Hotness:
 
     def _weigh(self) -> list[Floats]:
         """Scores with the prior beside them."""
-        return [s + self._anchor * s.sum() * q for s, q in zip(self.scores, self._prior, strict=True)]
+        rows = in_turns(zip(self.scores, self._prior, strict=True), every=8)
+        return [s + self._anchor * s.sum() * q for s, q in rows]
 
     def worth(self, key: Key) -> float:
         """What an expert's first upgrade saves a byte, as of the last decision."""
@@ -168,8 +169,10 @@ class Hotness:
             keys += [(p, e) for e in chosen.tolist()]
             targets += placed[chosen].tolist()
             values.append(self._values[p][chosen] * ladder.rate_to(chosen, placed[chosen]))
-        order = np.argsort(-np.concatenate(values), kind="stable").tolist()
-        return {keys[i]: targets[i] for i in in_turns(order, every=64)}
+        order, wanted = np.argsort(-np.concatenate(values), kind="stable"), {}
+        for at in in_turns(range(0, len(order), 256)):
+            wanted.update({keys[i]: targets[i] for i in order[at : at + 256].tolist()})
+        return wanted
 
 
 ENTRY = Entry(

@@ -6,6 +6,7 @@ skeleton (skeleton.py), the same for `load`, which holds it back, and for `moepa
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,7 +150,11 @@ def measure(
         InputError: for a model whose forward pass does not run on a skeleton.
     """
     layers = tuple(bundle.layers)
-    key = (config.to_json_string(use_diff=False), dtype, device.type, layers, torch.get_num_threads(), workload)
+    same = {
+        name: value for name, value in config.to_dict().items() if name != "quantization_config"
+    }
+    model = json.dumps(same, sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
+    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload)
     found = _known.get(key)
     if found is None:
         try:
@@ -159,12 +164,14 @@ def measure(
             raise InputError(
                 f"{bundle.path}: what its forward pass takes cannot be measured ({why}): serve it without a budget"
             ) from error
-        _known.clear()
+        for old in list(_known)[: 1 - KEPT]:
+            _known.pop(old, None)
         _known[key] = found
     return found
 
 
-_known: dict[Any, tuple[Needs, int]] = {}  # the last one: the same model is often loaded again
+KEPT = 8  # measurements: the same model is often planned for, and loaded again
+_known: dict[Any, tuple[Needs, int]] = {}
 
 
 def _measure(

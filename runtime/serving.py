@@ -12,8 +12,9 @@ from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, Needs
 from moepack.runtime.policies.contract import Versions
-from moepack.runtime.residency.kv_reserve import FreeReserve, KvWatch, LiveReserve
+from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
+from moepack.runtime.residency.reserves import FreeReserve, LiveReserve
 
 from .passes import Passes
 

@@ -16,103 +16,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from moepack.pack.errors import InputError
-from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Needs
 from moepack.runtime.planning.kv_cache import cache_bytes, static_length
 
-from .live import Live
+from .reserves import Reserve
 
 STEP = 128  # tokens of every sequence by which the reserve grows at a time: seconds of decoding
 LINGER = 0.5  # seconds after which bytes that no cache needs are given back: the next request may come at once
 PATIENCE = 30.0  # seconds that a pass waits for experts to leave before it is refused
-
-
-class Reserve(Protocol):
-    """Bytes of the budget for caches beyond those asked for while loading."""
-
-    @property
-    def held(self) -> int:
-        """Bytes reserved."""
-
-    @property
-    def coming(self) -> int:
-        """Bytes asked for that are not there yet."""
-
-    @property
-    def most(self) -> int:
-        """Bytes that could be reserved, with every expert at its least."""
-
-    def grow(self, size: int) -> bool:
-        """Ask for `size` bytes more; whether they are there. Raises MemoryError where they can never be."""
-
-    def shrink(self, size: int) -> None:
-        """Give bytes back, and first those that are not there yet."""
-
-    def advance(self) -> None:
-        """Help what was asked for to come about. Called outside forward passes."""
-
-
-class FreeReserve:
-    """What a map that never changes leaves free."""
-
-    def __init__(self, tracker: BudgetTracker) -> None:
-        self._tracker = tracker
-        self.most, self.coming = tracker.free, 0
-
-    @property
-    def held(self) -> int:
-        """Bytes reserved."""
-        return self._tracker.held("kv")
-
-    def grow(self, size: int) -> bool:
-        """Reserve at once, or never."""
-        if not self._tracker.try_reserve("kv", size):
-            raise MemoryError
-        return True
-
-    def shrink(self, size: int) -> None:
-        """Give bytes back."""
-        self._tracker.release("kv", size)
-
-    def advance(self) -> None:
-        """Nothing is ever under way."""
-
-
-class LiveReserve:
-    """What experts can be pushed out of."""
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-
-    @property
-    def most(self) -> int:
-        """Bytes that the experts leave at their least."""
-        return self._live.transitions.headroom.most_kv()
-
-    @property
-    def held(self) -> int:
-        """Bytes reserved."""
-        return self._live.transitions.kv_bytes
-
-    @property
-    def coming(self) -> int:
-        """Bytes that experts have still to leave."""
-        return self._live.transitions.kv_asked
-
-    def grow(self, size: int) -> bool:
-        """Push experts out, the least wanted first."""
-        return self._live.grow_kv(size)
-
-    def shrink(self, size: int) -> None:
-        """Give bytes back to the experts."""
-        self._live.transitions.shrink_kv(size)
-
-    def advance(self) -> None:
-        """A round of transitions, as the worker does them: a policy that blocks has no worker."""
-        self._live.transitions.tick()
 
 
 @dataclass(slots=True, eq=False)

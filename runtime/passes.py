@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import Signature
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,8 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
-from moepack.runtime.residency.kv_reserve import KvWatch
+from moepack.runtime.residency.arguments import bound, inputs, without_self
+from moepack.runtime.residency.kv_reserve import UNCOUNTED, KvWatch
 from moepack.runtime.residency.live import Live
 from moepack.runtime.residency.steps import NO_PROMPT, Prompt
 
@@ -34,12 +36,14 @@ from .trace import Record, TraceWriter
 def _watched(kind: type) -> type:
     """A class of models whose forward runs inside `Passes.around`; otherwise `kind`, by its name too."""
 
+    signature = without_self(kind.forward)  # type: ignore[attr-defined]
+
     @functools.wraps(kind.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._moepack_passes.compiled()
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        with self._moepack_passes.around(self, args, kwargs) as done:
+        with self._moepack_passes.around(bound(signature, args, kwargs)) as done:
             out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             done(out)
             return out
@@ -53,8 +57,16 @@ def _watched(kind: type) -> type:
         """A loaded bundle is not pickled or copied."""
         self._moepack_passes.refuse_copies()
 
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Not in a budget: its paged cache takes what memory there is, before any pass."""
+        if self._moepack_passes.caches is not None:
+            raise InputError(UNCOUNTED)
+        return kind.init_continuous_batching(self, *args, **kwargs)  # type: ignore[attr-defined]
+
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     changed = {"forward": forward, "get_memory_footprint": get_memory_footprint, "__reduce_ex__": refuse}
+    if hasattr(kind, "init_continuous_batching"):
+        changed["init_continuous_batching"] = init_continuous_batching
     return type(kind.__name__, (kind,), {**names, **changed})
 
 
@@ -83,13 +95,13 @@ class Passes:
         for module in (model,) if decoder is model else (model, decoder):
             module._moepack_passes = self
             if (own := module.__dict__.get("forward")) is not None:  # somebody's wrapper, which would hide the class's
-                module.forward = self._wrapped(own)
+                module.forward = self._wrapped(own, without_self(type(module).forward))
             module.__class__ = _watched(type(module))  # type: ignore[arg-type]
 
-    def _wrapped(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, own: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.around(None, args, kwargs) as done:
+            with self.around(bound(signature, args, kwargs)) as done:
                 out = own(*args, **kwargs)
                 done(out)
                 return out
@@ -106,8 +118,9 @@ class Passes:
             layer.observer = partial(self._saw, position)
 
     @contextlib.contextmanager
-    def around(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
-        """Around one forward of the model or of its decoder; what it yields is told the result."""
+    def around(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+        """Around one forward of the model or of its decoder, with arguments by name; what it yields is told the
+        result."""
         running = self._running
         if getattr(running, "pass_", False):  # a forward inside another belongs to its step
             yield lambda out: None
@@ -116,9 +129,9 @@ class Passes:
         with contextlib.ExitStack() as stack:
             if self._live is not None:
                 stack.enter_context(self._live.turn())
-            done = stack.enter_context(self.caches.room(args, kwargs)) if self.caches else lambda out: None
-            mask = _text(args, kwargs)
-            step = stack.enter_context(self._live.step(_prompt(args, kwargs), mask)) if self._live else None
+            done = stack.enter_context(self.caches.room(given)) if self.caches else lambda out: None
+            mask = _text(given)
+            step = stack.enter_context(self._live.step(_prompt(given), mask)) if self._live else None
             traced = self._trace is not None
             counters = step.counters if step else None
             if counters is None and traced:
@@ -201,21 +214,17 @@ class Passes:
             self._trace = None
 
 
-def _prompt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prompt:
+def _prompt(given: dict[str, Any]) -> Prompt:
     """What a pass with these arguments reads of prompts."""
-    ids = args[0] if args else kwargs.get("input_ids")
-    ids = kwargs.get("inputs_embeds") if ids is None else ids
-    if ids is None or ids.ndim < 2 or ids.shape[1] < 2:
+    ids, cache = inputs(given), given.get("past_key_values")
+    if ids is None or ids.shape[1] < 2:
         return NO_PROMPT
-    cache = kwargs.get("past_key_values")
     return Prompt(int(ids.shape[0] * ids.shape[1]), cache is None or not int(cache.get_seq_length()))
 
 
-def _text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _text(given: dict[str, Any]) -> Tensor | None:
     """int64 [tokens], 0 where a pass's token is padding; None without a mask that says so."""
-    ids = args[0] if args else kwargs.get("input_ids")
-    ids = kwargs.get("inputs_embeds") if ids is None else ids
-    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    ids, mask = inputs(given), given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or ids is None or mask.shape[1] < ids.shape[1]:
         return None
     return (mask[:, mask.shape[1] - ids.shape[1] :] != 0).reshape(-1).long()

@@ -13,7 +13,13 @@ from .live import Live
 
 
 class Reserve(Protocol):
-    """Bytes of the budget for caches beyond those asked for while loading."""
+    """Bytes of the budget for caches beyond those asked for while loading.
+
+    Attributes:
+        in_turns: whether one pass runs at a time, and no other while it waits for room.
+    """
+
+    in_turns: bool
 
     @property
     def held(self) -> int:
@@ -42,7 +48,7 @@ class FreeReserve:
 
     def __init__(self, tracker: BudgetTracker) -> None:
         self._tracker = tracker
-        self.most, self.coming = tracker.free, 0
+        self.most, self.coming, self.in_turns = tracker.free, 0, False
 
     @property
     def held(self) -> int:
@@ -67,7 +73,7 @@ class LiveReserve:
     """What experts can be pushed out of."""
 
     def __init__(self, live: Live) -> None:
-        self._live = live
+        self._live, self.in_turns = live, live.policy.needs.layers
 
     @property
     def most(self) -> int:

@@ -11,6 +11,7 @@ from moepack.pack.reader import Bundle
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, Needs
+from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
@@ -66,7 +67,9 @@ class Serving:
         assert self._passes is not None
         for layer in self.layers:
             layer.trainable = False
-        self.caches = self._passes.caches = KvWatch(model.config, needs, reserve, self.budget_bytes)
+        routed = sum(layer.of.layer.experts for layer in self.layers)
+        outputs = Outputs.of(model, routed, needs.workload.all_logits)
+        self.caches = self._passes.caches = KvWatch(model.config, needs, reserve, self.budget_bytes, outputs)
         if self.live is not None:
             self.live.each_round = self.caches.settle
 

@@ -20,6 +20,7 @@ class Pass:
         cache: the identity of the cache that it was given; None where it makes one or has none.
         size: bytes that its cache will have.
         beside: bytes that it takes beside.
+        returned: of those, bytes of what it is asked to return beyond the workload.
         began: when it began to wait.
         first: since when nobody waits before it.
     """
@@ -27,6 +28,7 @@ class Pass:
     cache: int | None
     size: int
     beside: int
+    returned: int = 0
     began: float | None = None
     first: float | None = None
     _bell: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)

@@ -20,6 +20,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.fixed import Needs
 from moepack.runtime.planning.kv_cache import cache_bytes, static_length
+from moepack.runtime.planning.outputs import Outputs
 
 from .arguments import cache_of, inputs, uses_cache
 from .kv_queue import Pass, Queue
@@ -40,10 +41,21 @@ class KvWatch:
         waited: seconds they did.
     """
 
-    def __init__(self, config: Any, needs: Needs, reserve: Reserve, budget: int) -> None:
-        """For a model of this config; `room` is to be around each of its passes."""
+    def __init__(
+        self, config: Any, needs: Needs, reserve: Reserve, budget: int, outputs: Outputs | None = None
+    ) -> None:
+        """For a model of this config; `room` is to be around each of its passes.
+
+        Args:
+            config: the model's.
+            needs: what was measured for the workload.
+            reserve: bytes beyond that.
+            budget: bytes in all, for messages.
+            outputs: what a pass may be asked to return beyond what was measured.
+        """
         self.waits, self.waited = 0, 0.0
         self._config, self._needs, self._reserve, self._budget = config, needs, reserve, budget
+        self._outputs = outputs if needs.workload.prefill_tokens else None
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._dead: deque[int] = deque()  # a weak reference's callback may run anywhere: it takes no lock
         self._passes: set[Pass] = set()
@@ -115,7 +127,9 @@ class KvWatch:
             size, length = self._foretold(cache, tokens, batch)
         elif uses_cache(self._config, given):
             size = self._needs.kv.bytes(tokens, batch)
-        mine = Pass(None if cache is None else id(cache), size, self._needs.beside(tokens, length, batch))
+        returned = self._outputs.bytes(self._config, given, tokens, length, batch) if self._outputs else 0
+        beside = self._needs.beside(tokens, length, batch) + returned
+        mine = Pass(None if cache is None else id(cache), size, beside, returned)
         try:
             self._provide(mine, tokens, length, batch)
         finally:
@@ -240,7 +254,8 @@ class KvWatch:
         per = (mine.size / kv.bytes(length, batch)) if mine.size else 0.0
 
         def takes(middle: int) -> float:
-            here = needs.beside(min(tokens, middle), middle, batch)
+            read = min(tokens, middle)
+            here = needs.beside(read, middle, batch) + mine.returned * read // max(1, tokens)
             return per * kv.bytes(middle, batch) + max(0, beside + here - needs.activations)
 
         low, high = 0, length

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import time
@@ -30,6 +31,8 @@ from moepack.runtime.residency.live import Live
 from moepack.runtime.residency.steps import NO_PROMPT, Prompt
 
 from .trace import Record, TraceWriter
+
+log = logging.getLogger("moepack.runtime")
 
 
 @functools.cache
@@ -197,7 +200,10 @@ class Passes:
                 live.transitions.refusals if live is not None else 0,
                 live.waits if live is not None else 0,
             )
-            self._trace.write(record)
+            try:
+                self._trace.write(record)
+            except OSError as error:
+                self._broken(error)
 
     def close(self) -> None:
         """End the trace, and serve no more."""
@@ -209,9 +215,22 @@ class Passes:
     def end_trace(self) -> None:
         """Close the trace's file."""
         with self._lock:
-            if self._trace is not None:
-                self._trace.close()
-            self._trace = None
+            trace, self._trace = self._trace, None
+            if trace is not None:
+                try:
+                    trace.close()
+                except OSError as error:
+                    self._broken(error)
+
+    def _broken(self, error: OSError) -> None:
+        """The trace's file cannot be written: serving goes on without it, and says so once."""
+        trace, self._trace = self._trace, None
+        log.warning("the trace ends early, it cannot be written: %s", error.strerror or error)
+        if trace is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # what is left to be written fails again; the file is closed all the same
+                trace.close()
 
 
 def _prompt(given: dict[str, Any]) -> Prompt:

@@ -80,10 +80,12 @@ class Serving:
 
     def close(self) -> None:
         """End the trace and stop changing versions. A forward pass from now on says that the model was closed."""
-        if self._passes is not None:
-            self._passes.close()
-        if self.live is not None:
-            self.live.close()
+        try:
+            if self._passes is not None:
+                self._passes.close()
+        finally:
+            if self.live is not None:
+                self.live.close()
 
     def __enter__(self) -> Serving:
         return self

@@ -311,3 +311,34 @@ def test_what_a_pass_returns_counts(bundle: Path, asked: dict[str, Any], options
         small(x, use_cache=False, **({"logits_to_keep": 1} if workload else {}))
         with pytest.raises(InputError, match="more than is held back for activations"):
             small(x, use_cache=False, **given)
+
+
+# --- traces
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("buffering", [1, 1 << 20], ids=["while serving", "at the end"])
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    bundle: Path, tmp_path: Path, buffering: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    need = plan(bundle, 0, policy=FAST, prefill_tokens=64).least_bytes
+    model = moepack.load(bundle, policy=FAST, device_memory=need + 1_000_000, prefill_tokens=64)
+    model.moepack.trace(tmp_path / "trace")
+    model.moepack._passes._trace._file = open("/dev/full", "w", buffering=buffering)
+    with torch.inference_mode():
+        for seed in range(3):
+            assert torch.isfinite(model(ids(8, seed), use_cache=False).logits).all()
+    model.moepack.close()
+    assert caplog.text.count("the trace ends early, it cannot be written: No space left on device") == 1
+    assert not model.moepack.live._worker.is_alive()
+
+
+def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(model.moepack._passes, "end_trace", fail)
+    with pytest.raises(ValueError, match="planted"):
+        model.moepack.close()
+    assert not model.moepack.live._worker.is_alive()
+    monkeypatch.undo()

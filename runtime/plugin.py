@@ -108,10 +108,8 @@ class MoepackQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         named = asked.get().experts
-        if others := set(named.values() if isinstance(named, Mapping) else [named]) - {None, IMPLEMENTATION}:
-            raise InputError(
-                f"experts_implementation {', '.join(sorted(others))}: a bundle's experts are run by moepack"
-            )
+        for other in set(named.values() if isinstance(named, Mapping) else [named]) - {None, IMPLEMENTATION}:
+            raise InputError(f"experts_implementation={other!r}: a bundle's experts are run by moepack's own")
         bundle = self._bundle = _bundle_of(model, checkpoint_files)
         _check_files(bundle)
         for layer in bundle.layers:

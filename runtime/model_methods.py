@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.runtime.experts.forward import IMPLEMENTATION
+from moepack.runtime.residency.kv_reserve import UNCOUNTED
 
 
 def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
@@ -70,7 +71,7 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Not in a budget: its paged cache takes what memory there is."""
         if self._moepack_passes.in_budget:
-            raise InputError("the cache of continuous batching is not counted in a budget: load the bundle without one")
+            raise InputError(UNCOUNTED)
         return kind.init_continuous_batching(self, *args, **kwargs)
 
     made = (get_memory_footprint, num_parameters, save_pretrained, push_to_hub, _apply, set_experts_implementation)

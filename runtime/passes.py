@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import Signature
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +27,7 @@ from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.experts.op import Open
+from moepack.runtime.residency.arguments import bound, inputs, without_self
 from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
 from moepack.runtime.residency.steps import NO_PROMPT, Prompt
@@ -32,17 +35,21 @@ from moepack.runtime.residency.steps import NO_PROMPT, Prompt
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
 
+log = logging.getLogger("moepack.runtime")
+
 
 @functools.cache
 def _watched(kind: type) -> type:
     """A class of models whose forward runs inside `Passes.around`; otherwise `kind`, by its name too."""
+
+    signature = without_self(kind.forward)  # type: ignore[attr-defined]
 
     @functools.wraps(kind.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._moepack_passes.compiling(self, kwargs)
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        with self._moepack_passes.around(self, args, kwargs) as done:
+        with self._moepack_passes.around(bound(signature, args, kwargs)) as done:
             out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             done(out)
             return out
@@ -78,13 +85,13 @@ class Passes:
         for module in (model,) if decoder is model else (model, decoder):
             module._moepack_passes = self
             if (own := module.__dict__.get("forward")) is not None:  # somebody's wrapper, which would hide the class's
-                module.forward = self._wrapped(own)
+                module.forward = self._wrapped(own, without_self(type(module).forward))
             module.__class__ = _watched(type(module))  # type: ignore[arg-type]
 
-    def _wrapped(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, own: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.around(None, args, kwargs) as done:
+            with self.around(bound(signature, args, kwargs)) as done:
                 out = own(*args, **kwargs)
                 done(out)
                 return out
@@ -109,7 +116,7 @@ class Passes:
             if (left := getattr(mine, "open", None)) is not None:  # by a pass that was interrupted
                 left.end()
             ids = torch.empty(1, len(hidden), dtype=torch.int64, device="meta")
-            mine.open = Open(self.around(None, (), {"input_ids": ids, "use_cache": False}))
+            mine.open = Open(self.around({"input_ids": ids, "use_cache": False}))
         done = False
         try:
             out = experts_forward(module, hidden, index, weights)
@@ -125,8 +132,9 @@ class Passes:
             layer.observer = partial(self._saw, position)
 
     @contextlib.contextmanager
-    def around(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
-        """Around one forward of the model or of its decoder; what it yields is told the result."""
+    def around(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+        """Around one forward of the model or of its decoder, with arguments by name; what it yields is told the
+        result."""
         running = self._running
         if getattr(running, "pass_", False):  # a forward inside another belongs to its step
             yield lambda out: None
@@ -135,9 +143,9 @@ class Passes:
         with contextlib.ExitStack() as stack:
             if self._live is not None:
                 stack.enter_context(self._live.turn())
-            done = stack.enter_context(self.caches.room(args, kwargs)) if self.caches else lambda out: None
-            mask = _text(args, kwargs)
-            step = stack.enter_context(self._live.step(_prompt(args, kwargs), mask)) if self._live else None
+            done = stack.enter_context(self.caches.room(given)) if self.caches else lambda out: None
+            mask = _text(given)
+            step = stack.enter_context(self._live.step(_prompt(given), mask)) if self._live else None
             traced = self._trace is not None
             counters = step.counters if step else None
             if counters is None and traced:
@@ -213,7 +221,10 @@ class Passes:
                 live.transitions.refusals if live is not None else 0,
                 live.waits if live is not None else 0,
             )
-            self._trace.write(record)
+            try:
+                self._trace.write(record)
+            except OSError as error:
+                self._broken(error)
 
     def close(self) -> None:
         """End the trace, and serve no more."""
@@ -225,26 +236,33 @@ class Passes:
     def end_trace(self) -> None:
         """Close the trace's file."""
         with self._lock:
-            if self._trace is not None:
-                self._trace.close()
-            self._trace = None
+            trace, self._trace = self._trace, None
+            if trace is not None:
+                try:
+                    trace.close()
+                except OSError as error:
+                    self._broken(error)
+
+    def _broken(self, error: OSError) -> None:
+        """The trace's file cannot be written: serving goes on without it, and says so once."""
+        trace, self._trace = self._trace, None
+        log.warning("the trace ends early, it cannot be written: %s", error.strerror or error)
+        if trace is not None:
+            with contextlib.suppress(OSError):  # what is left fails again; the file is closed all the same
+                trace.close()
 
 
-def _prompt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prompt:
+def _prompt(given: dict[str, Any]) -> Prompt:
     """What a pass with these arguments reads of prompts."""
-    ids = args[0] if args else kwargs.get("input_ids")
-    ids = kwargs.get("inputs_embeds") if ids is None else ids
-    if ids is None or ids.ndim < 2 or ids.shape[1] < 2:
+    ids, cache = inputs(given), given.get("past_key_values")
+    if ids is None or ids.shape[1] < 2:
         return NO_PROMPT
-    cache = kwargs.get("past_key_values")
     return Prompt(int(ids.shape[0] * ids.shape[1]), cache is None or not int(cache.get_seq_length()))
 
 
-def _text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _text(given: dict[str, Any]) -> Tensor | None:
     """int64 [tokens], 0 where a pass's token is padding; None without a mask that says so."""
-    ids = args[0] if args else kwargs.get("input_ids")
-    ids = kwargs.get("inputs_embeds") if ids is None else ids
-    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    ids, mask = inputs(given), given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or ids is None or mask.shape[1] < ids.shape[1]:
         return None
     return (mask[:, mask.shape[1] - ids.shape[1] :] != 0).reshape(-1).long()

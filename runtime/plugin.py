@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from transformers.integrations.moe import ExpertsInterface
-from transformers.quantizers import auto
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -34,6 +35,25 @@ from .attach import attach
 
 METHOD = "moepack"
 POLICY = "MOEPACK_POLICY"  # the environment's
+HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how files are fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a call of `from_pretrained` asked for, as far as transformers does not tell.
+
+    Attributes:
+        name: of the model.
+        hub: those of HUB that were given.
+        experts: the experts' implementation.
+    """
+
+    name: str = "the model"
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    experts: str | Mapping[str, str] | None = None
+
+
+asked: ContextVar[Asked] = ContextVar("moepack_asked", default=Asked())  # noqa: B039 (frozen)
 
 
 class MoepackConfig(QuantizationConfigMixin):
@@ -74,6 +94,8 @@ class MoepackQuantizer(HfQuantizer):
     requires_calibration = True
 
     def __init__(self, quantization_config: MoepackConfig, **kwargs: Any) -> None:
+        if not kwargs.get("pre_quantized", True):
+            raise _no_bundle()
         super().__init__(quantization_config, **kwargs)
         self._bundle: Bundle | None = None
 
@@ -90,6 +112,9 @@ class MoepackQuantizer(HfQuantizer):
         raise InputError("a loaded bundle does not become a plain model: load the checkpoint that it was made from")
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        named = asked.get().experts
+        for other in set(named.values() if isinstance(named, Mapping) else [named]) - {None, IMPLEMENTATION}:
+            raise InputError(f"experts_implementation={other!r}: a bundle's experts are run by moepack's own")
         bundle = self._bundle = _bundle_of(model, checkpoint_files)
         if policy := self._policy():
             check_policy(policy, bundle, self._budget() is not None)
@@ -146,8 +171,25 @@ def _bundle_of(model: Any, checkpoint_files: Any) -> Bundle:
         if commit is not None:
             from huggingface_hub import snapshot_download
 
-            root = Path(snapshot_download(model.config._name_or_path, revision=commit))
+            root = Path(snapshot_download(model.config._name_or_path, revision=commit, **asked.get().hub))
     return open_bundle(root)
+
+
+def _no_bundle() -> InputError:
+    return InputError(f"{asked.get().name}: not a bundle; moepack build makes one")
+
+
+def _merge(own: Any, given: Any) -> Any:
+    """config.json's quantisation and what a caller of `from_pretrained` gave: transformers' own would warn that most of
+    the latter is ignored."""
+    if not isinstance(given, MoepackConfig):
+        return _merge_theirs(own, given)
+    if (own.get("quant_method") if isinstance(own, dict) else own.quant_method) != METHOD:
+        raise _no_bundle()
+    merged = MoepackConfig(**own) if isinstance(own, dict) else own
+    for name, value in given.get_loading_attributes().items():
+        setattr(merged, name, value)
+    return merged
 
 
 def _check_files(bundle: Bundle) -> None:
@@ -163,4 +205,5 @@ def _check_files(bundle: Bundle) -> None:
 register_quantization_config(METHOD)(MoepackConfig)
 register_quantizer(METHOD)(MoepackQuantizer)
 ExpertsInterface.register(IMPLEMENTATION, experts_forward)
-auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, MoepackConfig)  # type: ignore[assignment]
+_merge_theirs = AutoHfQuantizer.merge_quantization_configs
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge)  # type: ignore[method-assign,assignment]

@@ -11,9 +11,11 @@ from moepack.pack.reader import Bundle
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, Needs
+from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.policies.contract import Versions
-from moepack.runtime.residency.kv_reserve import FreeReserve, KvWatch, LiveReserve
+from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
+from moepack.runtime.residency.reserves import FreeReserve, LiveReserve
 
 from .passes import Passes
 
@@ -66,7 +68,9 @@ class Serving:
         assert self._passes is not None
         for layer in self.layers:
             layer.trainable = False
-        self.caches = self._passes.caches = KvWatch(model.config, needs, reserve, self.budget_bytes)
+        routed = sum(layer.of.layer.experts for layer in self.layers)
+        outputs = Outputs.of(model, routed, needs.workload.all_logits)
+        self.caches = self._passes.caches = KvWatch(model.config, needs, reserve, self.budget_bytes, outputs)
         if self.live is not None:
             self.live.each_round = self.caches.settle
 
@@ -77,10 +81,12 @@ class Serving:
 
     def close(self) -> None:
         """End the trace and stop changing versions. A forward pass from now on says that the model was closed."""
-        if self._passes is not None:
-            self._passes.close()
-        if self.live is not None:
-            self.live.close()
+        try:
+            if self._passes is not None:
+                self._passes.close()
+        finally:
+            if self.live is not None:
+                self.live.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied, as the model is."""

@@ -150,9 +150,7 @@ def measure(
         InputError: for a model whose forward pass does not run on a skeleton.
     """
     layers = tuple(bundle.layers)
-    same = {
-        name: value for name, value in config.to_dict().items() if name != "quantization_config"
-    }
+    same = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     model = json.dumps(same, sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
     key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload)
     found = _known.get(key)

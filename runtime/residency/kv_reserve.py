@@ -14,115 +14,24 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from moepack.pack.errors import InputError
-from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import Needs
 from moepack.runtime.planning.kv_cache import cache_bytes, static_length
+from moepack.runtime.planning.outputs import Outputs
 
-from .live import Live
+from .arguments import cache_of, inputs, uses_cache
+from .kv_queue import Pass, Queue
+from .reserves import Reserve
 
 STEP = 128  # tokens of every sequence by which the reserve grows at a time: seconds of decoding
 LINGER = 0.5  # seconds after which bytes that no cache needs are given back: the next request may come at once
-PATIENCE = 30.0  # seconds that a pass waits for experts to leave before it is refused
-
-
-class Reserve(Protocol):
-    """Bytes of the budget for caches beyond those asked for while loading."""
-
-    @property
-    def held(self) -> int:
-        """Bytes reserved."""
-
-    @property
-    def coming(self) -> int:
-        """Bytes asked for that are not there yet."""
-
-    @property
-    def most(self) -> int:
-        """Bytes that could be reserved, with every expert at its least."""
-
-    def grow(self, size: int) -> bool:
-        """Ask for `size` bytes more; whether they are there. Raises MemoryError where they can never be."""
-
-    def shrink(self, size: int) -> None:
-        """Give bytes back, and first those that are not there yet."""
-
-    def advance(self) -> None:
-        """Help what was asked for to come about. Called outside forward passes."""
-
-
-class FreeReserve:
-    """What a map that never changes leaves free."""
-
-    def __init__(self, tracker: BudgetTracker) -> None:
-        self._tracker = tracker
-        self.most, self.coming = tracker.free, 0
-
-    @property
-    def held(self) -> int:
-        """Bytes reserved."""
-        return self._tracker.held("kv")
-
-    def grow(self, size: int) -> bool:
-        """Reserve at once, or never."""
-        if not self._tracker.try_reserve("kv", size):
-            raise MemoryError
-        return True
-
-    def shrink(self, size: int) -> None:
-        """Give bytes back."""
-        self._tracker.release("kv", size)
-
-    def advance(self) -> None:
-        """Nothing is ever under way."""
-
-
-class LiveReserve:
-    """What experts can be pushed out of."""
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-
-    @property
-    def most(self) -> int:
-        """Bytes that the experts leave at their least."""
-        return self._live.transitions.headroom.most_kv()
-
-    @property
-    def held(self) -> int:
-        """Bytes reserved."""
-        return self._live.transitions.kv_bytes
-
-    @property
-    def coming(self) -> int:
-        """Bytes that experts have still to leave."""
-        return self._live.transitions.kv_asked
-
-    def grow(self, size: int) -> bool:
-        """Push experts out, the least wanted first."""
-        return self._live.grow_kv(size)
-
-    def shrink(self, size: int) -> None:
-        """Give bytes back to the experts."""
-        self._live.transitions.shrink_kv(size)
-
-    def advance(self) -> None:
-        """A round of transitions, as the worker does them: a policy that blocks has no worker."""
-        self._live.transitions.tick()
-
-
-@dataclass(slots=True, eq=False)
-class _Pass:
-    """A forward pass that is running: its cache and the bytes that will have, and what it takes beside."""
-
-    cache: int | None
-    size: int
-    beside: int
+PATIENCE = 30.0  # seconds that a pass waits, once nobody waits before it, until it is refused
+LOOK = 0.005, 0.05  # seconds after which one that waits looks again unasked: the first, the others
+UNCOUNTED = "the cache of continuous batching is not counted in a budget: load the bundle without one"
 
 
 class KvWatch:
@@ -133,15 +42,26 @@ class KvWatch:
         waited: seconds they did.
     """
 
-    def __init__(self, config: Any, needs: Needs, reserve: Reserve, budget: int) -> None:
-        """For a model of this config; `room` is to be around each of its passes."""
+    def __init__(
+        self, config: Any, needs: Needs, reserve: Reserve, budget: int, outputs: Outputs | None = None
+    ) -> None:
+        """For a model of this config; `room` is to be around each of its passes.
+
+        Args:
+            config: the model's.
+            needs: what was measured for the workload.
+            reserve: bytes beyond that.
+            budget: bytes in all, for messages.
+            outputs: what a pass may be asked to return beyond what was measured.
+        """
         self.waits, self.waited = 0, 0.0
         self._config, self._needs, self._reserve, self._budget = config, needs, reserve, budget
+        self._outputs = outputs if needs.workload.prefill_tokens else None
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._dead: deque[int] = deque()  # a weak reference's callback may run anywhere: it takes no lock
-        self._passes: set[_Pass] = set()
-        self._queue: list[_Pass] = []  # those that wait, the first come first
-        self.closed, self._last_end = False, 0.0
+        self._passes: set[Pass] = set()
+        self._queue = Queue()
+        self.closed = False
         self._lock = threading.RLock()
         self._needed_at = 0.0
 
@@ -151,14 +71,14 @@ class KvWatch:
         with self._lock:
             return self._used(self._passes)
 
-    def _used(self, passes: Iterable[_Pass]) -> int:
+    def _used(self, passes: Iterable[Pass]) -> int:
         self._bury()
         ahead = {p.cache for p in passes}
         held = sum(size for key, (_, size) in self._caches.items() if key not in ahead)
         return held + sum(p.size for p in passes)
 
     def settle(self) -> None:
-        """Give back what caches no longer need. Any thread may call it, at any time."""
+        """Give back what caches no longer need; passes that wait look again. Any thread may call it, at any time."""
         with self._lock:
             needed, step = self._beyond(), self._step(1)
             total, now = self._reserve.held + self._reserve.coming, time.monotonic()
@@ -167,6 +87,7 @@ class KvWatch:
                 self._needed_at = now
             elif now - self._needed_at > LINGER:
                 self._reserve.shrink(total - keep)
+            self._queue.ring()
 
     def _bury(self) -> None:
         while self._dead:
@@ -174,7 +95,7 @@ class KvWatch:
             if key in self._caches and self._caches[key][0]() is None:
                 del self._caches[key]
 
-    def _beyond(self, also: _Pass | None = None) -> int:
+    def _beyond(self, also: Pass | None = None) -> int:
         """Bytes needed beyond those asked for while loading, with all passes that run and one more.
 
         One pass within the workload finds its activations held back. Of several at once, what all of them take counts.
@@ -190,7 +111,7 @@ class KvWatch:
     # --- passes
 
     @contextlib.contextmanager
-    def room(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+    def room(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
         """Around a forward pass with these arguments: its cache and activations have room before it begins.
 
         What it yields is told the pass's result.
@@ -198,21 +119,23 @@ class KvWatch:
         Raises:
             BudgetExceeded: when they cannot have it.
         """
-        ids = args[0] if args else kwargs.get("input_ids")
-        ids = kwargs.get("inputs_embeds") if ids is None else ids
-        batch, tokens = (int(n) for n in ids.shape[:2]) if ids is not None and ids.ndim >= 2 else (1, 0)
-        cache, length, size = _cache(kwargs), tokens, 0
+        if given.get("cache") is not None:
+            raise InputError(UNCOUNTED)
+        ids = inputs(given)
+        batch, tokens = (int(n) for n in ids.shape[:2]) if ids is not None else (1, 0)
+        cache, length, size = cache_of(given), tokens, 0
         if cache is not None:
             size, length = self._foretold(cache, tokens, batch)
-        elif _uses_cache(self._config, kwargs):
+        elif uses_cache(self._config, given):
             size = self._needs.kv.bytes(tokens, batch)
-        mine = _Pass(None if cache is None else id(cache), size, self._needs.beside(tokens, length, batch))
+        returned = self._outputs.bytes(self._config, given, tokens, length, batch) if self._outputs else 0
+        beside = self._needs.beside(tokens, length, batch) + returned
+        mine = Pass(None if cache is None else id(cache), size, beside, returned)
         try:
             self._provide(mine, tokens, length, batch)
         finally:
             with self._lock:
-                if mine in self._queue:
-                    self._queue.remove(mine)
+                self._queue.leave(mine)
         caches = {} if cache is None else {id(cache): cache}
 
         def done(out: Any) -> None:
@@ -224,14 +147,13 @@ class KvWatch:
         finally:
             with self._lock:
                 self._passes.discard(mine)
-                self._last_end = time.perf_counter()
                 for key, left in caches.items():
                     self._follow(key, left)
                 self.settle()
 
     def _follow(self, key: int, cache: Any) -> None:
         try:
-            reference = weakref.ref(cache, partial(_died, self._dead, key))
+            reference = weakref.ref(cache, partial(_died, self._dead, self._queue, key))
         except TypeError:  # a kind that cannot be followed: counted while it is in a pass
             return
         self._bury()
@@ -249,42 +171,64 @@ class KvWatch:
 
     # --- growing
 
-    def _provide(self, mine: _Pass, tokens: int, length: int, batch: int) -> None:
+    def _provide(self, mine: Pass, tokens: int, length: int, batch: int) -> None:
         """See that what a pass needs is reserved, and ask for more where that comes near; then it counts as running.
 
-        Where it is not, the pass waits: for experts to leave, or for passes that run to give theirs back.
+        Where it is not, the pass waits: for experts to leave, or for passes and caches of others to end.
         """
-        reserve, step = self._reserve, self._step(batch)
-        began: float | None = None
         while True:
             with self._lock:
-                needed = self._beyond(mine)
-                possible = needed <= reserve.most
-                if needed and possible:
-                    total = reserve.held + reserve.coming
-                    wanted = min(reserve.most, _up(needed, step) + step)
-                    if needed + step // 2 > total and wanted > total:
-                        self._grow(wanted - total, max(0, needed - total))
-                    self._needed_at = time.monotonic()
-                if needed <= reserve.held and (not self._queue or self._queue[0] is mine):
+                if self._may_run(mine, batch):
+                    self._queue.leave(mine)
                     self._passes.add(mine)
                     break
                 if self.closed:
                     raise InputError("this model was closed: load the bundle again")
-                since = max(began or 0.0, self._last_end)  # while passes end, it may still be this one's turn
-                over = began is not None and time.perf_counter() - since > PATIENCE
-                if over or not (possible or self._passes or self._queue):
+                if self._is_hopeless(mine):
                     if not self._passes:
-                        reserve.shrink(reserve.coming)
+                        self._reserve.shrink(self._reserve.coming)
                     raise self._refused(mine, tokens, length, batch)
-                if began is None:
-                    began = time.perf_counter()
-                    self.waits += 1
-                    self._queue.append(mine)
-            reserve.advance()
-            time.sleep(0.0005)
-        if began is not None:
-            self.waited += time.perf_counter() - began
+                self.waits += self._queue.enter(mine)
+            if mine.first is not None:
+                self._reserve.advance()
+            mine.wait(LOOK[mine.first is None] if not self._reserve.in_turns else 0.001)
+        if mine.began is not None:
+            self.waited += time.perf_counter() - mine.began
+
+    def _may_run(self, mine: Pass, batch: int) -> bool:
+        """Whether what a pass needs is reserved, and it is its turn. A cache can only die if its passes go on: those
+        wait for nobody's turn."""
+        reserve, step = self._reserve, self._step(batch)
+        needed = self._beyond(mine)
+        if needed and needed <= reserve.most:
+            total = reserve.held + reserve.coming
+            wanted = min(reserve.most, _up(needed, step) + step)
+            if needed + step // 2 > total and wanted > total:
+                self._grow(wanted - total, max(0, needed - total))
+            self._needed_at = time.monotonic()
+        if needed > reserve.held:
+            return False
+        return mine.cache in self._caches or self._queue.is_turn(mine, self._is_blocked, PATIENCE / 2)
+
+    def _is_blocked(self, mine: Pass) -> bool:
+        """Whether a pass cannot run beside the passes and caches that there are, whatever experts do."""
+        return self._beyond(mine) > self._reserve.most
+
+    def _is_hopeless(self, mine: Pass) -> bool:
+        """Whether a pass is refused: too large by itself, or blocked by what can never end, or waiting for too long."""
+        needs, late = self._needs, mine.first is not None and time.perf_counter() - mine.first > PATIENCE
+        if late or mine.size - needs.kv_bytes + max(0, mine.beside - needs.activations) > self._reserve.most:
+            return True
+        return self._is_blocked(mine) and not self._passes and not self._may_end(mine)
+
+    def _may_end(self, mine: Pass) -> bool:
+        """Whether caches of others may die while a pass waits: not if only its own thread could let them go. One that
+        goes on with a cache does not wait for passes that wait for that."""
+        if self._reserve.in_turns or all(_is_own(thread) for thread in threading.enumerate()):
+            return False
+        goes_on = mine.cache in self._caches
+        stuck = {p.cache for p in self._queue.waiting if self._is_blocked(p)} if goes_on else set()
+        return any(key != mine.cache and key not in stuck for key in self._caches)
 
     def _grow(self, wanted: int, least: int) -> None:
         for size in (wanted, least):
@@ -295,8 +239,15 @@ class KvWatch:
             except MemoryError:
                 continue
 
-    def _refused(self, mine: _Pass, tokens: int, length: int, batch: int) -> BudgetExceeded:
+    def _refused(self, mine: Pass, tokens: int, length: int, batch: int) -> BudgetExceeded:
         kv, needs = self._needs.kv, self._needs
+        sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
+        if mine.began is not None and not self._is_blocked(mine):
+            waited = time.perf_counter() - mine.began
+            return BudgetExceeded(
+                f"a forward pass over {length} tokens of {sequences} waited {waited:.0f} s for experts or other passes "
+                "to leave it room: try again, or load with a larger budget"
+            )
         with self._lock:
             caches = self._used([*self._passes, mine]) - mine.size  # the others'
             beside = sum(p.beside for p in self._passes)
@@ -304,14 +255,14 @@ class KvWatch:
         per = (mine.size / kv.bytes(length, batch)) if mine.size else 0.0
 
         def takes(middle: int) -> float:
-            here = needs.beside(min(tokens, middle), middle, batch)
+            read = min(tokens, middle)
+            here = needs.beside(read, middle, batch) + mine.returned * read // max(1, tokens)
             return per * kv.bytes(middle, batch) + max(0, beside + here - needs.activations)
 
         low, high = 0, length
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if takes(middle) <= room else (low, middle - 1)
-        sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
         more = max(0, beside + mine.beside - needs.activations)
         running = f"; {len(self._passes)} other passes run" if self._passes else ""
         return BudgetExceeded(
@@ -321,19 +272,14 @@ class KvWatch:
         )
 
 
-def _died(dead: deque[int], key: int, _: object) -> None:
+def _died(dead: deque[int], waiting: Queue, key: int, _: object) -> None:
     dead.append(key)
+    waiting.ring()
+
+
+def _is_own(thread: threading.Thread) -> bool:
+    return thread is threading.current_thread() or thread.name.startswith("moepack-")
 
 
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
-
-
-def _cache(kwargs: dict[str, Any]) -> Any:
-    cache = kwargs.get("past_key_values")
-    return kwargs.get("cache_params") if cache is None else cache
-
-
-def _uses_cache(config: Any, kwargs: dict[str, Any]) -> bool:
-    wanted = kwargs.get("use_cache")
-    return bool(getattr(config.get_text_config(), "use_cache", True) if wanted is None else wanted)

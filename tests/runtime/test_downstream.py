@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import os
 import pickle
+import re
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 import moepack
 from moepack.pack.errors import InputError
@@ -42,6 +47,68 @@ def test_from_pretrained_takes_what_load_takes(bundle: Path) -> None:
         MoepackConfig(workload={"tokens": 1})
     with pytest.raises(InputError, match="policy 'hotnes' is unknown"):
         AutoModelForCausalLM.from_pretrained(bundle, policy="hotnes")
+
+
+def test_options_beside_a_config_are_merged_without_a_warning(bundle: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in (
+            {"quantization_config": MoepackConfig(policy="static:w2", device_memory="30MB"), "kv_tokens": 64},
+            {"policy": "static:w2", "device_memory": "30MB", "kv_tokens": 64},
+        ):
+            serving = AutoModelForCausalLM.from_pretrained(bundle, **options).moepack
+            assert serving.budget_bytes == 30_000_000 and serving.fixed.kv == 64 * 1024
+
+
+@pytest.mark.parametrize("options", [{"policy": "static:w2"}, {"quantization_config": MoepackConfig()}])
+@pytest.mark.parametrize("method", [None, "fp8"])
+def test_a_plain_checkpoint_is_no_bundle(
+    demo_model: Path, tmp_path: Path, options: dict[str, Any], method: str | None
+) -> None:
+    config = json.loads((demo_model / "config.json").read_text())
+    if method:
+        config["quantization_config"] = {"quant_method": method}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(demo_model / "model.safetensors")
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path}: not a bundle; moepack build makes one")):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+
+
+def test_other_implementations_of_experts_are_refused(bundle: Path) -> None:
+    for named in ("eager", "grouped_mm", {"": "eager"}):
+        for kind in (AutoModelForCausalLM, Qwen3MoeForCausalLM):
+            with pytest.raises(InputError, match="a bundle's experts are run by moepack's own"):
+                kind.from_pretrained(bundle, experts_implementation=named)
+    AutoModelForCausalLM.from_pretrained(bundle, experts_implementation="moepack", policy="static:w2")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["transformers", "moepack"])
+def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """With transformers' part of it in a cache of its own: same token, same cache, and no request where none may be."""
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "cache" / "models--someone--mini" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for file in (f for f in bundle.iterdir() if f.is_file() and f.name != "manifest.json"):
+        (snapshot / file.name).symlink_to(file)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text(commit)
+    seen: list[Any] = []
+
+    def stand_in(*args: Any, **kwargs: Any) -> str:
+        seen.append((args, kwargs))
+        return str(bundle)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
+    if own:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        model, given = moepack.load("someone/mini", token="hf_mine", policy="static:w2"), {"token": "hf_mine"}
+    else:
+        given = {"token": "hf_mine", "cache_dir": str(tmp_path / "cache"), "local_files_only": True}
+        model = AutoModelForCausalLM.from_pretrained("someone/mini", **given)
+    assert model.moepack.bundle.path == bundle and seen == [(("someone/mini",), {"revision": commit, **given})]
 
 
 def test_programs_that_load_by_path_are_told_by_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
 import moepack
+from moepack.pack.errors import InputError
 from moepack.reports.plan import plan
+from moepack.runtime.planning.kv_cache import cache_bytes
+from moepack.runtime.planning.skeleton import LiveBytes
 
 FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 
@@ -227,3 +231,114 @@ def test_passes_at_once_count_together(bundle: Path) -> None:
     time.sleep(0.6)
     watch.settle()
     assert wide.moepack.tracker.held("kv") == 0, "given back once nobody needs it"
+
+
+# --- what a pass is given, and asked to return
+
+
+def tight(bundle: Path, room: int = 0, **options: Any) -> Any:
+    """A model in the smallest budget of a workload, and `room` bytes."""
+    need = plan(bundle, 0, policy="static:w2", **options).least_bytes
+    return moepack.load(bundle, policy="static:w2", device_memory=need + room, **options)
+
+
+@torch.inference_mode()
+def test_caches_and_embeddings_are_seen_however_they_are_given(bundle: Path) -> None:
+    model = tight(bundle, 700_000, prefill_tokens=64)
+    watch, x = model.moepack.caches, ids(8)
+    mask = torch.ones_like(x)
+    cache = StaticCache(model.config, max_cache_len=500)
+    model(x, mask, None, cache)
+    assert watch.used == cache_bytes(cache) > 500_000
+    del cache
+    with pytest.raises(InputError, match="a forward pass over 5000 tokens"):
+        model(x, mask, None, StaticCache(model.config, max_cache_len=5000))
+    long = model.model.embed_tokens(ids(3000))
+    for call in (model, model.forward, model.model):
+        with pytest.raises(InputError, match="a forward pass over 3000 tokens"):
+            call(None, None, None, None, long)
+    assert watch.used == 0 and torch.isfinite(model(None, None, None, None, long[:, :8]).logits).all()
+    with pytest.raises(TypeError, match="multiple values"):
+        model(x, input_ids=x)
+
+
+def test_the_cache_of_continuous_batching_is_refused_before_it_is_made(bundle: Path) -> None:
+    model = tight(bundle, 700_000, prefill_tokens=64)
+    before = model.moepack.tracker.peak
+    for call in (lambda: model.generate_batch([[1, 2, 3]]), model.init_continuous_batching):
+        with pytest.raises(InputError, match="continuous batching is not counted in a budget"):
+            call()
+    with pytest.raises(InputError, match="continuous batching is not counted in a budget"):
+        model(ids(4), cache=object())
+    assert model.moepack.tracker.peak == before
+    assert type(moepack.load(bundle, policy="static:w2").init_continuous_batching()).__name__.endswith("Manager")
+
+
+ASKED = {  # what a pass is asked for, and how it is loaded
+    "all logits": ({}, {"all_logits": False}),
+    "some logits": ({"logits_to_keep": 200}, {"all_logits": False}),
+    "a loss": ({"labels": True}, {}),
+    "a loss of all logits": ({"labels": True}, {"all_logits": False}),
+    "hidden states": ({"output_hidden_states": True}, {}),
+    "attentions": ({"output_attentions": True}, {"attn_implementation": "eager"}),
+    "router logits": ({"output_router_logits": True}, {}),
+}
+
+
+@pytest.mark.parametrize(("asked", "options"), ASKED.values(), ids=ASKED)
+def test_what_a_pass_returns_counts(bundle: Path, asked: dict[str, Any], options: dict[str, Any]) -> None:
+    """In the smallest budget more than the workload's is refused; what counts is what storages add up to, or more."""
+    attention = {k: v for k, v in options.items() if k != "all_logits"}
+    workload = {k: v for k, v in options.items() if k == "all_logits"}
+    model = moepack.load(bundle, policy="static:w2", device_memory=1 << 30, prefill_tokens=256, **options)
+    x, watch, seen = ids(256), model.moepack.caches, []
+    given = {**asked, "labels": x} if asked.get("labels") else asked
+    provide = watch._provide
+    watch._provide = lambda mine, *rest: (seen.append(mine), provide(mine, *rest))
+    peaks = []
+    for extra in ({"logits_to_keep": 1} if workload else {}, given):
+        with torch.no_grad(), LiveBytes(model) as live:
+            out = model(x, use_cache=False, **extra)
+        peaks.append(live.peak)
+        del out
+    plain, more = seen
+    assert plain.returned == 0 and peaks[1] <= more.beside, (peaks, more)
+    assert more.returned <= 1.3 * (peaks[1] - peaks[0]) + plain.beside, "and not much more than that"
+    small = tight(bundle, 0, prefill_tokens=256, **workload)
+    if attention:
+        small.set_attn_implementation("eager")
+    with torch.inference_mode():
+        small(x, use_cache=False, **({"logits_to_keep": 1} if workload else {}))
+        with pytest.raises(InputError, match="more than is held back for activations"):
+            small(x, use_cache=False, **given)
+
+
+# --- traces
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("buffering", [1, 1 << 20], ids=["while serving", "at the end"])
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    bundle: Path, tmp_path: Path, buffering: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    need = plan(bundle, 0, policy=FAST, prefill_tokens=64).least_bytes
+    model = moepack.load(bundle, policy=FAST, device_memory=need + 1_000_000, prefill_tokens=64)
+    model.moepack.trace(tmp_path / "trace")
+    model.moepack._passes._trace._file = Path("/dev/full").open("w", buffering=buffering)  # noqa: SIM115
+    with torch.inference_mode():
+        for seed in range(3):
+            assert torch.isfinite(model(ids(8, seed), use_cache=False).logits).all()
+    model.moepack.close()
+    assert caplog.text.count("the trace ends early, it cannot be written: No space left on device") == 1
+    assert not model.moepack.live._worker.is_alive()
+
+
+def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(model.moepack._passes, "end_trace", fail)
+    with pytest.raises(ValueError, match="planted"):
+        model.moepack.close()
+    assert not model.moepack.live._worker.is_alive()
+    monkeypatch.undo()

@@ -1,0 +1,236 @@
+"""Who waits for room, for what and for how long: with caches of one byte a token, and no model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moepack.pack.errors import InputError
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.fixed import Activations, Needs, Workload
+from moepack.runtime.planning.kv_cache import KvShape
+from moepack.runtime.residency import kv_reserve
+from moepack.runtime.residency.kv_reserve import KvWatch
+from moepack.runtime.residency.reserves import FreeReserve
+
+MOST = 1000  # bytes for caches, and so tokens; a token takes one more of activations, ten are held back
+
+
+class Cache:
+    """Of one byte a token."""
+
+    def __init__(self, tokens: int = 0) -> None:
+        self.held = torch.empty(tokens, dtype=torch.uint8)
+
+    def get_seq_length(self) -> int:
+        return len(self.held)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> KvWatch:
+    monkeypatch.setattr(kv_reserve, "PATIENCE", 1.0)
+    monkeypatch.setattr(kv_reserve, "LINGER", 0.0)
+    monkeypatch.setattr(kv_reserve, "STEP", 1)
+    passes = Activations((1, 2), (1, 2), (1.0, 1.0, 2.0, 2.0))
+    needs = Needs(Workload(prefill_tokens=10), KvShape(((0, 1, None),)), 10, passes)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(use_cache=True))
+    return KvWatch(config, needs, FreeReserve(BudgetTracker(MOST, 0)), MOST)
+
+
+def run(watch: KvWatch, tokens: int, cache: Cache | None = None, inside: Callable[[], Any] = lambda: None) -> Cache:
+    """A pass of so many tokens; what it leaves."""
+    with watch.room({"input_ids": torch.zeros(1, tokens), "past_key_values": cache}) as done:
+        inside()
+        left = cache or Cache()
+        left.held = torch.empty(len(left.held) + tokens, dtype=torch.uint8)
+        done((left,))
+    return left
+
+
+def made(watch: KvWatch, tokens: int) -> Cache:
+    """A cache of so many tokens, by passes whose activations are held back."""
+    cache = Cache()
+    for _ in range(0, tokens, 10):
+        run(watch, 10, cache)
+    return cache
+
+
+def bare(watch: KvWatch, tokens: int = 5, inside: Callable[[], Any] = lambda: None) -> None:
+    """A pass without a cache."""
+    with watch.room({"input_ids": torch.zeros(1, tokens), "use_cache": False}):
+        inside()
+
+
+class Beside(threading.Thread):
+    """What runs meanwhile; `end` waits for it and says what it raised and how long it took."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._work, self.error, self.seconds = work, None, 0.0
+        self.start()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error.with_traceback(None)  # whose frames would hold a cache
+        self.seconds = time.monotonic() - began
+
+    def end(self) -> BaseException | None:
+        self.join(10)
+        assert not self.is_alive()
+        return self.error
+
+
+@pytest.fixture
+def somebody() -> Iterator[None]:
+    """Another thread, which might let a cache go."""
+    end = threading.Event()
+    other = Beside(end.wait)
+    yield
+    end.set()
+    other.end()
+
+
+def queued(watch: KvWatch, count: int) -> None:
+    end = time.monotonic() + 5
+    while len(watch._queue.waiting) < count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvWatch) -> None:
+    gate = threading.Event()
+    other = Beside(lambda: run(watch, 10, inside=gate.wait))
+    while not watch._passes:
+        time.sleep(0.001)
+    began = time.monotonic()
+    with pytest.raises(InputError, match=r"which holds \d+ tokens; 1 other passes run"):
+        run(watch, MOST + 1)
+    bare(watch)
+    assert time.monotonic() - began < 0.3 and not watch._queue.waiting
+    gate.set()
+    assert other.end() is None
+
+
+def test_what_fits_passes_one_that_cannot_run_now(watch: KvWatch, somebody: None) -> None:
+    held = made(watch, 600)
+    large = Beside(lambda: run(watch, 450))
+    queued(watch, 1)
+    began = time.monotonic()
+    bare(watch)
+    run(watch, 20)
+    assert time.monotonic() - began < 0.4 and watch._queue.waiting, "what was held and 20 tokens more fits"
+    del held
+    assert large.end() is None and large.seconds < 0.9
+
+
+def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvWatch) -> None:
+    """Two threads whose passes overlap all the time: there is no moment without one, unless they stop passing."""
+    stop = threading.Event()
+
+    def small() -> None:
+        while not stop.is_set():
+            bare(watch, 150, inside=lambda: time.sleep(0.02))
+
+    others = [Beside(small), Beside(lambda: (time.sleep(0.01), small()))]
+    time.sleep(0.05)
+    large = Beside(lambda: run(watch, 450))  # 900 bytes, beside which 150 more do not fit
+    assert large.end() is None and 0.4 < large.seconds < 1.0
+    stop.set()
+    assert [other.end() for other in others] == [None, None]
+
+
+def test_patience_begins_when_nobody_waits_before(watch: KvWatch, somebody: None) -> None:
+    held = made(watch, 600)
+    first = Beside(lambda: run(watch, 450))
+    queued(watch, 1)
+    time.sleep(0.6)
+    second = Beside(lambda: run(watch, 440))
+    assert isinstance(first.end(), InputError) and first.seconds < 1.3
+    time.sleep(0.5)
+    assert second.is_alive(), "it has waited longer than patience, but not as the first"
+    del held
+    assert second.end() is None
+
+
+def test_a_wait_that_was_in_vain_says_what_for(watch: KvWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that could be reserved, and never are: experts that do not leave."""
+    monkeypatch.setattr(FreeReserve, "grow", lambda self, size: False)
+    with pytest.raises(InputError, match="over 8 tokens of 1 sequence waited 1 s for experts or other passes"):
+        run(watch, 8)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvWatch, inside: bool) -> None:
+    """Whether it comes while a token is decoded or between two: the tokens do not wait for it, and it waits."""
+    began, prompts = threading.Event(), []
+
+    def generate() -> None:
+        cache = made(watch, 600)
+        began.set()
+        for _ in range(10):
+            run(watch, 1, cache, inside=lambda: time.sleep(0.03 * inside))
+            time.sleep(0.03 * (not inside))
+
+    generation = Beside(generate)
+    assert began.wait(5)
+    prompts.append(Beside(lambda: run(watch, 450)))
+    queued(watch, 1)
+    assert generation.end() is None and generation.seconds < 0.9
+    assert prompts[0].end() is None and watch.waits == 1
+
+
+def test_two_generations_that_wait_for_each_other(watch: KvWatch) -> None:
+    """The one that closes the circle is refused at once, and the other goes on."""
+    both = threading.Barrier(2, timeout=5)
+
+    def generate(delay: float) -> None:
+        cache = made(watch, 400)
+        both.wait()
+        time.sleep(delay)
+        run(watch, 200, cache)
+
+    one, two = (Beside(lambda delay=delay: generate(delay)) for delay in (0.0, 0.1))
+    assert one.end() is None and isinstance(two.end(), InputError) and one.seconds < 0.9
+
+
+def test_who_is_alone_is_refused_at_once(watch: KvWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
+    held = made(watch, 600)
+    began = time.monotonic()
+    with pytest.raises(InputError, match="other caches"):
+        run(watch, 450)
+    assert time.monotonic() - began < 0.3 and len(held.held) == 600
+
+
+def test_those_that_wait_sleep_until_something_happens(watch: KvWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_reserve, "PATIENCE", 30.0)
+    looks: list[float] = []
+    used = watch._may_run
+    monkeypatch.setattr(watch, "_may_run", lambda *args: looks.append(time.monotonic()) or used(*args))
+    gate = threading.Event()
+    running = Beside(lambda: run(watch, 400, inside=gate.wait))
+    while not watch._passes:
+        time.sleep(0.001)
+    others = [Beside(lambda: bare(watch, 900)) for _ in range(3)]
+    queued(watch, 3)
+    looks.clear()
+    time.sleep(0.5)
+    assert len(looks) <= 0.5 * (1 / 0.005 + 2 / 0.05) + 10
+    monkeypatch.setattr(kv_reserve, "LOOK", (20.0, 20.0))
+    time.sleep(0.1)
+    gate.set()
+    assert [other.end() for other in [running, *others]] == [None] * 4, "each is woken by the end of the one before"
+    held = made(watch, 600)
+    large = Beside(lambda: run(watch, 450))
+    queued(watch, 1)
+    del held
+    assert large.end() is None and large.seconds < 1.0, "and by the death of a cache"

@@ -330,7 +330,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
             assert torch.isfinite(model(ids(8, seed), use_cache=False).logits).all()
     model.moepack.close()
     assert caplog.text.count("the trace ends early, it cannot be written: No space left on device") == 1
-    assert not model.moepack.live._worker.is_alive()
+    assert not model.moepack.live.worker._thread.is_alive()
 
 
 def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,5 +340,5 @@ def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(model.moepack._passes, "end_trace", fail)
     with pytest.raises(ValueError, match="planted"):
         model.moepack.close()
-    assert not model.moepack.live._worker.is_alive()
+    assert not model.moepack.live.worker._thread.is_alive()
     monkeypatch.undo()

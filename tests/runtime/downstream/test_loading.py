@@ -97,9 +97,8 @@ def test_another_quantiser(row: Any, bundle: Path) -> None:
 
 
 @pytest.mark.row('`from_pretrained(bundle, experts_implementation="eager")`')
-def test_another_implementation(row: Any, bundle: Path, same: Same) -> None:
-    model = from_path(bundle, experts_implementation="eager")
-    assert same(model) and model.config._experts_implementation == "moepack"
+def test_another_implementation(row: Any, bundle: Path) -> None:
+    row.refuses(lambda: from_path(bundle, experts_implementation="eager"))
 
 
 @pytest.mark.row("`AutoModel.from_pretrained(bundle)`, the decoder alone")

@@ -72,6 +72,11 @@ def wait_for(what: Callable[[], bool], model: Any = None, seconds: float = 20.0)
         time.sleep(0.005)
 
 
+def ours() -> set[threading.Thread]:
+    """The runtime's threads."""
+    return {t for t in threading.enumerate() if t.name.startswith("moepack-")}
+
+
 def rooms(plan: Plan, kv: int = 0) -> list[int]:
     """How many experts of each layer fit at the best version."""
     return [n // (row[0] - row[-1]) for n, row in zip(plan.capacity(kv), plan.growing(), strict=True)]
@@ -329,14 +334,14 @@ def test_static_and_uniform_are_traced_too(bundle: Path, evaluation: Path, tmp_p
 
 
 def test_the_threads_end_with_the_model(bundle: Path) -> None:
-    before = {t.name for t in threading.enumerate()}
+    before = ours()
     model = load(bundle)
-    assert {t.name for t in threading.enumerate()} - before == {"moepack-transitions", "moepack-migration"}
+    assert sorted(t.name for t in ours() - before) == ["moepack-migration", "moepack-transitions"]
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
-    wait_for(lambda: not {t.name for t in threading.enumerate()} & {"moepack-transitions", "moepack-migration"})
+    wait_for(lambda: not ours() - before)
 
 
 def test_a_round_that_fails_is_seen_and_tried_again(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -358,17 +363,19 @@ def test_a_round_that_fails_is_seen_and_tried_again(bundle: Path, caplog: pytest
 
 
 def test_closing_while_rounds_fail_ends_the_threads(bundle: Path) -> None:
+    before = ours()
     model = load(bundle)
     live = model.moepack.live
     live.policy.decide = lambda event: 1 / 0
     wait_for(lambda: live.worker.failures > 0, model)
     model.moepack.close()
-    assert not {t.name for t in threading.enumerate()} & {"moepack-transitions", "moepack-migration"}
+    assert not ours() - before
     assert not live.store._files
 
 
 def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
     """The collector may end a model on its own worker, between any two of its instructions."""
+    before = ours()
     model = load(bundle)
     live = model.moepack.live
     wait_for(lambda: live.residency.counts.promotions > 0, model)
@@ -391,7 +398,7 @@ def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
     assert ended.wait(5)
     live.worker.join()
     assert model.moepack.health()["worker"] == "stopped" and not live.store._files
-    wait_for(lambda: not {t.name for t in threading.enumerate()} & {"moepack-transitions", "moepack-migration"})
+    wait_for(lambda: not ours() - before)
 
 
 def test_a_slow_file_holds_no_pass_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,6 +452,7 @@ def test_a_step_ends_though_the_device_fails(bundle: Path) -> None:
 
 @pytest.mark.parametrize("where", ["moepack.runtime.residency.live.Live._pools", "moepack.runtime.devices.glibc.own"])
 def test_a_load_that_fails_leaves_no_thread(bundle: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ours()
     enough = least(bundle) + ROOM
 
     def failing(*_: Any) -> None:
@@ -453,7 +461,7 @@ def test_a_load_that_fails_leaves_no_thread(bundle: Path, where: str, monkeypatc
     monkeypatch.setattr(where, failing)
     with pytest.raises(MemoryError, match="planted"):
         load(bundle, FAST, enough)
-    assert not {t.name for t in threading.enumerate()} & {"moepack-transitions", "moepack-migration"}
+    assert not ours() - before
 
 
 def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:

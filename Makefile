@@ -9,7 +9,7 @@ demo: $(VENV)/.build-installed
 	$(PY) examples/demo.py
 
 test: $(VENV)/.dev-installed
-	$(PY) -m pytest -q --durations=15
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --durations=15
 
 # The inner loop, under 90 seconds: without what tests/conftest.py calls slow.
 quick: $(VENV)/.dev-installed

@@ -21,6 +21,7 @@ class Counters:
         counts: int64 [layers, the most experts + 1] on the device; the last column holds what is no expert.
         sums: float64, of the same shape, or None where nobody needs gate weights.
         mask: int64 [tokens], 0 for padding, whose routing does not count; None where all tokens are text.
+        used: whether anything was added.
     """
 
     def __init__(self, experts: Sequence[int], gates: bool, device: torch.device) -> None:
@@ -29,12 +30,14 @@ class Counters:
             self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
             self.sums = torch.zeros(shape, dtype=torch.float64, device=device) if gates else None
         self.mask: Tensor | None = None
+        self.used = False
         self._sent: tuple[Tensor, Tensor | None] | None = None
         self._event: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def add(self, position: int, index: Tensor, weights: Tensor) -> None:
         """Count a layer's routing: `index` and `weights` are [tokens, top_k]. Does not wait for the device."""
+        self.used = True
         row, none = self.counts[position], self._experts[position]
         flat = index.reshape(-1).clamp(max=none)
         mask = self.mask if self.mask is not None and len(self.mask) == len(index) else None
@@ -52,7 +55,7 @@ class Counters:
 
     def send(self) -> None:
         """The step has ended: copy its numbers out, behind its kernels."""
-        if self.counts.device.type != "cuda":
+        if self.counts.device.type != "cuda" or not self.used:
             return
         sums = None if self.sums is None else self.sums.to("cpu", non_blocking=True)
         self._sent = self.counts.to("cpu", non_blocking=True), sums
@@ -73,7 +76,9 @@ class Counters:
 
     def clear(self) -> None:
         """Begin another step with nothing counted."""
-        self.counts.zero_()
-        if self.sums is not None:
-            self.sums.zero_()
+        if self.used:
+            self.counts.zero_()
+            if self.sums is not None:
+                self.sums.zero_()
         self.mask = self._sent = self._event = None
+        self.used = False

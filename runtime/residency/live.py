@@ -329,16 +329,20 @@ class Live:
             if not self._ended[0].counters.arrived():
                 break
             step = self._ended.popleft()
-            counts, gates = step.counters.take()
-            for chosen, new in zip(self._counts, counts, strict=True):
-                chosen += new
-            for weighed, more in zip(self._gates, gates, strict=True):
-                weighed += more
-            if step.is_prompt and self.policy.needs.prompts:
-                mine = [row.copy() for row in counts], [row.copy() for row in gates]
-                self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine))
+            if step.counters.used:
+                self._add(step)
             step.counters.clear()
             self._spare_counters.append(step.counters)
+
+    def _add(self, step: Step) -> None:
+        counts, gates = step.counters.take()
+        for chosen, new in zip(self._counts, counts, strict=True):
+            chosen += new
+        for weighed, more in zip(self._gates, gates, strict=True):
+            weighed += more
+        if step.is_prompt and self.policy.needs.prompts:
+            mine = [row.copy() for row in counts], [row.copy() for row in gates]
+            self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine))
 
     def _decide(self, event: Event) -> None:
         wanted = self.policy.decide(event)

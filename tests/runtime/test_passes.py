@@ -71,7 +71,7 @@ def test_passes_that_overlap_do_not_starve_promotions(model: Any) -> None:
         """A step is open at every moment: two take turns, each ending after the other has begun."""
         first = live.step()
         first.__enter__()
-        while not done.is_set():
+        while not done.wait(0.0005):
             second = live.residency.begin()
             first.__exit__(None, None, None)
             first = live.step()

@@ -122,7 +122,7 @@ def test_kernels_refuse_it_by_name(w8: Version) -> None:
     geometry = triton.route(index, 1, triton.DECODE.tokens)
     table = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(InputError, match=known):
-        triton.product(MATRICES[0], [form], table, geometry, x, torch.empty(1, 34), triton.DECODE)
+        triton.product(MATRICES[0], [form], [0], table, geometry, x, torch.empty(1, 34), triton.DECODE)
 
 
 def test_c_refuses_numbers_it_does_not_know(w8: Version, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,8 +224,9 @@ def shapes() -> str:
 POLICIES = {
     "static, first file, most used": "static map, most used",
     "static, first file, by loss": "static map, by loss",
-    "hotness": "`hotness:hi=bf16,lo=w2`",
-    "hotness, versions of its choice": "`hotness`",
+    "hotness, the two": "`hotness:hi=bf16,lo=w2,between=no`",
+    "hotness, two of its choice": "`hotness:between=no`",
+    "hotness": "`hotness`",
     "lru": "`lru:hi=bf16,lo=w2`",
 }
 
@@ -256,6 +257,22 @@ def tpot() -> str:
     )  # fmt: skip
 
 
+def overlap() -> str:
+    """Promotions by the number of threads."""
+    rows = [r for r in results("residency-tiny-qwen3-moe")["rows"] if " threads, " in r["policy"]]
+    return table(
+        ["threads", "passes a second", "promotions", "waits"],
+        [
+            [
+                *r["policy"].removesuffix(" passes a second").split(" threads, "),
+                f"{r['promotions']:,}",
+                f"{r['waits']:,}",
+            ]
+            for r in rows
+        ],
+    )
+
+
 def missed() -> str:
     """Targets that are not met, of all results."""
     out = []
@@ -271,7 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary, quality, allocation, quantisers, build, true_size, codec, kernels, whole_model, shapes, residency,
-        tpot, missed,
+        tpot, overlap, missed,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)
@@ -424,16 +441,16 @@ def budgets() -> Any:
     _plain(axis)
     for policy, colour, mark in (
         ("static, first file, most used", THEIRS, "s--"), ("static, first file, by loss", THIRD, "D--"),
-        ("hotness", "#5fb0de", "o-"), ("hotness, versions of its choice", OURS, "o-"),
+        ("hotness, the two", "#5fb0de", "o-"), ("hotness", OURS, "o-"),
     ):  # fmt: skip
         mine = (
             [low, *(r for r in rows if r["policy"] == policy)]
-            if "choice" not in policy
+            if policy != "hotness"
             else [r for r in rows if r["policy"] == policy]
         )
         label = {
-            "hotness": "hotness, bf16 over w2",
-            "hotness, versions of its choice": "hotness, its own choice of versions",
+            "hotness, the two": "hotness, bf16 over w2",
+            "hotness": "hotness, all versions",
         }
         shown = label.get(policy, policy.replace("static, first file,", "static map,"))
         axis.plot(

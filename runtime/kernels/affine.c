@@ -68,6 +68,13 @@ static void run_tasks(void *argument) {
 static Arena kept; /* grows to what calls need; its lock is `arena_lock` */
 static pthread_mutex_t arena_lock = PTHREAD_MUTEX_INITIALIZER;
 
+static void arena_after_fork(void) { /* in a child: whoever had the arena then is a thread of its parent's */
+    if (pthread_mutex_trylock(&arena_lock)) kept = (Arena){0, 0};
+    pthread_mutex_init(&arena_lock, 0);
+}
+
+__attribute__((constructor)) static void arena_at_fork(void) { pthread_atfork(0, 0, arena_after_fork); }
+
 #define TOGETHER 4 /* slots that one pass over an expert's rows takes, at the most (TB) */
 #define BESIDE (sizeof(Prepared) + sizeof(void *)) /* bytes of a slot beside its prepared activation */
 #define NEEDS_QUADS 1

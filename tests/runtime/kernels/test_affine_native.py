@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +254,31 @@ def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_fork_while_another_thread_has_the_arena() -> None:
+    """Its lock is then held in the child by nobody: what waits for it would wait for ever."""
+    layer = make_layer(Matrix("m", 256, 2048), VERSIONS, [e % 5 for e in range(8)])
+    index = torch.randint(0, 8, (256, 2), generator=torch.Generator().manual_seed(0))
+    x, out, stop = torch.randn(256, 2048), torch.empty(512, 256), threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            native.product(layer.forms, 0, layer.table, x, index, out)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(12):
+            if (child := os.fork()) == 0:
+                signal.alarm(5)
+                native.release()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            time.sleep(0.01)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_limit_leaves_busy_experts_out() -> None:

@@ -26,11 +26,13 @@ MOST = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One layer: how many experts are at its high and its low version, and which those are.
+    """One layer: how many experts would be loaded at which placement.
 
     Attributes:
         layer: the decoder layer's index.
-        versions: experts by version, where a map uses more than two: then `hi` counts the best and `lo` all others.
+        hi, lo: how many at the best placement of the map, and at all others.
+        version_hi, version_lo: the best and the last placement of the map.
+        versions: how many at each.
     """
 
     layer: int
@@ -51,11 +53,11 @@ class Planned:
         least_bytes: the smallest budget that would do.
         used_bytes: what is reserved once every promotion that fits was made.
         kv_bytes_per_token: that a sequence's cache grows by.
-        kv_tokens_most: tokens of cache of each sequence that fit, with every expert at its low version; what longer
+        kv_tokens_most: tokens of cache of each sequence that fit, with every expert at the lowest version; what longer
             caches add to activations comes off that. At most 2^40, for a model without a cache that grows.
         host_bytes: of the files of the versions that are served.
         expected_relative_loss: squared error of the experts' outputs over their squares, a mean over calibration's
-            routed tokens, with the hottest experts of each layer at the high version.
+            routed tokens, with the experts as they would be loaded.
         bytes_per_token: that a decoding step of one sequence reads.
         bandwidth: measured bytes a second of the device's memory; None for a device that is not here.
         expected_tokens_per_second: of decoding one sequence, were reading those bytes all it did.
@@ -270,14 +272,15 @@ def render(planned: Planned) -> tuple[Any, str]:
     """The plan for people: a table in which layers with equal numbers share a row, and a paragraph."""
     from rich.table import Table
 
-    table = Table(
-        "layers", "experts at", "", title=f"{planned.bundle}: {planned.policy} in {_size(planned.budget_bytes)}"
-    )
+    names = planned.per_layer[0].versions if planned.per_layer else {}
+    table = Table("layers", title=f"{planned.bundle}: {planned.policy} in {_size(planned.budget_bytes)}")
+    for name in names:
+        table.add_column(f"at {name}", justify="right")
     for _, group in groupby(planned.per_layer, key=lambda x: (x.hi, x.lo, *x.versions.items())):
         rows = list(group)
         first, last = rows[0].layer, rows[-1].layer
-        counts = [f"{count:,} at {name}" for name, count in rows[0].versions.items()]
-        table.add_row(str(first) if first == last else f"{first}-{last}", counts[0], ", ".join(counts[1:]))
+        counts = [f"{count:,}" if count else "" for count in rows[0].versions.values()]
+        table.add_row(str(first) if first == last else f"{first}-{last}", *counts)
     f = planned.fixed
     estimated = " (estimated from shapes)" if planned.estimated else ""
     parts = (
@@ -290,7 +293,7 @@ def render(planned: Planned) -> tuple[Any, str]:
     taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)
     text = (
         f"For {asked(planned)}, {_size(planned.used_bytes)} are used: {taken}. "
-        f"The least that would do is {planned.least_bytes:,} bytes; with every expert at the low version the cache "
+        f"The least that would do is {planned.least_bytes:,} bytes; with every expert at the lowest version the cache "
         f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
         f"{_size(planned.host_bytes)} on the host. Expected relative loss {planned.expected_relative_loss:.5f}. "
         f"A decoding step reads {_size(planned.bytes_per_token or 0)}"

@@ -140,7 +140,7 @@ def test_reports_go_to_stdout_and_progress_to_stderr(
         (("inspect", bundle), ("bits/weight", "w3"), ""),
         (("verify", bundle), (f"{bundle}: good",), "verify"),
         (("verify", bundle, "--checkpoint", demo_model), (f"bit-identical with {demo_model}",), "compare"),
-        (("plan", bundle, "--device-memory", "40MB"), ("experts at", "least that would do"), ""),
+        (("plan", bundle, "--device-memory", "40MB"), ("at bf16", "least that would do"), ""),
         (("eval", bundle, "-d", evaluation, *few), ("perplexity",), "evaluate"),
         (("build", *building, "--dry-run"), ("bundle, bytes",), "dry run"),
         (("build", *building), ("calibrated on 128 tokens", "w2: 64 experts by rtn"), "pack"),

@@ -47,8 +47,9 @@ def _watched(kind: type) -> type:
     @functools.wraps(kind.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            self._moepack_passes.compiling(self, kwargs)
+            self._moepack_passes.compiling(self, args, kwargs)
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        self._moepack_passes.end_interrupted()
         with self._moepack_passes.around(bound(signature, args, kwargs)) as done:
             out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             done(out)
@@ -98,23 +99,35 @@ class Passes:
 
         return forward
 
-    def compiling(self, model: Any, kwargs: dict[str, Any]) -> None:
+    def compiling(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a pass that is being compiled is told: its step begins and ends with its experts' operators, which know
-        of no cache."""
+        of its tokens alone."""
         if torch.compiler.is_exporting():
             raise InputError("a loaded bundle is not exported: its experts are read where they lie in this process")
         if self.caches is None:
             return
+        if len(args) > 1:
+            raise InputError("a compiled pass in a budget is given its arguments by name")
         wanted = kwargs.get("use_cache")
         if kwargs.get("past_key_values") is not None or (model.config.use_cache if wanted is None else wanted):
             raise InputError("a compiled pass in a budget keeps no cache: pass use_cache=False")
+        for name in ("labels", "output_hidden_states", "output_attentions", "output_router_logits"):
+            if kwargs.get(name) is not None and kwargs.get(name) is not False:
+                raise InputError(f"a compiled pass in a budget returns logits alone: without {name}")
+        if hasattr(model, "lm_head") and not self.caches.all_logits and not kwargs.get("logits_to_keep"):
+            raise InputError("a compiled pass in a budget returns what it was loaded for: pass logits_to_keep=1")
+
+    def end_interrupted(self) -> None:
+        """A compiled pass that was interrupted left its step open: another pass of its thread ends it."""
+        if (left := getattr(self._running, "open", None)) is not None:
+            self._running.open = None
+            left.end()
 
     def _compiled(self, position: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """A layer's experts in a compiled pass: the first of them begins a step, the last one ends it."""
         mine = self._running
         if not position:
-            if (left := getattr(mine, "open", None)) is not None:  # by a pass that was interrupted
-                left.end()
+            self.end_interrupted()
             ids = torch.empty(1, len(hidden), dtype=torch.int64, device="meta")
             mine.open = Open(self.around({"input_ids": ids, "use_cache": False}))
         done = False

@@ -1,7 +1,8 @@
 """What a budget holds, said before anything is loaded: versions by layer, expected loss, expected speed.
 
 The numbers are those of `moepack.load`: the same skeleton is measured, the same plan made. Reads the bundle's headers
-and tables and none of its weights. On a GPU activations are estimated from shapes; loading measures them there.
+and tables and none of its weights. On a GPU activations are estimated from shapes, which loading measures there, and
+memory is then divided between versions once and for all: the map may differ by a few experts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Planned:
         feasible: whether the budget holds the least there is.
         fixed_bytes: M_fixed, and by parts in `fixed`.
         least_bytes: the smallest budget that would do.
-        used_bytes: what is reserved once every promotion that fits was made.
+        used_bytes: what is reserved with the experts as they are shown, kept base versions included.
         kv_bytes_per_token: that a sequence's cache grows by.
         kv_tokens_most: tokens of cache of each sequence that fit, with every expert at the lowest version; what longer
             caches add to activations comes off that. At most 2^40, for a model without a cache that grows.
@@ -145,7 +146,7 @@ def plan(
         tables = bundle.calibration()
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
-        used = fixed.total + _bytes(bundle, table, parsed.is_live)
+        used = fixed.total + decided.used
         cached = needs.kv.tokens(fixed.kv + device_memory - fixed.total - decided.floor, batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"] = relative_loss(tables, table)
@@ -162,12 +163,14 @@ def plan(
 
 class _Decided(NamedTuple):
     """What a budget holds: a map as it is loaded, the names of the placements in it, the best first, the staging
-    buffer's bytes, the experts' bytes with all of them at the base. Or no map, and the least that would do."""
+    buffer's bytes, the experts' bytes with all of them at the base, and as mapped. Or no map, and the least that would
+    do."""
 
     table: Versions | None
     names: tuple[str, ...]
     staging: int
     floor: int
+    used: int
     least: int
 
 
@@ -179,15 +182,17 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decid
     try:
         if not policy.is_live:
             versions, experts = unchanging(bundle, policy, fixed, budget)
-            return _Decided(versions, tuple(v.name for v in bundle.versions), 0, experts, 0)
+            return _Decided(versions, tuple(v.name for v in bundle.versions), 0, experts, experts, 0)
         made = make_plan(bundle, policy.options, fixed.total, budget)
     except TooSmallError as error:
-        return _Decided(None, (), 0, 0, error.least)
+        return _Decided(None, (), 0, 0, 0, error.least)
     _, wanted = made.policy(policy)
     table = tuple(
         tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)
     )
-    return _Decided(table, tuple(map(str, made.ladder)), made.staging, base_bytes(made.sizes, made.experts), 0)
+    floor, growing = base_bytes(made.sizes, made.experts), made.growing()
+    used = floor + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
+    return _Decided(table, tuple(map(str, made.ladder)), made.staging, floor, used, 0)
 
 
 def _version(placement: str) -> str:
@@ -200,16 +205,6 @@ def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]
     return LayerPlan(
         bundle.layers[position].index, counts[order[0]], len(row) - counts[order[0]], order[0], order[-1], counts
     )
-
-
-def _bytes(bundle: Bundle, table: Versions, blocks: bool) -> int:
-    """Bytes of a map on the device; in whole pages where experts are in blocks."""
-    from moepack.pack.spec import PAGE, align
-    from moepack.runtime.kernels.forms import resident_size
-
-    here = [(x, name) for x, row in _rows(bundle, table) for name in row if name == _version(name)]
-    sizes = [resident_size(x.matrices, bundle.manifest.version(name)) for x, name in here]
-    return sum(align(size, PAGE) if blocks else size for size in sizes)
 
 
 def _rows(bundle: Bundle, table: Versions) -> list[tuple[Any, tuple[str, ...]]]:

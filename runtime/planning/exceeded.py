@@ -6,6 +6,8 @@ with it transformers' Trainer and lm-eval), others at torch's own `OutOfMemoryEr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moepack.pack.errors import InputError
@@ -15,7 +17,11 @@ class BudgetExceeded(InputError, torch.OutOfMemoryError):
     """Something needs more memory than the budget has. Less of it may fit: a smaller batch, fewer tokens."""
 
     def __init__(self, text: str) -> None:
+        self.text = text
         super().__init__(f"{text}: out of memory.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.text,)
 
 
 class TooSmallError(BudgetExceeded):
@@ -28,3 +34,6 @@ class TooSmallError(BudgetExceeded):
     def __init__(self, text: str, least: int) -> None:
         self.least = least
         super().__init__(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.text, self.least)

@@ -229,7 +229,7 @@ class DeviceOptions(LiveOptions):
         if not highs or highs == [len(names) - 1]:
             raise InputError(f"has no version below {names[-1]}: changing versions needs two")
         if highs[0] >= lows[-1]:
-            raise InputError(f"the low version {names[lows[-1]]} is not below {names[highs[0]]}")
+            raise InputError(f"lo={names[lows[-1]]} is not below hi={names[highs[0]]}")
         step = 1 if self.between == "yes" else len(versions)
         ends = [(high, low) for high in highs for low in lows if low > high]
         return [tuple(Placement(versions[v]) for v in (*range(high, low, step), low)) for high, low in ends]

@@ -66,6 +66,11 @@ class KvWatch:
         self._needed_at = 0.0
 
     @property
+    def all_logits(self) -> bool:
+        """Whether a pass's logits of all tokens are held back for."""
+        return self._needs.workload.all_logits
+
+    @property
     def used(self) -> int:
         """Bytes of live caches, those that running passes will leave included."""
         with self._lock:

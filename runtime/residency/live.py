@@ -46,6 +46,8 @@ from .tables import DeviceTables
 from .transitions import Transitions
 from .worker import Worker
 
+UNHEARD = 64  # steps whose counts wait for the worker: of more, those of the oldest are forgotten
+
 
 def _device(
     device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
@@ -160,7 +162,7 @@ class Live:
         self._counts: list[npt.NDArray[np.int64]] = [np.zeros(n, np.int64) for n in plan.experts]
         self._gates: list[npt.NDArray[np.float64]] = [np.zeros(n) for n in gates]
         self._told: deque[SequenceBegan] = deque()
-        self._ended: deque[Step] = deque()
+        self._ended: deque[Step] = deque(maxlen=UNHEARD)
         self._spare_counters: list[Counters] = []
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
@@ -326,13 +328,18 @@ class Live:
         while self._told:
             self._decide(self._told.popleft())
         for _ in range(len(self._ended)):  # not those that end meanwhile: there may be no end of them
-            if not self._ended[0].counters.arrived():
+            try:
+                step = self._ended.popleft()
+            except IndexError:  # the oldest were dropped meanwhile
                 break
-            step = self._ended.popleft()
+            if not step.counters.arrived():
+                self._ended.appendleft(step)
+                break
             if step.counters.used:
                 self._add(step)
             step.counters.clear()
-            self._spare_counters.append(step.counters)
+            if len(self._spare_counters) < UNHEARD:
+                self._spare_counters.append(step.counters)
 
     def _add(self, step: Step) -> None:
         counts, gates = step.counters.take()

@@ -355,6 +355,16 @@ class Residency:
                 size += max(0, -self.growth(key, coming)) if coming is not None else 0
             return size
 
+    def going_from(self, pool: Pool) -> int:
+        """How many blocks of a pool will be free once everything under way has ended, if its copies arrive."""
+        with self._lock:
+            count = sum(self.pool(key[0], version) is pool for key, version in self._leaving)
+            for key in [*self._flying, *self._ready]:
+                entry = self.entries[key]
+                if entry.coming is not None and self.pool(key[0], entry.active) is pool:
+                    count += self.pool(key[0], entry.coming) is not pool
+            return count
+
     def let_go(self, others: Sequence[Callable[[], None]] = ()) -> None:
         """No step begins and nothing is carried on from now on: forget the callbacks, whose owner knows this.
 

@@ -130,7 +130,7 @@ class Transitions:
             self.residency.publish_ready()
             self.residency.reclaim()
             if not self.kv_asked or self._settle_kv():
-                self._admit()
+                self._admit() if self.headroom.shared else self._admit_divided()
             if self.residency.publish_ready():  # versions that were there already
                 self.residency.reclaim()
 
@@ -177,6 +177,42 @@ class Transitions:
             self.refusals += 1
             self._evict(short - headroom - residency.going_bytes())
 
+    def _admit_divided(self) -> None:
+        """The same where no pool can use another's bytes: an update waits for a block of its own pool, which an expert
+        is evicted from."""
+        residency, waiting = self.residency, dict[int, int]()
+        for key, version in list(self._updates.items()):
+            if residency.in_flight() >= self._limit or sum(waiting.values()) >= AHEAD:
+                break
+            if not self.may_try(key, version):
+                continue
+            outcome = self._begin(key, version)
+            if outcome is Outcome.REFUSED:
+                pool = residency.pool(key[0], version)
+                assert pool is not None, "what takes no memory is never refused"
+                waiting[id(pool)] = waiting.get(id(pool), 0) + 1
+                if residency.going_from(pool) < waiting[id(pool)]:
+                    self._evict_from(pool)
+            elif outcome is not Outcome.BUSY:
+                self._updates.pop(key, None)
+        if waiting:
+            self.refusals += 1
+
+    def _evict_from(self, pool: Pool) -> None:
+        """Begin one demotion that frees a block of a pool."""
+        residency = self.residency
+        for key, to in list(self._evictions.items()):
+            if residency.pool(key[0], residency.entries[key].active) is not pool or not self.may_try(key, to):
+                continue
+            outcome = self._begin(key, to)
+            if outcome is Outcome.REFUSED and to != residency.base:
+                outcome = self._begin(key, residency.base)  # else two that want each other's blocks wait for ever
+                if outcome in (Outcome.STARTED, Outcome.READY):
+                    self._updates[key] = to
+            if outcome in (Outcome.STARTED, Outcome.READY):
+                self._evictions.pop(key, None)
+                return
+
     def _evictable(self) -> int:
         growth = self.residency.growth
         return sum(-growth(key, to) for key, to in self._evictions.items() if self.may_try(key, to))
@@ -189,11 +225,9 @@ class Transitions:
             if not self.may_try(key, to):
                 continue
             gain = -self.residency.growth(key, to)
+            if gain <= 0:
+                continue
             outcome = self._begin(key, to)
-            if outcome is Outcome.REFUSED and to != self.residency.base and not self.headroom.shared:
-                outcome = self._begin(key, self.residency.base)  # else two that want each other's blocks wait for ever
-                if outcome in (Outcome.STARTED, Outcome.READY):
-                    self._updates[key] = to
             if outcome is Outcome.REFUSED:
                 return  # what was lent for other demotions comes back first
             if outcome is not Outcome.BUSY:

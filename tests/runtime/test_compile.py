@@ -109,12 +109,54 @@ def test_an_interrupted_pass_leaves_no_step(bundle: Path) -> None:
         layer(0)
 
 
+def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None:
+    """Between two of its operators nothing of it can be told; the next pass, compiled or not, is a step and counted."""
+    torch.compiler.reset()
+    model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
+    residency, third = model.moepack.live.residency, model.moepack.layers[2]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        compiled(ids(), use_cache=False)
+        run = third.compiled
+        assert run is not None
+
+        def interrupted(*_: Any) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        third.compiled = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            compiled(ids(), use_cache=False)
+        third.compiled = run
+        assert len(residency._steps.open) == 1
+        before, out = residency.counts.steps, model(ids(), use_cache=True)
+        assert residency.counts.steps == before + 1 and not residency._steps.open
+        assert model.moepack.caches.used > 0, "and its cache is counted"
+        del out
+    model.moepack.close()
+
+
 def test_what_is_refused(bundle: Path) -> None:
     torch.compiler.reset()
     model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), pytest.raises(Exception, match="a compiled pass in a budget keeps no cache: pass use_cache"):
         compiled(ids())
+    for given, line in (
+        ({"labels": ids()}, "without labels"),
+        ({"output_hidden_states": True}, "without output_hidden"),
+    ):
+        torch.compiler.reset()
+        with torch.no_grad(), pytest.raises(Exception, match=f"returns logits alone: {line}"):
+            compiled(ids(), use_cache=False, **given)
+    model.moepack.close()
+    torch.compiler.reset()
+    model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64, all_logits=False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        with pytest.raises(Exception, match="returns what it was loaded for: pass logits_to_keep=1"):
+            compiled(ids(), use_cache=False)
+        torch.compiler.reset()
+        assert compiled(ids(), use_cache=False, logits_to_keep=1).logits.shape[1] == 1
     model.moepack.close()
     model = moepack.load(bundle, policy="static:w4", dtype=torch.float32)
     torch.compiler.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,20 @@ def test_mla_and_weights_kept_in_float32(tmp_path: Path, demo_model: Path, text:
     planned = plan(tmp_path / "bundle", 20_000_000, policy="static:w2", kv_tokens=77)
     model = moepack.load(tmp_path / "bundle", policy="static:w2", device_memory=20_000_000, kv_tokens=77)
     assert planned.fixed == model.moepack.fixed and planned.used_bytes == model.moepack.resident_bytes()
+
+
+@pytest.mark.parametrize("policy", [QUIET, f"{QUIET},keep=yes", "hotness:prior=none,interval=1e9"])
+def test_the_bytes_used_are_those_reserved(bundle: Path, policy: str) -> None:
+    """With kept base versions: those that are shown promoted are promoted after loading, and then it is these bytes."""
+    budget = enough(bundle, 900_000, policy=policy)
+    planned = plan(bundle, budget, policy=policy)
+    model = moepack.load(bundle, policy=policy, device_memory=budget)
+    model.moepack.live.device.limit(None)
+    end = time.monotonic() + 20
+    while model.moepack.resident_bytes() != planned.used_bytes:
+        assert time.monotonic() < end, (model.moepack.resident_bytes(), planned.used_bytes)
+        time.sleep(0.05)
+    assert [x.versions for x in planned.per_layer] == [
+        {n: row.count(n) for n in x.versions} for x, row in zip(planned.per_layer, model.moepack.versions, strict=True)
+    ]
+    model.moepack.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.runtime import plugin
 from moepack.runtime.planning.choice import choose_policy
+from moepack.runtime.planning.exceeded import BudgetExceeded, TooSmallError
 
 CPU = torch.device("cpu")
 
@@ -67,3 +69,11 @@ def test_a_policy_that_does_not_fit_is_refused_before_weights_are_read(
     for load in (moepack.load, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(InputError):
             load(bundle, policy=policy, device_memory=None if policy == "lru" else "30MB")
+
+
+def test_a_budget_that_is_exceeded_is_told_across_processes() -> None:
+    """A pool's worker hands its error on by pickle: with its words once, and the least that would do."""
+    for error in (BudgetExceeded("x needs y"), TooSmallError("x needs y", 7)):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and str(again) == str(error) == "x needs y: out of memory."
+    assert pickle.loads(pickle.dumps(TooSmallError("x", 7))).least == 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -527,6 +528,26 @@ def test_pools_that_cannot_shrink_are_settled_from_the_start() -> None:
     with pytest.raises(MemoryError):
         sim.transitions.grow_kv(3 * PAGE)
     assert sim.transitions.grow_kv(2 * PAGE)
+
+
+@pytest.mark.parametrize("kind", [POOLS, THIRDS], ids=["two versions", "three"])
+def test_divided_pools_reach_whatever_fits_them(kind: Kind) -> None:
+    """Any wanted set within each pool's blocks is reached from any other, with bytes left over that no pool can use."""
+    rng = random.Random(0)
+    for _ in range(40):
+        sim = Simulation(kind)
+        for _ in range(4):
+            keys = rng.sample(all_keys(), len(all_keys()))
+            wanted: dict[tuple[int, int], int] = {}
+            for version in range(kind.base):
+                for _ in range(rng.randint(0, kind.blocks(version))):
+                    if keys:
+                        wanted[keys.pop()] = version
+            sim.transitions.want(wanted)
+            settled(sim, 40)
+            there = {key: entry.active for key, entry in sim.residency.entries.items()}
+            assert all(there[key] <= version for key, version in wanted.items()), "at it, or better while nobody asks"
+            assert not sim.transitions.waiting()
 
 
 # --- the tracker and the pools

@@ -40,11 +40,10 @@ def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
     compiled, live = torch.compile(model, fullgraph=True, backend="aot_eager"), model.moepack.live
     with torch.no_grad():
         for seed in range(6):
-            steps = live.residency.counts.steps if live else 0
+            steps, versions = live.residency.counts.steps if live else 0, model.moepack.versions
             got = compiled(ids(seed=seed), use_cache=False).logits
             assert not live or live.residency.counts.steps == steps + 1, "one step a pass"
             assert not live or not live.residency._steps.open
-            versions = model.moepack.versions
             want = model(ids(seed=seed), use_cache=False).logits
             if model.moepack.versions == versions:
                 torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)

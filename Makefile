@@ -8,12 +8,15 @@ PY := $(VENV)/bin/python
 demo: $(VENV)/.build-installed
 	$(PY) examples/demo.py
 
+# A file a process, on at most four cores, each process with one thread of torch's.
+TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile
+
 test: $(VENV)/.dev-installed
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --durations=15
+	$(TEST) --durations=15
 
 # The inner loop, under 90 seconds: without what tests/conftest.py calls slow.
 quick: $(VENV)/.dev-installed
-	$(PY) -m pytest -q -m "not slow" --durations=5
+	$(TEST) -m "not slow" --durations=5
 
 lint: $(VENV)/.dev-installed
 	$(VENV)/bin/ruff check .

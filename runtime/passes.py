@@ -157,13 +157,14 @@ class Passes:
             if self._live is not None:
                 stack.enter_context(self._live.turn())
             done = stack.enter_context(self.caches.room(given)) if self.caches else lambda out: None
-            mask = _text(given)
-            step = stack.enter_context(self._live.step(_prompt(given), mask)) if self._live else None
-            traced = self._trace is not None
-            counters = step.counters if step else None
-            if counters is None and traced:
+            traced, step, counters = self._trace is not None, None, None
+            if self._live is not None:
+                prompt = _prompt(given) if self._live.policy.needs.prompts else NO_PROMPT
+                step = stack.enter_context(self._live.step(prompt, _text(given)))
+                counters = step.counters
+            elif traced:
                 counters = Counters([x.of.layer.experts for x in self._layers], False, self._layers[0].of.device)
-                counters.mask = mask
+                counters.mask = _text(given)
             running.pass_, running.counters = True, counters
             try:
                 yield done

@@ -13,7 +13,7 @@ import torch
 from moepack.pack.reader import Bundle
 from moepack.runtime.policies.registry import Policy, parse_policy
 
-from .plan import make_plan
+from .plan import ladders_of
 
 log = logging.getLogger("moepack.runtime")
 
@@ -52,6 +52,6 @@ def check_policy(text: str, bundle: Bundle, in_budget: bool) -> None:
     """
     policy = parse_policy(text, in_budget)
     if policy.is_live:
-        make_plan(bundle, policy.options, 0, 1 << 62)
+        ladders_of(bundle, policy.options)
     elif policy.entry.versions is not None and not policy.entry.needs_budget:
         policy.entry.versions(bundle, policy.options, None)

@@ -121,6 +121,18 @@ class Plan:
         return made, made.decide(Interval(time.monotonic(), self.capacity(), nothing, none)) or {}
 
 
+def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Placements]:
+    """The ladders that a policy may have of a bundle.
+
+    Raises:
+        InputError: when versions are not there.
+    """
+    try:
+        return options.ladders(bundle.versions)
+    except InputError as error:
+        raise InputError(f"{bundle.path}: {error}") from None
+
+
 def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -> Plan:
     """Choose a ladder and see that it fits.
 
@@ -134,10 +146,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
         InputError: when versions are not there.
         TooSmallError: when the budget does not hold the base placement of every expert.
     """
-    try:
-        ladders = options.ladders(bundle.versions)
-    except InputError as error:
-        raise InputError(f"{bundle.path}: {error}") from None
+    ladders = ladders_of(bundle, options)
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses = calibration(bundle, ladders)
     plans: list[tuple[float, Plan]] = []

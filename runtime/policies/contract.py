@@ -33,15 +33,14 @@ Sums = Sequence[npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """Time has gone by, or what fits has changed.
+class Counted:
+    """What the router chose.
 
     Attributes:
         time: seconds on a clock that never goes back.
         capacity: [layers], bytes of device memory that each layer's experts may take beyond what they all take at the
             base placement.
-        counts: int64 [experts] a layer, how often the router chose each in the steps that ended since the last
-            interval; padding is left out.
+        counts: int64 [experts] a layer, how often the router chose each; padding is left out.
         gates: float64 [experts] a layer, the sums of its weights there; empty for a policy that does not need them.
     """
 
@@ -51,12 +50,18 @@ class Interval:
     gates: Sums = ()
 
 
+class Interval(Counted):
+    """Time has gone by, or what fits has changed. Counts are of the steps that ended since the last interval."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceBegan:
     """A step with a prompt begins: its sequences have no cache yet.
 
     Attributes:
-        time, capacity: as of `Interval`.
+        time, capacity: as of `Counted`.
         tokens: of all its sequences.
     """
 
@@ -65,19 +70,10 @@ class SequenceBegan:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillEnded:
-    """A step over several tokens a sequence has ended: a prompt, or a chunk of one.
+class PrefillEnded(Counted):
+    """A step over several tokens a sequence has ended: a prompt, or a chunk of one. Counts are of this step alone."""
 
-    Attributes:
-        time, capacity: as of `Interval`.
-        counts, gates: as of `Interval`, in this step alone.
-    """
-
-    time: float
-    capacity: Sequence[int]
-    counts: Counts
-    gates: Sums = ()
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ class LayerReached:
     """A layer's experts are about to run. The step waits until what is wanted is there.
 
     Attributes:
-        time, capacity: as of `Interval`.
+        time, capacity: as of `Counted`.
         layer: its position.
         counts: int64 [experts], how often the router chose each for it in this step.
     """

@@ -250,7 +250,7 @@ class Live:
         Inside a step of the same thread it is that one. Under a policy that blocks, one runs at a time.
 
         Args:
-            prompt: what it reads of prompts.
+            prompt: what it reads of prompts; only a policy that needs to know is told.
             mask: int64 [tokens] on the device, 0 for padding; without it all tokens are text.
         """
         running: Step | None = getattr(self._mine, "step", None)
@@ -258,8 +258,9 @@ class Live:
             yield running
             return
         with self.turn():
-            if prompt.begins:
-                self._tell(SequenceBegan(time.monotonic(), self.capacity(), prompt.tokens))
+            if prompt.begins and self.policy.needs.prompts:
+                self._told.append(SequenceBegan(time.monotonic(), self.capacity(), prompt.tokens))
+                self._soon()
             step = self._mine.step = self._begin(prompt, mask)
             try:
                 yield step
@@ -287,6 +288,10 @@ class Live:
         self.residency.end(step.number)
         step.counters.send()
         self._ended.append(step)
+        self._soon()
+
+    def _soon(self) -> None:
+        """Let what was noted be heard: by the worker, or at once where there is none."""
         if self._blocking:
             self._hear()
         else:
@@ -314,14 +319,6 @@ class Live:
         """Where pools cannot shrink, the KV reserve has what they leave, and the experts keep theirs."""
         kv = self.transitions.kv_bytes + self.transitions.kv_asked
         return self._capacity_beside(kv if self._can_shrink else 0)
-
-    def _tell(self, event: SequenceBegan) -> None:
-        if self.policy.needs.prompts:
-            self._told.append(event)
-            if self._blocking:
-                self._hear()
-            else:
-                self.worker.wake()
 
     def _hear(self) -> None:
         """Let the policy know which prompts have begun, and add up the steps that have ended, in their order."""

@@ -38,8 +38,9 @@ def model(bundle: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
     """Under every policy, also after versions have changed: what was compiled reads handles when it runs."""
     compiled, live = torch.compile(model, fullgraph=True, backend="aot_eager"), model.moepack.live
+    compared = 0
     with torch.no_grad():
-        for seed in range(6):
+        for seed in (0, 1, 2, 3, 4, 5, 5, 5, 5):  # the same again: by then there is nothing to change
             steps, versions = live.residency.counts.steps if live else 0, model.moepack.versions
             got = compiled(ids(seed=seed), use_cache=False).logits
             assert not live or live.residency.counts.steps == steps + 1, "one step a pass"
@@ -47,7 +48,9 @@ def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
             want = model(ids(seed=seed), use_cache=False).logits
             if model.moepack.versions == versions:
                 torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+                compared += 1
             time.sleep(0.1)
+    assert compared > 0
     if live is not None:
         assert model.moepack.counters()["promotions"] > 0 and live.tracker.peak <= 30_000_000
 

@@ -1,0 +1,148 @@
+"""What may fail while versions change, what is seen of it, and how serving ends: real threads, on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import FAST, ROOM, least, load, ours, run, wait_for
+
+import moepack
+from moepack.pack.errors import InputError
+
+
+def test_the_threads_end_with_the_model(bundle: Path) -> None:
+    before = ours()
+    model = load(bundle)
+    assert sorted(t.name for t in ours() - before) == ["moepack-migration", "moepack-transitions"]
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    wait_for(lambda: not ours() - before)
+
+
+def test_a_round_that_fails_is_seen_and_tried_again(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(bundle)
+    live = model.moepack.live
+    assert model.moepack.health()["worker"] == "running" and model.moepack.health()["ok"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live.policy, "decide", lambda event: 1 / 0)
+        wait_for(lambda: live.worker.failures > 0, model)
+        health = model.moepack.health()
+        assert not health["ok"] and health["worker"] == "failing" and "division by zero" in health["error"]
+        assert torch.isfinite(run(model, 1)).all()
+    wait_for(lambda: model.moepack.health()["ok"] and live.residency.counts.promotions > 0, model)
+    assert model.moepack.counters()["worker_failures"] == live.worker.failures
+    assert sum("a round failed" in r.getMessage() for r in caplog.records) == 1
+    model.moepack.close()
+    assert model.moepack.health()["worker"] == "stopped"
+    assert moepack.load(bundle, policy="static:w2").moepack.health()["worker"] == "none"
+
+
+def test_closing_while_rounds_fail_ends_the_threads(bundle: Path) -> None:
+    before = ours()
+    model = load(bundle)
+    live = model.moepack.live
+    live.policy.decide = lambda event: 1 / 0
+    wait_for(lambda: live.worker.failures > 0, model)
+    model.moepack.close()
+    assert not ours() - before
+    assert not live.store._files
+
+
+def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
+    """The collector may end a model on its own worker, between any two of its instructions."""
+    before = ours()
+    model = load(bundle)
+    live = model.moepack.live
+    wait_for(lambda: live.residency.counts.promotions > 0, model)
+    bell, ended = live.worker._bell, threading.Event()
+
+    class Bell:
+        """The queue, with the model's finalizer run inside `get`."""
+
+        put, empty, qsize, get_nowait = bell.put, bell.empty, bell.qsize, bell.get_nowait
+
+        @staticmethod
+        def get(timeout: float) -> None:
+            live.abandon()
+            ended.set()
+            bell.get(timeout=timeout)
+
+    live.worker._bell = Bell
+    live.worker.wake()
+    bell.put(None)
+    assert ended.wait(5)
+    live.worker.join()
+    assert model.moepack.health()["worker"] == "stopped" and not live.store._files
+    wait_for(lambda: not ours() - before)
+
+
+def test_a_slow_file_holds_no_pass_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the high version are opened when it is first asked for: a file system that hangs then hangs no pass."""
+    model = load(bundle)
+    live, gate = model.moepack.live, threading.Event()
+    stored = live.store.stored
+    monkeypatch.setattr(live.store, "stored", lambda *place: (gate.wait(20), stored(*place))[1])
+    wait_for(lambda: live.residency.in_flight() > 0, model)
+    began = time.monotonic()
+    for seed in range(5):
+        run(model, seed)
+    assert time.monotonic() - began < 10 and live.residency.counts.promotions == 0
+    gate.set()
+    wait_for(lambda: live.residency.counts.promotions > 0, model)
+    model.moepack.close()
+
+
+def test_a_pass_that_runs_while_the_model_is_closed(bundle: Path) -> None:
+    """It goes on with its epoch to its end; one that begins afterwards is told in one line."""
+    model = load(bundle, FAST.replace("0.02", "1e9"))
+    live = model.moepack.live
+    want = run(model, 3)
+    keys = list(live.residency.entries)
+    assert {name for row in model.moepack.versions for name in row} == {"w2"}
+
+    def close(*_: Any) -> None:
+        live.transitions.want(dict.fromkeys(keys[::2], 0))
+        wait_for(lambda: any(e.active == 0 for e in live.residency.entries.values()))
+        model.moepack.close()
+
+    hook = model.model.layers[1].register_forward_pre_hook(close)
+    got = run(model, 3)
+    hook.remove()
+    assert torch.equal(got, want) and all(layer.reading is None for layer in live.layers), "and then it was let go"
+    with pytest.raises(InputError, match="this model was closed: load the bundle again"):
+        run(model, 3)
+    with pytest.raises(InputError, match="this model was closed"), live.step():
+        pass
+
+
+def test_a_step_ends_though_the_device_fails(bundle: Path) -> None:
+    model = load(bundle)
+    live = model.moepack.live
+    with pytest.raises(RuntimeError, match="planted"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live.residency, "_mark", lambda: (_ for _ in ()).throw(RuntimeError("planted")))
+        run(model, 1)
+    assert not live.residency._steps.open and torch.isfinite(run(model, 1)).all()
+    model.moepack.close()
+
+
+@pytest.mark.parametrize("where", ["moepack.runtime.residency.live.Live._pools", "moepack.runtime.devices.glibc.own"])
+def test_a_load_that_fails_leaves_no_thread(bundle: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ours()
+    enough = least(bundle) + ROOM
+
+    def failing(*_: Any) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(where, failing)
+    with pytest.raises(MemoryError, match="planted"):
+        load(bundle, FAST, enough)
+    assert not ours() - before

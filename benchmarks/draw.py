@@ -1,307 +1,26 @@
 """The pictures and tables of the documentation, from benchmarks/results/*.json.
 
     python -m benchmarks.draw [--out DIR] [--png]    the pictures, into docs/images/ as SVG, or elsewhere
-    python -m benchmarks.draw --tables               the tables, into README.md and docs/benchmarks.md
+    python -m benchmarks.draw --tables               the tables, into the documents (benchmarks/tables.py)
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. Measures nothing: after a benchmark has
-written its JSON file, both commands bring the documents up to date. Pictures have a background of their own, so
-that they read the same on a light and on a dark page, and letters that are still legible at half the width.
+Measures nothing: after a benchmark has written its JSON file, both commands bring the documents up to date. Pictures
+have a background of their own, so that they read the same on a light and on a dark page, and letters that are still
+legible at half the width.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "humaneval": "HumanEval"}
+from benchmarks.tables import DOCUMENTS, ROOT, TEXTS, mean_rise, results, with_tables
+
+IMAGES = ROOT / "docs" / "images"
 PAPER, INK, GREY = "#fcfbf8", "#1d1d1f", "#6d6d72"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
 OURS, THEIRS, THIRD, FOURTH = "#0b6bcb", "#c25700", "#3a8a3e", "#8a4fb0"
-
-
-def results(name: str) -> dict[str, Any]:
-    """One file of results."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
-
-
-# --- tables
-
-
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
-
-
-def machine(name: str) -> str:
-    """What a file of results was measured on, in one line."""
-    m = results(name)["machine"]
-    libraries = ", ".join(f"{k} {v}" for k, v in m["libraries"].items() if k != "moepack")
-    simd = f" ({', '.join(m['simd'])})" if m["simd"] else ""
-    gpu = m["gpu"] or "no GPU"
-    threads = f"{m['torch_threads']} torch thread{'s' * (m['torch_threads'] != 1)}"
-    where = f"{m['cpu']}{simd}, {m['cores']} cores, {m['memory_gib']} GiB, {gpu}; {threads}; Python {m['python']}"
-    return f"Machine: {where}, {libraries}. [As JSON](../benchmarks/results/{name}.json)."
-
-
-def _texts(row: dict[str, Any]) -> list[str]:
-    return [n for n in row if isinstance(row[n], float) and n in TEXTS]
-
-
-def _rise(row: dict[str, Any], base: dict[str, Any], text: str) -> float:
-    return float(100 * (row[text] / base[text] - 1))
-
-
-def _mean_rise(row: dict[str, Any], base: dict[str, Any]) -> float:
-    return statistics.fmean(_rise(row, base, text) for text in TEXTS)
-
-
-def _percent(value: float) -> str:
-    shown = f"{value:+.0f}" if abs(value) >= 20 else f"{value:+.1f}" if abs(value) >= 9.95 else f"{value:+.2f}"
-    return f"{shown.replace('-0.00', '+0.00')} %"
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2f}" if value < 9.95 else f"{value:.0f}"
-
-
-def _figures(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.2f}"
-
-
-def quality() -> str:
-    """Perplexity by version, with what that is above the plain model."""
-    rows = results("quality-tiny-qwen3-moe")["rows"]
-    plain, out = rows[0], []
-    for row in rows:
-        name = row["version"].removesuffix(" gptq")
-        bits = f"{row['bits/weight']:.4g}"
-        cells = [
-            f"{_figures(row[t])}" + ("" if row is plain else f" ({_percent(_rise(row, plain, t))})") for t in TEXTS
-        ]
-        out.append([name, bits, *cells])
-    return table(["version", "bits a weight", *TEXTS.values()], out)
-
-
-def summary() -> str:
-    """The same for the front page: the mean over the texts, ours and rounding."""
-    rows = {row["version"]: row for row in results("quality-tiny-qwen3-moe")["rows"]}
-    out = []
-    for name in ("bf16", "w4", "w3", "w2", "w1"):
-        ours = rows.get(name) or rows[f"{name} gptq"]
-        rounded = rows.get(f"{name} rtn")
-        cells = [_percent(_mean_rise(r, rows["transformers"])) if r else "" for r in (ours, rounded)]
-        out.append([f"`{name}`", f"{ours['bits/weight']:.4g}", *cells])
-    return table(["version", "bits a weight", "perplexity", "rounding to nearest"], out)
-
-
-ALLOCATIONS = {
-    "uniform mix": "half at 3 bits, half at 2",
-    "uniform mix, random experts": "the same, which half chosen at random",
-    "milp, gates": "`milp`, losses weighted by gates (the default)",
-    "milp, tokens": "`milp`, losses weighted by tokens",
-    "milp, none": "`milp`, unweighted losses",
-    "greedy, gates": "`greedy`, losses weighted by gates",
-    "prefix_split": "`prefix_split`",
-    "prefix, random order": "prefixes of a random order",
-    "uniform mix, gptqmodel": "half at 3 bits, half at 2, by gptqmodel",
-    "uniform mix, hqq": "the same by HQQ",
-}
-
-
-def allocation() -> str:
-    """Perplexity by how widths are given to experts."""
-    rows = results("allocation-tiny-qwen3-moe")["rows"]
-    out = []
-    for row in rows:
-        mean = "" if row is rows[0] else f"{_percent(_mean_rise(row, rows[0]))}"
-        name = ALLOCATIONS.get(row["allocation"], row["allocation"])
-        out.append([name, f"{row['bits/weight']:.4g}", *(_figures(row[t]) for t in TEXTS), mean])
-    return table(["allocation", "bits a weight", *TEXTS.values(), "mean rise"], out)
-
-
-SETS = {
-    "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
-    "generated 2048x768": "its down, generated",
-    "tiny-qwen3-moe": "the 192 of tiny-qwen3-moe",
-}
-METHODS = {"gptq": "moepack's GPTQ", "gptqmodel": "gptqmodel", "hqq": "HQQ", "rtn": "rounding to nearest"}
-
-
-def quantisers() -> str:
-    """Output error and time of each method."""
-    out = []
-    for row in results("quantise-tiny-qwen3-moe")["rows"]:
-        errors = [
-            f"{row[v]:#.2g}" if row["method"] in ("gptq", "rtn") or v != "w1" else "" for v in ("w4", "w3", "w2", "w1")
-        ]
-        time = f"{row['seconds']:.2f} s" + ("" if row["method"] == "gptq" else f" ({_ratio(row['ours is x faster'])}x)")
-        out.append([SETS.get(row["experts"], row["experts"]), METHODS[row["method"]], *errors, time])
-    return table(["experts", "method", "w4", "w3", "w2", "w1", "time of w4, w3 and w2"], out)
-
-
-def build() -> str:
-    """A build's memory by depth."""
-    out = []
-    for row in results("build")["rows"]:
-        sizes = [f"{row[k]:,.0f} MiB" for k in ("checkpoint MiB", "layer MiB", "peak MiB")]
-        out.append([str(row["layers"]), *sizes, f"{row['seconds']:.0f} s"])
-    return table(["layers", "checkpoint", "one layer", "peak of the process", "time"], out)
-
-
-def true_size() -> str:
-    """A build of two layers of true size."""
-    out = []
-    for row in results("build-true-size")["rows"]:
-        seconds = row.get("seconds")
-        if seconds is None:
-            shown = f"{row['MiB']:,.0f} MiB"
-        else:
-            shown = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-        out.append([row["what"].replace("estimated: group", "estimated: experts at a time"), shown])
-    return table(["what", "how much"], out)
-
-
-def codec() -> str:
-    """Size and speed of the lossless codec."""
-    out = []
-    for row in results("codec")["rows"]:
-        speed = [f"{row[k]:.3g}" if k in row else "" for k in ("encode GB/s", "decode GB/s")]
-        bits = f"{row['bits/weight']:.2f}" if "bits/weight" in row else ""
-        out.append([row["matrix"], row["codec"], str(row.get("threads", "")), bits, row.get("over floor", ""), *speed])
-    return table(
-        ["weights", "codec", "threads", "bits a weight", "over the floor", "encode, GB/s", "decode, GB/s"], out
-    )
-
-
-def kernels() -> str:
-    """A layer's experts at true size, one thread."""
-    out = []
-    for row in results("kernels-tiny-qwen3-moe")["rows"]:
-        if "tokens" not in row:
-            continue
-        rest = [
-            _ratio(row[k]) if k in row else "" for k in ("speed-up", "over floor", "over uniform", "over dequantise")
-        ]
-        out.append([str(row["tokens"]), row["version"], f"{row['ours us'] / 1000:.2f} ms", *rest])
-    columns = ["tokens", "version", "ours", "torch BF16 over ours", "ours over reading the bytes"]
-    return table([*columns, "over uniform layers", "dequantise and multiply over ours"], out)
-
-
-def whole_model() -> str:
-    """Tokens a second of a whole model."""
-    out = []
-    for row in results("kernels-tiny-qwen3-moe")["rows"]:
-        if "decode tokens/s" in row:
-            rates = [f"{row[k]:,.0f}" for k in ("decode tokens/s", "prefill tokens/s")]
-            out.append([row["version"].replace("transformers", "transformers,"), *rates])
-    return table(["experts by", "decode, tokens/s", "prefill, tokens/s"], out)
-
-
-def shapes() -> str:
-    """The same at other models' shapes, two threads: how far from their bytes, and from torch."""
-    rows = [r for r in results("kernels-shapes")["rows"] if "tokens" in r and r["version"] != "mixed"]
-    out = []
-    for shape in dict.fromkeys(r["shape"] for r in rows):
-        for tokens in dict.fromkeys(r["tokens"] for r in rows):
-            mine = {r["version"]: r for r in rows if r["shape"] == shape and r["tokens"] == tokens}
-            if not mine:
-                continue
-            key = "over floor" if tokens == 1 else "speed-up"
-            what = "ours over reading the bytes" if tokens == 1 else "torch BF16 over ours"
-            out.append([shape, f"{tokens}: {what}", *(f"{mine[v][key]:.2f}" if v in mine else "" for v in VERSIONS)])
-    return table(["experts of", "tokens", *VERSIONS], out)
-
-
-POLICIES = {
-    "static, first file, most used": "static map, most used",
-    "static, first file, by loss": "static map, by loss",
-    "hotness, the two": "`hotness:hi=bf16,lo=w2,between=no`",
-    "hotness, two of its choice": "`hotness:between=no`",
-    "hotness": "`hotness`",
-    "lru": "`lru:hi=bf16,lo=w2`",
-}
-
-
-def residency() -> str:
-    """Perplexity by budget and policy."""
-    out = []
-    for row in results("residency-tiny-qwen3-moe")["rows"]:
-        if not set(TEXTS) <= row.keys():
-            continue
-        share = row["budget"] or "none"
-        counts = [f"{row[k]:,.0f}" for k in ("peak MB", "promotions", "MB copied", "waits")]
-        out.append([share, POLICIES.get(row["policy"], row["policy"]), *(_figures(row[t]) for t in TEXTS), *counts])
-    columns = ["budget", "policy", *TEXTS.values(), "peak, MB", "promotions", "MB read", "waits"]
-    return table(columns, out)
-
-
-def tpot() -> str:
-    """Time a token, with and without swaps."""
-    rows = [r for r in results("residency-tiny-qwen3-moe")["rows"] if "TPOT median ms" in r]
-    return table(
-        ["while decoding", "TPOT, median", "TPOT, 99th percentile", "promotions", "waits"],
-        [
-            [r["policy"].removeprefix("TPOT, ").replace("none", "no swaps"), f"{r['TPOT median ms']:.2f} ms",
-             f"{r['TPOT p99 ms']:.2f} ms", f"{r['promotions']:,}", f"{r['waits']:,}"]
-            for r in rows
-        ],
-    )  # fmt: skip
-
-
-def overlap() -> str:
-    """Promotions by the number of threads."""
-    rows = [r for r in results("residency-tiny-qwen3-moe")["rows"] if " threads, " in r["policy"]]
-    return table(
-        ["threads", "passes a second", "promotions", "waits"],
-        [
-            [
-                *r["policy"].removesuffix(" passes a second").split(" threads, "),
-                f"{r['promotions']:,}",
-                f"{r['waits']:,}",
-            ]
-            for r in rows
-        ],
-    )
-
-
-def missed() -> str:
-    """Targets that are not met, of all results."""
-    out = []
-    for path in sorted(RESULTS.glob("*.json")):
-        for t in results(path.stem)["targets"]:
-            if not t["met"]:
-                sign = "at least" if t["better"] == "higher" else "at most"
-                out.append([path.stem, t["name"], f"{t['value']:.4g}", f"{sign} {t['target']:g}"])
-    return table(["results", "target", "measured", "wanted"], out)
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f
-    for f in (
-        summary, quality, allocation, quantisers, build, true_size, codec, kernels, whole_model, shapes, residency,
-        tpot, overlap, missed,
-    )
-}  # fmt: skip
-_TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)
-_MACHINE = re.compile(r"<!-- machine: ([a-z0-9-]+) -->\n.*?<!-- end of machine -->", re.S)
-
-
-def with_tables(text: str) -> str:
-    """A document with its tables, and the lines that name machines, made anew."""
-    text = _TABLE.sub(lambda m: f"<!-- table: {m[1]} -->\n{TABLES[m[1]]()}\n<!-- end of table -->", text)
-    return _MACHINE.sub(lambda m: f"<!-- machine: {m[1]} -->\n{machine(m[1])}\n<!-- end of machine -->", text)
-
-
-# --- pictures
 
 
 def _canvas(width: float, height: float) -> Any:
@@ -394,7 +113,7 @@ def bits() -> Any:
 
     def points(method: str) -> tuple[list[float], list[float]]:
         mine = [r for r in quality_rows if r["version"].endswith(f" {method}")]
-        return [r["bits/weight"] for r in mine], [_mean_rise(r, plain) for r in mine]
+        return [r["bits/weight"] for r in mine], [mean_rise(r, plain) for r in mine]
 
     figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
     _plain(axis)
@@ -409,7 +128,7 @@ def bits() -> Any:
     ):
         axis.plot(
             [mixes[name]["bits/weight"]],
-            [_mean_rise(mixes[name], base)],
+            [mean_rise(mixes[name], base)],
             mark,
             color=colour,
             markersize=17 if mark == "*" else 10,
@@ -455,7 +174,7 @@ def budgets() -> Any:
         shown = label.get(policy, policy.replace("static, first file,", "static map,"))
         axis.plot(
             [r["peak MB"] for r in mine],
-            [_mean_rise(r, best) for r in mine],
+            [mean_rise(r, best) for r in mine],
             mark,
             color=colour,
             linewidth=2.5,
@@ -464,7 +183,7 @@ def budgets() -> Any:
         )
     axis.axvline(best["peak MB"], ymax=0.55, color=GREY, linestyle=":")
     axis.text(best["peak MB"] - 0.5, 1.2, "all bf16", fontsize=14, color=GREY, ha="right")
-    axis.text(low["peak MB"] + 0.7, _mean_rise(low, best), "all w2", fontsize=14, color=GREY, va="center")
+    axis.text(low["peak MB"] + 0.7, mean_rise(low, best), "all w2", fontsize=14, color=GREY, va="center")
     axis.set_xlabel("memory taken at the peak, MB", fontsize=15, color=INK)
     axis.set_title("Rise in perplexity over all-BF16, %", fontsize=16, color=INK, loc="left", weight="bold")
     axis.set(ylim=(-0.05, 2.4))

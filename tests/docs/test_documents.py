@@ -12,7 +12,7 @@ from support import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import draw
+from benchmarks import draw, tables
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
@@ -62,14 +62,14 @@ def test_the_front_page_is_short_and_shows_what_it_is() -> None:
 
 
 def test_tables_and_machines_are_those_of_the_results() -> None:
-    for page in draw.DOCUMENTS:
-        assert page.read_text() == draw.with_tables(page.read_text()), (
+    for page in tables.DOCUMENTS:
+        assert page.read_text() == tables.with_tables(page.read_text()), (
             f"{page.name}: python -m benchmarks.draw --tables"
         )
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     shown = set(re.findall(r"<!-- machine: (\S+) -->", text))
-    assert shown == {p.stem for p in draw.RESULTS.glob("*.json")}, "a file of results without its machine"
-    assert draw.with_tables("<!-- table: build -->\nold\n<!-- end of table -->").count("\n") > 3
+    assert shown == {p.stem for p in tables.RESULTS.glob("*.json")}, "a file of results without its machine"
+    assert tables.with_tables("<!-- table: build -->\nold\n<!-- end of table -->").count("\n") > 3
 
 
 def test_pictures_are_drawn_by_the_command(tmp_path: Path) -> None:

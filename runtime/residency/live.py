@@ -29,9 +29,11 @@ from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
+from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
+from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Interval, Key, LayerReached, PrefillEnded, SequenceBegan, Wanted
 from moepack.runtime.policies.placements import Where
@@ -71,6 +73,20 @@ def _second_buffer(plan: Plan) -> tuple[Plan, int]:
     return (two, 2) if least <= plan.budget else (plan, 1)
 
 
+def _check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
+    """See that an expert on its way from any host placement to another finds a block there."""
+    on_host = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.HOST]
+    largest = [max(row[v] for v in on_host) for row in plan.blocks]
+    least = sum(n * size for n, size in zip(plan.experts, largest, strict=True)) + max(largest)
+    if host_memory is not None and host_memory < least:
+        names = ", ".join(str(plan.ladder[v]) for v in on_host)
+        raise TooSmallError(
+            f"{bundle.path}: a host_memory of {host_memory} bytes does not hold every expert at any of {names}: the least "
+            f"that would do is {least} bytes",
+            least,
+        )
+
+
 def _version(plan: Plan, placement: int) -> Version:
     version = plan.ladder[placement].version
     assert version is not None
@@ -84,6 +100,7 @@ class Live:
         plan: what fits.
         tracker: the budget.
         host: host memory of the placements that are executed there.
+        tier: what executes them; None where the ladder has none.
         waits: how often a forward pass waited for a copy.
         waited: seconds it did.
         worker: the thread that carries transitions on.
@@ -97,6 +114,8 @@ class Live:
         plan: Plan,
         devices: Sequence[torch.device],
         host_memory: int | None = None,
+        host_rate: float | None = None,
+        host_threads: int | None = None,
     ) -> None:
         """Load what the policy wants before any token, the others' low versions, and start serving.
 
@@ -107,8 +126,11 @@ class Live:
             devices: the layers'.
             host_memory: bytes that experts on the host may take, and that may be pinned for a GPU; without it, what the
                 system has left.
+            host_rate, host_threads: of the host tier (HostTier); without a number, torch's threads on a GPU, and beside
+                a CPU's own experts half of them.
 
         Raises:
+            TooSmallError: when the host's memory does not hold every expert at its largest placement there.
             InputError: on a device that cannot change versions.
             BundleError: when a low version is damaged.
         """
@@ -128,7 +150,12 @@ class Live:
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
         self.device = _device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
         self._host_device: CpuDevice | None = None
+        self.tier: HostTier | None = None
         try:
+            if any(p.where is Where.HOST for p in plan.ladder):
+                _check_host(bundle, plan, host_memory)
+                threads = host_threads or (max(1, torch.get_num_threads() // 2) if self._can_shrink else None)
+                self.tier = HostTier(threads, host_rate, None if self._can_shrink else CudaLink())
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
             self._end_streams()
@@ -145,6 +172,8 @@ class Live:
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
         versions = bundle.manifest.versions
         self.layers = [LayerExperts(x, versions, d) for x, d in zip(bundle.layers, devices, strict=True)]
+        for layer in self.layers:
+            layer.of.tier = self.tier
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if devices[0].type != "cpu" else None
         pools = self._pools()
@@ -153,7 +182,8 @@ class Live:
             self._publish, self.device.mark, plan.keep, self._snapshot,
         )  # fmt: skip
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
-        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve)
+        on_host = [pool for pool in pools.values() if not pool.budget_bytes]
+        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host)
         self._load(wanted)
         self.device.limit(None if self._blocking else self._rate)
         self.waits, self.waited = 0, 0.0
@@ -400,6 +430,8 @@ class Live:
         for device in (self.device, self._host_device):
             if device is not None:
                 device.close(wait)
+        if self.tier is not None:
+            self.tier.close(wait)
         self.store.close()
 
     def _shut(self, wait: bool = True) -> None:

@@ -52,6 +52,7 @@ class Transitions:
         tracker: BudgetTracker,
         pools: Sequence[Pool],
         reserve: int = 0,
+        on_host: Sequence[Pool] = (),
         in_flight: int = 2,
         retry_after: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -59,14 +60,15 @@ class Transitions:
         """Args:
         residency: whose versions change.
         tracker: the budget.
-        pools: all pools.
+        pools: all pools of the device.
         reserve: bytes that are kept for demotions (headroom.py).
+        on_host: those of the host.
         in_flight: promotions on the migration stream at a time; demotions are bounded by memory alone.
         retry_after: seconds until a copy that failed is tried again, if it is still wanted then.
         clock: seconds.
         """
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
-        self.headroom = Headroom(residency, tracker, pools, reserve)
+        self.headroom = Headroom(residency, tracker, pools, reserve, on_host)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
@@ -84,9 +86,10 @@ class Transitions:
     def want(self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0) -> None:
         """What every expert should be at: those that are not named at their base version.
 
-        What takes more bytes, or as many, is carried out in the order of `wanted`. What takes fewer waits until
-        somebody needs the bytes; then those go first that are not named, and of those the ones of the least `worth`.
-        What is on its way and no longer wanted is cancelled.
+        What is named and takes more of the device's bytes, or as many (from one placement on the host to another, the
+        base too), is carried out in the order of `wanted`. What takes fewer waits until somebody needs the bytes; then
+        those go first that are not named, and of those the ones of the least `worth`. What is not named and would free
+        none stays where it is. What is on its way and no longer wanted is cancelled.
         """
         with self._lock:
             self._wanted, self._worth = dict(wanted), worth
@@ -115,7 +118,8 @@ class Transitions:
                 self._updates[key] = target
 
     def _lessens(self, key: Key, target: int) -> bool:
-        return target == self.residency.base or self.residency.growth(key, target) < 0
+        growth, base = self.residency.growth(key, target), self.residency.base
+        return growth < 0 or (target == base and self._wanted.get(key) != base)
 
     def _target(self, key: Key) -> int:
         base = self.residency.base

@@ -60,8 +60,8 @@ class MoepackConfig(QuantizationConfigMixin):
     """What config.json, `moepack.load` or a caller of `from_pretrained` says about serving.
 
     Args:
-        policy, device_memory, host_memory, host_rate, host_threads: as of `moepack.load`. Where nobody names a policy or a budget, the
-            environment's MOEPACK_POLICY and MOEPACK_DEVICE_MEMORY do: for programs that load by path.
+        policy, device_memory, host_memory, host_rate, host_threads: as of `moepack.load`. Where nobody names a policy
+            or a budget, the environment's MOEPACK_POLICY and MOEPACK_DEVICE_MEMORY do: for programs that load by path.
         workload: what a budget must leave room for, as `Workload` has it.
     """
 

@@ -340,7 +340,7 @@ class LateLink:
 
 
 def test_on_another_device_the_host_runs_beside_it(tier: HostTier) -> None:
-    """Activations are sent off first, the device's kernels launched; then the host's results come back and are added."""
+    """Activations are sent off first, then the device's kernels are launched; what the host made is added at last."""
     link = tier.link = LateLink()
     places = [(Where.HOST, Where.DEVICE, Where.ABSENT)[e % 3] for e in range(EXPERTS)]
 

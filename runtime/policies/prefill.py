@@ -112,7 +112,7 @@ class Prefill:
       again is seen when the next sequence begins to decode.
     """
 
-    needs = Needs(prompts=True, gates=True)
+    needs = Needs(prompts=True, gates=True, exact=True)
 
     def __init__(self, setting: Setting, options: PrefillOptions | None = None) -> None:
         self.options = options or PrefillOptions()

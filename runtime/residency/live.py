@@ -429,7 +429,7 @@ class Live:
         if wanted is None:
             return
         if not self._blocking:
-            self.transitions.want(wanted, self.policy.worth)
+            self.transitions.want(wanted, self.policy.worth, self.policy.needs.exact)
             return
         began = time.perf_counter()
         if loads := load_now(self.residency, self.transitions, wanted):

@@ -75,6 +75,7 @@ class Transitions:
         self._lock = threading.RLock()
         self._wanted: dict[Key, int] = {}
         self._worth: Callable[[Key], float] = lambda key: 0.0
+        self._exact = False
         self._updates: dict[Key, int] = {}
         self._evictions: dict[Key, int] = {}  # and where to
         self._pushed: set[Key] = set()  # experts that leave for the KV reserve, whatever is wanted
@@ -83,16 +84,19 @@ class Transitions:
         self.kv_asked = 0
         self.refusals = self.failures = 0
 
-    def want(self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0) -> None:
+    def want(
+        self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0, exact: bool = False
+    ) -> None:
         """What every expert should be at: those that are not named at their base version.
 
         What is named and takes more of the device's bytes, or as many (from one placement on the host to another, the
-        base too), is carried out in the order of `wanted`. What takes fewer waits until somebody needs the bytes; then
+        base too), is carried out in the order of `wanted`; with `exact`, what takes fewer is too. Else that waits until
+        somebody needs the bytes; then
         those go first that are not named, and of those the ones of the least `worth`. What is not named and would free
         none stays where it is. What is on its way and no longer wanted is cancelled.
         """
         with self._lock:
-            self._wanted, self._worth = dict(wanted), worth
+            self._wanted, self._worth, self._exact = dict(wanted), worth, exact
             self._queue()
 
     def held(self) -> AbstractContextManager[Any]:
@@ -119,7 +123,8 @@ class Transitions:
 
     def _lessens(self, key: Key, target: int) -> bool:
         growth, base = self.residency.growth(key, target), self.residency.base
-        return growth < 0 or (target == base and self._wanted.get(key) != base)
+        named = self._wanted.get(key) == target
+        return (growth < 0 and not (named and self._exact)) or (target == base and not named)
 
     def _target(self, key: Key) -> int:
         base = self.residency.base

@@ -78,10 +78,10 @@ class Machine(RuleBasedStateMachine):
     def compute_ends(self) -> None:
         self.sim.draining.pop(0)[0].ended = True
 
-    @rule(wanted=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 4), max_size=7))
-    def policy(self, wanted: dict[tuple[int, int], int]) -> None:
+    @rule(wanted=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 4), max_size=7), exact=st.booleans())
+    def policy(self, wanted: dict[tuple[int, int], int], exact: bool) -> None:
         base = self.sim.kind.base
-        self.sim.transitions.want({key: min(version, base) for key, version in wanted.items()})
+        self.sim.transitions.want({key: min(version, base) for key, version in wanted.items()}, exact=exact)
 
     @rule()
     def tick(self) -> None:
@@ -564,6 +564,19 @@ def test_experts_on_the_host_go_where_they_are_named(kind: Kind) -> None:
         settled(sim, 30)
         there = {key: entry.active for key, entry in sim.residency.entries.items()}
         assert there == {k: there[k] if there[k] == 0 and v else v for k, v in wanted.items()}, "or high, unasked for"
+        assert not sim.transitions.waiting()
+
+
+@pytest.mark.parametrize("kind", [RUNGS, DROPS, FOUR], ids=["host", "three", "four"])
+def test_exact_wants_are_carried_out_to_the_letter(kind: Kind) -> None:
+    """What is named lower goes there though nobody needs its bytes."""
+    rng = random.Random(1)
+    sim = Simulation(kind)
+    for _ in range(40):
+        wanted = {key: kind.base if i > 1 else rng.randint(0, kind.base) for i, key in enumerate(all_keys())}
+        sim.transitions.want(dict(rng.sample(sorted(wanted.items()), len(wanted))), exact=True)
+        settled(sim, 30)
+        assert {key: entry.active for key, entry in sim.residency.entries.items()} == wanted
         assert not sim.transitions.waiting()
 
 

@@ -145,8 +145,8 @@ class Needs:
         layers: whether it is told of `LayerReached`, and the step then waits for what it wants: such steps run one at
             a time, and there are no intervals. For baselines, and where an expert has no resident version.
         gates: whether gate weights are summed up for it.
-        exact: whether an expert that is named where it takes fewer of the device's bytes goes there at once; else it
-            stays until somebody needs them.
+        exact: whether an expert on the device that is named on the host, or nowhere, leaves at once; else it stays
+            until somebody needs its bytes.
     """
 
     interval: float = 0.1

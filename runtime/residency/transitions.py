@@ -90,10 +90,10 @@ class Transitions:
         """What every expert should be at: those that are not named at their base version.
 
         What is named and takes more of the device's bytes, or as many (from one placement on the host to another, the
-        base too), is carried out in the order of `wanted`; with `exact`, what takes fewer is too. Else that waits until
-        somebody needs the bytes; then
-        those go first that are not named, and of those the ones of the least `worth`. What is not named and would free
-        none stays where it is. What is on its way and no longer wanted is cancelled.
+        base too), is carried out in the order of `wanted`; with `exact`, what leaves the device is too, and before the
+        rest. Else what takes fewer waits until somebody needs the bytes; then those go first that are not named, and of
+        those the ones of the least `worth`. What is not named and would free none stays where it is. What is on its way
+        and no longer wanted is cancelled.
         """
         with self._lock:
             self._wanted, self._worth, self._exact = dict(wanted), worth, exact
@@ -114,17 +114,20 @@ class Transitions:
                 evicted.append(key)
         evicted.sort(key=lambda key: (self._target(key) != residency.base, self._worth(key)))
         self._evictions = {key: self._target(key) for key in evicted}
+        leaving: dict[Key, int] = {}
         for key, target in in_turns(self._wanted.items(), every=64):
             entry = residency.entries[key]
             if self._target(key) != target or entry.active == target or entry.coming == target:
                 continue
             if not self._lessens(key, target):
-                self._updates[key] = target
+                (leaving if residency.growth(key, target) < 0 else self._updates)[key] = target
+        self._updates = leaving | self._updates
 
     def _lessens(self, key: Key, target: int) -> bool:
         growth, base = self.residency.growth(key, target), self.residency.base
         named = self._wanted.get(key) == target
-        return (growth < 0 and not (named and self._exact)) or (target == base and not named)
+        leaves = named and self._exact and not self.residency.size(key[0], target)
+        return (growth < 0 and not leaves) or (target == base and not named)
 
     def _target(self, key: Key) -> int:
         base = self.residency.base

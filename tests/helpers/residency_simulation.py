@@ -52,6 +52,8 @@ class Kind:
         everyone = sum(EXPERTS)
         if not self.fixed:
             return everyone
+        if version in self.host:
+            return everyone
         if version == self.base:
             return everyone - self.room + self.reserve // self.pages[-1]
         return self.room if version == 0 else 2
@@ -59,7 +61,8 @@ class Kind:
     @property
     def budget(self) -> int:
         if self.fixed:
-            taken = sum(self.blocks(v) * pages for v, pages in enumerate(self.pages)) + 2
+            here = [(v, pages) for v, pages in enumerate(self.pages) if v not in self.host]
+            taken = sum(self.blocks(v) * pages for v, pages in here) + 2
         else:
             taken = sum(EXPERTS) * (0 if self.base in self.host else self.pages[-1]) + self.reserve + self.room
         return FIXED + taken * PAGE
@@ -74,6 +77,7 @@ THIRDS = Kind(pages=(4, 2, 1), reserve=2, room=2, fixed=True)
 HOST = Kind(pages=(4, 2, 2, 1), reserve=2, room=9, host=(2, 3))
 ABSENT = Kind(pages=(4, 2, 2, 0), reserve=2, room=9, host=(2,))
 RUNGS = Kind(pages=(4, 3, 2, 2, 1), reserve=0, room=9, host=(1, 2, 3, 4))
+DIVIDED = Kind(pages=(4, 3, 2, 1), reserve=0, room=3, fixed=True, host=(1, 2, 3))
 CRAMPED = Kind(pages=(4, 3, 2, 2, 1), reserve=0, room=9, host=(1, 2, 3, 4), host_pages=3 * sum(EXPERTS) + 3)
 
 
@@ -133,7 +137,7 @@ class Simulation:
                 continue
             blocks, on_host = kind.blocks(version), version in kind.host
             memory = CpuMemory(pages * PAGE * blocks)
-            memory.returnable = not kind.fixed
+            memory.returnable = not kind.fixed or on_host
             self.memories.append(memory.tensor)
             tracker = self.host if on_host else self.tracker
             self.pools.append(Pool(f"v{version}", pages * PAGE, blocks, tracker, memory, on_host))

@@ -38,6 +38,8 @@ def attach(
     device_memory: int | None,
     workload: Workload,
     host_memory: int | None = None,
+    host_rate: int | None = None,
+    host_threads: int | None = None,
 ) -> None:
     """Give every experts module its handles under a policy.
 
@@ -62,7 +64,7 @@ def attach(
     if policy.is_live:
         assert device_memory is not None
         plan = make_plan(bundle, policy.options, fixed.total, device_memory)
-        live = Live(bundle, policy, plan, devices, host_memory)
+        live = Live(bundle, policy, plan, devices, host_memory, host_rate, host_threads)
         fixed = replace(fixed, staging=live.plan.staging)
         layers, tracker = live.layers, live.tracker
     else:

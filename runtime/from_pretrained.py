@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.sizes import DEVICE_MEMORY
 
-KEYWORDS = ("policy", "device_memory", "host_memory")
+KEYWORDS = ("policy", "device_memory", "host_memory", "host_rate", "host_threads")
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
 _kind: Any = PreTrainedModel
 _original = _kind.from_pretrained.__func__

@@ -12,7 +12,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
-from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size
+from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size, read_tier
 from moepack.runtime.policies.registry import parse_policy
 
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
@@ -33,6 +33,8 @@ def load(
     token: str | bool | None = None,
     attn_implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    host_rate: int | str | None = None,
+    host_threads: int | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model.
 
@@ -42,10 +44,12 @@ def load(
         device_memory: bytes, or a size such as "24GiB", that all of it may take there: weights, KV cache, activations,
             buffers; without it, no limit.
         policy: which version of each expert is served: `static:w4` (a version), `static:FILE.json` (a map),
-            `static:allocation` (the map in the manifest). In a budget also `uniform`, and two that change versions
-            while serving: `hotness`, with options as `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions), and the
-            baseline `lru`. The model's `moepack.close()` stops them; so does its end. Without it, the most precise
-            version that is here; in a budget `hotness`, or `uniform` where no version can change.
+            `static:allocation` (the map in the manifest). In a budget also `uniform` and `random`, and three that
+            change versions while serving: `hotness`, with options as `hotness:hi=bf16,lo=w2,interval=1`
+            (HotnessOptions); `prefill`, as `prefill:bits=2.5,k=8` (PrefillOptions), which has a prompt's busiest
+            experts on the device and the host execute the others; and the baseline `lru`. The model's
+            `moepack.close()` stops them; so does its end. Without it, the most precise version that is here; in a
+            budget `hotness`, or `uniform` where no version can change.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.
         kv_tokens: in a budget, tokens of KV cache a sequence that are held back from the start. Where more are needed
             experts are pushed out for them, and where that does not suffice the forward pass raises BudgetExceeded.
@@ -55,10 +59,13 @@ def load(
         all_logits: in a budget, whether such a pass returns the logits of all its tokens, as `model(ids)` does, or of
             the last alone, as `model.generate` needs them.
         host_memory: on a GPU, bytes of host memory that may be pinned for experts that come and go; without it, what
-            the system has left, less a margin.
+            the system has left, less a margin. Everywhere, what experts that the host executes may take of it.
         revision, token: of a bundle on the Hub, as transformers takes them.
         attn_implementation: as transformers takes it.
         progress: called while experts are loaded, with the bytes that are there and the bytes in all.
+        host_rate: bytes a second, or a size such as "20GB", at which the host reads the experts that it executes (the
+            policy `prefill`), to emulate slower memory than it has; without it, no limit.
+        host_threads: on which it runs them; without it, all of torch's beside a GPU, half of them beside a CPU's own.
 
     Raises:
         BundleError: when the bundle is damaged.
@@ -67,6 +74,7 @@ def load(
             that would.
     """
     budget, pinned = parse_size(device_memory), parse_size(host_memory)  # what can be refused at once is
+    rate, threads = read_tier(host_rate, host_threads)
     parse_policy(policy, budget is not None or bool(os.environ.get(DEVICE_MEMORY)))
     path = Path(bundle)
     if path.exists():
@@ -95,7 +103,12 @@ def load(
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != METHOD:
         raise InputError(f"{bundle}: its config does not say it is a moepack bundle")
     config.quantization_config.update(
-        policy=policy, device_memory=budget, workload=asdict(workload), host_memory=pinned
+        policy=policy,
+        device_memory=budget,
+        workload=asdict(workload),
+        host_memory=pinned,
+        host_rate=rate,
+        host_threads=threads,
     )
     options: dict[str, Any] = {"revision": revision or "main", "token": token}
     if attn_implementation is not None:

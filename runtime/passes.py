@@ -30,7 +30,6 @@ from moepack.runtime.experts.op import Open
 from moepack.runtime.residency.arguments import bound, inputs, without_self
 from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
-from moepack.runtime.residency.steps import NO_PROMPT, Prompt
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
@@ -159,7 +158,8 @@ class Passes:
             done = stack.enter_context(self.caches.room(given)) if self.caches else lambda out: None
             traced, step, counters = self._trace is not None, None, None
             if self._live is not None:
-                prompt = _prompt(given) if self._live.policy.needs.prompts else NO_PROMPT
+                prompt, kept = stack.enter_context(self._live.sequence(given))
+                done = _both(done, kept)
                 step = stack.enter_context(self._live.step(prompt, _text(given)))
                 counters = step.counters
             elif traced:
@@ -266,12 +266,12 @@ class Passes:
                 trace.close()
 
 
-def _prompt(given: dict[str, Any]) -> Prompt:
-    """What a pass with these arguments reads of prompts."""
-    ids, cache = inputs(given), given.get("past_key_values")
-    if ids is None or ids.shape[1] < 2:
-        return NO_PROMPT
-    return Prompt(int(ids.shape[0] * ids.shape[1]), cache is None or not int(cache.get_seq_length()))
+def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:
+    def done(out: Any) -> None:
+        first(out)
+        second(out)
+
+    return done
 
 
 def _text(given: dict[str, Any]) -> Tensor | None:

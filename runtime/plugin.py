@@ -27,7 +27,7 @@ from moepack.pack.writer import sha256_of
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
 from moepack.runtime.planning.choice import check_policy
 from moepack.runtime.planning.fixed import Workload
-from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size
+from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size, read_tier
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 from moepack.runtime.policies.registry import parse_policy
 
@@ -60,8 +60,8 @@ class MoepackConfig(QuantizationConfigMixin):
     """What config.json, `moepack.load` or a caller of `from_pretrained` says about serving.
 
     Args:
-        policy, device_memory, host_memory: as of `moepack.load`. Where nobody names a policy or a budget, the
-            environment's MOEPACK_POLICY and MOEPACK_DEVICE_MEMORY do: for programs that load by path.
+        policy, device_memory, host_memory, host_rate, host_threads: as of `moepack.load`. Where nobody names a policy
+            or a budget, the environment's MOEPACK_POLICY and MOEPACK_DEVICE_MEMORY do: for programs that load by path.
         workload: what a budget must leave room for, as `Workload` has it.
     """
 
@@ -71,6 +71,8 @@ class MoepackConfig(QuantizationConfigMixin):
         device_memory: int | str | None = None,
         workload: Mapping[str, Any] | None = None,
         host_memory: int | str | None = None,
+        host_rate: int | str | None = None,
+        host_threads: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # its enum lists transformers' own methods
@@ -81,10 +83,11 @@ class MoepackConfig(QuantizationConfigMixin):
         if unknown := self.workload.keys() - set(Workload.__slots__):
             raise InputError(f"workload has no {', '.join(sorted(map(str, unknown)))}: {', '.join(Workload.__slots__)}")
         self.host_memory = parse_size(host_memory)
+        self.host_rate, self.host_threads = read_tier(host_rate, host_threads)
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What `from_pretrained(bundle, quantization_config=MoepackConfig(...))` puts over config.json's."""
-        names = ("policy", "device_memory", "workload", "host_memory")
+        names = ("policy", "device_memory", "workload", "host_memory", "host_rate", "host_threads")
         return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
 
 
@@ -141,7 +144,8 @@ class MoepackQuantizer(HfQuantizer):
         assert self._bundle is not None
         config: Any = self.quantization_config
         workload = Workload(**config.workload)
-        attach(model, self._bundle, self._policy(), self._budget(), workload, config.host_memory)
+        host = config.host_memory, config.host_rate, config.host_threads
+        attach(model, self._bundle, self._policy(), self._budget(), workload, *host)
         return model
 
     def _policy(self) -> str | None:

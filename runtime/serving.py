@@ -29,6 +29,7 @@ COUNTERS = (
     "bytes_moved",
     "kv_waits",
     "worker_failures",
+    "host_bytes",
 )
 
 
@@ -116,7 +117,8 @@ class Serving:
         return self.tracker.peak if self.tracker is not None else self.resident_bytes()
 
     def counters(self) -> dict[str, int]:
-        """What transitions did since loading; all zero under a policy that changes nothing."""
+        """What transitions did since loading, and the bytes of weights that the host tier read; all zero under a policy
+        that changes nothing."""
         live, kv_waits = self.live, self.caches.waits if self.caches is not None else 0
         if live is None:
             return {**dict.fromkeys(COUNTERS, 0), "kv_waits": kv_waits}
@@ -131,6 +133,7 @@ class Serving:
             live.device.moved,
             kv_waits,
             live.worker.failures,
+            live.tier.bytes if live.tier is not None else 0,
         )
         return dict(zip(COUNTERS, values, strict=True))
 

@@ -52,6 +52,7 @@ class Evaluation:
         bytes_moved: stored bytes copied, those of loading included.
         kv_waits: how often a forward pass waited until experts had made room for its KV cache.
         worker_failures: rounds of transitions that failed.
+        host_bytes: bytes of weights that the host read for the experts that it executed.
         fixed: what is taken outside the experts, by parts; of a bundle.
     """
 
@@ -71,6 +72,7 @@ class Evaluation:
     bytes_moved: int = 0
     kv_waits: int = 0
     worker_failures: int = 0
+    host_bytes: int = 0
     fixed: Fixed | None = None
 
 

@@ -5,56 +5,86 @@ The paper's budget counts code bits, in one layer; allocation.py has what counts
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
-WIDTHS = (1, 2, 3, 4)  # the columns of the loss table
+import numpy as np
+import numpy.typing as npt
+
+WIDTHS = (1, 2, 3, 4)  # the paper's: columns of a loss table without a word
 
 
-def prefix_split(importance: Sequence[float], losses: Sequence[Sequence[float]], average_bits: float) -> list[int]:
+def prefix_split(
+    importance: Sequence[float],
+    losses: Sequence[Sequence[float]] | npt.NDArray[np.float64],
+    average_bits: float,
+    widths: Sequence[int] = WIDTHS,
+) -> list[int]:
     """Widths of one layer's experts that fall with their importance (context-aware-cxl-ndp, section 4.2).
 
     With the experts in descending order of importance, the first n4 get 4 bits, the next n3 get 3, the next n2 get 2
     and the rest 1. Starting from one bit, R = E (average_bits - 1) increments are spent: 3 n4 + 2 n3 + n2 = R. All
     (n4, n3) are tried; n2 and n1 follow; prefix sums of the gains L(1) - L(b) give each one's total gain at once.
 
+    Beyond the paper, any widths: increments start from the least, and where the widths leave gaps, so that R itself
+    cannot be spent, as much below it as can be is.
+
     The budget counts code bits, as the paper does, not bytes. Where R is no integer it is rounded down. Experts of one
     importance keep their order; of splits of one gain the first is taken, n4 and then n3 rising.
 
     Args:
         importance: [experts], such as `prefill_importance` gives.
-        losses: losses[expert] at 1, 2, 3 and 4 bits (WIDTHS).
-        average_bits: from 1 to 4.
+        losses: losses[expert] at each width.
+        average_bits: from the least width to the greatest.
+        widths: ascending.
 
     Returns:
         The width of every expert, in the order given.
 
     Raises:
-        ValueError: when the average is outside 1 to 4.
+        ValueError: when the average is outside the widths.
     """
-    if not 1 <= average_bits <= 4:
-        raise ValueError(f"an average of {average_bits} bits is not from 1 to 4")
-    count = len(importance)
-    order = sorted(range(count), key=lambda e: -importance[e])
-    increments = math.floor(count * (average_bits - 1) + 1e-9)
-    gains = [
-        [0.0, *itertools.accumulate(losses[e][0] - losses[e][column] for e in order)] for column in range(len(WIDTHS))
-    ]
-    best, split = -math.inf, (0, 0, 0)
-    for n4 in range(min(count, increments // 3) + 1):
-        for n3 in range(min(count - n4, (increments - 3 * n4) // 2) + 1):
-            n2 = increments - 3 * n4 - 2 * n3
-            if n4 + n3 + n2 > count:
-                continue
-            a, b, c = n4, n4 + n3, n4 + n3 + n2
-            gain = gains[3][a] + (gains[2][b] - gains[2][a]) + (gains[1][c] - gains[1][b])
-            if gain > best:
-                best, split = gain, (a, b, c)
-    widths = [1] * count
-    for place, e in enumerate(order):
-        widths[e] = 4 - sum(place >= end for end in split)
-    return widths
+    if not widths[0] <= average_bits <= widths[-1]:
+        raise ValueError(f"an average of {average_bits} bits is not from {widths[0]} to {widths[-1]}")
+    count, least = len(importance), widths[0]
+    order = np.argsort(-np.array(importance, np.float64), kind="stable")
+    table = np.array(losses, np.float64).reshape(count, len(widths))[order]
+    gains = np.zeros((count + 1, len(widths)))  # of the first k experts, from the least width to each
+    gains[1:] = np.cumsum(table[:, :1] - table, axis=0)
+    increments = math.floor(count * (average_bits - least) + 1e-9)
+    steps = [w - least for w in widths]
+    ends = _best(gains, steps, count, increments)
+    out = np.full(count, least)
+    for width, begin, end in zip(widths[:0:-1], [0, *ends], ends, strict=False):
+        out[order[begin:end]] = width
+    return out.tolist()
+
+
+def _best(gains: npt.NDArray[np.float64], steps: Sequence[int], count: int, increments: int) -> list[int]:
+    """Where the experts of each width end, the greatest width first, without the least."""
+    if len(steps) == 1:
+        return []
+    tried = [range(min(count, increments // step) + 1) for step in steps[:1:-1]]  # of all but the two least widths
+    grid = np.meshgrid(*(np.arange(len(r)) for r in tried), indexing="ij")
+    counts = [n.ravel() for n in grid]
+    spent = sum((n * s for n, s in zip(counts, steps[:1:-1], strict=True)), start=np.zeros(1, np.int64))
+    taken = sum(counts, start=np.zeros(1, np.int64))
+    last = (increments - spent) // steps[1]
+    fits = (spent <= increments) & (taken + last <= count)
+    if not fits.any():  # gaps: all get more than the least, and increments are left over
+        last = np.minimum(last, count - taken)
+        fits = (spent <= increments) & (taken <= count)
+    all_spent = np.where(fits, spent + last * steps[1], -1)
+    fits &= all_spent == all_spent.max()
+    counts = [np.broadcast_to(n, fits.shape) for n in (*counts, last)]
+    ends = np.cumsum(np.stack([n[fits] for n in counts]), axis=0)
+    gain = np.zeros(ends.shape[1])
+    begin = np.zeros(ends.shape[1], np.int64)
+    for column, end in zip(range(len(steps) - 1, 0, -1), ends, strict=True):
+        gain = gain + (gains[end, column] - gains[begin, column])
+        begin = end
+    found: list[int] = ends[:, int(gain.argmax())].tolist()
+    return found
 
 
 def prefill_importance(counts: Sequence[float], scores: Sequence[float], alpha: float = 0.5) -> list[float]:
@@ -70,3 +100,17 @@ def prefill_importance(counts: Sequence[float], scores: Sequence[float], alpha: 
     """
     of_counts, of_scores = sum(counts) or 1.0, sum(scores) or 1.0
     return [alpha * p / of_counts + (1 - alpha) * w / of_scores for p, w in zip(counts, scores, strict=True)]
+
+
+def activation_similarity(prefill: Sequence[float], decoding: Sequence[float]) -> float:
+    """Cosine of two counts of a layer's experts, over the prompt and while decoding (context-aware-cxl-ndp, figure 4).
+
+    Args:
+        prefill, decoding: [experts], tokens routed to each.
+
+    Returns:
+        From 0 to 1; 0 where either counted nothing.
+    """
+    a, b = np.array(prefill, np.float64), np.array(decoding, np.float64)
+    size = math.sqrt(float(a @ a)) * math.sqrt(float(b @ b))
+    return float(a @ b) / size if size else 0.0

@@ -27,22 +27,37 @@ Limits = npt.NDArray[np.int64]
 
 def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`experts_forward` on a CPU; arguments and result as there."""
-    tokens = len(hidden)
+    return summed(experts, rows(module, experts, hidden, top_k_index), hidden, top_k_index, top_k_weights)
+
+
+def rows(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, threads: int | None = None) -> Tensor:
+    """What every slot's expert makes of its token, [slots, hidden], float32 or bfloat16; its gate does not weigh yet.
+
+    An expert's rows have the same bits whatever the others are, and on however many threads of the kernels' (torch's
+    number without `threads`). Rows of slots without an expert hold anything.
+    """
     x = (hidden if hidden.dtype in DTYPES else hidden.float()).detach().contiguous()
-    out = torch.empty(tokens, hidden.shape[-1], dtype=x.dtype)
+    tokens = len(x)
     if not tokens:
-        return out.to(hidden.dtype)
+        return x.new_empty(0, hidden.shape[-1])
     index = top_k_index.long().contiguous()
-    gates = top_k_weights.detach()
-    gates = gates if gates.dtype in DTYPES else gates.float()
     limits = backends.direct_limits(x.dtype, experts.of.versions)
     many = [] if has_tiles(x.dtype) or tokens <= limits.min() else _many(index, experts, limits)
-    h = _matrix(experts, 0, x, index, many, limits)
+    h = _matrix(experts, 0, x, index, many, limits, threads)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = _matrix(experts, 1, h.contiguous(), index, many, limits)
+    y = _matrix(experts, 1, h.contiguous(), index, many, limits, threads)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()
-    combine(y, index, gates.contiguous(), experts.of.layer.experts, out)
+    return y
+
+
+def summed(experts: Snapshot, y: Tensor, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Rows weighted and added over a token's slots, in their order: [tokens, hidden] in hidden's dtype."""
+    out = torch.empty(len(hidden), hidden.shape[-1], dtype=y.dtype)
+    gates = top_k_weights.detach()
+    gates = gates if gates.dtype in DTYPES else gates.float()
+    if len(hidden):
+        combine(y, top_k_index.long().contiguous(), gates.contiguous(), experts.of.layer.experts, out)
     return out.to(hidden.dtype)
 
 
@@ -61,7 +76,13 @@ def _many(index: Tensor, experts: Snapshot, limits: Limits) -> list[tuple[int, T
 
 
 def _matrix(
-    experts: Snapshot, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limits: Limits
+    experts: Snapshot,
+    matrix: int,
+    x: Tensor,
+    index: Tensor,
+    many: list[tuple[int, Tensor]],
+    limits: Limits,
+    threads: int | None,
 ) -> Tensor:
     """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
 
@@ -71,7 +92,7 @@ def _matrix(
     m, slots = experts.of.layer.matrices[matrix], index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
     if sum(len(s) for _, s in many) < slots:
-        product(experts.of.native, matrix, experts.table, x, index, out, limits)
+        product(experts.of.native, matrix, experts.table, x, index, out, limits, threads)
     share = slots // len(x)
     for expert, where in many:
         mine = x[where // share]
@@ -88,7 +109,7 @@ def _matrix(
                 tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=x.dtype)
                 assert made.version is not None
                 number = experts.of.native.numbers[made.version.name]
-                unpack(experts.of.native, matrix, number, made.extent, tile, first)
+                unpack(experts.of.native, matrix, number, made.extent, tile, first, threads)
                 part = torch.mm(mine, tile[:, : last - first])
                 part = part if part_bias is None else part.add_(part_bias)
             out[where, first:last] = part

@@ -17,6 +17,7 @@ from moepack.runtime.policies.placements import Where
 
 from . import op  # noqa: F401  # the operator exists from then on
 from .handles import LayerExperts, Snapshot
+from .host_tier import HostTier
 
 _DEVICE, _HOST = frozenset({Where.DEVICE}), frozenset({Where.HOST})
 _ALL = _DEVICE | _HOST
@@ -66,19 +67,81 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _run(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts that the device runs, and those that the host does; what is absent adds nothing."""
-    here = _ALL if experts.of.device.type == "cpu" else _DEVICE
-    out = _on_device(module, experts, hidden, experts.only(top_k_index, here), top_k_weights)
-    if Where.HOST in experts.places() - here:
-        out = out + on_host(module, experts, hidden, top_k_index, top_k_weights)
-    return out
+    """The experts that the device runs, and those that the host tier does; what is absent adds nothing."""
+    tier, here = experts.of.tier, experts.of.device.type == "cpu"
+    if tier is None or Where.HOST not in experts.places():
+        index = experts.only(top_k_index, _ALL if here else _DEVICE)
+        return _on_device(module, experts, hidden, index, top_k_weights)
+    return (beside if here else across)(module, experts, hidden, top_k_index, top_k_weights, tier)
 
 
-def on_host(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What the experts on the host add, for a layer on another device: activations go there and back, and wait."""
-    index = experts.only(top_k_index, _HOST).cpu()
+def beside(
+    module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, tier: HostTier
+) -> Tensor:
+    """A layer on a CPU: either side makes the rows of its own slots, and one sum over both follows in the slots' order.
+
+    So the bits are those of one call, whichever experts are where.
+    """
+    served = experts.only(top_k_index, _ALL)
+    flat, top_k = experts.only(top_k_index, _HOST).reshape(-1), top_k_index.shape[-1]
+    slots = (flat < experts.of.layer.experts).nonzero().squeeze(1)
+    if not len(slots):
+        return _on_device(module, experts, hidden, served, top_k_weights)
+
+    def work() -> tuple[Tensor, int]:
+        chosen = flat[slots]
+        return _rows(module, experts, hidden[slots // top_k], chosen.unsqueeze(1), tier.threads), _read(experts, chosen)
+
+    y: Tensor | None = None
+    with tier.beside(work) as job:
+        if len(slots) < len(flat):
+            y = _rows(module, experts, hidden, experts.only(top_k_index, _DEVICE))
+    assert job.out is not None
+    y = job.out if y is None else y.index_copy_(0, slots, job.out)
+    if experts.of.backend == "native":
+        from .cpu import summed
+
+        return summed(experts, y, hidden, served, top_k_weights)
+    return _summed(y, hidden, top_k_weights)
+
+
+def across(
+    module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, tier: HostTier
+) -> Tensor:
+    """A layer on another device: activations go to the host before the device's kernels are launched, and what the host
+    makes of them meanwhile is added to what the device does. The calling thread waits for the host, never for the
+    device."""
+    assert tier.link is not None
+    arrive = tier.link.fetch(hidden, experts.only(top_k_index, _HOST), top_k_weights)
     there = Snapshot(experts.of.on_host(), experts.table, experts.handles)
-    return _on_device(module, there, hidden.cpu(), index, top_k_weights.cpu()).to(hidden.device)
+
+    def work(x: Tensor, index: Tensor, gates: Tensor) -> tuple[Tensor, int]:
+        y = _rows(tier.module(module), there, x, index, tier.threads)
+        if there.of.backend == "native":
+            from .cpu import summed
+
+            return summed(there, y, x, index, gates), _read(there, index)
+        return _summed(y, x, gates), _read(there, index)
+
+    with tier.beside(work, arrive) as job:
+        out = _on_device(module, experts, hidden, experts.only(top_k_index, _DEVICE), top_k_weights)
+    assert job.out is not None
+    return out + tier.link.send(job.out, out.device)
+
+
+def _read(experts: Snapshot, index: Tensor) -> int:
+    """Bytes of the experts that are chosen: each is read once a call."""
+    chosen = torch.bincount(index.reshape(-1), minlength=experts.of.layer.experts)[: experts.of.layer.experts]
+    return sum(experts.handles[e].extent.numel() for e in chosen.nonzero().squeeze(1).tolist())
+
+
+def _rows(module: Any, experts: Snapshot, hidden: Tensor, index: Tensor, threads: int | None = None) -> Tensor:
+    """What every slot's expert makes of its token on a CPU, [slots, hidden]."""
+    if experts.of.backend == "native":
+        from .cpu import rows
+
+        return rows(module, experts, hidden, index, threads)
+    return reference_rows(module, experts, hidden, index)
 
 
 def _on_device(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -100,6 +163,11 @@ def reference_forward(
 
     Differentiable by hidden states and gates; a backward pass dequantises again instead of keeping the weights.
     """
+    return _summed(reference_rows(module, experts, hidden_states, top_k_index), hidden_states, top_k_weights)
+
+
+def reference_rows(module: Any, experts: Snapshot, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
+    """What every slot's expert makes of its token, [slots, hidden]; zeros for a slot without one."""
     tokens, top_k = top_k_index.shape
     flat = top_k_index.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -116,8 +184,13 @@ def reference_forward(
                 else (_one(module, experts, expert, x))
             )
             start += count
-    weighted = out * top_k_weights.reshape(-1, 1)
-    return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+    return out
+
+
+def _summed(y: Tensor, hidden: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Rows weighted and added over a token's slots: [tokens, hidden] in hidden's dtype."""
+    weighted = y * top_k_weights.reshape(-1, 1)
+    return weighted.view(*top_k_weights.shape, hidden.shape[-1]).sum(dim=1).to(hidden.dtype)
 
 
 def _one(module: Any, experts: Snapshot, expert: int, x: Tensor) -> Tensor:

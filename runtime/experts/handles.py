@@ -22,6 +22,7 @@ from moepack.runtime.kernels.reference import dequantise
 from moepack.runtime.policies.placements import Placement, Where
 
 from . import backends
+from .host_tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class ServedLayer:
         layer, versions, device: the layer, those that handles may name by their numbers, where extents are.
         sections: by an affine version's name, the sections of each matrix by kind.
         native, backend: what kernels read of the layer, and which run it.
+        tier: what runs its experts on the host, beside the device's; None where none can be there.
     """
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
@@ -70,6 +72,7 @@ class ServedLayer:
         self.sections = {v.name: _sections(layer, v) for v in self.versions if not v.is_lossless}
         self.native = backends.native_layer(layer, self.versions, device)
         self.backend = backends.backend(device)
+        self.tier: HostTier | None = None
         self._host: ServedLayer | None = None
 
     def over(self, version: Version, extent: Tensor, where: Where = Where.DEVICE) -> Handle:

@@ -26,3 +26,17 @@ def parse_size(size: str | int | None) -> int | None:
         return int(float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()])
     except (KeyError, ValueError):
         raise InputError(f"size {size!r} is not a number of bytes, nor one with KB, MiB, GB ... after it") from None
+
+
+def read_tier(rate: str | int | None, threads: int | None) -> tuple[int | None, int | None]:
+    """The host tier's bytes a second and threads.
+
+    Raises:
+        InputError: for a rate or a number of threads below one.
+    """
+    read = parse_size(rate)
+    if read == 0:
+        raise InputError("host_rate is from 1 byte a second; without it there is no limit")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise InputError(f"host_threads is a whole number from 1, not {threads!r}")
+    return read, threads

@@ -58,22 +58,62 @@ class Interval(Counted):
 
 @dataclass(frozen=True, slots=True)
 class SequenceBegan:
-    """A step with a prompt begins: its sequences have no cache yet.
+    """The first step of a sequence begins. A sequence is the batch behind one KV cache; a pass without a cache is one.
 
     Attributes:
         time, capacity: as of `Counted`.
-        tokens: of all its sequences.
+        tokens: of its prompt, or of the first chunk of that, over the batch and with padding; 0 where the prompt was
+            read elsewhere, into a cache that then came here.
+        sequence: its number, from 1; no two have the same.
     """
 
     time: float
     capacity: Sequence[int]
     tokens: int
+    sequence: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class PrefillEnded(Counted):
-    """A step over several tokens a sequence has ended: a prompt, or a chunk of one. Counts are of this step alone."""
+    """A step that read a prompt has ended, or a chunk of one: into an empty cache, or several tokens of each sequence.
 
-    __slots__ = ()
+    Attributes:
+        counts, gates: of this step alone.
+        sequence: whose.
+    """
+
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingBegan:
+    """The first step of a sequence that goes on by one token begins. All chunks of its prompt were heard of before.
+
+    A later prompt into the same cache, another turn, is `PrefillEnded` again, and decoding then begins again.
+
+    Attributes:
+        time, capacity: as of `Counted`.
+        sequence: whose.
+    """
+
+    time: float
+    capacity: Sequence[int]
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnded:
+    """A sequence's cache has gone, or was emptied, or there was none and its pass has ended. It is the last of its
+    events; it may come some time after.
+
+    Attributes:
+        time, capacity: as of `Counted`.
+        sequence: which.
+    """
+
+    time: float
+    capacity: Sequence[int]
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +132,7 @@ class LayerReached:
     counts: npt.NDArray[np.int64]
 
 
-Event = Interval | SequenceBegan | PrefillEnded | LayerReached
+Event = Interval | SequenceBegan | PrefillEnded | DecodingBegan | SequenceEnded | LayerReached
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +141,19 @@ class Needs:
 
     Attributes:
         interval: seconds between two `Interval` events.
-        prompts: whether it is told of `SequenceBegan` and `PrefillEnded`.
+        prompts: whether it is told of `SequenceBegan`, `PrefillEnded`, `DecodingBegan` and `SequenceEnded`.
         layers: whether it is told of `LayerReached`, and the step then waits for what it wants: such steps run one at
             a time, and there are no intervals. For baselines, and where an expert has no resident version.
         gates: whether gate weights are summed up for it.
+        exact: whether an expert on the device that is named on the host, or nowhere, leaves at once; else it stays
+            until somebody needs its bytes.
     """
 
     interval: float = 0.1
     prompts: bool = False
     layers: bool = False
     gates: bool = False
+    exact: bool = False
 
 
 class LivePolicy(Protocol):

@@ -8,10 +8,17 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 
-from . import hotness, lru, static, uniform
+from . import hotness, lru, prefill, random_map, static, uniform
 from .contract import Entry
 
-ENTRIES: tuple[Entry, ...] = (static.ENTRY, uniform.ENTRY, hotness.ENTRY, lru.ENTRY)
+ENTRIES: tuple[Entry, ...] = (
+    static.ENTRY,
+    uniform.ENTRY,
+    random_map.ENTRY,
+    hotness.ENTRY,
+    prefill.ENTRY,
+    lru.ENTRY,
+)
 
 
 @dataclass(frozen=True, slots=True)

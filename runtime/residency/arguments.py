@@ -42,6 +42,12 @@ def cache_of(given: dict[str, Any]) -> Any:
     return given.get("cache_params") if cache is None else cache
 
 
+def caches_in(out: Any) -> list[Any]:
+    """The caches that a pass's result holds."""
+    found = out if isinstance(out, tuple) else (getattr(out, "past_key_values", None),)
+    return [made for made in found if hasattr(made, "get_seq_length")]
+
+
 def uses_cache(config: Any, given: dict[str, Any]) -> bool:
     """Whether a pass without a cache makes one."""
     wanted = given.get("use_cache")

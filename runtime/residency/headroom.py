@@ -25,9 +25,16 @@ class Headroom:
         shared: whether bytes of one pool can become another's.
     """
 
-    def __init__(self, residency: Residency, tracker: BudgetTracker, pools: Sequence[Pool], reserve: int) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        tracker: BudgetTracker,
+        pools: Sequence[Pool],
+        reserve: int,
+        on_host: Sequence[Pool] = (),
+    ) -> None:
         self.tracker, self.reserve = tracker, reserve
-        self._residency, self._pools = residency, tuple(pools)
+        self._residency, self._pools, self._on_host = residency, tuple(pools), tuple(on_host)
         self.shared = all(pool.returnable for pool in self._pools)
 
     def settled(self) -> int:
@@ -36,7 +43,13 @@ class Headroom:
         return self.tracker.free + spare + self._residency.available() - self.reserve
 
     def make_block(self, pool: Pool) -> bool:
-        """Get a block of a pool from what is spare: a version of that pool, or bytes where the pool can grow."""
+        """Get a block of a pool from what is spare: a version of that pool, or bytes where the pool can grow; on the
+        host, from what other pools there hold and nobody has taken."""
+        if not pool.budget_bytes:
+            given = 0
+            for other in self._on_host:
+                given += other.trim(pool.block_bytes - given) if other is not pool else 0
+            return given > 0 and pool.can_grow
         return self._residency.drop_spare(pool) > 0 or (pool.can_grow and self.make_bytes(pool.budget_bytes))
 
     def make_bytes(self, size: int) -> bool:

@@ -23,7 +23,7 @@ from moepack.runtime.planning.fixed import Needs
 from moepack.runtime.planning.kv_cache import cache_bytes, static_length
 from moepack.runtime.planning.outputs import Outputs
 
-from .arguments import cache_of, inputs, uses_cache
+from .arguments import cache_of, caches_in, inputs, uses_cache
 from .kv_queue import Pass, Queue
 from .reserves import Reserve
 
@@ -144,8 +144,7 @@ class KvWatch:
         caches = {} if cache is None else {id(cache): cache}
 
         def done(out: Any) -> None:
-            found = out if isinstance(out, tuple) else (getattr(out, "past_key_values", None),)
-            caches.update((id(made), made) for made in found if hasattr(made, "get_seq_length"))
+            caches.update((id(made), made) for made in caches_in(out))
 
         try:
             yield done

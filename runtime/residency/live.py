@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 import time
@@ -29,11 +30,23 @@ from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
+from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
+from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import Event, Interval, Key, LayerReached, PrefillEnded, SequenceBegan, Wanted
+from moepack.runtime.policies.contract import (
+    DecodingBegan,
+    Event,
+    Interval,
+    Key,
+    LayerReached,
+    PrefillEnded,
+    SequenceBegan,
+    SequenceEnded,
+    Wanted,
+)
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.files import BackingStore
@@ -41,6 +54,7 @@ from moepack.runtime.store.files import BackingStore
 from .demand import load_now
 from .pools import Pool
 from .residency import Residency
+from .sequences import Sequences
 from .steps import NO_PROMPT, Prompt, Step
 from .tables import DeviceTables
 from .transitions import Transitions
@@ -71,6 +85,20 @@ def _second_buffer(plan: Plan) -> tuple[Plan, int]:
     return (two, 2) if least <= plan.budget else (plan, 1)
 
 
+def _check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
+    """See that an expert on its way from any host placement to another finds a block there."""
+    on_host = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.HOST]
+    largest = [max(row[v] for v in on_host) for row in plan.blocks]
+    least = sum(n * size for n, size in zip(plan.experts, largest, strict=True)) + max(largest)
+    if host_memory is not None and host_memory < least:
+        names = ", ".join(str(plan.ladder[v]) for v in on_host)
+        raise TooSmallError(
+            f"{bundle.path}: a host_memory of {host_memory} bytes does not hold every expert at any of {names}: the "
+            f"least that would do is {least} bytes",
+            least,
+        )
+
+
 def _version(plan: Plan, placement: int) -> Version:
     version = plan.ladder[placement].version
     assert version is not None
@@ -84,6 +112,7 @@ class Live:
         plan: what fits.
         tracker: the budget.
         host: host memory of the placements that are executed there.
+        tier: what executes them; None where the ladder has none.
         waits: how often a forward pass waited for a copy.
         waited: seconds it did.
         worker: the thread that carries transitions on.
@@ -97,6 +126,8 @@ class Live:
         plan: Plan,
         devices: Sequence[torch.device],
         host_memory: int | None = None,
+        host_rate: float | None = None,
+        host_threads: int | None = None,
     ) -> None:
         """Load what the policy wants before any token, the others' low versions, and start serving.
 
@@ -107,8 +138,11 @@ class Live:
             devices: the layers'.
             host_memory: bytes that experts on the host may take, and that may be pinned for a GPU; without it, what the
                 system has left.
+            host_rate, host_threads: of the host tier (HostTier); without a number, torch's threads on a GPU, and beside
+                a CPU's own experts half of them.
 
         Raises:
+            TooSmallError: when the host's memory does not hold every expert at its largest placement there.
             InputError: on a device that cannot change versions.
             BundleError: when a low version is damaged.
         """
@@ -128,7 +162,12 @@ class Live:
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
         self.device = _device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
         self._host_device: CpuDevice | None = None
+        self.tier: HostTier | None = None
         try:
+            if any(p.where is Where.HOST for p in plan.ladder):
+                _check_host(bundle, plan, host_memory)
+                threads = host_threads or (max(1, torch.get_num_threads() // 2) if self._can_shrink else None)
+                self.tier = HostTier(threads, host_rate, None if self._can_shrink else CudaLink())
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
             self._end_streams()
@@ -145,6 +184,8 @@ class Live:
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
         versions = bundle.manifest.versions
         self.layers = [LayerExperts(x, versions, d) for x, d in zip(bundle.layers, devices, strict=True)]
+        for layer in self.layers:
+            layer.of.tier = self.tier
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if devices[0].type != "cpu" else None
         pools = self._pools()
@@ -153,7 +194,8 @@ class Live:
             self._publish, self.device.mark, plan.keep, self._snapshot,
         )  # fmt: skip
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
-        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve)
+        on_host = [pool for pool in pools.values() if not pool.budget_bytes]
+        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host)
         self._load(wanted)
         self.device.limit(None if self._blocking else self._rate)
         self.waits, self.waited = 0, 0.0
@@ -161,8 +203,10 @@ class Live:
         gates = plan.experts if self.policy.needs.gates else ()
         self._counts: list[npt.NDArray[np.int64]] = [np.zeros(n, np.int64) for n in plan.experts]
         self._gates: list[npt.NDArray[np.float64]] = [np.zeros(n) for n in gates]
-        self._told: deque[SequenceBegan] = deque()
-        self._ended: deque[Step] = deque(maxlen=UNHEARD)
+        self._sequences = Sequences()
+        self._order = itertools.count()
+        self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # made with the capacity as of then
+        self._ended: deque[tuple[int, Step]] = deque(maxlen=UNHEARD)
         self._spare_counters: list[Counters] = []
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
@@ -244,13 +288,26 @@ class Live:
         return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
+    def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
+        """Around a pass with these arguments, outside its step: what it reads of a sequence, for `step`, and who is to
+        be told its result. Only a policy that needs to know makes a difference."""
+        if not self.policy.needs.prompts:
+            yield NO_PROMPT, lambda out: None
+            return
+        try:
+            with self._sequences.reading(given) as found:
+                yield found
+        finally:
+            self._soon()
+
+    @contextlib.contextmanager
     def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None) -> Iterator[Step]:
         """Around a forward pass: it reads one snapshot, and blocks drain behind it, however it ends.
 
         Inside a step of the same thread it is that one. Under a policy that blocks, one runs at a time.
 
         Args:
-            prompt: what it reads of prompts; only a policy that needs to know is told.
+            prompt: what `sequence` gave.
             mask: int64 [tokens] on the device, 0 for padding; without it all tokens are text.
         """
         running: Step | None = getattr(self._mine, "step", None)
@@ -258,8 +315,11 @@ class Live:
             yield running
             return
         with self.turn():
-            if prompt.begins and self.policy.needs.prompts:
-                self._told.append(SequenceBegan(time.monotonic(), self.capacity(), prompt.tokens))
+            if prompt.begins:
+                self._tell(partial(SequenceBegan, time.monotonic(), tokens=prompt.tokens, sequence=prompt.sequence))
+            if prompt.decodes:
+                self._tell(partial(DecodingBegan, time.monotonic(), sequence=prompt.sequence))
+            if prompt.begins or prompt.decodes:
                 self._soon()
             step = self._mine.step = self._begin(prompt, mask)
             try:
@@ -277,7 +337,7 @@ class Live:
                 snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
             counters = self._counters()
             counters.mask = mask
-            return Step(number, snapshots, counters, prompt.tokens > 0, table)
+            return Step(number, snapshots, counters, prompt, table)
         except BaseException:
             self.residency.end(number)
             raise
@@ -287,8 +347,11 @@ class Live:
             self._tables.give(step.table)
         self.residency.end(step.number)
         step.counters.send()
-        self._ended.append(step)
+        self._ended.append((next(self._order), step))
         self._soon()
+
+    def _tell(self, event: Callable[[Sequence[int]], Event]) -> None:
+        self._told.append((next(self._order), event))
 
     def _soon(self) -> None:
         """Let what was noted be heard: by the worker, or at once where there is none."""
@@ -321,16 +384,25 @@ class Live:
         return self._capacity_beside(kv if self._can_shrink else 0)
 
     def _hear(self) -> None:
-        """Let the policy know which prompts have begun, and add up the steps that have ended, in their order."""
-        while self._told:
-            self._decide(self._told.popleft())
-        for _ in range(len(self._ended)):  # not those that end meanwhile: there may be no end of them
+        """Let the policy know of sequences, and add up the steps that have ended, in the order of all this: what a step
+        has counted is heard before what happens to its sequence next, however late its numbers arrive."""
+        for number in self._sequences.over():
+            self._tell(partial(SequenceEnded, time.monotonic(), sequence=number))
+        for _ in range(len(self._told) + len(self._ended)):  # not what comes meanwhile: there may be no end of it
+            told = self._told[0] if self._told else None  # before looking at steps: those that went before are there
             try:
-                step = self._ended.popleft()
-            except IndexError:  # the oldest were dropped meanwhile
-                break
+                order, step = self._ended.popleft()
+            except IndexError:
+                if told is None:
+                    break
+                self._hear_told()
+                continue
+            if told is not None and told[0] < order:
+                self._ended.appendleft((order, step))
+                self._hear_told()
+                continue
             if not step.counters.arrived():
-                self._ended.appendleft(step)
+                self._ended.appendleft((order, step))
                 break
             if step.counters.used:
                 self._add(step)
@@ -338,22 +410,26 @@ class Live:
             if len(self._spare_counters) < UNHEARD:
                 self._spare_counters.append(step.counters)
 
+    def _hear_told(self) -> None:
+        _, event = self._told.popleft()
+        self._decide(event(self.capacity()))
+
     def _add(self, step: Step) -> None:
         counts, gates = step.counters.take()
         for chosen, new in zip(self._counts, counts, strict=True):
             chosen += new
         for weighed, more in zip(self._gates, gates, strict=True):
             weighed += more
-        if step.is_prompt and self.policy.needs.prompts:
+        if step.prompt.tokens:
             mine = [row.copy() for row in counts], [row.copy() for row in gates]
-            self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine))
+            self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine, step.prompt.sequence))
 
     def _decide(self, event: Event) -> None:
         wanted = self.policy.decide(event)
         if wanted is None:
             return
         if not self._blocking:
-            self.transitions.want(wanted, self.policy.worth)
+            self.transitions.want(wanted, self.policy.worth, self.policy.needs.exact)
             return
         began = time.perf_counter()
         if loads := load_now(self.residency, self.transitions, wanted):
@@ -400,6 +476,8 @@ class Live:
         for device in (self.device, self._host_device):
             if device is not None:
                 device.close(wait)
+        if self.tier is not None:
+            self.tier.close(wait)
         self.store.close()
 
     def _shut(self, wait: bool = True) -> None:

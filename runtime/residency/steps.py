@@ -27,15 +27,19 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a step reads of prompts.
+    """What a step reads of a sequence (sequences.py).
 
     Attributes:
-        tokens: of all its sequences; 0 where it goes on by one token each.
-        begins: whether they have no cache yet.
+        sequence: its number, from 1; 0 where nobody needs to know.
+        tokens: of a prompt or a chunk of one, over the batch; 0 where it goes on by one token each.
+        begins: whether the sequence begins with it.
+        decodes: whether decoding does.
     """
 
+    sequence: int = 0
     tokens: int = 0
     begins: bool = False
+    decodes: bool = False
 
 
 NO_PROMPT = Prompt()
@@ -49,12 +53,12 @@ class Step:
         number: its number.
         snapshots: of every layer, what it reads from its beginning to its end.
         counters: what the router chose in it so far.
-        is_prompt: whether it is over several tokens a sequence.
+        prompt: what it reads of a sequence.
         table: the handles on a GPU, as of its epoch.
     """
 
     number: int
     snapshots: tuple[Snapshot, ...]
     counters: Counters
-    is_prompt: bool = False
+    prompt: Prompt = NO_PROMPT
     table: Table | None = None

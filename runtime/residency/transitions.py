@@ -52,6 +52,7 @@ class Transitions:
         tracker: BudgetTracker,
         pools: Sequence[Pool],
         reserve: int = 0,
+        on_host: Sequence[Pool] = (),
         in_flight: int = 2,
         retry_after: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -59,20 +60,22 @@ class Transitions:
         """Args:
         residency: whose versions change.
         tracker: the budget.
-        pools: all pools.
+        pools: all pools of the device.
         reserve: bytes that are kept for demotions (headroom.py).
+        on_host: those of the host.
         in_flight: promotions on the migration stream at a time; demotions are bounded by memory alone.
         retry_after: seconds until a copy that failed is tried again, if it is still wanted then.
         clock: seconds.
         """
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
-        self.headroom = Headroom(residency, tracker, pools, reserve)
+        self.headroom = Headroom(residency, tracker, pools, reserve, on_host)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
         self._lock = threading.RLock()
         self._wanted: dict[Key, int] = {}
         self._worth: Callable[[Key], float] = lambda key: 0.0
+        self._exact = False
         self._updates: dict[Key, int] = {}
         self._evictions: dict[Key, int] = {}  # and where to
         self._pushed: set[Key] = set()  # experts that leave for the KV reserve, whatever is wanted
@@ -81,15 +84,19 @@ class Transitions:
         self.kv_asked = 0
         self.refusals = self.failures = 0
 
-    def want(self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0) -> None:
+    def want(
+        self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0, exact: bool = False
+    ) -> None:
         """What every expert should be at: those that are not named at their base version.
 
-        What takes more bytes, or as many, is carried out in the order of `wanted`. What takes fewer waits until
-        somebody needs the bytes; then those go first that are not named, and of those the ones of the least `worth`.
-        What is on its way and no longer wanted is cancelled.
+        What is named and takes more of the device's bytes, or as many (from one placement on the host to another, the
+        base too), is carried out in the order of `wanted`; with `exact`, what leaves the device is too, and before the
+        rest. Else what takes fewer waits until somebody needs the bytes; then those go first that are not named, and of
+        those the ones of the least `worth`. What is not named and would free none stays where it is. What is on its way
+        and no longer wanted is cancelled.
         """
         with self._lock:
-            self._wanted, self._worth = dict(wanted), worth
+            self._wanted, self._worth, self._exact = dict(wanted), worth, exact
             self._queue()
 
     def held(self) -> AbstractContextManager[Any]:
@@ -107,15 +114,20 @@ class Transitions:
                 evicted.append(key)
         evicted.sort(key=lambda key: (self._target(key) != residency.base, self._worth(key)))
         self._evictions = {key: self._target(key) for key in evicted}
+        leaving: dict[Key, int] = {}
         for key, target in in_turns(self._wanted.items(), every=64):
             entry = residency.entries[key]
             if self._target(key) != target or entry.active == target or entry.coming == target:
                 continue
             if not self._lessens(key, target):
-                self._updates[key] = target
+                (leaving if residency.growth(key, target) < 0 else self._updates)[key] = target
+        self._updates = leaving | self._updates
 
     def _lessens(self, key: Key, target: int) -> bool:
-        return target == self.residency.base or self.residency.growth(key, target) < 0
+        growth, base = self.residency.growth(key, target), self.residency.base
+        named = self._wanted.get(key) == target
+        leaves = named and self._exact and not self.residency.size(key[0], target)
+        return (growth < 0 and not leaves) or (target == base and not named)
 
     def _target(self, key: Key) -> int:
         base = self.residency.base

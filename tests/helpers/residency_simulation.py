@@ -32,6 +32,7 @@ class Kind:
         keeps_base: base versions stay.
         fixed: pools cannot give blocks back; `room` experts are high from the start.
         host: versions that are in host memory.
+        host_pages: that there are on the host; None for any number.
     """
 
     pages: tuple[int, ...] = (3, 2, 1)
@@ -40,6 +41,7 @@ class Kind:
     keeps_base: bool = False
     fixed: bool = False
     host: tuple[int, ...] = ()
+    host_pages: int | None = None
 
     @property
     def base(self) -> int:
@@ -50,6 +52,8 @@ class Kind:
         everyone = sum(EXPERTS)
         if not self.fixed:
             return everyone
+        if version in self.host:
+            return everyone
         if version == self.base:
             return everyone - self.room + self.reserve // self.pages[-1]
         return self.room if version == 0 else 2
@@ -57,7 +61,8 @@ class Kind:
     @property
     def budget(self) -> int:
         if self.fixed:
-            taken = sum(self.blocks(v) * pages for v, pages in enumerate(self.pages)) + 2
+            here = [(v, pages) for v, pages in enumerate(self.pages) if v not in self.host]
+            taken = sum(self.blocks(v) * pages for v, pages in here) + 2
         else:
             taken = sum(EXPERTS) * (0 if self.base in self.host else self.pages[-1]) + self.reserve + self.room
         return FIXED + taken * PAGE
@@ -71,6 +76,9 @@ POOLS = Kind(pages=(4, 1), reserve=1, room=3, fixed=True)
 THIRDS = Kind(pages=(4, 2, 1), reserve=2, room=2, fixed=True)
 HOST = Kind(pages=(4, 2, 2, 1), reserve=2, room=9, host=(2, 3))
 ABSENT = Kind(pages=(4, 2, 2, 0), reserve=2, room=9, host=(2,))
+RUNGS = Kind(pages=(4, 3, 2, 2, 1), reserve=0, room=9, host=(1, 2, 3, 4))
+DIVIDED = Kind(pages=(4, 3, 2, 1), reserve=0, room=3, fixed=True, host=(1, 2, 3))
+CRAMPED = Kind(pages=(4, 3, 2, 2, 1), reserve=0, room=9, host=(1, 2, 3, 4), host_pages=3 * sum(EXPERTS) + 3)
 
 
 class Violation(AssertionError):
@@ -98,7 +106,7 @@ class SimEvent:
 
 def pattern(key: Key, version: int) -> int:
     """The byte that a complete version consists of."""
-    return 1 + (key[0] * max(EXPERTS) + key[1]) * 4 + version
+    return 1 + (key[0] * max(EXPERTS) + key[1]) * 5 + version
 
 
 Seen = dict[Key, tuple[int, Tensor]]
@@ -120,7 +128,8 @@ class Simulation:
         self.marks: list[SimEvent] = []
         self.finished: set[tuple[Key, int, int]] = set()  # (key, version, address) whose copy's event has ended well
         self.memories: list[Tensor] = []
-        self.tracker, self.host = BudgetTracker(kind.budget, FIXED), BudgetTracker(1 << 40, 0)
+        self.tracker = BudgetTracker(kind.budget, FIXED)
+        self.host = BudgetTracker(1 << 40 if kind.host_pages is None else kind.host_pages * PAGE)
         self.pools: list[Pool | None] = []
         for version, pages in enumerate(kind.pages):
             if not pages:
@@ -128,7 +137,7 @@ class Simulation:
                 continue
             blocks, on_host = kind.blocks(version), version in kind.host
             memory = CpuMemory(pages * PAGE * blocks)
-            memory.returnable = not kind.fixed
+            memory.returnable = not kind.fixed or on_host
             self.memories.append(memory.tensor)
             tracker = self.host if on_host else self.tracker
             self.pools.append(Pool(f"v{version}", pages * PAGE, blocks, tracker, memory, on_host))
@@ -137,7 +146,7 @@ class Simulation:
             self.mark, kind.keeps_base, lambda: self.seen,
         )  # fmt: skip
         self.transitions = Transitions(
-            self.residency, self.tracker, self.on_device, kind.reserve * PAGE, clock=lambda: self.now
+            self.residency, self.tracker, self.on_device, kind.reserve * PAGE, self.on_host, clock=lambda: self.now
         )
         for i, key in enumerate(all_keys()):
             self.seen[key] = self.residency.place(key, 0 if kind.fixed and i < kind.room else kind.base)
@@ -146,6 +155,10 @@ class Simulation:
     @property
     def on_device(self) -> list[Pool]:
         return [pool for pool in self.pools if pool is not None and pool.budget_bytes]
+
+    @property
+    def on_host(self) -> list[Pool]:
+        return [pool for pool in self.pools if pool is not None and not pool.budget_bytes]
 
     # --- the device
 
@@ -225,6 +238,8 @@ class Simulation:
         taken += sum(p.taken * p.block_bytes + p.spare_bytes for p in self.on_device)
         if taken != self.tracker.reserved or sum(self.tracker.named().values()) != taken:
             raise Violation("2: what is taken is not what is reserved")
+        if sum(p.taken * p.block_bytes + p.spare_bytes for p in self.on_host) != self.host.reserved:
+            raise Violation("2: what is taken of the host is not what is reserved")
         if any(seen[k] is not v for step, seen in self.readers.items() for k, v in self.began[step].items()):
             raise Violation("1: a step sees two epochs")
         readers = [self.seen, *self.readers.values(), *(r for _, r in self.draining)]

@@ -23,7 +23,7 @@ from moepack.pipeline.allocate import (
 )
 from moepack.pipeline.recipe import ALLOCATORS, Allocate
 from moepack.runtime.allocation.knapsack import BudgetError, greedy, hull, milp, spent, uniform
-from moepack.runtime.allocation.prefix_split import prefill_importance, prefix_split
+from moepack.runtime.allocation.prefix_split import activation_similarity, prefill_importance, prefix_split
 
 Case = tuple[list[list[float]], list[list[float]], float]
 
@@ -129,6 +129,34 @@ def test_prefix_split_by_hand() -> None:
     for average in (0.5, 4.5):
         with pytest.raises(ValueError, match="not from 1 to 4"):
             prefix_split([1.0], even[:1], average)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_prefix_split_of_any_widths_is_the_best_prefix(data: st.DataObject) -> None:
+    """Of the assignments that fall with importance and spend most of the increments, the one of the greatest gain."""
+    widths = sorted(data.draw(st.sets(st.integers(1, 6), min_size=1, max_size=4)))
+    count = data.draw(st.integers(0, 5))
+    importance = data.draw(st.lists(st.integers(0, 5).map(float), min_size=count, max_size=count))
+    row = st.lists(st.integers(0, 100).map(float), min_size=len(widths), max_size=len(widths))
+    losses = data.draw(st.lists(row, min_size=count, max_size=count))
+    average = data.draw(st.sampled_from([widths[0], widths[-1], (widths[0] + widths[-1]) / 2]))
+    order = sorted(range(count), key=lambda e: -importance[e])
+    found: dict[int, float] = {}
+    for chosen in itertools.product(range(len(widths)), repeat=count):
+        bits = sum(widths[c] for c in chosen)
+        if list(chosen) == sorted(chosen, reverse=True) and bits <= count * average:
+            gain = sum(losses[e][0] - losses[e][c] for e, c in zip(order, chosen, strict=True))
+            found[bits] = max(found.get(bits, -math.inf), gain)
+    got = prefix_split(importance, losses, average, widths)
+    assert [got[e] for e in order] == sorted(got, reverse=True) and sum(got) == max(found)
+    assert sum(losses[e][0] - losses[e][widths.index(b)] for e, b in enumerate(got)) == found[max(found)]
+
+
+def test_activations_alike() -> None:
+    assert activation_similarity([2, 0, 1], [4, 0, 2]) == pytest.approx(1)
+    assert activation_similarity([1, 0], [0, 3]) == activation_similarity([0, 0], [1, 1]) == 0
+    assert activation_similarity([3, 4], [4, 3]) == pytest.approx(24 / 25)
 
 
 def test_importance_is_the_mean_of_two_shares() -> None:

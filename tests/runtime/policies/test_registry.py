@@ -6,7 +6,6 @@ import importlib.util
 import re
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -20,12 +19,10 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.reports.plan import plan
-from moepack.runtime.experts.forward import experts_forward, on_host, reference_forward
-from moepack.runtime.experts.handles import Snapshot
+from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.policies import registry
 from moepack.runtime.policies.contract import Interval, PrefillEnded, Setting
-from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import parse_policy
 
 VERSIONS = tuple(Version.of(name, 64) for name in ("w4", "w3", "w2"))
@@ -42,7 +39,8 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     line = next(x for x in document.splitlines() if x.startswith("ENTRIES"))
-    names = {name: sys.modules[f"moepack.runtime.policies.{name}"] for name in ("static", "uniform", "hotness", "lru")}
+    names = {e.name: sys.modules[f"moepack.runtime.policies.{e.name}"] for e in registry.ENTRIES if e.name != "random"}
+    names["random_map"] = sys.modules["moepack.runtime.policies.random_map"]
     entries = eval(line.partition(" = ")[2], {**names, "tiers": module})  # the documentation's own line
     assert entries[:-1] == registry.ENTRIES
     monkeypatch.setattr(registry, "ENTRIES", entries)
@@ -114,21 +112,6 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
     assert live.tracker.peak <= least + room and live.host.reserved > 0
     assert model.moepack.counters()["forward_waits"] == 0
     model.moepack.close()
-
-
-def test_a_layer_on_another_device_adds_what_the_host_makes(tiers: ModuleType, bundle: Path) -> None:
-    """What the device leaves out the host adds: the two halves of a layer, as a GPU would serve them."""
-    model = moepack.load(bundle, policy="static:w4", dtype=torch.float32)
-    layer, module = model.moepack.layers[0], model.model.layers[0].mlp.experts
-    x, index, gates = torch.randn(6, 128), torch.arange(12).reshape(6, 2), torch.rand(6, 2)
-    want = experts_forward(module, x, index, gates)
-    now = layer.current
-    moved = tuple(replace(h, where=Where.HOST) if e % 3 == 0 else h for e, h in enumerate(now.handles))
-    split = Snapshot(now.of, now.table, moved)
-    here = split.only(index, frozenset({Where.DEVICE}))
-    assert here.tolist() == [[16 if e % 3 == 0 else e for e in row] for row in index.tolist()]
-    got = reference_forward(module, split, x, here, gates) + on_host(module, split, x, index, gates)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_without_its_line_it_is_refused() -> None:

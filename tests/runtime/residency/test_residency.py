@@ -22,11 +22,14 @@ from hypothesis.stateful import (
 )
 from residency_simulation import (
     ABSENT,
+    CRAMPED,
+    DIVIDED,
     DROPS,
     FOUR,
     HOST,
     KEEPS,
     POOLS,
+    RUNGS,
     THIRDS,
     TIGHT,
     Kind,
@@ -39,6 +42,7 @@ from residency_simulation import (
 from moepack.pack.spec import PAGE
 from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.residency import transitions
 from moepack.runtime.residency.entries import Entry, Outcome
 from moepack.runtime.residency.pools import Pool, StaleBlockError
 
@@ -54,7 +58,7 @@ class Machine(RuleBasedStateMachine):
     plant: Plant | None = None
     sim: Simulation
 
-    @initialize(kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS, THIRDS, HOST, ABSENT]))
+    @initialize(kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS, THIRDS, HOST, ABSENT, RUNGS, CRAMPED, DIVIDED]))
     def load(self, kind: Kind) -> None:
         self.sim = Simulation(kind)
         if type(self).plant is not None:
@@ -76,10 +80,10 @@ class Machine(RuleBasedStateMachine):
     def compute_ends(self) -> None:
         self.sim.draining.pop(0)[0].ended = True
 
-    @rule(wanted=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 3), max_size=6))
-    def policy(self, wanted: dict[tuple[int, int], int]) -> None:
+    @rule(wanted=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 4), max_size=7), exact=st.booleans())
+    def policy(self, wanted: dict[tuple[int, int], int], exact: bool) -> None:
         base = self.sim.kind.base
-        self.sim.transitions.want({key: min(version, base) for key, version in wanted.items()})
+        self.sim.transitions.want({key: min(version, base) for key, version in wanted.items()}, exact=exact)
 
     @rule()
     def tick(self) -> None:
@@ -144,6 +148,7 @@ class Machine(RuleBasedStateMachine):
             pool = sim.pools[version]
             assert pool is not None, "nothing is in the way of what takes no memory"
             full = sim.kind.fixed and pool.taken == pool.blocks
+            assert pool.budget_bytes, "nor of what has room on the host"
             assert full or sim.residency.growth(key, version) > sim.transitions.headroom.settled()
 
 
@@ -548,6 +553,55 @@ def test_divided_pools_reach_whatever_fits_them(kind: Kind) -> None:
             there = {key: entry.active for key, entry in sim.residency.entries.items()}
             assert all(there[key] <= version for key, version in wanted.items()), "at it, or better while nobody asks"
             assert not sim.transitions.waiting()
+
+
+@pytest.mark.parametrize("kind", [RUNGS, CRAMPED], ids=["room", "cramped"])
+def test_experts_on_the_host_go_where_they_are_named(kind: Kind) -> None:
+    """From any placement there to any other, the base included; the host has room for what its pools hold in turn."""
+    rng = random.Random(0)
+    sim = Simulation(kind)
+    for _ in range(60):
+        wanted = {key: rng.randint(0 if i < 2 else 1, 4) for i, key in enumerate(all_keys())}
+        sim.transitions.want(wanted)
+        settled(sim, 30)
+        there = {key: entry.active for key, entry in sim.residency.entries.items()}
+        assert there == {k: there[k] if there[k] == 0 and v else v for k, v in wanted.items()}, "or high, unasked for"
+        assert not sim.transitions.waiting()
+
+
+@pytest.mark.parametrize("kind", [RUNGS, CRAMPED, DIVIDED], ids=["room", "cramped", "divided"])
+def test_exact_wants_are_carried_out_to_the_letter(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is named on the host goes there though nobody needs its bytes, and first: others wait for those."""
+    monkeypatch.setattr(transitions, "AHEAD", 1)
+    rng = random.Random(1)
+    sim = Simulation(kind)
+    for _ in range(40):
+        keys = rng.sample(all_keys(), len(all_keys()))
+        wanted = {key: 0 if i < 2 + kind.fixed else rng.randint(1, kind.base) for i, key in enumerate(keys)}
+        sim.transitions.want(wanted, exact=True)
+        settled(sim, 30)
+        assert {key: entry.active for key, entry in sim.residency.entries.items()} == wanted
+        assert not sim.transitions.waiting()
+
+
+def test_experts_on_the_host_that_are_not_named_stay() -> None:
+    sim = promoted(RUNGS, {(0, 0): 1, (0, 1): 2, (0, 2): 0})
+    assert active(sim) == [[1, 2, 0, 4], [4, 4, 4]]
+    sim.transitions.want({(0, 3): 3, (0, 1): 4})
+    settled(sim)
+    assert active(sim) == [[1, 4, 0, 3], [4, 4, 4]], "one was named at the base, one was not; nobody needs (0, 2)'s"
+    assert not sim.transitions.grow_kv(6 * PAGE)
+    settled(sim)
+    assert active(sim)[0][2] == 4 and sim.transitions.kv_bytes == 6 * PAGE
+
+
+def test_experts_that_leave_for_the_kv_cache_go_where_they_are_named() -> None:
+    """First to the base, at once; to their place on the host when a policy has named it."""
+    sim = promoted(RUNGS, {(0, 0): 0, (0, 1): 0, (1, 0): 2})
+    assert not sim.transitions.grow_kv(5 * PAGE)
+    sim.transitions.want({(0, 0): 0, (0, 1): 1, (1, 0): 2})
+    settled(sim)
+    assert active(sim) == [[0, 1, 4, 4], [2, 4, 4]] and sim.transitions.kv_bytes == 5 * PAGE
 
 
 # --- the tracker and the pools

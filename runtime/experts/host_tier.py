@@ -1,0 +1,196 @@
+"""The host tier: threads that run a layer's experts in host memory while the device runs its own.
+
+Weights stay where they are, activations travel (context-aware-cxl-ndp, sections 2.2 and 4.1): one round trip a layer. A
+limit on the bytes read a second makes it a slower tier than the machine's memory is. Decides nothing about which
+experts are here, nor what is computed: forward.py hands it work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[..., tuple[Tensor, int]]  # what it makes, and the bytes of weights that were read for it
+
+
+class Link(Protocol):
+    """How activations go from a device to the host and back."""
+
+    def fetch(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin to copy tensors to the host, behind what was issued. What is returned waits for them, on any thread."""
+
+    def send(self, made: Tensor, device: torch.device) -> Tensor:
+        """A result on the device, for what is issued from now on. Waits for nothing there."""
+
+
+class CudaLink:
+    """Copies through pinned buffers of torch's own, which are used again only once their copies have ended."""
+
+    def fetch(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """On the compute stream; to the host, torch pins what it copies without waiting."""
+        copied = tuple(t.detach().to("cpu", non_blocking=True) for t in tensors)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tensors[0].device))
+
+        def arrived() -> tuple[Tensor, ...]:
+            event.synchronize()
+            return copied
+
+        return arrived
+
+    def send(self, made: Tensor, device: torch.device) -> Tensor:
+        """From a pinned copy, on the compute stream."""
+        pinned = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+        return pinned.copy_(made).to(device, non_blocking=True)
+
+
+class Job:
+    """A layer's call of the tier: a context that ends when the call has.
+
+    What runs inside it runs beside the call. However it is left, the call has ended then: it reads what the pass's step
+    keeps, and a pass that was interrupted must not end its step before.
+
+    Attributes:
+        out: what was made, after the context.
+    """
+
+    def __init__(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]]) -> None:
+        self.out: Tensor | None = None
+        self.unwanted = False
+        self._work: Work | None = work
+        self._arrive: Callable[[], tuple[Tensor, ...]] | None = arrive
+        # a tier's thread has neither the caller's modes nor its autocasting
+        self._cast = torch.autocast(
+            "cpu", dtype=torch.get_autocast_dtype("cpu"), enabled=torch.is_autocast_enabled("cpu")
+        )
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    def run(self, tier: HostTier) -> None:
+        """Do the work and hold to the tier's rate; on the tier's thread."""
+        try:
+            if self.unwanted:
+                return
+            assert self._work is not None and self._arrive is not None
+            with torch.inference_mode(), self._cast:
+                given = self._arrive()
+                began = time.perf_counter()
+                self.out, size = self._work(*given)
+            if tier.rate is not None:
+                while (left := began + size / tier.rate - time.perf_counter()) > 0 and not (
+                    self.unwanted or tier.closed
+                ):
+                    time.sleep(min(left, 0.05))
+            tier.count(size, time.perf_counter() - began)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._work = self._arrive = None  # they know the model
+            self._ended.set()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.unwanted = kind is not None
+        interrupted: BaseException | None = None
+        while not self._ended.is_set():
+            try:
+                self._ended.wait()
+            except BaseException as caught:  # Ctrl-C while waiting: it goes on once the call has ended
+                self.unwanted, interrupted = True, caught
+        failed, self._error = self._error, None
+        if kind is None and (interrupted or failed):
+            raise interrupted or failed  # type: ignore[misc]
+
+
+class HostTier:
+    """A thread that takes one layer's call after another, of whatever pass; its kernels run on several.
+
+    Attributes:
+        threads: of the kernels; None for torch's own number. Products of torch's own always take that: their bits may
+            depend on it.
+        rate: bytes of weights a second that a call may read; None without a limit.
+        link: to the layers' device; None where that is the host.
+        bytes, seconds, calls: read, taken and made since the start.
+        closed: whether it was told to end: calls then run on the threads of those who make them.
+    """
+
+    def __init__(self, threads: int | None = None, rate: float | None = None, link: Link | None = None) -> None:
+        self.threads, self.rate, self.link = threads, rate, link
+        self.bytes, self.seconds, self.calls = 0, 0.0, 0
+        self.closed = self._ended = False
+        self._counting = threading.Lock()
+        self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # a finalizer may put into it anywhere
+        self._thread = threading.Thread(target=self._run, name="moepack-host", daemon=True)
+        self._thread.start()
+
+    def beside(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]] = tuple) -> Job:
+        """Begin a call: `work` of what `arrive` waits for. The result is there when the job's context has ended.
+
+        Raises, there: whatever either raised.
+        """
+        job = Job(work, arrive)
+        if self.closed:
+            job.run(self)
+            return job
+        self._jobs.put(job)
+        if self._ended:  # nobody will take it
+            self._drain()
+        return job
+
+    def count(self, size: int, seconds: float) -> None:
+        """Add a call's."""
+        with self._counting:
+            self.bytes += size
+            self.seconds += seconds
+            self.calls += 1
+
+    def module(self, module: Any) -> Any:
+        """An experts module as the host runs it: its norm, which has weights, is copied once."""
+        if not getattr(module, "has_post_expert_norm", False):
+            return module
+        if module not in self._norms:
+            self._norms[module] = copy.deepcopy(module.post_expert_norm).to("cpu")
+        return OnHost(module, self._norms[module])
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run(self)
+            del job
+        self._ended = True
+        self._drain()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._jobs.get_nowait()) is not None:
+                    job.run(self)
+
+    def close(self, wait: bool = True) -> None:
+        """End the thread after the calls that were made; later ones run on their own threads. May be called twice."""
+        self.closed = True
+        self._jobs.put(None)
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class OnHost:
+    """What the experts' forward asks of a module, with its norm's weights on the host."""
+
+    has_post_expert_norm = True
+
+    def __init__(self, module: Any, norm: Any) -> None:
+        self.has_gate, self.act_fn, self.post_expert_norm = module.has_gate, module.act_fn, norm
+        self._apply_gate = getattr(module, "_apply_gate", None)

@@ -1,0 +1,219 @@
+"""`prefill`: a sequence's prompt says which experts its decoding needs (context-aware-cxl-ndp, section 4). Pure.
+
+Algorithm 1: the most important experts of each layer on the device at high precision, the others executed by the host
+at widths that fall with their importance. Decides nothing about copies, nor when the host runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import Version
+from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, prefix_split
+
+from .contract import (
+    DecodingBegan,
+    Entry,
+    Event,
+    Interval,
+    Key,
+    Ladder,
+    LiveOptions,
+    Needs,
+    PrefillEnded,
+    SequenceEnded,
+    Setting,
+    Wanted,
+    in_turns,
+    read_options,
+)
+from .placements import Placement, Where
+
+Floats = npt.NDArray[np.float64]
+Importance = list[Floats]  # [layers][experts], each layer's sum 1, or 0 where nothing was counted
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOptions(LiveOptions):
+    """What follows `prefill:`.
+
+    Attributes:
+        hi: the version on the device; without a name the most precise.
+        k: K, experts of each layer there, as far as the budget holds them; -1 for as many as it holds.
+        bits: the average width of a layer's experts on the host.
+        selector: "yes": widths fall with importance, as the loss tables say it pays; "no": all of them have `bits` (the
+            paper's table 3, "w/o Expert Bitwidth Selector").
+        alpha: what tokens weigh beside router weights in the importance, from 0 to 1.
+    """
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "selector": ("yes", "no")}
+
+    hi: str = ""
+    k: int = -1
+    bits: float = 3.0
+    selector: str = "yes"
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError("alpha is from 0 to 1")
+        if self.k < -1:
+            raise ValueError("k is from 0, or -1 for as many as the budget holds")
+
+    def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
+        """One: the version on the device, then those of 4 to 1 bits on the host."""
+        names = [v.name for v in versions]
+        if self.hi and self.hi not in names:
+            raise InputError(f"has no version {self.hi!r}: here are {', '.join(names)}")
+        high = versions[names.index(self.hi) if self.hi else 0]
+        on_host = {v.bits: v for v in versions if not v.is_lossless and v.bits in WIDTHS and v.bits <= high.bits}
+        widths = sorted(on_host, reverse=True)
+        here = ", ".join(map(str, widths))
+        if not widths:
+            raise InputError(f"has no version of 4 to 1 bits under {high.name}: the host executes those")
+        if not widths[-1] <= self.bits <= widths[0]:
+            raise InputError(f"bits={self.bits:g}: an average is from {widths[-1]} to {widths[0]}, the widths here")
+        if self.selector == "no" and self.bits not in widths:
+            raise InputError(f"bits={self.bits:g} with selector=no: one of the widths here, {here}")
+        return [(Placement(high), *(Placement(on_host[w], Where.HOST) for w in widths))]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One that lives: what its prompts counted, and its importance once decoding has begun."""
+
+    counts: list[Floats]
+    gates: list[Floats]
+    importance: Importance = field(default_factory=list)
+
+
+class Prefill:
+    """Placement by the prompt, once a sequence (context-aware-cxl-ndp, section 4 and algorithm 1).
+
+    P and W of a sequence are the counts and gate sums of all steps that read its prompt; S = alpha P / sum P +
+    (1 - alpha) W / sum W, layer by layer. When decoding begins, the top K of each layer go to the device, and the rest
+    gets widths by `prefix_split`, under the average that was asked for. Then nothing changes until another sequence
+    begins to decode.
+
+    Where the paper is silent:
+
+    - Several sequences that decode at once share the placement: S is the mean of theirs, each counting alike, however
+      long its prompt; in a batch behind one cache, each token alike.
+    - Before any sequence, S is calibration's traffic. A sequence that ends without decoding (a pass without a cache)
+      places experts for those after it, unless another one decodes; it is the prior that stands when no sequence lives.
+    - Experts of the same S go by calibration's traffic: a short prompt leaves most of them at 0.
+    - A budget that shrinks (a KV cache grows) lessens K at once, as its experts have to leave anyhow; one that grows
+      again is seen when the next sequence begins to decode.
+    """
+
+    needs = Needs(prompts=True, gates=True, exact=True)
+
+    def __init__(self, setting: Setting, options: PrefillOptions | None = None) -> None:
+        self.options = options or PrefillOptions()
+        self._setting = setting
+        bits = [0 if p.version is None else p.version.bits for p in setting.ladder]
+        self._widths = bits[:0:-1]  # of the host's placements, ascending
+        self._number = {width: len(bits) - 1 - i for i, width in enumerate(self._widths)}
+        self._traffic = [np.array(row, np.float64) for row in setting.traffic]
+        self._prior: Importance = [row / row.sum() for row in self._traffic]
+        self._sequences: dict[int, _Sequence] = {}
+        self._placed: Importance = []
+        self._high: list[int] = []  # K of each layer as it was wanted last
+
+    def decide(self, event: Event) -> Wanted | None:
+        """A placement when a sequence begins to decode, or has ended without; else where fewer experts fit."""
+        if isinstance(event, PrefillEnded):
+            self._add(event)
+        elif isinstance(event, DecodingBegan):
+            if (mine := self._sequences.get(event.sequence)) is not None:
+                mine.importance = self._importance(mine)
+                return self._want(self._merged(), event.capacity)
+        elif isinstance(event, SequenceEnded):
+            return self._end(event)
+        elif isinstance(event, Interval):
+            if not self._placed:
+                return self._want(self._prior, event.capacity)
+            fits = self._fitting(event.capacity)
+            if any(now < before for now, before in zip(fits, self._high, strict=True)):
+                return self._want(self._placed, event.capacity)
+        return None
+
+    def _add(self, event: PrefillEnded) -> None:
+        mine = self._sequences.get(event.sequence)
+        if mine is None:
+            zeros = [np.zeros(n) for n in self._setting.experts]
+            mine = self._sequences[event.sequence] = _Sequence(zeros, [row.copy() for row in zeros])
+        for total, tokens in zip(mine.counts, event.counts, strict=True):
+            total += tokens
+        for total, weights in zip(mine.gates, event.gates, strict=True):
+            total += weights
+
+    def _importance(self, mine: _Sequence) -> Importance:
+        rows = zip(mine.counts, mine.gates, strict=True)
+        return [np.array(prefill_importance(p.tolist(), w.tolist(), self.options.alpha)) for p, w in in_turns(rows)]
+
+    def _end(self, event: SequenceEnded) -> Wanted | None:
+        mine = self._sequences.pop(event.sequence, None)
+        if mine is None:
+            return None
+        decoded = bool(mine.importance)
+        self._prior = mine.importance or self._importance(mine)
+        return None if decoded or self._decoding() else self._want(self._prior, event.capacity)
+
+    def _decoding(self) -> list[Importance]:
+        return [s.importance for s in self._sequences.values() if s.importance]
+
+    def _merged(self) -> Importance:
+        """The mean of the sequences that decode."""
+        rows = zip(*self._decoding(), strict=True)
+        return [np.mean(np.stack(layer), axis=0) for layer in rows]
+
+    def _fitting(self, capacity: Sequence[int]) -> list[int]:
+        """K of each layer."""
+        setting, k = self._setting, self.options.k
+        out = []
+        for p, (n, sizes, room) in enumerate(zip(setting.experts, setting.sizes, capacity, strict=True)):
+            fits = max(0, room) // max(1, sizes[0])
+            fits = fits if setting.most is None else min(fits, setting.most[p][0])
+            out.append(min(n, fits if k < 0 else min(k, fits)))
+        return out
+
+    def _want(self, importance: Importance, capacity: Sequence[int]) -> Wanted:
+        self._placed, self._high = importance, self._fitting(capacity)
+        high: list[tuple[float, Key, int]] = []
+        low: list[tuple[float, Key, int]] = []
+        for p, (s, k) in in_turns(enumerate(zip(importance, self._high, strict=True))):
+            order = np.lexsort((-self._traffic[p], -s))
+            high += [(-float(s[e]), (p, int(e)), 0) for e in order[:k]]
+            low += [(-float(s[e]), (p, int(e)), to) for e, to in self._split(p, s, order[k:])]
+        high.sort()
+        low.sort()
+        return {key: to for _, key, to in (*high, *low)}
+
+    def _split(self, position: int, s: Floats, experts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+        """The host's placement of each of a layer's experts there; they come in the order of their importance."""
+        bits, losses = self.options.bits, self._setting.losses[position][experts, :0:-1]
+        if self.options.selector == "no" or not len(experts):
+            widths = [int(bits)] * len(experts)
+        else:
+            widths = prefix_split(s[experts].tolist(), losses, bits, self._widths)
+        return zip(experts.tolist(), (self._number[w] for w in widths), strict=True)
+
+    def worth(self, key: Key) -> float:
+        """An expert's importance, as of the last decision."""
+        return float(self._placed[key[0]][key[1]]) if self._placed else 0.0
+
+
+ENTRY = Entry(
+    name="prefill",
+    usage="prefill[:KEY=VALUE,...]",
+    parse=lambda text: read_options(PrefillOptions, text),
+    needs_budget=True,
+    make=Prefill,
+)

@@ -1,0 +1,40 @@
+"""`random`: the versions and numbers of `uniform`, drawn at random in each layer: what knowing nothing gives."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from moepack.pack.errors import InputError
+
+from .contract import Entry, Versions
+from .uniform import uniform_map
+
+if TYPE_CHECKING:
+    from moepack.pack.reader import Bundle
+
+
+def _parse(argument: str) -> int:
+    key, _, value = argument.partition("=")
+    if argument and (key != "seed" or not value.isdecimal()):
+        raise InputError("random takes seed=NUMBER alone")
+    return int(value or 0)
+
+
+def random_map(bundle: Bundle, seed: int, room: int) -> Versions:
+    """The map that `room` bytes hold; a seed always draws the same.
+
+    Raises:
+        BudgetError: when the smallest versions pass them.
+    """
+    draw = random.Random(seed)
+    return tuple(tuple(draw.sample(row, len(row))) for row in uniform_map(bundle, room))
+
+
+ENTRY = Entry(
+    name="random",
+    usage="random[:seed=N]",
+    parse=_parse,
+    needs_budget=True,
+    versions=lambda bundle, seed, room: random_map(bundle, seed, room or 0),
+)

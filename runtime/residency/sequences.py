@@ -1,0 +1,104 @@
+"""Which sequence a forward pass belongs to: the batch behind one KV cache, from its first pass until the cache dies.
+
+A cache that a pass makes, or that is new to us, begins a sequence; so does one that was emptied. A pass without a cache
+is a sequence by itself. What a pass reads is a prompt, or a chunk of one, where the cache is empty or where it brings
+several tokens of each sequence; the first step after it that goes on by one token begins decoding, and a later prompt
+(another turn) begins it again. Caches are followed by weak references, whose callbacks take no lock. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .arguments import cache_of, caches_in, inputs
+from .steps import NO_PROMPT, Prompt
+
+
+@dataclass(slots=True)
+class _Sequence:
+    number: int
+    decoding: bool = False
+
+
+class Sequences:
+    """The sequences of one model. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._followed: dict[int, tuple[weakref.ref[Any], _Sequence]] = {}
+        self._dead: deque[int] = deque()
+        self._over: deque[int] = deque()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def reading(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
+        """Around a pass with these arguments, its step included: what it reads, and who is told its result."""
+        ids, cache = inputs(given), cache_of(given)
+        if ids is None:
+            yield NO_PROMPT, lambda out: None
+            return
+        made: list[Any] = []
+        prompt, mine = self._begin(cache, int(ids.shape[0]), int(ids.shape[1]))
+        try:
+            yield prompt, lambda out: made.extend(caches_in(out))
+        finally:
+            with self._lock:
+                if cache is None and not (made and self._follow(made[0], mine)):
+                    self._over.append(mine.number)
+
+    def _begin(self, cache: Any, batch: int, tokens: int) -> tuple[Prompt, _Sequence]:
+        with self._lock:
+            self._bury()
+            reference, mine = self._followed.get(id(cache), (None, None))
+            if reference is not None and reference() is not cache:
+                mine = None
+        length = int(mine is not None)
+        if hasattr(cache, "get_seq_length"):
+            length = int(cache.get_seq_length())
+        with self._lock:
+            if begins := mine is None or not length:
+                if mine is not None:  # emptied, to be used again
+                    self._over.append(mine.number)
+                mine = _Sequence(next(self._numbers))
+                if cache is not None and not self._follow(cache, mine):
+                    self._over.append(mine.number)
+            assert mine is not None
+            reads = tokens > 1 or not length
+            decodes = not reads and not mine.decoding
+            mine.decoding = not reads
+            return Prompt(mine.number, batch * tokens if reads else 0, begins, decodes), mine
+
+    def _follow(self, cache: Any, mine: _Sequence) -> bool:
+        try:
+            self._followed[id(cache)] = weakref.ref(cache, partial(_died, self._dead, id(cache))), mine
+        except TypeError:  # a kind that cannot be followed: its sequence ends with its pass
+            return False
+        return True
+
+    def _bury(self) -> None:
+        while self._dead:
+            key = self._dead.popleft()
+            reference, mine = self._followed.get(key, (None, None))
+            if reference is not None and mine is not None and reference() is None:
+                del self._followed[key]
+                self._over.append(mine.number)
+
+    def over(self) -> list[int]:
+        """The sequences that have ended since the last call."""
+        with self._lock:
+            self._bury()
+            ended = list(self._over)
+            self._over.clear()
+            return ended
+
+
+def _died(dead: deque[int], key: int, _: object) -> None:
+    dead.append(key)

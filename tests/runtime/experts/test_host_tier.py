@@ -1,0 +1,375 @@
+"""The host tier: the bits of one call whatever is where, its rate, its threads, and what fails on it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from moepack.pack.affine import AffineMatrix, encode_affine
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime.experts import backends
+from moepack.runtime.experts import forward as forward_module
+from moepack.runtime.experts.forward import across, experts_forward
+from moepack.runtime.experts.handles import NOTHING, LayerExperts, Snapshot
+from moepack.runtime.experts.host_tier import HostTier
+from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.policies.placements import Where
+
+CPU = torch.device("cpu")
+EXPERTS, HIDDEN, INNER = 8, 64, 96
+MATRICES = (Matrix("gate_up", 2 * INNER, HIDDEN), Matrix("down", HIDDEN, INNER))
+VERSIONS = tuple(Version.of(name, 32) for name in ("bf16", "w4", "w3", "w2", "w1"))
+NATIVE = backends.backend(CPU) == "native"
+
+
+class Module(torch.nn.Module):
+    """The part of a transformers experts module that the forward calls."""
+
+    has_gate, act_fn, has_post_expert_norm = True, torch.nn.SiLU(), False
+    _moepack: LayerExperts
+
+    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+class Normed(Module):
+    """Of a family that normalises what an expert makes."""
+
+    has_post_expert_norm = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.post_expert_norm = torch.nn.RMSNorm(HIDDEN)
+        self.post_expert_norm.weight.data.uniform_(0.5, 1.5)
+
+
+def extent(version: Version, seed: int) -> torch.Tensor:
+    """A random expert's, resident."""
+    room = torch.zeros(resident_size(MATRICES, version), dtype=torch.uint8)
+    rng = np.random.default_rng(seed)
+
+    def bf16(values: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.uint16).numpy()
+
+    if version.is_lossless:
+        for m, form in zip(MATRICES, make_forms(MATRICES, version), strict=True):
+            w = bf16(rng.normal(0, 0.1, m.weights))
+            room[form.low : form.low + 2 * m.weights] = torch.from_numpy(w.view(np.uint8))
+        return room
+    parts = []
+    for m in MATRICES:
+        shape = (m.rows, -(-m.cols // 32))
+        zero = rng.integers(64, 192, shape).astype(np.uint8) if version.stores_zeros else None
+        codes = rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
+        parts.append(AffineMatrix(codes, bf16(rng.uniform(0.01, 0.03, shape)), zero, None))
+    encode_affine(MATRICES, version, parts, room.numpy())
+    return room
+
+
+EXTENTS = [extent(VERSIONS[e % len(VERSIONS)], e) for e in range(EXPERTS)]
+
+
+def layer_of(places: list[Where], tier: HostTier | None, module: Module | None = None) -> Module:
+    """A layer whose experts are in these places, each in a version of its own."""
+    made = Module() if module is None else module
+    layer = made._moepack = LayerExperts(ExpertLayer(0, "experts", EXPERTS, MATRICES), VERSIONS, CPU)
+    layer.of.tier = tier
+    for e, where in enumerate(places):
+        version = VERSIONS[e % len(VERSIONS)]
+        handle = NOTHING if where is Where.ABSENT else layer.of.over(version, EXTENTS[e], where)
+        layer.publish(e, handle)
+    return made
+
+
+def routed(
+    tokens: int, top_k: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    index = torch.stack([torch.randperm(EXPERTS, generator=rng)[:top_k] for _ in range(tokens)])
+    gates = torch.rand(tokens, top_k, generator=rng)
+    return torch.randn(tokens, HIDDEN, generator=rng).to(dtype), index, gates.to(dtype)
+
+
+@pytest.fixture
+def tier() -> Iterator[HostTier]:
+    made = HostTier(threads=1)
+    yield made
+    made.close()
+    assert not made._thread.is_alive()
+
+
+PLACES = st.lists(st.sampled_from(Where), min_size=EXPERTS, max_size=EXPERTS)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"] if NATIVE else ["reference"])
+@given(
+    places=PLACES,
+    tokens=st.sampled_from([0, 1, 3, 40, 200]),
+    top_k=st.sampled_from([1, 2, EXPERTS]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    normed=st.booleans(),
+    grad=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_the_bits_are_those_of_one_call(
+    backend: str,
+    places: list[Where],
+    tokens: int,
+    top_k: int,
+    dtype: torch.dtype,
+    normed: bool,
+    grad: bool,
+    tier: HostTier,
+) -> None:
+    """Whichever experts the host has; those that are absent add nothing on either side."""
+    family = (Normed if normed else Module)().to(dtype)
+    family.requires_grad_(False)
+    x, index, gates = (t[:tokens] for t in routed(max(1, tokens), top_k, dtype))
+    together = [Where.DEVICE if where is Where.HOST else where for where in places]
+    outs = []
+    for where, beside in ((together, None), (places, tier)):
+        module = layer_of(where, beside, family)
+        module._moepack.of.backend = backend
+        with torch.enable_grad() if grad else torch.inference_mode():
+            outs.append(experts_forward(module, x, index, gates))
+    assert outs[0].dtype == dtype and torch.equal(*outs)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the kernels were not compiled")
+def test_the_bits_are_the_same_at_every_level_and_on_several_threads() -> None:
+    """Of instruction sets, and of threads: an expert's rows do not depend on what else is in the call."""
+    from moepack.runtime.kernels import affine_native as native
+
+    before = native.level
+    try:
+        for level in range(len(native.levels())):
+            native.use_level(level)
+            for dtype, tokens, threads in ((torch.float32, 100, 3), (torch.bfloat16, 300, 2), (torch.bfloat16, 2, 3)):
+                x, index, gates = routed(tokens, 3, dtype, level)
+                places = [Where.HOST if e % 3 else Where.DEVICE for e in range(EXPERTS)]
+                one = experts_forward(layer_of([Where.DEVICE] * EXPERTS, None), x, index, gates)
+                tier = HostTier(threads)
+                assert torch.equal(one, experts_forward(layer_of(places, tier), x, index, gates))
+                tier.close()
+    finally:
+        native.use_level(before)
+
+
+def test_planted_order_is_found(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the host's rows added after the device's, as on a GPU, bits would differ from one call's."""
+    x, index, gates = routed(50, 4, torch.bfloat16)
+    module = layer_of([Where.HOST if e % 2 else Where.DEVICE for e in range(EXPERTS)], tier)
+    want = experts_forward(layer_of([Where.DEVICE] * EXPERTS, None), x, index, gates)
+    assert torch.equal(experts_forward(module, x, index, gates), want)
+    tier.link = DirectLink()
+    monkeypatch.setattr(forward_module, "beside", across)
+    other = experts_forward(module, x, index, gates)
+    assert not torch.equal(other, want)
+    torch.testing.assert_close(other, want, rtol=0.05, atol=0.05)
+
+
+def test_bytes_are_counted_and_the_rate_holds() -> None:
+    """What a call reads of host experts takes bytes / rate at the least: those that are active, each once."""
+    places = [Where.HOST] * 4 + [Where.DEVICE] * 4
+    x, _, _ = routed(3, 2, torch.float32)
+    index, gates = torch.tensor([[0, 5], [0, 3], [7, 6]]), torch.full((3, 2), 0.5)
+    active = len(EXTENTS[0]) + len(EXTENTS[3])
+    tier = HostTier(1, rate=active / 0.1)
+    module = layer_of(places, tier)
+    began = time.perf_counter()
+    out = experts_forward(module, x, index, gates)
+    assert time.perf_counter() - began >= 0.1 and tier.seconds >= 0.1
+    assert (tier.bytes, tier.calls) == (active, 1)
+    experts_forward(module, x[2:], index[2:], gates[2:])
+    assert (tier.bytes, tier.calls) == (active, 1), "none of the host's was asked for"
+    tier.rate = None
+    assert torch.equal(experts_forward(module, x, index, gates), out) and tier.bytes == 2 * active
+    tier.close()
+
+
+def test_passes_at_once_share_it_and_mix_no_rows(tier: HostTier) -> None:
+    module = layer_of([Where.HOST if e % 2 else Where.DEVICE for e in range(EXPERTS)], tier)
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        x, index, gates = routed(5 + seed, 3, torch.bfloat16, seed)
+        want = experts_forward(module, x, index, gates)
+        for _ in range(60):
+            if not torch.equal(experts_forward(module, x, index, gates), want):
+                wrong.append(f"thread {seed}")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_what_fails_on_it_reaches_the_caller(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = layer_of([Where.HOST] * EXPERTS, tier)
+    x, index, gates = routed(4, 2, torch.float32)
+    want = experts_forward(module, x, index, gates)
+    rows = forward_module._rows
+
+    def failing(*args: Any) -> Any:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(forward_module, "_rows", failing)
+    with pytest.raises(MemoryError, match="planted"):
+        experts_forward(module, x, index, gates)
+    monkeypatch.setattr(forward_module, "_rows", rows)
+    assert torch.equal(experts_forward(module, x, index, gates), want), "it goes on"
+
+
+def test_an_interrupted_pass_waits_for_its_call(tier: HostTier) -> None:
+    """The call reads what the step keeps: it has ended when the interruption is seen."""
+    began, going, ended = threading.Event(), threading.Event(), []
+
+    def work() -> tuple[torch.Tensor, int]:
+        began.set()
+        going.wait(10)
+        ended.append(True)
+        return torch.zeros(1), 1
+
+    threading.Timer(0.05, going.set).start()
+    with pytest.raises(KeyboardInterrupt), tier.beside(work):
+        began.wait(10)
+        raise KeyboardInterrupt
+    assert ended
+    with pytest.raises(ValueError, match="the device's"), tier.beside(failing_work):
+        raise ValueError("the device's")
+
+
+def failing_work() -> tuple[torch.Tensor, int]:
+    raise MemoryError("the host's")
+
+
+def test_a_rate_does_not_hold_up_what_is_unwanted_or_closed() -> None:
+    tier = HostTier(1, rate=1.0)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), tier.beside(lambda: (torch.zeros(1), 1000)):
+        raise KeyboardInterrupt
+    threading.Timer(0.1, tier.close, (False,)).start()
+    with tier.beside(lambda: (torch.ones(1), 1000)) as job:
+        pass
+    assert job.out is not None and time.monotonic() - began < 10
+    tier.close()
+
+
+def test_closed_it_runs_calls_on_their_own_threads() -> None:
+    tier = HostTier(1)
+    tier.close()
+    tier.close()
+    assert not tier._thread.is_alive()
+    seen: list[str] = []
+
+    def work() -> tuple[torch.Tensor, int]:
+        seen.append(threading.current_thread().name)
+        return torch.ones(1), 1
+
+    with tier.beside(work) as job:
+        pass
+    assert job.out is not None and seen == [threading.current_thread().name]
+
+
+def test_nothing_is_left_behind(tier: HostTier) -> None:
+    """An idle tier keeps no module alive, nor the copy of its norm."""
+    module = layer_of([Where.HOST] * EXPERTS, tier, Normed())
+    x, index, gates = routed(4, 2, torch.float32)
+    with torch.no_grad():
+        experts_forward(module, x, index, gates)
+    assert tier.module(module).post_expert_norm is tier.module(module).post_expert_norm
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+# --- another device
+
+
+class DirectLink:
+    """Nothing has to travel."""
+
+    def fetch(self, *tensors: torch.Tensor) -> Any:
+        return lambda: tensors
+
+    def send(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return made
+
+
+class LateLink:
+    """Copies are carried out when somebody waits for them, and that is only once the device's experts were launched.
+
+    What was fetched is rewritten afterwards, as the device's memory would be: who reads it late is found out.
+    """
+
+    def __init__(self) -> None:
+        self.launched, self.log = threading.Event(), list[str]()
+
+    def fetch(self, *tensors: torch.Tensor) -> Any:
+        self.log.append("fetch")
+        kept = tuple(t.clone() for t in tensors)
+        copied = tuple(torch.full_like(t, 1) for t in tensors)
+
+        def arrived() -> tuple[torch.Tensor, ...]:
+            assert self.launched.wait(10), "the device's experts wait for the host's"
+            for to, value in zip(copied, kept, strict=True):
+                to.copy_(value)
+            self.log.append("arrived")
+            return copied
+
+        return arrived
+
+    def send(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.log.append("send")
+        return made.clone()
+
+
+def test_on_another_device_the_host_runs_beside_it(tier: HostTier) -> None:
+    """Activations are sent off first, then the device's kernels are launched; what the host made is added at last."""
+    link = tier.link = LateLink()
+    places = [(Where.HOST, Where.DEVICE, Where.ABSENT)[e % 3] for e in range(EXPERTS)]
+
+    class Launching(Normed):
+        def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+            if threading.current_thread() is caller:
+                link.log.append("launched")
+                link.launched.set()
+            return super()._apply_gate(x)
+
+    caller = threading.current_thread()
+    module = layer_of(places, tier, Launching())
+    x, index, gates = routed(6, 3, torch.float32)
+    with torch.inference_mode():
+        got = across(module, module._moepack.current, x, index, gates, tier)
+        plain = layer_of([Where.DEVICE if w is Where.HOST else w for w in places], None, module)
+        want = experts_forward(plain, x, index, gates)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert link.log[:4] == ["fetch", "launched", "arrived", "send"]
+    active = {e for e in index.reshape(-1).tolist() if places[e] is Where.HOST}
+    assert tier.bytes == sum(len(EXTENTS[e]) for e in active)
+
+
+def test_a_snapshot_knows_its_places() -> None:
+    module = layer_of([Where.DEVICE] * EXPERTS, None)
+    now = module._moepack.current
+    moved = tuple(replace(h, where=Where.HOST) if e % 3 == 0 else h for e, h in enumerate(now.handles))
+    split = Snapshot(now.of, now.table, moved)
+    index = torch.arange(8).reshape(4, 2)
+    assert split.only(index, frozenset({Where.DEVICE})).tolist() == [
+        [EXPERTS if e % 3 == 0 else e for e in row] for row in index.tolist()
+    ]

@@ -1,0 +1,305 @@
+"""`prefill` and the host tier on real bundles: bits, budgets, migrations, threads."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from live_models import ids, least, load, ours, wait_for
+from transformers import DynamicCache
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.plan import plan
+from moepack.runtime.experts import forward as forward_module
+
+ROOM = 1_500_000
+
+
+def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(tokens, **{"use_cache": False, **given}).logits
+
+
+def settle(model: Any) -> None:
+    """Let what is wanted come about."""
+    live = model.moepack.live
+
+    def done() -> bool:
+        idle = not live.transitions.waiting() and not live.residency.in_flight()
+        return idle and not live._told and not live._ended and not live._sequences._over
+
+    wait_for(done)
+    time.sleep(0.05)
+    wait_for(done)
+
+
+def decoded(model: Any, prompt: torch.Tensor, steps: int = 3) -> torch.Tensor:
+    """Logits of a prompt and some steps after it, each given what the prompt began with."""
+    cache = DynamicCache(config=model.config)
+    out = [logits(model, prompt, past_key_values=cache, use_cache=True)[:, -1]]
+    for n in range(steps):
+        settle(model) if model.moepack.live is not None else None
+        out.append(logits(model, prompt[:, n : n + 1], past_key_values=cache, use_cache=True)[:, -1])
+    return torch.stack(out)
+
+
+def on_the_device(bundle: Path, model: Any, folder: Path, **options: Any) -> Any:
+    """The same versions, all of them on the device."""
+    file = folder / "map.json"
+    rows = [[name.removesuffix("@host") for name in row] for row in model.moepack.versions]
+    file.write_text(json.dumps({"versions": rows}))
+    return moepack.load(bundle, policy=f"static:{file}", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_host_and_device_compute_the_same_bits(bundle: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whatever is where: the model under `prefill` is the model with those versions on the device."""
+    policy = "prefill:bits=2.5"
+    budget = least(bundle, policy, dtype=dtype) + ROOM
+    model = load(bundle, policy, budget, dtype=dtype)
+    for seed, size in ((0, 1), (1, 40), (2, 200)):
+        logits(model, ids(seed, size))
+        settle(model)
+        here = {name for row in model.moepack.versions for name in row}
+        assert "bf16" in here and sum(name.endswith("@host") for name in here) > 1
+        plain = on_the_device(bundle, model, tmp_path, dtype=dtype)
+        got = logits(model, ids(seed, size))
+        assert torch.equal(got, logits(plain, ids(seed, size)))
+        settle(model)
+    assert model.moepack.counters()["forward_waits"] == 0 and model.moepack.counters()["host_bytes"] > 0
+    model.moepack.close()
+
+
+def test_with_k_all_it_is_the_checkpoint(bundle: Path) -> None:
+    """Every expert on the device: bit-identical to all-resident bf16, over prompts and decoding."""
+    model = load(bundle, "prefill:k=16", 60_000_000)
+    plain = moepack.load(bundle, policy="static:bf16")
+    for seed in range(3):
+        prompt = ids(seed, 33)
+        assert torch.equal(decoded(model, prompt), decoded(plain, prompt))
+    assert {name for row in model.moepack.versions for name in row} == {"bf16"}
+    assert model.moepack.counters()["host_bytes"] == 0
+    model.moepack.close()
+
+
+def test_one_migration_a_sequence(bundle: Path) -> None:
+    """A prompt in chunks and many steps after it: one answer, when decoding begins, and none while it goes on."""
+    model = load(bundle, "prefill", least(bundle, "prefill", kv_tokens=96) + ROOM, kv_tokens=96)
+    live, decide, answers = model.moepack.live, model.moepack.live.policy.decide, []
+
+    def listening(event: Any) -> Any:
+        wanted = decide(event)
+        if wanted is not None:
+            answers.append(event)
+        return wanted
+
+    live.policy.decide = listening
+    tokens, cache = ids(3, 48), DynamicCache(config=model.config)
+    before = model.moepack.versions
+    for chunk in tokens.split(20, dim=1):
+        logits(model, chunk, past_key_values=cache, use_cache=True)
+        settle(model)
+    assert not answers and model.moepack.versions == before
+    placed = set()
+    for n in range(12):
+        logits(model, tokens[:, n : n + 1], past_key_values=cache, use_cache=True)
+        settle(model)
+        placed.add(model.moepack.versions)
+    assert [type(e).__name__ for e in answers] == ["DecodingBegan"] and len(placed) == 1 and before not in placed
+    del cache
+    gc.collect()
+    settle(model)
+    assert len(answers) == 1
+    moved = model.moepack.counters()
+    assert moved["promotions"] > 0 and moved["forward_waits"] == 0
+    model.moepack.close()
+
+
+def test_the_prompts_experts_are_on_the_device(bundle: Path) -> None:
+    """What the placement is, recomputed from the routing of a prompt: the top K by tokens and weights."""
+    model = load(bundle, "prefill:k=4,alpha=1", least(bundle, "prefill", kv_tokens=64) + ROOM, kv_tokens=64)
+    live, prompt = model.moepack.live, ids(5, 60)
+    counts = []
+    add = live._add
+    live._add = lambda step: (counts.append([row.copy() for row in step.counters.take()[0]]), add(step))
+    decoded(model, prompt, 1)
+    settle(model)
+    for row, versions, prior in zip(counts[0], model.moepack.versions, live.plan.traffic, strict=True):
+        order = sorted(range(16), key=lambda e: (-row[e], -prior[e]))
+        assert {e for e, name in enumerate(versions) if name == "bf16"} == set(order[:4])
+    model.moepack.close()
+
+
+def test_a_growing_cache_lessens_k(bundle: Path) -> None:
+    """The budget's bytes go to the cache; the experts that leave get a width on the host, not the least there is."""
+    model = load(bundle, "prefill:bits=3,selector=no", least(bundle, "prefill") + ROOM)
+    live = model.moepack.live
+    high = sum(row.count("bf16") for row in model.moepack.versions)
+    live.each_round = lambda: None  # nobody gives back what no cache needs
+    live.grow_kv(800_000)
+    wait_for(lambda: live.transitions.kv_bytes == 800_000)
+    settle(model)
+    names = [name for row in model.moepack.versions for name in row]
+    assert 0 < names.count("bf16") < high and set(names) == {"bf16", "w3@host"}
+    assert live.tracker.peak <= live.plan.budget
+    model.moepack.close()
+
+
+def test_a_budget_one_byte_above_the_least(bundle: Path) -> None:
+    """All experts are the host's; a prompt of one token, and one of two lengths with padding."""
+    model = load(bundle, "prefill:bits=2", least(bundle, "prefill:bits=2") + 1, kv_tokens=0)
+    assert not any(name == "bf16" for row in model.moepack.versions for name in row)
+    assert model.moepack.live.plan.capacity() == [0] * 4
+    logits(model, ids(0, 1))
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :4] = 0
+    assert torch.isfinite(logits(model, ids(1, 6, 2), attention_mask=mask)[:, -1]).all()
+    settle(model)
+    assert not any(name == "bf16" for row in model.moepack.versions for name in row)
+    model.moepack.close()
+
+
+def test_too_little_host_memory_is_refused_with_the_least(bundle: Path) -> None:
+    budget, before = least(bundle, "prefill") + ROOM, ours()
+    with pytest.raises(InputError, match=r"host_memory of 1000 bytes .* w4@host, w3@host, w2@host, w1@host: the least"):
+        load(bundle, "prefill", budget, host_memory=1000)
+    with pytest.raises(InputError) as refused:
+        load(bundle, "prefill", budget, host_memory=0)
+    enough = int(str(refused.value).split("do is ")[1].split()[0])
+    with pytest.raises(InputError):
+        load(bundle, "prefill", budget, host_memory=enough - 1)
+    model = load(bundle, "prefill:bits=2.5,k=0", budget, host_memory=enough)
+    for seed in range(4):
+        logits(model, ids(seed, 50))
+        settle(model)
+    live = model.moepack.live
+    assert live.host.peak <= enough and live.residency.counts.failures == 0 and not live.transitions.waiting()
+    model.moepack.close()
+    assert not ours() - before
+
+
+def test_the_rate_holds_a_pass(bundle: Path) -> None:
+    """A pass takes at the least what its host experts' bytes take at the rate; and the options are read."""
+    budget = least(bundle, "prefill") + 1
+    for given, message in (({"host_rate": 0}, "from 1 byte"), ({"host_threads": 0}, "whole number from 1")):
+        with pytest.raises(InputError, match=message):
+            load(bundle, "prefill", budget, **given)
+    model = load(bundle, "prefill:k=0", budget, host_rate="2MB", host_threads=1)
+    tier = model.moepack.live.tier
+    assert (tier.rate, tier.threads) == (2_000_000, 1)
+    began = time.perf_counter()
+    logits(model, ids(0, 8))
+    took, read = time.perf_counter() - began, model.moepack.counters()["host_bytes"]
+    assert read > 100_000 and took >= read / 2e6 and tier.calls == 4
+    model.moepack.close()
+    with pytest.raises(InputError, match="size 'fast'"):
+        moepack.load(bundle, policy="prefill", device_memory=budget, host_rate="fast")
+
+
+def test_passes_at_once_share_the_tier(bundle: Path) -> None:
+    """Two threads generate at once; rows are not mixed: each gives what it gives alone, as nothing migrates."""
+    model = load(bundle, "prefill:bits=2", least(bundle, "prefill") + ROOM)
+    model.moepack.live.policy.decide = lambda event: None
+    want = [logits(model, ids(seed, 20 + seed)) for seed in range(2)]
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        for _ in range(25):
+            if not torch.equal(logits(model, ids(seed, 20 + seed)), want[seed]):
+                wrong.append(f"{seed}")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+    model.moepack.close()
+
+
+def test_what_fails_on_the_tier_fails_the_pass(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(bundle, "prefill:k=0", least(bundle, "prefill") + 1)
+    rows = forward_module._rows
+
+    def failing(*args: Any) -> Any:
+        if threading.current_thread().name == "moepack-host":
+            raise MemoryError("planted")
+        return rows(*args)
+
+    monkeypatch.setattr(forward_module, "_rows", failing)
+    with pytest.raises(MemoryError, match="planted"):
+        logits(model, ids(0, 8))
+    assert not model.moepack.live.residency._steps.open
+    monkeypatch.undo()
+    assert torch.isfinite(logits(model, ids(0, 8))).all()
+    model.moepack.close()
+
+
+def test_threads_end_with_the_model(bundle: Path) -> None:
+    """Closed, or out of use without a word; a call that goes on ends first."""
+    before = ours()
+    budget = least(bundle, "prefill") + 1
+    model = load(bundle, "prefill:k=0", budget, host_rate="300KB")
+    assert any(t.name == "moepack-host" for t in ours() - before)
+    out: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: out.append(logits(model, ids(0, 8))))
+    thread.start()
+    wait_for(lambda: model.moepack.live.residency._steps.open != set())
+    model.moepack.close()
+    thread.join(20)
+    assert out and torch.isfinite(out[0]).all() and not ours() - before
+    another = load(bundle, "prefill:k=0", budget)
+    logits(another, ids(0, 8))
+    del another
+    gc.collect()
+    wait_for(lambda: not ours() - before)
+
+
+def test_random_serves_the_bytes_of_uniform(bundle: Path) -> None:
+    budget = least(bundle, "uniform") + 700_000
+    taken = []
+    for policy in ("uniform", "random", "random:seed=5"):
+        model = load(bundle, policy, budget)
+        taken.append((model.moepack.resident_bytes(), model.moepack.versions))
+        model.moepack.close()
+    assert len({size for size, _ in taken}) == 1 and len({versions for _, versions in taken}) == 3
+
+
+RECIPE = """
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 64, batch_size: 2}
+"""
+
+
+def test_shared_experts_dense_layers_and_all_experts_for_every_token(
+    demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    """deepseek_v3 with top_k = experts, a dense layer first, a shared expert in each: the bits of the same versions."""
+    checkpoint = tiny_models.save_tiny(
+        "deepseek_v3", tmp_path / "checkpoint", demo_model, num_experts_per_tok=8, topk_group=2
+    )
+    made = tmp_path / "bundle"
+    build(checkpoint, made, parse_recipe(RECIPE, "test"), [text])
+    assert len(open_bundle(made).layers) == 2
+    planned = plan(made, 0, policy="prefill:bits=2", prefill_tokens=64, kv_tokens=64)
+    budget = planned.least_bytes + 4 * 64 * 1024
+    model = moepack.load(made, policy="prefill:bits=2", device_memory=budget, prefill_tokens=64, kv_tokens=64)
+    decoded(model, ids(0, 12))
+    settle(model)
+    model.moepack.live.policy.decide = lambda event: None
+    here = {name for row in model.moepack.versions for name in row}
+    assert "bf16" in here and len(here) > 1
+    plain = on_the_device(made, model, tmp_path)
+    assert torch.equal(decoded(model, ids(1, 9)), decoded(plain, ids(1, 9)))
+    model.moepack.close()

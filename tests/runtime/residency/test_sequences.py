@@ -1,0 +1,252 @@
+"""Sequences: what a policy is told of them, in which order, whatever happens to their caches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import ids, least, wait_for
+from transformers import DynamicCache, StaticCache
+
+import moepack
+from moepack.runtime.experts.counters import Counters
+from moepack.runtime.policies import registry
+from moepack.runtime.policies.contract import (
+    DecodingBegan,
+    DeviceOptions,
+    Entry,
+    Event,
+    Interval,
+    Key,
+    Needs,
+    PrefillEnded,
+    SequenceBegan,
+    SequenceEnded,
+    Setting,
+    Wanted,
+    read_options,
+)
+from moepack.runtime.residency.sequences import Sequences
+
+TOP_K = 2
+
+
+class Cache:
+    """As much of one as is looked at."""
+
+    def __init__(self, length: int = 0) -> None:
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+class Result:
+    def __init__(self, cache: Any) -> None:
+        self.past_key_values = cache
+
+
+def one_pass(
+    sequences: Sequences, tokens: int, cache: Any = None, makes: Any = None, batch: int = 1
+) -> tuple[int, ...]:
+    """Number, tokens of a prompt, and whether the sequence and decoding began."""
+    given = {"input_ids": torch.zeros(batch, tokens, dtype=torch.long), "past_key_values": cache}
+    with sequences.reading(given) as (prompt, told):
+        left = cache if cache is not None else makes
+        if isinstance(left, Cache):
+            left.length += tokens
+        told(Result(left))
+    return prompt.sequence, prompt.tokens, prompt.begins, prompt.decodes
+
+
+def test_a_sequence_is_what_stands_behind_a_cache() -> None:
+    sequences, cache = Sequences(), Cache()
+    assert one_pass(sequences, 5, None, cache, batch=2) == (1, 10, True, False)
+    assert one_pass(sequences, 3, cache) == (1, 3, False, False), "another chunk"
+    assert one_pass(sequences, 1, cache) == (1, 0, False, True)
+    assert one_pass(sequences, 1, cache) == (1, 0, False, False)
+    assert one_pass(sequences, 4, cache) == (1, 4, False, False), "another turn"
+    assert one_pass(sequences, 1, cache) == (1, 0, False, True)
+    assert one_pass(sequences, 1, None, None) == (2, 1, True, False), "one token, and no cache"
+    assert sequences.over() == [2]
+    del cache
+    assert sequences.over() == [1] and sequences.over() == [] and not sequences._followed
+
+
+def test_caches_that_were_not_made_by_a_pass() -> None:
+    sequences, empty, full = Sequences(), Cache(), Cache(7)
+    assert one_pass(sequences, 1, empty) == (1, 1, True, False), "a prompt of one token"
+    assert one_pass(sequences, 1, full) == (2, 0, True, True), "read elsewhere"
+    twin = copy.copy(empty)
+    assert one_pass(sequences, 1, twin) == (3, 0, True, True)
+    empty.length = 0
+    assert one_pass(sequences, 2, empty) == (4, 2, True, False), "emptied, to be used again"
+    assert sequences.over() == [1]
+
+    class Unfollowed:
+        __slots__ = ("length",)
+
+    assert one_pass(sequences, 2, Unfollowed())[:3] == (5, 2, True)
+    assert sequences.over() == [5]
+    with sequences.reading({}) as (prompt, _):
+        assert prompt.sequence == 0
+
+
+def test_what_fails_ends_with_its_pass() -> None:
+    sequences = Sequences()
+    with pytest.raises(KeyboardInterrupt), sequences.reading({"input_ids": torch.zeros(1, 2)}):
+        raise KeyboardInterrupt
+    assert sequences.over() == [1]
+
+
+# --- served
+
+
+class Listener:
+    """Hears everything, wants nothing."""
+
+    needs = Needs(interval=0.02, prompts=True, gates=True)
+    heard: list[Event]
+
+    def __init__(self, setting: Setting, options: DeviceOptions) -> None:
+        Listener.heard = self.mine = []
+
+    def decide(self, event: Event) -> Wanted | None:
+        if not isinstance(event, Interval):
+            self.mine.append(event)
+        return None
+
+    def worth(self, key: Key) -> float:
+        return 0.0
+
+
+@pytest.fixture
+def model(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    entry = Entry("listener", "listener", lambda text: read_options(DeviceOptions, text), True, make=Listener)
+    monkeypatch.setattr(registry, "ENTRIES", (*registry.ENTRIES, entry))
+    budget = least(bundle, "listener") + 1_000_000
+    made = moepack.load(bundle, policy="listener", device_memory=budget, kv_tokens=128)
+    yield made
+    made.moepack.close()
+
+
+def heard(model: Any, until: Callable[[list[Event]], bool] = lambda events: True) -> list[Event]:
+    """Of one sequence or several, once everything has been heard."""
+    wait_for(lambda: until(Listener.heard) and not model.moepack.live._told and not model.moepack.live._ended)
+    time.sleep(0.05)
+    return list(Listener.heard)
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [type(e).__name__ for e in events]
+
+
+def has_ended(events: list[Event]) -> bool:
+    return any(isinstance(e, SequenceEnded) for e in events)
+
+
+def test_a_generation(model: Any) -> None:
+    with torch.inference_mode():
+        out = model.generate(
+            ids(0, 12), max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True
+        )
+    assert kinds(heard(model)) == ["SequenceBegan", "PrefillEnded", "DecodingBegan"]
+    del out
+    events = heard(model, has_ended)
+    assert kinds(events) == ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
+    began, prompt = events[:2]
+    assert isinstance(began, SequenceBegan) and isinstance(prompt, PrefillEnded) and began.tokens == 12
+    assert all(e.sequence == began.sequence > 0 for e in events)
+    assert [int(row.sum()) for row in prompt.counts] == [12 * TOP_K] * 4
+    assert [float(row.sum()) for row in prompt.gates] == pytest.approx([12.0] * 4, rel=0.02), (
+        "weights of a token sum to 1"
+    )
+
+
+def test_a_prompt_in_chunks_decodes_once(model: Any) -> None:
+    cache, tokens = DynamicCache(config=model.config), ids(1, 30)
+    with torch.inference_mode():
+        for chunk in (tokens[:, :10], tokens[:, 10:22], tokens[:, 22:], tokens[:, :1], tokens[:, 1:2]):
+            model(chunk, past_key_values=cache, use_cache=True)
+    events = heard(model)
+    assert kinds(events) == ["SequenceBegan", *["PrefillEnded"] * 3, "DecodingBegan"]
+    assert [int(e.counts[2].sum()) for e in events if isinstance(e, PrefillEnded)] == [20, 24, 16]
+    del cache
+    assert kinds(heard(model, has_ended))[-1] == "SequenceEnded"
+
+
+def test_padding_never_counts(model: Any) -> None:
+    """Prompts of three lengths, padded on the left: what is counted is what each counts by itself."""
+    lengths = (3, 9, 1)
+    rows = [ids(n, length)[0] for n, length in enumerate(lengths)]
+    batch, mask = torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 9, dtype=torch.long)
+    for n, row in enumerate(rows):
+        batch[n, 9 - len(row) :], mask[n, 9 - len(row) :] = row, 1
+    with torch.inference_mode():
+        model(batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=False)
+    events = heard(model, has_ended)
+    assert kinds(events) == ["SequenceBegan", "PrefillEnded", "SequenceEnded"]
+    assert [int(row.sum()) for row in events[1].counts] == [13 * TOP_K] * 4  # type: ignore[union-attr]
+    with torch.inference_mode():
+        for row in rows:
+            model(row[None], use_cache=False)
+    alone = [e for e in heard(model, lambda all: len(all) == 12) if isinstance(e, PrefillEnded)][1:]
+    first = sum(e.counts[0] for e in alone)
+    assert events[1].counts[0].tolist() == first.tolist(), "the first layer routes by the token alone"  # type: ignore[union-attr]
+
+
+def test_a_static_cache_that_is_used_again(model: Any) -> None:
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with torch.inference_mode():
+        for turn in range(2):
+            model(ids(turn, 5), past_key_values=cache, use_cache=True)
+            model(ids(turn, 1), past_key_values=cache, use_cache=True)
+            cache.reset()
+    events = heard(model)
+    assert kinds(events)[:3] == ["SequenceBegan", "PrefillEnded", "DecodingBegan"]
+    assert sorted(kinds(events)[3:]) == ["DecodingBegan", "PrefillEnded", "SequenceBegan", "SequenceEnded"]
+    assert len({e.sequence for e in events if not isinstance(e, Interval)}) == 2  # type: ignore[union-attr]
+
+
+def test_counts_that_arrive_late_are_heard_in_their_order(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: decoding has begun long before the prompt's counts are there. It is heard of after them."""
+    ready = threading.Event()
+    monkeypatch.setattr(Counters, "arrived", lambda self: ready.is_set())
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for tokens in (ids(0, 8), ids(0, 1), ids(0, 1)):
+            model(tokens, past_key_values=cache, use_cache=True)
+    del cache
+    gc.collect()
+    time.sleep(0.1)
+    assert kinds(Listener.heard) == ["SequenceBegan"]
+    ready.set()
+    assert kinds(heard(model, has_ended)) == ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
+
+
+def test_sequences_on_several_threads(model: Any) -> None:
+    """Each has a number of its own, and its events in their order."""
+
+    def work(seed: int) -> None:
+        with torch.inference_mode():
+            for turn in range(4):
+                model.generate(ids(10 * seed + turn, 6), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    gc.collect()
+    events = heard(model, lambda all: sum(isinstance(e, SequenceEnded) for e in all) == 12)
+    for number in {e.sequence for e in events if isinstance(e, DecodingBegan)}:
+        mine = [e for e in events if getattr(e, "sequence", 0) == number]
+        assert kinds(mine) == ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
+    assert len(events) == 48 and not model.moepack.live._sequences._followed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, Needs
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.policies.contract import Versions
+from moepack.runtime.residency.demand import MOVED
 from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
 from moepack.runtime.residency.reserves import FreeReserve, LiveReserve
@@ -29,6 +31,7 @@ COUNTERS = (
     "bytes_moved",
     "kv_waits",
     "worker_failures",
+    *MOVED,
 )
 
 
@@ -131,6 +134,7 @@ class Serving:
             live.device.moved,
             kv_waits,
             live.worker.failures,
+            *astuple(live.loading.moved),
         )
         return dict(zip(COUNTERS, values, strict=True))
 

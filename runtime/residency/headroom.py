@@ -22,11 +22,14 @@ class Headroom:
         tracker: the budget.
         reserve: bytes that promotions and the KV reserve leave: a block of the largest version that a demotion may go
             to, or several, for as many demotions in one step.
+        kept: bytes beside base versions that the KV reserve leaves.
         shared: whether bytes of one pool can become another's.
     """
 
-    def __init__(self, residency: Residency, tracker: BudgetTracker, pools: Sequence[Pool], reserve: int) -> None:
-        self.tracker, self.reserve = tracker, reserve
+    def __init__(
+        self, residency: Residency, tracker: BudgetTracker, pools: Sequence[Pool], reserve: int, kept: int = 0
+    ) -> None:
+        self.tracker, self.reserve, self.kept = tracker, reserve, kept
         self._residency, self._pools = residency, tuple(pools)
         self.shared = all(pool.returnable for pool in self._pools)
 
@@ -54,4 +57,4 @@ class Headroom:
             return tracker.free + tracker.held("kv")
         base = self._residency.base
         least = sum(n * self._residency.size(p, base) for p, n in enumerate(self._residency.experts))
-        return tracker.budget - tracker.held("fixed") - least
+        return tracker.budget - tracker.held("fixed") - least - self.kept

@@ -89,7 +89,7 @@ class Passes:
             if needs.importance:
                 from moepack.runtime.experts.token_importance import TokenImportance
 
-                self._importance = TokenImportance(model, described, needs.importance)
+                self._importance = TokenImportance(model, described, needs.importance, live.plan.workspace)
             if needs.prediction:
                 live.prediction = Prediction(model, described)
         for position, layer in enumerate(self._layers):

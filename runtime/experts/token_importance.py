@@ -25,7 +25,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
-from moepack.runtime.policies.importance import WORKSPACE
 
 PREFIX = "moepack_"  # before the names of transformers' attention functions
 ELEMENT = 12  # bytes in which an attention weight is made: the product, in float32, and its softmax
@@ -43,7 +42,7 @@ def attention_received(
     text: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    workspace: int = WORKSPACE,
+    workspace: int = 1 << 20,
 ) -> Tensor:
     """What each key receives of the attention that queries give, a mean over heads (dymoe, equation 1).
 
@@ -67,6 +66,8 @@ def attention_received(
     batch, heads, queries, size = query.shape
     groups, keys = key.shape[1], key.shape[2]
     shared, weights = heads // groups, max(1, workspace // ELEMENT)
+    if weights < shared * keys:  # not even one query of the heads that share keys
+        key, groups, shared = key.repeat_interleave(shared, dim=1), heads, 1
     out = torch.zeros(batch, keys, dtype=torch.float32, device=query.device)
     step = max(1, min(groups, weights // (shared * keys)))  # groups of heads at a time, and queries
     rows = max(1, min(queries, weights // (step * shared * keys)))
@@ -122,13 +123,13 @@ def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> T
 class TokenImportance:
     """The heavy hitters of the prompt that is being read, by layer. One pass at a time."""
 
-    def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float) -> None:
-        """For the layers of a model that have experts.
+    def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
+        """For the layers of a model that have experts; `share` of a sequence's tokens are heavy hitters.
 
         Raises:
             InputError: when the attention before one of them does not tell what tokens receive.
         """
-        self._share, self._layers = share, tuple(layers)
+        self._share, self._layers, self._workspace = share, tuple(layers), workspace
         self._positions: dict[int, int] = {}
         for position, layer in enumerate(layers):
             self._positions[id(_attention_of(model, layer.module))] = position
@@ -183,15 +184,11 @@ class TokenImportance:
         received = attention_received(
             query, key, mask, query.shape[-1] ** -0.5 if scaling is None else scaling,
             bool(getattr(module, "is_causal", True) if causal is None else causal), self._text,
-            given.get("softcap"), given.get("s_aux") if self._uses_sinks(module) else None,
+            given.get("softcap"), given.get("s_aux"), self._workspace,
         )  # fmt: skip
         tokens, keys = query.shape[2], key.shape[2]
         first = self._cached if keys > self._cached + tokens else keys - tokens  # a cache of a fixed length is longer
         self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
-
-    @staticmethod
-    def _uses_sinks(module: Any) -> bool:
-        return isinstance(getattr(module, "sinks", None), Tensor)
 
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
         """How many heavy hitters go to each expert of a layer (dymoe, equation 2), int64 [experts]; waits for the device.

@@ -27,6 +27,7 @@ from .capacity import base_bytes, bytes_by_loss, even_bytes
 from .exceeded import TooSmallError
 from .fixed import Fixed
 
+ROOMY = 256  # of the bytes beyond the least that would do, a workspace has one in so many
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
 
 
@@ -50,6 +51,7 @@ class Plan:
         most: [layers][placements], how many experts may be at each, where memory is not shared between placements.
         demand: bytes that experts which are loaded on demand must find in any case: those of one layer, the largest, at
             the best placement; 0 where experts have a resident version.
+        workspace: of the fixed bytes, those that what the policy is told takes inside a pass.
     """
 
     ladder: Placements
@@ -66,6 +68,7 @@ class Plan:
     by_loss: bool
     most: tuple[tuple[int, ...], ...] | None = None
     demand: int = 0
+    workspace: int = 0
 
     @property
     def base(self) -> int:
@@ -167,11 +170,13 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
         sizes = tuple(tuple(n if here else 0 for n, here in zip(row, on_device, strict=True)) for row in blocks)
         staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
+        work, most = options.workspace
+        needed = outside + staging + work + base_bytes(sizes, experts) + demand
+        work = min(most, work + max(0, budget - needed) // ROOMY)
         plan = Plan(
-            ladder, blocks, sizes, experts, outside + staging + options.workspace, staging, budget, options.keeps_low,
-            options.spare_blocks, traffic, loss, options.share == "loss", demand=demand,
+            ladder, blocks, sizes, experts, outside + staging + work, staging, budget, options.keeps_low,
+            options.spare_blocks, traffic, loss, options.share == "loss", demand=demand, workspace=work,
         )  # fmt: skip
-        needed = plan.fixed + base_bytes(sizes, experts) + demand
         least.append((needed, plan))
         if needed <= budget:
             plans.append((plan.expected_loss(), plan))

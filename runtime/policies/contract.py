@@ -238,9 +238,10 @@ class LiveOptions:
         return False
 
     @property
-    def workspace(self) -> int:
-        """Bytes that what the policy needs to be told takes inside a pass, beside the model's own activations."""
-        return 0
+    def workspace(self) -> tuple[int, int]:
+        """Bytes that what the policy needs to be told takes inside a pass, beside the model's own activations: the least
+        with which it works, and the most that are of use."""
+        return 0, 0
 
     @property
     def makes_up_for_absent(self) -> bool:

@@ -36,7 +36,7 @@ from .placements import ABSENT, on_device
 
 HIGH = 0  # the ladder's first placement; the low one is the second, which with `lo=absent` is the base too
 LOW = 1
-WORKSPACE = 32 << 20  # bytes in which the attention that tokens receive is added up, chunk by chunk
+WORKSPACE = 1 << 20, 64 << 20  # bytes in which the attention that tokens receive is added up, chunk by chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ class ImportanceOptions(LiveOptions):
         return True
 
     @property
-    def workspace(self) -> int:
+    def workspace(self) -> tuple[int, int]:
         """For attention."""
-        return WORKSPACE if self.by == "importance" else 0
+        return WORKSPACE if self.by == "importance" else (0, 0)
 
     @property
     def makes_up_for_absent(self) -> bool:

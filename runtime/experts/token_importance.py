@@ -144,7 +144,7 @@ class TokenImportance:
     def _check(self) -> None:
         for config in self._configs:
             if config._attn_implementation not in WATCHED:
-                raise refused(self._kind, f"with attention {config._attn_implementation!r}, which keeps its weights")
+                raise refused(self._kind, f"attention {config._attn_implementation!r}")
 
     @contextlib.contextmanager
     def watching(self, shape: tuple[int, int], text: Tensor | None, cached: int) -> Iterator[None]:
@@ -211,8 +211,8 @@ class TokenImportance:
 def refused(kind: str, why: str) -> InputError:
     """Of a model whose attention does not tell."""
     return InputError(
-        f"policy importance: a prompt's experts need attention weights, which {kind}'s layers do not give {why}: load it "
-        "with attn_implementation='sdpa' or 'eager', or name by=counts, which does without"
+        f"policy importance needs attention weights, which {kind}'s layers do not give ({why}): load it with "
+        "attn_implementation='sdpa' or 'eager' where it has those, or name by=counts, which does without"
     )
 
 
@@ -229,7 +229,7 @@ def _attention_of(model: Any, experts: str) -> Any:
                 break
             return module
     name = ".".join(path[: ends[-1]]) if ends else experts
-    raise refused(type(model).__name__, f"at {name}")
+    raise refused(type(model).__name__, f"{name}")
 
 
 def _watched(name: str) -> Callable[..., Any]:

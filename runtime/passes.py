@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import Signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,12 +27,16 @@ from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.experts.op import Open
-from moepack.runtime.residency.arguments import bound, inputs, without_self
+from moepack.runtime.experts.prediction import Prediction
+from moepack.runtime.residency.arguments import bound, cache_of, inputs, without_self
 from moepack.runtime.residency.kv_reserve import KvWatch
-from moepack.runtime.residency.live import Live
+from moepack.runtime.residency.live import Live, Seen
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
+
+if TYPE_CHECKING:
+    from moepack.runtime.experts.token_importance import TokenImportance
 
 log = logging.getLogger("moepack.runtime")
 
@@ -77,8 +81,16 @@ class Passes:
         self._resident: Callable[[], int] = lambda: 0
         self._written, self._began = 0, time.monotonic()
         self._lock = threading.Lock()
+        self._importance: TokenImportance | None = None
         if live is not None:
             self._observe()
+            needs, described = live.policy.needs, [layer.of.layer for layer in self._layers]
+            if needs.importance:
+                from moepack.runtime.experts.token_importance import TokenImportance
+
+                self._importance = TokenImportance(model, described, needs.importance, live.plan.workspace)
+            if needs.prediction:
+                live.prediction = Prediction(model, described)
         for position, layer in enumerate(self._layers):
             layer.compiled = partial(self._compiled, position)
         decoder = getattr(model, model.base_model_prefix, model)
@@ -158,20 +170,25 @@ class Passes:
             done = stack.enter_context(self.caches.room(given)) if self.caches else lambda out: None
             traced, step, counters = self._trace is not None, None, None
             if self._live is not None:
+                text = _text(given)
                 prompt, kept = stack.enter_context(self._live.sequence(given))
                 done = _both(done, kept)
-                step = stack.enter_context(self._live.step(prompt, _text(given)))
+                step = stack.enter_context(self._live.step(prompt, text))
+                if prompt.tokens and self._importance is not None:
+                    cache = cache_of(given)
+                    cached = 0 if cache is None else int(cache.get_seq_length())
+                    stack.enter_context(self._importance.watching(tuple(inputs(given).shape[:2]), text, cached))
                 counters = step.counters
             elif traced:
                 counters = Counters([x.of.layer.experts for x in self._layers], False, self._layers[0].of.device)
                 counters.mask = _text(given)
-            running.pass_, running.counters = True, counters
+            running.pass_, running.counters, running.step = True, counters, step
             try:
                 yield done
                 if traced and counters is not None:
                     counts = [row.tolist() for row in counters.take()[0]]
             finally:
-                running.pass_, running.counters = False, None
+                running.pass_, running.counters, running.step = False, None, None
         if traced:
             self._write(counts, step.snapshots if step else tuple(layer.current for layer in self._layers))
 
@@ -199,13 +216,22 @@ class Passes:
         """Say what a copy or a pickle of the model is told."""
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
-    def _saw(self, position: int, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+    def _saw(self, position: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
         counters: Counters | None = getattr(self._running, "counters", None)
-        if counters is None:
-            return  # an experts module that was called by itself
+        live = self._live
+        if counters is None:  # an experts module that was called by itself
+            if live is not None and live.policy.needs.layers:
+                with live.step() as step:
+                    step.counters.add(position, top_k_index, top_k_weights)
+                    live.demand(position, step.counters)
+            return
         counters.add(position, top_k_index, top_k_weights)
-        if self._live is not None:
-            self._live.demand(position, counters)
+        if live is None or not live.policy.needs.layers:
+            return
+        important = self._importance.important(position, top_k_index) if self._importance is not None else None
+        ahead = live.prediction
+        told = ahead.ahead(position, hidden, top_k_index, counters.mask) if ahead is not None else (None, None)
+        live.demand(position, counters, Seen(self._running.step.prompt.tokens > 0, important, *told))
 
     def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
         """Write every step from now on into a file; `resident` gives the bytes that are taken."""

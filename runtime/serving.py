@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, Needs
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.policies.contract import Versions
+from moepack.runtime.residency.demand import MOVED
 from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
 from moepack.runtime.residency.reserves import FreeReserve, LiveReserve
@@ -30,6 +32,7 @@ COUNTERS = (
     "kv_waits",
     "worker_failures",
     "host_bytes",
+    *MOVED,
 )
 
 
@@ -134,6 +137,7 @@ class Serving:
             kv_waits,
             live.worker.failures,
             live.tier.bytes if live.tier is not None else 0,
+            *astuple(live.loading.moved),
         )
         return dict(zip(COUNTERS, values, strict=True))
 

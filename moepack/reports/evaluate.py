@@ -53,6 +53,9 @@ class Evaluation:
         kv_waits: how often a forward pass waited until experts had made room for its KV cache.
         worker_failures: rounds of transitions that failed.
         host_bytes: bytes of weights that the host read for the experts that it executed.
+        demand_bytes: stored bytes that passes waited for, of policies that load on demand.
+        prefetch_bytes: those fetched ahead; of them `prefetch_in_time` were there when they were needed,
+            `prefetch_late` were on their way, and `prefetch_wasted` were not needed.
         fixed: what is taken outside the experts, by parts; of a bundle.
     """
 
@@ -73,6 +76,11 @@ class Evaluation:
     kv_waits: int = 0
     worker_failures: int = 0
     host_bytes: int = 0
+    demand_bytes: int = 0
+    prefetch_bytes: int = 0
+    prefetch_in_time: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
     fixed: Fixed | None = None
 
 

@@ -142,7 +142,7 @@ def plan(
     used = host = cached = 0
     bandwidth = read_rate(where)
     if table is not None:
-        fixed = Fixed(dense, fixed.kv, fixed.activations, decided.staging)
+        fixed = Fixed(dense, fixed.kv, fixed.activations + decided.workspace, decided.staging)
         tables = bundle.calibration()
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
@@ -163,12 +163,13 @@ def plan(
 
 class _Decided(NamedTuple):
     """What a budget holds: a map as it is loaded, the names of the placements in it, the best first, the staging
-    buffer's bytes, the experts' bytes with all of them at the base, and as mapped. Or no map, and the least that would
-    do."""
+    buffer's bytes and the workspace's, the experts' bytes with all of them at the least, and as mapped. Or no map, and
+    the least that would do."""
 
     table: Versions | None
     names: tuple[str, ...]
     staging: int
+    workspace: int
     floor: int
     used: int
     least: int
@@ -182,17 +183,18 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decid
     try:
         if not policy.is_live:
             versions, experts = unchanging(bundle, policy, fixed, budget)
-            return _Decided(versions, tuple(v.name for v in bundle.versions), 0, experts, experts, 0)
+            return _Decided(versions, tuple(v.name for v in bundle.versions), 0, 0, experts, experts, 0)
         made = make_plan(bundle, policy.options, fixed.total, budget)
     except TooSmallError as error:
-        return _Decided(None, (), 0, 0, 0, error.least)
+        return _Decided(None, (), 0, 0, 0, 0, error.least)
     _, wanted = made.policy(policy)
     table = tuple(
         tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)
     )
-    floor, growing = base_bytes(made.sizes, made.experts), made.growing()
-    used = floor + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
-    return _Decided(table, tuple(map(str, made.ladder)), made.staging, floor, used, 0)
+    base, growing = base_bytes(made.sizes, made.experts), made.growing()
+    used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
+    names = tuple(map(str, made.ladder))
+    return _Decided(table, names, made.staging, made.workspace, base + made.demand, used, 0)
 
 
 def _version(placement: str) -> str:

@@ -70,8 +70,9 @@ class Device(Protocol):
     def mark(self) -> Event:
         """An event that ends when the compute that was issued until now has."""
 
-    def limit(self, bytes_per_second: float | None) -> None:
-        """Hold the migration stream to a rate; None lifts the limit."""
+    def limit(self, bytes_per_second: float | None, least: int = ...) -> None:
+        """Hold the migration stream to a rate at which a copy counts as `least` bytes at the least; None lifts the
+        limit."""
 
     def serve(self) -> None:
         """Loading has ended: what fills host memory in the background may begin."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from moepack.runtime.store.files import Cancelled
 
 FLOOR = 4 << 20  # bytes that a copy counts as at least under a rate limit: a small one costs its calls, about 0.5 ms
+SHORT = 0.0002  # seconds of debt that nobody sleeps for: a sleep takes a third of it longer than it is asked to
 POLL = 0.0005  # seconds between two looks at work that is going on a GPU
 
 Going = Callable[[], bool]  # whether work that has begun has ended; raises what it failed with
@@ -70,7 +71,7 @@ class Pace:
         if rate is None:
             return
         until, self._due = self._due, max(self._due, now) + size / rate
-        while (wait := until - time.monotonic()) > 0 and not (stop() or self.closing):
+        while (wait := until - time.monotonic()) > SHORT and not (stop() or self.closing):
             time.sleep(min(wait, 0.05))
 
 
@@ -170,7 +171,7 @@ class Migration:
     """
 
     def __init__(self, on_event: Callable[[], None], depth: int = 1) -> None:
-        self.pace = Pace()
+        self.pace, self._least = Pace(), FLOOR
         self.stream = HostStream("moepack-migration", on_event, depth)
 
     def gate(self, event: HostEvent, size: int) -> Callable[[int], None]:
@@ -181,12 +182,12 @@ class Migration:
             if event.cancelled or self.pace.closing:
                 raise Cancelled
 
-        self.pace.charge(FLOOR - size)
+        self.pace.charge(self._least - size)
         return before
 
-    def limit(self, bytes_per_second: float | None) -> None:
-        """Hold copies to a rate of stored bytes."""
-        self.pace.rate = bytes_per_second
+    def limit(self, bytes_per_second: float | None, least: int = FLOOR) -> None:
+        """Hold copies to a rate of stored bytes; one counts as `least` at the least."""
+        self.pace.rate, self._least = bytes_per_second, least
 
     @property
     def moved(self) -> int:

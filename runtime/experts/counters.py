@@ -53,6 +53,10 @@ class Counters:
         out: npt.NDArray[np.int64] = self.counts[position, : self._experts[position]].cpu().numpy().copy()
         return out
 
+    def gates(self, position: int) -> npt.NDArray[np.float64] | None:
+        """A layer's gate sums so far, float64 [experts], where they are counted: waits for the device."""
+        return None if self.sums is None else self.sums[position, : self._experts[position]].cpu().numpy().copy()
+
     def send(self) -> None:
         """The step has ended: copy its numbers out, behind its kernels."""
         if self.counts.device.type != "cuda" or not self.used:

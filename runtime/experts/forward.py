@@ -49,7 +49,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
     if observer is not None:
-        observer(top_k_index, top_k_weights)
+        observer(hidden_states, top_k_index, top_k_weights)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         if not experts.trainable and reading is None:
             raise InputError("gradients keep activations that a budget does not count: load without a budget to train")
@@ -68,11 +68,25 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 def _run(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts that the device runs, and those that the host tier does; what is absent adds nothing."""
+    if experts.of.makes_up_for_absent:
+        top_k_weights = made_up(experts, top_k_index, top_k_weights)
     tier, here = experts.of.tier, experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places():
         index = experts.only(top_k_index, _ALL if here else _DEVICE)
         return _on_device(module, experts, hidden, index, top_k_weights)
     return (beside if here else across)(module, experts, hidden, top_k_index, top_k_weights, tier)
+
+
+def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
+    """Gate weights [tokens, top_k] scaled so that those of a token's experts that are not absent sum up to what all of
+    them did; as they are where all of a token's are absent."""
+    if experts.places() <= _ALL:
+        return weights
+    there = experts.only(index, _ALL) < len(experts.handles)
+    kept = (weights * there).sum(-1, keepdim=True, dtype=torch.float32)
+    all_of_them = (weights * (index < len(experts.handles))).sum(-1, keepdim=True, dtype=torch.float32)
+    scale = torch.where(kept > 0, all_of_them / kept, 1.0)
+    return (weights * scale).to(weights.dtype)
 
 
 def beside(

@@ -63,6 +63,7 @@ class ServedLayer:
         sections: by an affine version's name, the sections of each matrix by kind.
         native, backend: what kernels read of the layer, and which run it.
         tier: what runs its experts on the host, beside the device's; None where none can be there.
+        makes_up_for_absent: whether gate weights of absent experts go to those of a token's others (forward.py).
     """
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
@@ -73,6 +74,7 @@ class ServedLayer:
         self.native = backends.native_layer(layer, self.versions, device)
         self.backend = backends.backend(device)
         self.tier: HostTier | None = None
+        self.makes_up_for_absent = False
         self._host: ServedLayer | None = None
 
     def over(self, version: Version, extent: Tensor, where: Where = Where.DEVICE) -> Handle:
@@ -183,15 +185,15 @@ class LayerExperts:
         of: the layer.
         current: what a step that begins now sees. Publishing replaces it.
         reading: what a forward pass reads, for as long as it does; without it, what is current.
-        observer: is shown the router's choice and its weights, [tokens, top_k], before the experts run; None where
-            nobody asks.
+        observer: is shown what the experts read, [tokens, hidden], the router's choice and its weights, [tokens, top_k],
+            before they run; None where nobody asks.
         compiled: runs the layer for a compiled pass (op.py); None once the model has gone.
         number: the operator's for this layer.
         trainable: whether a pass may keep what gradients need: under a budget it would not be counted.
     """
 
     reading: Callable[[], AbstractContextManager[Snapshot]] | None = None
-    observer: Callable[[Tensor, Tensor], None] | None = None
+    observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
     compiled: Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None = None
     number = -1
     trainable = True

@@ -27,6 +27,7 @@ from .capacity import base_bytes, bytes_by_loss, even_bytes
 from .exceeded import TooSmallError
 from .fixed import Fixed
 
+ROOMY = 256  # of the bytes beyond the least that would do, a workspace has one in so many
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
 
 
@@ -48,6 +49,9 @@ class Plan:
         losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
         by_loss: whether layers share the budget by what promotions save there; else evenly.
         most: [layers][placements], how many experts may be at each, where memory is not shared between placements.
+        demand: bytes that experts which are loaded on demand must find in any case: those of one layer, the largest, at
+            the best placement; 0 where experts have a resident version.
+        workspace: of the fixed bytes, those that what the policy is told takes inside a pass.
     """
 
     ladder: Placements
@@ -63,6 +67,8 @@ class Plan:
     losses: Sums
     by_loss: bool
     most: tuple[tuple[int, ...], ...] | None = None
+    demand: int = 0
+    workspace: int = 0
 
     @property
     def base(self) -> int:
@@ -72,7 +78,7 @@ class Plan:
     @property
     def reserve(self) -> int:
         """Bytes of the blocks that demotions are copied into: one of any version at the least, but the best."""
-        if self.keep and len(self.ladder) == 2:
+        if self.demand or (self.keep and len(self.ladder) == 2):
             return 0
         spare = 0 if self.keep else self.spare_blocks * sum({row[self.base] for row in self.sizes})
         return max(spare, *(max(row[1:]) for row in self.sizes))
@@ -83,6 +89,9 @@ class Plan:
         All base versions and the reserve come off the budget first.
         """
         left = self.budget - self.fixed - kv - base_bytes(self.sizes, self.experts) - self.reserve
+        if self.demand:  # one cache: of what there is, every byte
+            share, rest = divmod(max(0, left), len(self.experts))
+            return [share + (p < rest) for p in range(len(self.experts))]
         if self.by_loss:
             return bytes_by_loss(self.ladders(), self.traffic, left)
         return even_bytes(self.growing(), self.experts, left)
@@ -144,7 +153,8 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
 
     Raises:
         InputError: when versions are not there.
-        TooSmallError: when the budget does not hold the base placement of every expert.
+        TooSmallError: when the budget does not hold the base placement of every expert, nor, where experts are loaded on
+            demand, a layer's.
     """
     ladders = ladders_of(bundle, options)
     experts = tuple(x.experts for x in bundle.layers)
@@ -159,18 +169,22 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
         on_device = [p.where is Where.DEVICE for p in ladder]
         sizes = tuple(tuple(n if here else 0 for n, here in zip(row, on_device, strict=True)) for row in blocks)
         staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
+        demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
+        work, most = options.workspace
+        needed = outside + staging + work + base_bytes(sizes, experts) + demand
+        work = min(most, work + max(0, budget - needed) // ROOMY)
         plan = Plan(
-            ladder, blocks, sizes, experts, outside + staging, staging, budget, options.keeps_low, options.spare_blocks,
-            traffic, loss, options.share == "loss",
+            ladder, blocks, sizes, experts, outside + staging + work, staging, budget, options.keeps_low,
+            options.spare_blocks, traffic, loss, options.share == "loss", demand=demand, workspace=work,
         )  # fmt: skip
-        needed = plan.fixed + base_bytes(sizes, experts)
         least.append((needed, plan))
         if needed <= budget:
             plans.append((plan.expected_loss(), plan))
     if not plans:
         needed, plan = min(least, key=lambda found: found[0])
+        what = f"a layer's experts at {plan.ladder[0]}" if plan.demand else f"every expert at {plan.ladder[-1]}"
         raise TooSmallError(
-            f"{bundle.path}: a budget of {budget} bytes does not hold every expert at {plan.ladder[-1]}: the least "
+            f"{bundle.path}: a budget of {budget} bytes does not hold {what}: the least "
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
             needed,
         )

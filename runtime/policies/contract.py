@@ -30,6 +30,15 @@ Versions = tuple[tuple[str, ...], ...]  # a version's name by layer position and
 Ladder = tuple[Placement, ...]  # the best first; other code counts in it. The last is the base
 Counts = Sequence[npt.NDArray[np.int64]]
 Sums = Sequence[npt.NDArray[np.float64]]
+Ints = npt.NDArray[np.int64]  # [experts]
+Floats = npt.NDArray[np.float64]  # [experts]
+
+
+class Changes(dict[Key, int]):
+    """An answer to `LayerReached` that names only what is to change: everything else stays wanted as it was.
+
+    Experts at the base placement leave.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +127,38 @@ class SequenceEnded:
 
 @dataclass(frozen=True, slots=True)
 class LayerReached:
-    """A layer's experts are about to run. The step waits until what is wanted is there.
+    """A layer's experts are about to run.
+
+    The step waits for those of them that the answer names above the base, and for no others. Keys of other layers that
+    are not there are begun in the background, in the answer's order, once all that is waited for has begun: a prefetch,
+    whose deadline is the moment its layer is reached. One that the answer then does not name, or that an earlier answer
+    wants elsewhere, is cancelled.
 
     Attributes:
         time, capacity: as of `Counted`.
         layer: its position.
-        counts: int64 [experts], how often the router chose each for it in this step.
+        counts: how often the router chose each for it in this step.
+        gates: the sums of its weights there; None for a policy that does not need them.
+        is_prompt: whether the step is over several tokens a sequence.
+        important: of `counts`, those of heavy-hitter tokens; None where `Needs.importance` does not ask or the step is
+            no prompt, and in a compiled pass.
+        predicted, predicted_gates: what the next layer's counts and gates will be, by its router on what this layer's
+            experts read; None where `Needs.prediction` does not ask, and at the last layer.
+        placed: the placement that each of the layer's experts is at.
+        coming: the one that is on its way, -1 where none is.
     """
 
     time: float
     capacity: Sequence[int]
     layer: int
-    counts: npt.NDArray[np.int64]
+    counts: Ints
+    gates: Floats | None = None
+    is_prompt: bool = False
+    important: Ints | None = None
+    predicted: Ints | None = None
+    predicted_gates: Floats | None = None
+    placed: Ints | None = None
+    coming: Ints | None = None
 
 
 Event = Interval | SequenceBegan | PrefillEnded | DecodingBegan | SequenceEnded | LayerReached
@@ -143,10 +172,14 @@ class Needs:
         interval: seconds between two `Interval` events.
         prompts: whether it is told of `SequenceBegan`, `PrefillEnded`, `DecodingBegan` and `SequenceEnded`.
         layers: whether it is told of `LayerReached`, and the step then waits for what it wants: such steps run one at
-            a time, and there are no intervals. For baselines, and where an expert has no resident version.
+            a time, and there are no intervals. Where an expert has no resident version, and for baselines.
         gates: whether gate weights are summed up for it.
         exact: whether an expert on the device that is named on the host, or nowhere, leaves at once; else it stays
             until somebody needs its bytes.
+        importance: with `layers`, the share of a prompt's tokens that are heavy hitters: those that receive most
+            attention; 0 where nobody asks. A model whose attention does not tell is refused.
+        prediction: with `layers`, whether the next layer's routing is predicted. A model whose routers cannot be asked
+            is refused.
     """
 
     interval: float = 0.1
@@ -154,6 +187,8 @@ class Needs:
     layers: bool = False
     gates: bool = False
     exact: bool = False
+    importance: float = 0.0
+    prediction: bool = False
 
 
 class LivePolicy(Protocol):
@@ -238,6 +273,23 @@ class LiveOptions:
     def bytes_per_second(self) -> float | None:
         """What copies may take; None without a limit."""
         return None
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether experts are absent until a layer that is reached wants them: the budget must then hold all experts of
+        any one layer at the best placement."""
+        return False
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """Bytes that what the policy needs to be told takes inside a pass, beside the model's own activations: the least
+        with which it works, and the most that are of use."""
+        return 0, 0
+
+    @property
+    def makes_up_for_absent(self) -> bool:
+        """Whether the weights of a token's experts that are not absent are scaled so that their sum is what it was."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """`lru`: the experts used last at high precision, loaded when they are asked for: forward passes wait. Pure.
 
-A baseline. Low versions are kept beside the high ones: experts come and go inside a forward pass.
+A baseline. Low versions are kept beside the high ones: experts come and go inside a forward pass. With `lo=absent`
+there are none: an expert is loaded at the high version whenever it is needed and not there.
 """
 
 from __future__ import annotations
@@ -9,16 +10,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .contract import DeviceOptions, Entry, Event, Key, LayerReached, Needs, Setting, Wanted, read_options
+from moepack.pack.spec import Version
+
+from .contract import Changes, DeviceOptions, Entry, Event, Key, Ladder, LayerReached, Needs, Setting, read_options
+from .mixed_cache import MixedCache
+from .placements import ABSENT, Placement, on_device
 
 
 @dataclass(frozen=True, slots=True)
 class RecentOptions(DeviceOptions):
-    """What follows `lru:`; it knows two versions."""
+    """What follows `lru:`; it knows two versions, or one and absence.
+
+    Attributes:
+        lo: also `absent`; `hi` is then the most precise version unless it is named.
+        rate: megabytes a second that copies may take, to emulate a slower link; 0 for no limit.
+    """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**DeviceOptions.CHOICES, "between": ("no",)}
 
     between: str = "no"
+    rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rate >= 0:
+            raise ValueError("rate is from 0")
+
+    def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
+        """As of `DeviceOptions`; or one version, and absence."""
+        if self.lo != str(ABSENT):
+            return DeviceOptions.ladders(self, versions)
+        return [(on_device(self.hi, versions) if self.hi else Placement(versions[0]), ABSENT)]
 
     @property
     def keeps_low(self) -> bool:
@@ -29,6 +50,16 @@ class RecentOptions(DeviceOptions):
     def spare_blocks(self) -> int:
         """A demotion needs none."""
         return 0
+
+    @property
+    def on_demand(self) -> bool:
+        """With `lo=absent`."""
+        return self.lo == str(ABSENT)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """As `rate` says."""
+        return self.rate * 1e6 or None
 
 
 class Recent:
@@ -41,31 +72,21 @@ class Recent:
     needs = Needs(layers=True)
 
     def __init__(self, setting: Setting, options: RecentOptions | None = None) -> None:
-        self._setting = setting
-        self._used: dict[Key, None] = {}  # the least recent first
+        sizes = [[max(1, int(row[0] - row[-1])), 0] for row in setting.sizes]
+        self._cache, self._strict = MixedCache(sizes), setting.ladder[-1] == ABSENT
 
-    def decide(self, event: Event) -> Wanted | None:
-        """What the cache holds once those that are needed now are in it."""
+    def decide(self, event: Event) -> Changes | None:
+        """What the cache lacks of what is needed now, and what leaves for it."""
         if not isinstance(event, LayerReached):
             return None
-        room = sum(self._rooms(event.capacity))
-        needed = [((event.layer, e), int(n)) for e, n in enumerate(event.counts) if n]
-        needed.sort(key=lambda item: -item[1])
-        for key, _ in reversed(needed[:room]):
-            self._used.pop(key, None)
-            self._used[key] = None
-        while len(self._used) > room:
-            del self._used[next(iter(self._used))]
-        return dict.fromkeys(reversed(self._used), 0)
-
-    def _rooms(self, capacity: Sequence[int]) -> list[int]:
-        """How many experts of each layer fit at the high version."""
-        each = [max(1, int(row[0] - row[-1])) for row in self._setting.sizes]
-        return [min(n, room // size) for n, room, size in zip(self._setting.experts, capacity, each, strict=True)]
+        needed = dict.fromkeys(sorted(event.counts.nonzero()[0].tolist(), key=lambda e: -event.counts[e]), 0)
+        return self._cache.serve(
+            event.layer, needed, sum(event.capacity), event.placed, event.coming, all_of_them=self._strict
+        )
 
     def worth(self, key: Key) -> float:
-        """Nothing is left to be chosen: what is not in the cache goes at once."""
-        return 0.0
+        """What was used last goes last."""
+        return float(self._cache.last_used(key))
 
 
 ENTRY = Entry(

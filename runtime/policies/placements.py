@@ -57,3 +57,15 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
         here = ", ".join(v.name for v in versions)
         raise InputError(f"has no {text!r}: here are {here}, each also as NAME@host, and absent")
     return Placement(found, Where.HOST if host else Where.DEVICE)
+
+
+def on_device(name: str, versions: Sequence[Version]) -> Placement:
+    """A version, by its name alone, on the device.
+
+    Raises:
+        InputError: for one that there is not.
+    """
+    found = next((v for v in versions if v.name == name), None)
+    if found is None:
+        raise InputError(f"has no version {name!r}: here are {', '.join(v.name for v in versions)}")
+    return Placement(found)

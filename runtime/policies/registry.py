@@ -8,7 +8,7 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 
-from . import hotness, lru, prefill, random_map, static, uniform
+from . import hotness, importance, lru, prefill, random_map, static, uniform
 from .contract import Entry
 
 ENTRIES: tuple[Entry, ...] = (
@@ -18,6 +18,7 @@ ENTRIES: tuple[Entry, ...] = (
     hotness.ENTRY,
     prefill.ENTRY,
     lru.ENTRY,
+    importance.ENTRY,
 )
 
 

@@ -1,47 +1,235 @@
-"""Loading on demand: the forward pass waits until what a policy wants is there. For baselines only.
+"""Loading on demand: the forward pass waits until what a layer needs is there; what the next one will need is fetched
+meanwhile.
 
-Called by the one forward pass that runs, between layers: nothing reads the experts that leave.
+Called by the one forward pass that runs, before a layer's experts: nothing reads the experts that leave. Decides
+nothing about which those are: a policy says so (policies/contract.py, `LayerReached`).
 """
 
 from __future__ import annotations
 
-from moepack.pack.errors import MoepackError
-from moepack.runtime.policies.contract import Key, Wanted
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from moepack.pack.errors import BundleError, InputError, MoepackError
+from moepack.runtime.devices.contract import Event
+from moepack.runtime.policies.contract import Changes, Ints, Key, Wanted
 
 from .entries import Outcome
 from .residency import Residency
 from .transitions import Transitions
 
 
-def load_now(residency: Residency, transitions: Transitions, wanted: Wanted) -> int:
-    """Make `wanted` so, evictions first, and wait for every copy; returns how many there were.
+@dataclass(slots=True)
+class Moved:
+    """Stored bytes that were copied while serving, by what became of them.
 
-    A copy that fails leaves its expert at the base version, and is counted and logged once.
+    Attributes:
+        demand_bytes: fetched when their layer was reached, which waited.
+        prefetch_bytes: fetched ahead.
+        prefetch_in_time: of those, complete when their layer needed them.
+        prefetch_late: needed while they were on their way: their layer waited for the rest.
+        prefetch_wasted: not needed when their layer was reached, or elsewhere than fetched.
     """
-    with transitions.held():  # another pass, waiting for room, would note what has arrived before this one does
-        for key in residency.above() - wanted.keys():
+
+    demand_bytes: int = 0
+    prefetch_bytes: int = 0
+    prefetch_in_time: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+
+
+MOVED = tuple(f.name for f in fields(Moved))
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A prefetch whose layer has not been reached since it began, or that was given up."""
+
+    version: int
+    size: int
+    event: Event
+    landed: bool = False
+
+
+class Demand:
+    """Carries out what a policy answers to `LayerReached`.
+
+    Attributes:
+        moved: bytes, by what became of them.
+        waits: copies that a pass waited for.
+        waited: seconds it did.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        transitions: Transitions,
+        size: Callable[[Key, int], int],
+        name: Callable[[Key, int], str] | None,
+    ) -> None:
+        """Args:
+        residency, transitions: whose versions change.
+        size: stored bytes of a version of an expert.
+        name: of a version of an expert, for errors, where the base placement is none to run at: a copy that fails then
+            ends the pass; without it, the expert runs at its base version.
+        """
+        self.moved = Moved()
+        self.waits, self.waited = 0, 0.0
+        self._residency, self._transitions, self._size, self._name = residency, transitions, size, name
+        self._ahead: dict[Key, _Ahead] = {}
+        self._given_up: list[_Ahead] = []
+        self._waiting: set[Key] = set()
+
+    def where(self, position: int) -> tuple[Ints, Ints]:
+        """Where a layer's experts are, and where they are on their way to (-1: nowhere), int64 [experts]."""
+        with self._transitions.held():
+            self._note()
+            entries = [self._residency.entries[position, e] for e in range(self._residency.experts[position])]
+            coming = [-1 if x.flying is None or x.coming is None else x.coming for x in entries]
+            return np.array([x.active for x in entries], np.int64), np.array(coming, np.int64)
+
+    def reach(self, position: int, wanted: Wanted) -> None:
+        """Make `wanted` so: evictions first, then copies for this layer, then those ahead; wait for the former.
+
+        Raises:
+            BundleError: when a copy for this layer fails whose expert has no version otherwise.
+            InputError: when the model was closed meanwhile.
+        """
+        residency = self._residency
+        with self._transitions.held():  # another pass, waiting for room, would note what has arrived before this one
+            stay = dict(wanted)
+            if not isinstance(wanted, Changes):
+                stay |= dict.fromkeys(residency.above() - wanted.keys(), residency.base)
+            for key in [k for k in self._ahead if k[0] == position and k not in stay]:
+                self._give_up(key)
+            for key in [k for k, version in stay.items() if version == residency.base]:
+                self._leave(key)
+            needed = [(k, v) for k, v in stay.items() if k[0] == position and v != residency.base]
+            waits = [(key, version) for key, version in needed if self._need(key, version)]
+            for key, version in stay.items():
+                if key[0] != position and version != residency.base:
+                    self._foresee(key, version)
+            if waits:
+                self._wait(waits)
+
+    def _leave(self, key: Key) -> None:
+        """An expert goes to the base: what was on its way is given up."""
+        self._give_up(key)
+        entry = self._residency.entries[key]
+        if entry.coming is not None:
+            self._residency.cancel(key)
+        self._residency.switch_now(key, self._residency.base)
+
+    def _give_up(self, key: Key) -> None:
+        if (ahead := self._ahead.pop(key, None)) is not None:
+            if ahead.landed:
+                self.moved.prefetch_wasted += ahead.size
+            else:
+                self._residency.cancel(key)
+                self._given_up.append(ahead)
+
+    def _need(self, key: Key, version: int) -> bool:
+        """See that a version of an expert of this layer is there or on its way; whether it is to be waited for."""
+        entry, moved = self._residency.entries[key], self.moved
+        ahead = self._ahead.get(key)
+        if ahead is not None and ahead.version == version and not ahead.event.cancelled:
+            del self._ahead[key]
+            if ahead.landed and entry.active == version:
+                moved.prefetch_in_time += ahead.size
+                return False
+            if entry.coming == version:
+                moved.prefetch_late += ahead.size
+                moved.prefetch_bytes += ahead.size
+                return True
+        self._give_up(key)
+        if entry.active == version:
+            return False
+        if self._begin(key, version, must=True):
+            moved.demand_bytes += self._size(key, version)
+            return True
+        return False
+
+    def _foresee(self, key: Key, version: int) -> None:
+        entry, ahead = self._residency.entries[key], self._ahead.get(key)
+        if entry.active == version or (ahead is not None and ahead.version == version and entry.coming == version):
+            return
+        self._give_up(key)
+        if self._begin(key, version, must=False):
+            flying = entry.flying
+            assert flying is not None
+            self._ahead[key] = _Ahead(version, self._size(key, version), flying.event)
+
+    def _begin(self, key: Key, version: int, must: bool) -> bool:
+        """Begin a copy, where the version is not there; whether there is one to wait for."""
+        residency, entry = self._residency, self._residency.entries[key]
+        if not (must and self._name) and not self._transitions.may_try(key, version):
+            return False
+        if entry.active not in (version, residency.base):  # an expert has one format at a time
             residency.switch_now(key, residency.base)
-        loads = 0
-        for key, version in wanted.items():
-            if residency.entries[key].active != version:
-                loads += _load(residency, transitions, key, version)
-        return loads
+        while True:
+            try:
+                outcome = self._transitions.start(key, version)
+            except (MoepackError, OSError) as error:
+                self._failed(key, version, error, must)
+                return False
+            if outcome in (Outcome.READY, Outcome.NOTHING):
+                residency.publish_ready()
+                return outcome is Outcome.NOTHING and entry.flying is not None
+            if outcome is Outcome.STARTED:
+                return True
+            if not must or not self._make_way():
+                break
+        if must and self._name:
+            raise InputError(f"{self._name(key, version)}: no block of memory is left for it")
+        return False
 
+    def _make_way(self) -> bool:
+        """Wait for one copy that was given up and still holds its block; whether there was one."""
+        going = next((x for x in self._given_up if not x.event.done()), None)
+        if going is not None:
+            going.event.wait()
+        self._note()
+        return going is not None
 
-def _load(residency: Residency, transitions: Transitions, key: Key, version: int) -> int:
-    if not transitions.may_try(key, version):
-        return 0
-    try:
-        if residency.start(key, version) is not Outcome.STARTED:
-            return 0
-    except (MoepackError, OSError) as error:
-        transitions.note_failure(key, version, error)
-        return 0
-    flying = residency.entries[key].flying
-    assert flying is not None
-    flying.event.wait()
-    for failed, number, reason in residency.poll(lambda key, version: True):
-        transitions.note_failure(failed, number, reason)
-    if residency.entries[key].ready == version:
-        residency.switch_now(key, version)
-    return 1
+    def _wait(self, waits: list[tuple[Key, int]]) -> None:
+        began = time.perf_counter()
+        self._waiting = {key for key, _ in waits}
+        try:
+            for event in [x.event for k in self._waiting if (x := self._residency.entries[k].flying) is not None]:
+                event.wait()
+            self._note()
+        finally:
+            self._waiting = set()
+        self.waits += len(waits)
+        self.waited += time.perf_counter() - began
+        for key, version in waits:
+            if self._name and self._residency.entries[key].active != version:
+                raise InputError(f"{self._name(key, version)}: its copy was given up: was the model closed?")
+
+    def _note(self) -> None:
+        """Publish what has arrived."""
+        failed = self._residency.poll(lambda key, version: True)
+        self._residency.publish_ready()
+        for key, ahead in self._ahead.items():
+            if not ahead.landed and ahead.event.done() and ahead.event.error is None:
+                ahead.landed = True
+                self.moved.prefetch_bytes += ahead.size
+        for ahead in [x for x in self._given_up if x.event.done()]:
+            self._given_up.remove(ahead)
+            if ahead.event.error is None:  # it had arrived before it heard
+                self.moved.prefetch_bytes += ahead.size
+                self.moved.prefetch_wasted += ahead.size
+        for key, version, error in failed:
+            self._ahead.pop(key, None)
+            self._failed(key, version, error, must=key in self._waiting)
+
+    def _failed(self, key: Key, version: int, error: BaseException, must: bool) -> None:
+        """Note a copy that failed. One that a layer needs, and cannot do without, ends the pass."""
+        self._transitions.note_failure(key, version, error)
+        if must and self._name:
+            if isinstance(error, BundleError):
+                raise error
+            raise BundleError.single(self._name(key, version), "read", str(error)) from error

@@ -22,6 +22,7 @@ class Headroom:
         tracker: the budget.
         reserve: bytes that promotions and the KV reserve leave: a block of the largest version that a demotion may go
             to, or several, for as many demotions in one step.
+        kept: bytes beside base versions that the KV reserve leaves.
         shared: whether bytes of one pool can become another's.
     """
 
@@ -32,8 +33,9 @@ class Headroom:
         pools: Sequence[Pool],
         reserve: int,
         on_host: Sequence[Pool] = (),
+        kept: int = 0,
     ) -> None:
-        self.tracker, self.reserve = tracker, reserve
+        self.tracker, self.reserve, self.kept = tracker, reserve, kept
         self._residency, self._pools, self._on_host = residency, tuple(pools), tuple(on_host)
         self.shared = all(pool.returnable for pool in self._pools)
 
@@ -67,4 +69,4 @@ class Headroom:
             return tracker.free + tracker.held("kv")
         base = self._residency.base
         least = sum(n * self._residency.size(p, base) for p, n in enumerate(self._residency.experts))
-        return tracker.budget - tracker.held("fixed") - least
+        return tracker.budget - tracker.held("fixed") - least - self.kept

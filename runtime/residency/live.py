@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,11 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
+from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
+from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
@@ -51,7 +53,7 @@ from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.files import BackingStore
 
-from .demand import load_now
+from .demand import Demand
 from .pools import Pool
 from .residency import Residency
 from .sequences import Sequences
@@ -60,6 +62,18 @@ from .tables import DeviceTables
 from .transitions import Transitions
 from .worker import Worker
 
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a layer that is reached is told beside its routing: as of `LayerReached`."""
+
+    is_prompt: bool = False
+    important: npt.NDArray[np.int64] | None = None
+    predicted: npt.NDArray[np.int64] | None = None
+    predicted_gates: npt.NDArray[np.float64] | None = None
+
+
+NOTHING_SEEN = Seen()
 UNHEARD = 64  # steps whose counts wait for the worker: of more, those of the oldest are forgotten
 
 
@@ -113,8 +127,8 @@ class Live:
         tracker: the budget.
         host: host memory of the placements that are executed there.
         tier: what executes them; None where the ladder has none.
-        waits: how often a forward pass waited for a copy.
-        waited: seconds it did.
+        prediction: what foretells the next layer's routing, where the policy asks (passes.py gives it).
+        loading: what loads on demand, under a policy that blocks; else nobody asks it.
         worker: the thread that carries transitions on.
         each_round: called by it in every round.
     """
@@ -157,7 +171,8 @@ class Live:
             plan = replace(plan, keep=True, most=None).divided()
             self.policy, wanted = plan.policy(policy)
         self.plan, self._rate = plan, policy.options.bytes_per_second
-        self.store = BackingStore(bundle)
+        self._makes_up = policy.options.makes_up_for_absent
+        self.store = BackingStore(bundle, checks_again=not self._blocking)
         self._process = os.getpid()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
         self.device = _device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
@@ -186,6 +201,7 @@ class Live:
         self.layers = [LayerExperts(x, versions, d) for x, d in zip(bundle.layers, devices, strict=True)]
         for layer in self.layers:
             layer.of.tier = self.tier
+            layer.of.makes_up_for_absent = self._makes_up
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if devices[0].type != "cpu" else None
         pools = self._pools()
@@ -195,10 +211,12 @@ class Live:
         )  # fmt: skip
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
-        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host)
+        self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand)
+        named = self._name if plan.ladder[plan.base].where is Where.ABSENT else None
+        self.loading = Demand(self.residency, self.transitions, self._stored_bytes, named)
+        self.prediction: Prediction | None = None
         self._load(wanted)
-        self.device.limit(None if self._blocking else self._rate)
-        self.waits, self.waited = 0, 0.0
+        self.device.limit(self._rate, 0 if self._blocking else FLOOR)
         self.each_round: Callable[[], None] = lambda: None
         gates = plan.experts if self.policy.needs.gates else ()
         self._counts: list[npt.NDArray[np.int64]] = [np.zeros(n, np.int64) for n in plan.experts]
@@ -291,7 +309,7 @@ class Live:
     def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
         """Around a pass with these arguments, outside its step: what it reads of a sequence, for `step`, and who is to
         be told its result. Only a policy that needs to know makes a difference."""
-        if not self.policy.needs.prompts:
+        if not (self.policy.needs.prompts or self._blocking):
             yield NO_PROMPT, lambda out: None
             return
         try:
@@ -351,7 +369,8 @@ class Live:
         self._soon()
 
     def _tell(self, event: Callable[[Sequence[int]], Event]) -> None:
-        self._told.append((next(self._order), event))
+        if self.policy.needs.prompts:
+            self._told.append((next(self._order), event))
 
     def _soon(self) -> None:
         """Let what was noted be heard: by the worker, or at once where there is none."""
@@ -372,11 +391,41 @@ class Live:
         with self.step() as step:
             yield self.layers[position].current if self._blocking else step.snapshots[position]
 
-    def demand(self, position: int, counters: Counters) -> None:
-        """Before a layer's experts run: under a policy that blocks, load what it wants and wait."""
+    @property
+    def waits(self) -> int:
+        """How often a forward pass waited for a copy."""
+        return self.loading.waits
+
+    @property
+    def waited(self) -> float:
+        """Seconds it did."""
+        return self.loading.waited
+
+    def _stored_bytes(self, key: Key, version: int) -> int:
+        return self.store.bundle.layer_file(_version(self.plan, version).name, key[0]).extent_size(key[1])
+
+    def _name(self, key: Key, version: int) -> str:
+        described = self.store.bundle.layers[key[0]]
+        return (
+            f"{self.store.bundle.path}: layer {described.index}, expert {key[1]}, version {self.plan.ladder[version]}"
+        )
+
+    def demand(self, position: int, counters: Counters, seen: Seen = NOTHING_SEEN) -> None:
+        """Before a layer's experts run: under a policy that blocks, load what it wants and wait.
+
+        Raises:
+            BundleError, InputError: when an expert that has no resident version cannot be had.
+        """
         if not self._blocking:
             return
-        self._decide(LayerReached(time.monotonic(), self.capacity(), position, counters.layer(position)))
+        placed, coming = self.loading.where(position)
+        event = LayerReached(
+            time.monotonic(), self.capacity(), position, counters.layer(position), counters.gates(position),
+            seen.is_prompt, seen.important, seen.predicted, seen.predicted_gates, placed, coming,
+        )  # fmt: skip
+        wanted = self.policy.decide(event)
+        if wanted is not None:
+            self.loading.reach(position, wanted)
 
     def capacity(self) -> list[int]:
         """Where pools cannot shrink, the KV reserve has what they leave, and the experts keep theirs."""
@@ -420,21 +469,14 @@ class Live:
             chosen += new
         for weighed, more in zip(self._gates, gates, strict=True):
             weighed += more
-        if step.prompt.tokens:
+        if step.prompt.tokens and self.policy.needs.prompts:
             mine = [row.copy() for row in counts], [row.copy() for row in gates]
             self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine, step.prompt.sequence))
 
     def _decide(self, event: Event) -> None:
         wanted = self.policy.decide(event)
-        if wanted is None:
-            return
-        if not self._blocking:
+        if wanted is not None and not self._blocking:
             self.transitions.want(wanted, self.policy.worth, self.policy.needs.exact)
-            return
-        began = time.perf_counter()
-        if loads := load_now(self.residency, self.transitions, wanted):
-            self.waits += loads
-            self.waited += time.perf_counter() - began
 
     # --- the worker
 

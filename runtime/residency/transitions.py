@@ -56,6 +56,7 @@ class Transitions:
         in_flight: int = 2,
         retry_after: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        kept: int = 0,
     ) -> None:
         """Args:
         residency: whose versions change.
@@ -66,9 +67,10 @@ class Transitions:
         in_flight: promotions on the migration stream at a time; demotions are bounded by memory alone.
         retry_after: seconds until a copy that failed is tried again, if it is still wanted then.
         clock: seconds.
+        kept: bytes beside base versions that the KV reserve leaves (headroom.py).
         """
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
-        self.headroom = Headroom(residency, tracker, pools, reserve, on_host)
+        self.headroom = Headroom(residency, tracker, pools, reserve, on_host, kept)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
@@ -247,17 +249,24 @@ class Transitions:
                 needed -= gain
 
     def _begin(self, key: Key, version: int) -> Outcome:
-        """Start a transition, in a block made from what is spare if need be."""
         try:
-            outcome = self.residency.start(key, version)
-            if outcome is Outcome.REFUSED:
-                pool = self.residency.pool(key[0], version)
-                if pool is not None and self.headroom.make_block(pool):
-                    outcome = self.residency.start(key, version)
-            return outcome
+            return self.start(key, version)
         except (MoepackError, OSError) as error:
             self.note_failure(key, version, error)
             return Outcome.BUSY
+
+    def start(self, key: Key, version: int) -> Outcome:
+        """Start a transition, in a block made from what is spare if need be.
+
+        Raises:
+            MoepackError, OSError: where its copy cannot even begin.
+        """
+        outcome = self.residency.start(key, version)
+        if outcome is Outcome.REFUSED:
+            pool = self.residency.pool(key[0], version)
+            if pool is not None and self.headroom.make_block(pool):
+                outcome = self.residency.start(key, version)
+        return outcome
 
     def may_try(self, key: Key, version: int) -> bool:
         """Whether a version's copy did not fail lately."""

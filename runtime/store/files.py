@@ -33,6 +33,28 @@ class Cancelled(Exception):
     """Raised inside a read that is no longer wanted."""
 
 
+class Checked:
+    """Extents whose digests have been checked, by what their files were then: one that was written to since is checked
+    again. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._files: dict[Place, tuple[int, int, int]] = {}
+
+    def holds(self, stored: Stored) -> bool:
+        """Whether an extent was checked in its file as it is."""
+        before = self._files.get(stored.place)
+        return before is not None and before == _state(stored.file)
+
+    def note(self, stored: Stored) -> None:
+        """An extent was read and checked."""
+        self._files[stored.place] = _state(stored.file)
+
+
+def _state(file: int) -> tuple[int, int, int]:
+    found = os.fstat(file)
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Where one extent stands, and what its bytes must be.
@@ -45,6 +67,7 @@ class Stored:
         where: file, layer, expert and version, for errors.
         place: version, layer position, expert.
         ahead: who may have read it already.
+        checked: whether its digest need not be checked again, and notes that it was.
     """
 
     file: int
@@ -54,6 +77,7 @@ class Stored:
     where: str
     place: Place = ("", 0, 0)
     ahead: Ahead | None = field(default=None, compare=False, repr=False)
+    checked: Checked | None = field(default=None, compare=False, repr=False)
 
     def read_into(
         self,
@@ -78,6 +102,7 @@ class Stored:
         """
         ready = self.ahead.take(self.place) if self.ahead is not None else None
         digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
+        known = self.checked is not None and self.checked.holds(self)
         while done < self.size:
             begin = done if kept else 0
             part = out.data[begin : begin + min(CHUNK, self.size - done)]
@@ -88,12 +113,16 @@ class Stored:
                 part[:] = ready.numpy().data[done : done + got]
             else:
                 got = self._some(part, done, read)
-                digest.update(part[:got])
+                if not known:
+                    digest.update(part[:got])
             done += got
             if after is not None:
                 after(done - got, done)
-        if ready is None and digest.hexdigest() != self.sha256:
-            raise BundleError.single(self.where, "digest", "its bytes do not match their digest")
+        if ready is None and not known:
+            if digest.hexdigest() != self.sha256:
+                raise BundleError.single(self.where, "digest", "its bytes do not match their digest")
+            if self.checked is not None:
+                self.checked.note(self)
 
     def _some(self, part: memoryview, done: int, read: Callable[[memoryview, int], int] | None) -> int:
         try:
@@ -121,8 +150,11 @@ class Stored:
 class BackingStore:
     """Reads extents of an open bundle. `position` counts the layers that have experts."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, checks_again: bool = True) -> None:
+        """Of an open bundle. Without `checks_again`, an extent that was read before is not digested once more as long
+        as its file has not been written to."""
         self.bundle = bundle
+        self._checked = None if checks_again else Checked()
         self._lock = threading.RLock()  # a finalizer may close on the thread that is inside
         self._closed = False
         self._files: dict[tuple[str, int], int] = {}
@@ -154,6 +186,7 @@ class BackingStore:
                 f"{name}: layer {layer.index}, expert {expert}, version {version}",
                 (version, position, expert),
                 self._ahead,
+                self._checked,
             )
 
     @contextlib.contextmanager

@@ -74,7 +74,7 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
     counters = Counters([8], True, META)
     counters.mask = torch.empty(6, dtype=torch.long, device=META)
     x, index, gates = routed()
-    module._moepack.observer = lambda index, gates: counters.add(0, index, gates)
+    module._moepack.observer = lambda hidden, index, gates: counters.add(0, index, gates)
     out = experts_forward(module, x, index, gates)
     assert out.shape == x.shape and out.dtype == x.dtype and launches.count == 4
     assert module._moepack.current.served() == [1, 2]

@@ -15,7 +15,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.ladder import Ladder
 from moepack.runtime.planning.capacity import base_bytes, bytes_by_loss, even_bytes, even_room
-from moepack.runtime.policies.contract import Interval, LayerReached, LiveOptions, Setting
+from moepack.runtime.policies.contract import Changes, Interval, LayerReached, LiveOptions, Setting
 from moepack.runtime.policies.hotness import Hotness, HotnessOptions
 from moepack.runtime.policies.lru import Recent
 from moepack.runtime.policies.placements import Placement
@@ -172,14 +172,14 @@ def test_memory_that_is_not_shared_limits_each_placement() -> None:
 def test_recent_keeps_what_was_used_last() -> None:
     cache = Recent(setting([3, 2]))
 
-    def reached(layer: int, counts: list[int]) -> set[tuple[int, int]]:
+    def reached(layer: int, counts: list[int]) -> dict[tuple[int, int], int]:
         wanted = cache.decide(LayerReached(0.0, [1, 2], layer, np.array(counts)))
-        assert wanted is not None and set(wanted.values()) <= {0}
-        return set(wanted)
+        assert isinstance(wanted, Changes)
+        return dict(wanted)
 
-    assert reached(0, [3, 1, 0]) == {(0, 0), (0, 1)}
-    assert reached(1, [1, 2]) == {(1, 0), (1, 1), (0, 0)}
-    assert reached(0, [5, 6, 7]) == {(0, 0), (0, 1), (0, 2)}
+    assert reached(0, [3, 1, 0]) == {(0, 0): 0, (0, 1): 0}
+    assert reached(1, [1, 2]) == {(1, 1): 0, (1, 0): 0, (0, 1): 1}, "the one with fewer tokens leaves"
+    assert reached(0, [5, 6, 7]) == {(0, 2): 0, (0, 1): 0, (0, 0): 0, (1, 0): 1, (1, 1): 1}
     assert cache.decide(passed(0.0, [[1, 1, 1], [1, 1]], [1, 2])) is None, "time is nothing to it"
 
 
@@ -258,7 +258,7 @@ def test_experts_are_ranked_by_what_they_save() -> None:
         ("hotness:reserve=0", "a demotion needs a block"),
         ("hotness:rate=-1", "from 0"),
         ("hotness:slack=1.5", "whole number"),
-        ("lru:alpha=0.5", "'alpha' is unknown: there are share, hi, lo, between"),
+        ("lru:alpha=0.5", "'alpha' is unknown: there are share, hi, lo, between, rate"),
         ("lru:between=yes", "between is no"),
         ("lru:keep=no", "'keep' is unknown"),
         ("hotnes", "did you mean hotness"),

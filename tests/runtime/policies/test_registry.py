@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -38,11 +37,8 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    line = next(x for x in document.splitlines() if x.startswith("ENTRIES"))
-    names = {e.name: sys.modules[f"moepack.runtime.policies.{e.name}"] for e in registry.ENTRIES if e.name != "random"}
-    names["random_map"] = sys.modules["moepack.runtime.policies.random_map"]
-    entries = eval(line.partition(" = ")[2], {**names, "tiers": module})  # the documentation's own line
-    assert entries[:-1] == registry.ENTRIES
+    line = next(x for x in document.splitlines() if x.startswith("    tiers."))
+    entries = (*registry.ENTRIES, *eval(f"({line})", {"tiers": module}))  # the documentation's own line
     monkeypatch.setattr(registry, "ENTRIES", entries)
     return module
 

@@ -1,0 +1,150 @@
+"""What the next layer's router will choose, by asking it about what this layer's experts read (dymoe, equation 6).
+
+The router itself is called, so that scores, groups, biases and corrections are the family's own. Decides nothing about
+what is done with the answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import ExpertLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A layer's router where it stands, so that one that is replaced (by an adapter) is found.
+
+    Attributes:
+        parent: the module that has it.
+        name: its name there.
+        beside: names of what its forward takes beside hidden states, which are the parent's too.
+        width: of hidden states.
+    """
+
+    parent: Any
+    name: str
+    beside: tuple[str, ...]
+    width: int
+
+    def ask(self, hidden: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """What it chooses for [tokens, hidden]: experts and their weights, [tokens, top_k].
+
+        Hooks on the router do not hear of it: transformers collects routers' outputs by them.
+        """
+        router = getattr(self.parent, self.name)
+        out = type(router).forward(router, hidden, *(getattr(self.parent, name) for name in self.beside))
+        parts = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
+        index = next((x for x in parts if not x.is_floating_point()), None)
+        if index is None:  # logits alone
+            gates, index = parts[0].reshape(len(hidden), -1).float().softmax(-1).topk(top_k, dim=-1)
+            return index, gates
+        index = index.reshape(len(hidden), -1)
+        floats = [x.reshape(len(hidden), -1) for x in parts if x.is_floating_point()]
+        gates = next((x for x in floats[::-1] if x.shape == index.shape), floats[0])
+        return index, gates if gates.shape == index.shape else gates.gather(1, index)
+
+
+class Prediction:
+    """The next layers' routing, and how often it came true. One pass at a time.
+
+    Attributes:
+        hits: int64 [layers], choices of text tokens that had been predicted; of the first layer none.
+        choices: int64 [layers], of those that were predicted for, all.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[ExpertLayer]) -> None:
+        """Find the routers.
+
+        Raises:
+            InputError: when one is not found, or does not answer.
+        """
+        self._layers = tuple(layers)
+        self._routers = [_router_of(model, layer) for layer in layers]
+        self._last: tuple[int, Tensor] | None = None
+        self.hits, self.choices = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
+
+    @torch.no_grad()
+    def ahead(
+        self, position: int, hidden: Tensor, index: Tensor, mask: Tensor | None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | tuple[None, None]:
+        """What the layer behind `position` will be asked for: counts and sums of gate weights, [experts].
+
+        Waits for the device. None behind the last layer.
+
+        Args:
+            position: of the layer that is reached.
+            hidden: [tokens, hidden], what its experts read.
+            index: [tokens, top_k], what its own router chose: it is compared with what was predicted.
+            mask: [tokens], 0 for padding, which does not count.
+        """
+        mine = slice(None) if mask is None or len(mask) != len(index) else mask != 0
+        self._score(position, index, mine)
+        if position + 1 == len(self._routers):
+            return None, None
+        chosen, gates = self._routers[position + 1].ask(hidden, index.shape[1])
+        self._last = position + 1, chosen
+        experts = self._layers[position + 1].experts
+        flat = chosen[mine].reshape(-1).clamp(max=experts).cpu().numpy()
+        weights = gates[mine].reshape(-1).double().cpu().numpy()
+        counts = np.bincount(flat, minlength=experts + 1)[:experts]
+        return counts, np.bincount(flat, weights, minlength=experts + 1)[:experts]
+
+    def _score(self, position: int, index: Tensor, mine: Any) -> None:
+        last, self._last = self._last, None
+        if last is None or last[0] != position or last[1].shape != index.shape:
+            return
+        hit = (index[mine].unsqueeze(2) == last[1][mine].unsqueeze(1)).any(-1)
+        self.hits[position] += int(hit.sum())
+        self.choices[position] += hit.numel()
+
+    def rates(self) -> list[float | None]:
+        """By layer, the share of a token's experts that were predicted; None where nothing was."""
+        return [h / n if n else None for h, n in zip(self.hits.tolist(), self.choices.tolist(), strict=True)]
+
+
+def _router_of(model: Any, layer: ExpertLayer) -> Router:
+    """The module beside the experts with a matrix [experts, hidden]; those called gate or router first."""
+    above, _, own = layer.module.rpartition(".")
+    parent = model.get_submodule(above)
+    width = layer.matrices[0].cols
+    found = [
+        name
+        for name, module in parent.named_children()
+        if name != own and any(tuple(p.shape) == (layer.experts, width) for p in module.parameters())
+    ]
+    found.sort(key=lambda name: name not in ("gate", "router"))
+    where = f"{type(model).__name__}'s {layer.module}"
+    if not found:
+        raise _refused(where, "has no router beside it")
+    router = getattr(parent, found[0])
+    needed = [
+        p.name
+        for p in list(inspect.signature(type(router).forward).parameters.values())[2:]
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if any(not hasattr(parent, name) for name in needed):
+        raise _refused(where, f"has a router that takes {', '.join(needed)}")
+    made = Router(parent, found[0], tuple(needed), width)
+    parameter = next(router.parameters())
+    try:
+        with torch.no_grad():
+            index, gates = made.ask(torch.zeros(2, width, dtype=parameter.dtype, device=parameter.device), 1)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise _refused(where, f"has a router that cannot be asked ({str(error).splitlines()[0]})") from None
+    if len(index) != 2 or index.shape != gates.shape:
+        raise _refused(where, "has a router whose answer is not understood")
+    return made
+
+
+def _refused(where: str, why: str) -> InputError:
+    return InputError(f"policy importance: the next layer cannot be predicted: {where} {why}: name prefetch=no")

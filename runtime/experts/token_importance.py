@@ -1,0 +1,258 @@
+"""Which tokens of a prompt are heavy hitters: those that receive most attention (dymoe, section 4.2.1).
+
+Attention is asked for through transformers' own interface: while a prompt is read, and only then, a model's attention
+goes under another name, whose function calls the one that the model had (so results are the same to the bit) and adds
+up, from the queries and keys that it was given, what each token receives. No other model and no other pass sees that
+name. Decides nothing about experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import ExpertLayer
+
+PREFIX = "moepack_"  # before the names of transformers' attention functions
+ELEMENT = 12  # bytes in which an attention weight is made: the product, in float32, and its softmax
+EAGER = "eager_attention_forward"  # what a model's own file calls its plain attention
+_running = threading.local()
+
+
+@torch.no_grad()
+def attention_received(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool = True,
+    text: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    workspace: int = 1 << 20,
+) -> Tensor:
+    """What each key receives of the attention that queries give, a mean over heads (dymoe, equation 1).
+
+    Chunk by chunk of queries: the matrix of all weights is never there.
+
+    Args:
+        query: [batch, heads, queries, size].
+        key: [batch, key heads, keys, size]; heads share keys in groups.
+        mask: [batch or 1, heads or 1, queries, keys], bool (True: is seen) or to be added; None: all keys are seen, or
+            with `causal` those up to the query's own place, counted from the first.
+        scaling: of products.
+        causal: whether no query sees a key behind the one that is as far from the last as itself.
+        text: bool [batch, queries]: queries that are no padding; None where all are.
+        softcap: products are bent to stay below it.
+        sinks: [heads], logits that receive attention and are no key.
+        workspace: bytes for a chunk.
+
+    Returns:
+        float32 [batch, keys].
+    """
+    batch, heads, queries, size = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    shared, weights = heads // groups, max(1, workspace // ELEMENT)
+    if weights < shared * keys:  # not even one query of the heads that share keys
+        key, groups, shared = key.repeat_interleave(shared, dim=1), heads, 1
+    out = torch.zeros(batch, keys, dtype=torch.float32, device=query.device)
+    step = max(1, min(groups, weights // (shared * keys)))  # groups of heads at a time, and queries
+    rows = max(1, min(queries, weights // (step * shared * keys)))
+    for b in range(batch):
+        at = torch.arange(queries, device=query.device) if text is None else text[b].nonzero()[:, 0]
+        for some in at.split(rows):
+            seen = keys if not causal or not len(some) else int(some[-1]) + 1 + (0 if mask is None else keys - queries)
+            hidden = _hidden(mask, b, some, seen, causal, query.device)
+            for g in range(0, groups, step):
+                here = min(step, groups - g)
+                q = query[b, g * shared : (g + here) * shared, some].reshape(here, shared * len(some), size)
+                products = torch.matmul(q, key[b, g : g + here, :seen].transpose(1, 2)).float().mul_(scaling)
+                products = products.view(here * shared, len(some), seen)
+                if softcap is not None:
+                    products = torch.tanh(products / softcap) * softcap
+                if hidden is not None:
+                    part = hidden if len(hidden) == 1 else hidden[g * shared : (g + here) * shared]
+                    products = products.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else products + part
+                if sinks is not None:
+                    beside = sinks[g * shared : (g + here) * shared].float().view(-1, 1, 1)
+                    products = torch.cat([products, beside.expand(-1, len(some), 1)], dim=-1)
+                out[b, :seen] += products.softmax(-1)[..., :seen].sum((0, 1))
+    return out / heads
+
+
+def _hidden(
+    mask: Tensor | None, sequence: int, rows: Tensor, seen: int, causal: bool, device: torch.device
+) -> Tensor | None:
+    """The mask of some queries of a sequence, [heads or 1, rows, seen]."""
+    if mask is not None:
+        return mask[sequence if len(mask) > 1 else 0][:, rows, :seen]
+    return torch.arange(seen, device=device)[None, None] <= rows[None, :, None] if causal else None
+
+
+def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> Tensor:
+    """The tokens of the highest scores: of each sequence this share, rounded up; of equals the first.
+
+    Args:
+        scores: [batch, tokens].
+        share: above 0, up to 1.
+        text: bool [batch, tokens], False for padding, which is never among them.
+
+    Returns:
+        bool [batch, tokens].
+    """
+    real = torch.ones_like(scores, dtype=torch.bool) if text is None else text
+    most = (real.sum(1, keepdim=True) * share - 1e-6).ceil()
+    order = scores.masked_fill(~real, -math.inf).argsort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    return (rank < most) & real
+
+
+class TokenImportance:
+    """The heavy hitters of the prompt that is being read, by layer. One pass at a time."""
+
+    def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
+        """For the layers of a model that have experts; `share` of a sequence's tokens are heavy hitters.
+
+        Raises:
+            InputError: when the attention before one of them does not tell what tokens receive.
+        """
+        self._share, self._layers, self._workspace = share, tuple(layers), workspace
+        self._positions: dict[int, int] = {}
+        for position, layer in enumerate(layers):
+            self._positions[id(_attention_of(model, layer.module))] = position
+        configs = [m.config for m in model.modules() if hasattr(m, "config")]
+        self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
+        self._kind = type(model).__name__
+        self._text: Tensor | None = None
+        self._shape, self._cached = (0, 0), 0
+        self._heavy: dict[int, Tensor] = {}
+        self._check()
+
+    def _check(self) -> None:
+        for config in self._configs:
+            if config._attn_implementation not in WATCHED:
+                raise refused(self._kind, f"attention {config._attn_implementation!r}")
+
+    @contextlib.contextmanager
+    def watching(self, shape: tuple[int, int], text: Tensor | None, cached: int) -> Iterator[None]:
+        """Around a pass over a prompt.
+
+        Args:
+            shape: of its tokens, [batch, tokens].
+            text: [batch x tokens], 0 for padding; None where there is none.
+            cached: tokens that caches hold before it.
+
+        Raises:
+            InputError: when the model was given another attention since it was loaded, that does not tell.
+        """
+        self._check()
+        self._shape, self._cached = shape, cached
+        self._text = None if text is None else (text != 0).view(shape)
+        before = [config._attn_implementation_internal for config in self._configs]
+        _running.watch = self
+        try:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = PREFIX + name
+            yield
+        finally:
+            _running.watch = None
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = name
+            self._text = None
+            self._heavy.clear()
+
+    def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
+        """An attention layer has run."""
+        position = self._positions.get(id(module))
+        if position is None or (query.shape[0], query.shape[2]) != self._shape:
+            return
+        causal = given.get("is_causal")
+        scaling = given.get("scaling")
+        received = attention_received(
+            query, key, mask, query.shape[-1] ** -0.5 if scaling is None else scaling,
+            bool(getattr(module, "is_causal", True) if causal is None else causal), self._text,
+            given.get("softcap"), given.get("s_aux"), self._workspace,
+        )  # fmt: skip
+        tokens, keys = query.shape[2], key.shape[2]
+        first = self._cached if keys > self._cached + tokens else keys - tokens  # a cache of a fixed length is longer
+        self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
+
+    def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
+        """How many heavy hitters go to each expert of a layer (dymoe, equation 2), int64 [experts]; waits for the device.
+
+        Args:
+            position: of the layer.
+            index: [tokens, top_k], the router's choice; a number past the last expert is none.
+
+        Returns:
+            None where nobody has told what its tokens received.
+        """
+        heavy, experts = self._heavy.pop(position, None), self._layers[position].experts
+        if heavy is None or heavy.numel() != len(index):
+            return None
+        chosen = index[heavy.view(-1)].reshape(-1).clamp(max=experts)
+        counts: npt.NDArray[np.int64] = torch.bincount(chosen, minlength=experts + 1)[:experts].cpu().numpy()
+        return counts
+
+
+def refused(kind: str, why: str) -> InputError:
+    """Of a model whose attention does not tell."""
+    return InputError(
+        f"policy importance needs attention weights, which {kind}'s layers do not give ({why}): load it with "
+        "attn_implementation='sdpa' or 'eager' where it has those, or name by=counts, which does without"
+    )
+
+
+def _attention_of(model: Any, experts: str) -> Any:
+    """The attention in the decoder layer of an experts module."""
+    path = experts.split(".")
+    ends = [
+        n for n in range(1, len(path)) if isinstance(model.get_submodule(".".join(path[: n - 1])), torch.nn.ModuleList)
+    ]
+    layer = model.get_submodule(".".join(path[: ends[-1]])) if ends else model
+    for module in layer.modules():
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
+        if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+            if not hasattr(sys.modules[type(module).__module__], EAGER):
+                break
+            return module
+    name = ".".join(path[: ends[-1]]) if ends else experts
+    raise refused(type(model).__name__, f"{name}")
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    """The attention function under PREFIX + name."""
+
+    def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
+        if name == "eager":
+            run = getattr(sys.modules[type(module).__module__], EAGER)
+        else:
+            run = AttentionInterface()[name]
+        out = run(module, query, key, value, mask, **given)
+        if (watch := getattr(_running, "watch", None)) is not None:
+            watch.saw(module, query, key, mask, given)
+        return out
+
+    return forward
+
+
+WATCHED = ("eager", "sdpa")
+for _name in WATCHED:
+    AttentionInterface.register(PREFIX + _name, _watched(_name))
+    AttentionMaskInterface.register(PREFIX + _name, AttentionMaskInterface()[_name])

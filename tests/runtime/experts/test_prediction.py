@@ -1,0 +1,129 @@
+"""The next layer's routing by its own router: every family's, without a trace in what transformers collects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import ExpertLayer, Matrix
+from moepack.runtime.experts.prediction import Prediction
+
+ROUTED = {**tiny_models.FAMILIES, "minimax_m2": {"num_local_experts": 8}}  # its router takes the layer's correction
+
+
+def made(family: str, **extra: Any) -> tuple[Any, list[ExpertLayer]]:
+    config = CONFIG_MAPPING[family](**{**tiny_models._BASE, **ROUTED[family], **extra})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    layers = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            layers.append(
+                ExpertLayer(len(layers), name, module.num_experts, (Matrix("gate_up", 96, 64), Matrix("down", 64, 48)))
+            )
+    return model, layers
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_a_routers_answer_is_its_own(family: str) -> None:
+    """Asked about what its own layer's experts read, each router says what it did: indices and weights."""
+    model, layers = made(family)
+    prediction, seen = Prediction(model, layers), []
+    for layer in layers:
+        module = model.get_submodule(layer.module)
+        module.register_forward_pre_hook(lambda _, args: seen.append(tuple(x.clone() for x in args)))
+    with torch.inference_mode():
+        model(torch.randint(1, 4000, (2, 9)))
+    assert len(seen) == len(layers) > 1
+    for position, (hidden, index, weights) in enumerate(seen):
+        with torch.inference_mode():
+            chosen, gates = prediction._routers[position].ask(hidden, index.shape[1])
+        assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
+        torch.testing.assert_close(gates.sort(-1).values.float(), weights.sort(-1).values.float())
+
+
+def test_counts_gates_and_hits_by_hand() -> None:
+    """Layer 1 is predicted from what layer 0's experts read; padding does not count, nor what is no expert."""
+    model, layers = made("qwen3_moe")
+    prediction = Prediction(model, layers)
+    hidden, mask = torch.randn(3, 64), torch.tensor([1, 0, 1])
+    gates = (hidden @ model.model.layers[1].mlp.gate.weight.T).softmax(-1)
+    want = gates.topk(2, -1)
+    weights = want.values / want.values.sum(-1, keepdim=True)
+    counts, sums = prediction.ahead(0, hidden, torch.zeros(3, 2, dtype=torch.long), mask)
+    assert counts is not None and sums is not None and counts.sum() == 4
+    for e in range(8):
+        here = (want.indices == e) & (mask[:, None] == 1)
+        assert counts[e] == int(here.sum()) and sums[e] == pytest.approx(float(weights[here].sum()))
+    chosen = want.indices.clone()
+    chosen[0, 1] = next(e for e in range(8) if e not in want.indices[0])
+    assert prediction.ahead(1, hidden, chosen, mask) == (None, None), "behind the last layer there is none"
+    assert prediction.hits.tolist() == [0, 3] and prediction.choices.tolist() == [0, 4]
+    assert prediction.rates() == [None, 0.75]
+    prediction.ahead(1, hidden, chosen, mask)
+    assert prediction.choices.tolist() == [0, 4], "nothing had been predicted for it"
+
+
+def test_what_transformers_collects_of_routers_stays_as_it_was() -> None:
+    model, layers = made("qwen3_moe")
+    ids = torch.randint(1, 4000, (1, 9))
+    with torch.inference_mode():
+        plain = model(ids, output_router_logits=True).router_logits
+    prediction = Prediction(model, layers)
+    module = model.get_submodule(layers[0].module)
+    module.register_forward_pre_hook(lambda _, args: prediction.ahead(0, args[0], args[1], None) and None)
+    with torch.inference_mode():
+        asked = model(ids, output_router_logits=True).router_logits
+    assert len(asked) == len(plain) == 2 and all(torch.equal(a, b) for a, b in zip(asked, plain, strict=True))
+
+
+def test_routers_that_cannot_be_asked_are_refused_by_name() -> None:
+    for change, word in (
+        (lambda block: delattr(block, "gate"), "has no router beside it"),
+        (lambda block: setattr(block, "gate", Odd()), "takes temperature"),
+        (lambda block: setattr(block, "gate", Silent()), "cannot be asked|not understood"),
+    ):
+        model, layers = made("qwen3_moe")
+        change(model.model.layers[1].mlp)
+        with pytest.raises(InputError, match=word) as refused:
+            Prediction(model, layers)
+        assert "model.layers.1.mlp.experts" in str(refused.value) and "prefetch=no" in str(refused.value)
+
+
+class Odd(torch.nn.Linear):
+    """Wants to be told more."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 8)
+
+    def forward(self, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+        return super().forward(hidden)
+
+
+class Silent(torch.nn.Linear):
+    """Says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 8)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return None
+
+
+def test_logits_alone_are_enough() -> None:
+    """A plain linear layer: softmax and top k, as equation 6 has it."""
+    model, layers = made("qwen3_moe")
+    model.model.layers[1].mlp.gate = torch.nn.Linear(64, 8, bias=False)
+    prediction, hidden = Prediction(model, layers), torch.randn(1, 64)
+    counts, sums = prediction.ahead(0, hidden, torch.zeros(1, 2, dtype=torch.long), None)
+    want = model.model.layers[1].mlp.gate(hidden).softmax(-1).topk(2, -1)
+    assert counts is not None and sums is not None
+    assert np.flatnonzero(counts).tolist() == sorted(want.indices[0].tolist())
+    assert sums.sum() == pytest.approx(float(want.values.sum()))

@@ -1,0 +1,241 @@
+"""Heavy hitters, from queries and keys: against whole matrices, and without any trace in what a model computes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from live_models import least
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.pack.spec import ExpertLayer, Matrix
+from moepack.runtime.experts.token_importance import (
+    PREFIX,
+    TokenImportance,
+    attention_received,
+    heavy_hitters,
+)
+
+MATRICES = (Matrix("gate_up", 96, 64), Matrix("down", 64, 48))
+
+
+def model_of(family: str, attention: str = "sdpa", **extra: Any) -> Any:
+    config = CONFIG_MAPPING[family](**{**tiny_models._BASE, **tiny_models.FAMILIES.get(family, {}), **extra})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.normal_(0, 0.5)  # else all weights are nearly equal
+    return model
+
+
+def layers_of(model: Any) -> list[ExpertLayer]:
+    names = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    return [ExpertLayer(i, name, 8, MATRICES) for i, name in enumerate(names)]
+
+
+class Recorder(TokenImportance):
+    """Keeps what tokens received, beside who the heavy hitters are."""
+
+    def __init__(self, model: Any, workspace: int = 1 << 20) -> None:
+        super().__init__(model, layers_of(model), 0.25, workspace)
+        self.heavy: list[torch.Tensor] = []
+
+    def saw(self, *args: Any) -> None:
+        super().saw(*args)
+        self.heavy += [mask.clone() for mask in self._heavy.values()][len(self.heavy) :]
+
+
+def whole(
+    model: Any, share: float, text: torch.Tensor | None = None, cached: int = 0, **given: Any
+) -> list[torch.Tensor]:
+    """Heavy hitters from the whole matrices that a model with plain attention gives."""
+    with torch.inference_mode():
+        maps = model(**given, output_attentions=True).attentions
+    out = []
+    for weights in maps:  # [batch, heads, queries, keys]
+        tokens = weights.shape[2]
+        rows = weights if text is None else weights * text[:, None, :, None]
+        received = rows.float().mean(1).sum(1)[:, -tokens:]
+        out.append(heavy_hitters(received, share, text))
+    return out
+
+
+def seen(model: Any, text: torch.Tensor | None = None, cached: int = 0, workspace: int = 1 << 20, **given: Any) -> Any:
+    recorder = Recorder(model, workspace)
+    shape = tuple(given["input_ids"].shape)
+    with torch.inference_mode(), recorder.watching(shape, None if text is None else text.reshape(-1).long(), cached):
+        out = model(**given)
+    return recorder.heavy, out
+
+
+def ids(batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+FAMILIES = {
+    "qwen3_moe": {},  # two heads share a key
+    "mixtral": {"sliding_window": 8},
+    "gpt_oss": {"sliding_window": 8},  # sinks; plain attention alone
+    "deepseek_v3": {},  # latent attention, the first layer without experts
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("workspace", [1 << 20, 3000])
+def test_heavy_hitters_are_those_of_the_whole_matrices(family: str, attention: str, workspace: int) -> None:
+    """Causal, with a sliding window, grouped heads, sinks; a batch with padding on the left; and prompts in chunks."""
+    if (family, attention) == ("gpt_oss", "sdpa"):
+        pytest.skip("it has no such attention")
+    plain = model_of(family, "eager", **FAMILIES[family])
+    model = model_of(family, attention, **FAMILIES[family])
+    count, first = len(layers_of(model)), -len(layers_of(model))
+    tokens = ids(3, 24)
+    mask = torch.ones_like(tokens)
+    mask[0, :10], mask[1, :1] = 0, 0
+    for given, text in (
+        ({"input_ids": tokens}, None),
+        ({"input_ids": tokens, "attention_mask": mask}, mask.bool()),
+    ):
+        got, out = seen(model, text, workspace=workspace, **given)
+        want = whole(plain, 0.25, text, **given)[first:]
+        assert len(got) == count and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        with torch.inference_mode():
+            assert torch.equal(model(**given).logits, out.logits), "what is computed is the same to the bit"
+    begun = {"input_ids": tokens[:, :14]}
+    with torch.inference_mode():
+        caches = [m(**begun, use_cache=True).past_key_values for m in (model, plain)]
+    rest = tokens[:, 14:]
+    got, _ = seen(model, cached=14, workspace=workspace, input_ids=rest, past_key_values=caches[0])
+    want = whole(plain, 0.25, cached=14, input_ids=rest, past_key_values=caches[1])[first:]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_cache_of_a_fixed_length() -> None:
+    """The step's tokens are in its middle."""
+    from transformers import StaticCache
+
+    plain, model = model_of("qwen3_moe", "eager"), model_of("qwen3_moe")
+    tokens = ids(1, 20)
+    want = whole(plain, 0.25, input_ids=tokens)
+    for attention in (plain, model):
+        got, _ = seen(attention, input_ids=tokens, past_key_values=StaticCache(attention.config, max_cache_len=64))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_attention_received_by_hand() -> None:
+    """Two queries, two keys, one head: products 0 and ln 3."""
+    q = torch.tensor([[[[0.0], [1.0]]]])
+    k = torch.tensor([[[[0.0], [math.log(3.0)]]]])
+    got = attention_received(q, k, None, 1.0)
+    assert got[0].tolist() == pytest.approx([1.25, 0.75]), "1 and 1/4; 3/4 of the second query's"
+    both = attention_received(q, k, None, 1.0, causal=False)
+    assert both[0].tolist() == pytest.approx([0.75, 1.25])
+    sunk = attention_received(q, k, None, 1.0, sinks=torch.tensor([0.0]))
+    assert sunk[0].tolist() == pytest.approx([0.5 + 0.2, 0.6]), "a sink takes its part"
+    bent = attention_received(q, k, None, 1.0, softcap=0.5)
+    low = math.exp(0.5 * math.tanh(2 * math.log(3.0)))
+    assert bent[0].tolist() == pytest.approx([1 + 1 / (1 + low), low / (1 + low)])
+    text = torch.tensor([[False, True]])
+    assert attention_received(q, k, None, 1.0, text=text)[0].tolist() == pytest.approx([0.25, 0.75])
+
+
+def test_chunks_do_not_change_what_is_received() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 8, 37, 16), torch.randn(2, 2, 50, 16)
+    mask = torch.rand(2, 1, 37, 50) < 0.7
+    mask[..., 0] = True
+    weights = (q @ k.repeat_interleave(4, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf).softmax(-1)
+    for workspace in (1, 600, 2400, 10_000, 1 << 20):
+        got = attention_received(q, k, mask, 0.3, causal=False, workspace=workspace)
+        torch.testing.assert_close(got, weights.mean(1).sum(1), rtol=1e-5, atol=1e-5)
+    added = torch.zeros(2, 1, 37, 50).masked_fill(~mask, torch.finfo(torch.float32).min)
+    torch.testing.assert_close(attention_received(q, k, added, 0.3, causal=False), weights.mean(1).sum(1))
+
+
+def test_who_is_a_heavy_hitter() -> None:
+    scores = torch.tensor([[5.0, 1, 5, 2, 0], [9, 1, 2, 3, 4]])
+    text = torch.tensor([[True] * 5, [False, True, True, True, True]])
+    assert heavy_hitters(scores, 0.2, text).tolist() == [[True] + [False] * 4, [False] * 4 + [True]], (
+        "of equals the first"
+    )
+    assert heavy_hitters(scores, 0.4, text).tolist() == [
+        [True, False, True, False, False],
+        [False, False, False, True, True],
+    ]
+    assert heavy_hitters(scores[:, :1], 0.01).tolist() == [[True], [True]], "at least one"
+    assert heavy_hitters(scores, 1.0, text).equal(text), "padding never is"
+
+
+def test_other_models_and_decoding_are_left_alone() -> None:
+    """The name is there while the model reads a prompt, and only for it."""
+    model, other = model_of("qwen3_moe"), model_of("qwen3_moe")
+    recorder = Recorder(model)
+    calls: list[str] = []
+    for which, m in (("mine", model), ("other", other)):
+        attention = m.model.layers[0].self_attn
+        attention.register_forward_pre_hook(
+            lambda module, _, w=which: calls.append(f"{w} {module.config._attn_implementation}")
+        )
+    with torch.inference_mode():
+        with recorder.watching((1, 8), None, 0):
+            model(ids(1, 8))
+            other(ids(1, 8))
+        heard = len(recorder.heavy)
+        model(ids(1, 8))
+    assert calls == [f"mine {PREFIX}sdpa", "other sdpa", "mine sdpa"] and heard == 2 == len(recorder.heavy)
+    with pytest.raises(RuntimeError), recorder.watching((1, 8), None, 0):
+        raise RuntimeError
+    assert model.config._attn_implementation == "sdpa", "however a pass ends"
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "word"),
+    [
+        ("qwen3_next", "sdpa", r"Qwen3NextForCausalLM's layers do not give \(model\.layers\.0"),
+        ("qwen3_moe", "flex_attention", "flex_attention"),
+    ],
+)
+def test_attention_that_does_not_tell_is_refused_by_name(family: str, attention: str, word: str) -> None:
+    model = model_of(family)
+    model.config._attn_implementation_internal = attention
+    with pytest.raises(InputError, match=word) as refused:
+        TokenImportance(model, layers_of(model), 0.2, 1 << 20)
+    assert "needs attention weights" in str(refused.value) and "by=counts" in str(refused.value)
+
+
+def test_served_models(bundle: Path) -> None:
+    """One attention or the other, importance or not: everything critical gives the bits of the version alone."""
+    policy = "importance:hi=w4,r=1"
+    for attention in ("eager", "sdpa"):
+        budget = least(bundle, policy, attn_implementation=attention) + 2_000_000
+        plain = moepack.load(bundle, policy="static:w4", attn_implementation=attention)
+        model = moepack.load(bundle, policy=policy, device_memory=budget, attn_implementation=attention)
+        told: list[Any] = []
+        decide = model.moepack.live.policy.decide
+        model.moepack.live.policy.decide = lambda event: told.append(event) or decide(event)  # noqa: B023
+        with torch.inference_mode():
+            for tokens in (ids(1, 64), ids(2, 40), ids(1, 1)):
+                assert torch.equal(model(tokens).logits, plain(tokens).logits)
+        prompts = [e for e in told if e.is_prompt]
+        assert len(prompts) == 8 and all(e.important.sum() == 2 * 13 for e in prompts[:4]), (
+            "13 of 64, to two experts each"
+        )
+        assert all(e.important.sum() == 2 * 2 * 8 for e in prompts[4:]), "8 of 40 of either sequence"
+        assert all(e.important is None for e in told if not e.is_prompt)
+        assert all((e.important <= e.counts).all() for e in prompts)
+        model.moepack.close()
+    model = moepack.load(bundle, policy=policy, device_memory=budget)
+    model.config._attn_implementation_internal = "flex_attention"
+    with torch.inference_mode(), pytest.raises(InputError, match="flex_attention"):
+        model(ids(1, 8))
+    model.moepack.close()

@@ -1,0 +1,414 @@
+"""The policy `importance` and its cache: each formula by hand, each rule with a violation of it that is found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import Version
+from moepack.runtime.policies.contract import Changes, Interval, Key, LayerReached, Setting
+from moepack.runtime.policies.importance import Importance, ImportanceOptions, critical, ranked, retention
+from moepack.runtime.policies.lru import Recent, RecentOptions
+from moepack.runtime.policies.mixed_cache import MixedCache
+from moepack.runtime.policies.placements import ABSENT, Placement
+from moepack.runtime.policies.registry import parse_policy
+
+VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2"))
+BF16, W4, W3, W2 = (Placement(v) for v in VERSIONS)
+
+
+def setting(experts: list[int], sizes: tuple[int, ...] = (4, 2, 0)) -> Setting:
+    ladder = (W4, W2, ABSENT) if len(sizes) == 3 else (W4, ABSENT)
+    losses = [np.array([[0.0, 1.0, 9.0][: len(sizes)]] * n) for n in experts]
+    return Setting(experts, ladder, [sizes] * len(experts), [[1.0] * n for n in experts], losses)
+
+
+def reached(layer: int, counts: list[int], room: int = 100, **told: Any) -> LayerReached:
+    """A layer that is reached, with room in all; lists become arrays."""
+    arrays = {k: np.array(v) if isinstance(v, list) else v for k, v in told.items()}
+    return LayerReached(0.0, [room, 0], layer, np.array(counts), **arrays)
+
+
+def test_the_retention_ratio_by_hand() -> None:
+    """Equation 4 with lambda = 2 r - 1, five layers: cosines of 0, 45, 90, 135 and 180 degrees."""
+    got = [retention(layer, 5, 0.75) for layer in range(5)]
+    assert got == pytest.approx([1.0, 0.5 + 0.25 * (1 + math.sqrt(0.5)), 0.75, 0.5 + 0.25 * (1 - math.sqrt(0.5)), 0.5])
+    assert [retention(layer, 5, 1.0) for layer in range(5)] == [1.0] * 5
+    assert retention(4, 5, 0.5) == 0.0 and retention(0, 1, 0.75) == 0.75, "one layer has the average itself"
+    for layers in range(2, 50):
+        for r in (0.5, 0.75, 0.9, 1.0):
+            ratios = [retention(layer, layers, r) for layer in range(layers)]
+            assert sum(ratios) / layers == pytest.approx(r) and ratios == sorted(ratios, reverse=True)
+
+
+def test_the_number_of_critical_experts() -> None:
+    """Equation 5 rounds up; what is whole stays so, whatever the product's last bit says."""
+    assert [critical(0.5, n) for n in (1, 2, 3, 8)] == [1, 1, 2, 4]
+    assert critical(0.7, 10) == 7 and critical(1.0, 32) == 32 and critical(0.0, 8) == 0 and critical(0.01, 8) == 1
+    assert all(critical(n / m, m) == n for m in range(1, 130) for n in range(m + 1))
+
+
+def test_experts_are_ranked_by_heavy_hitters_then_by_tokens() -> None:
+    counts = np.array([5, 9, 0, 7, 9])
+    assert ranked(counts, np.array([2, 1, 9, 2, 1]), counts) == [3, 0, 1, 4], "what has no tokens is not there"
+    assert ranked(counts, np.array([0.1, 0.2, 0.9, 0.3, 0.2])) == [3, 1, 4, 0]
+
+
+def answers(policy: Importance, *events: LayerReached) -> list[dict[Key, int]]:
+    return [dict(policy.decide(event) or {}) for event in events]
+
+
+def test_a_prompts_critical_experts_process_heavy_hitters() -> None:
+    """Two layers at r = 0.75: all of the first are critical, half of the second."""
+    policy = Importance(setting([4, 4]), ImportanceOptions(prefetch="no"))
+    assert policy.needs.layers and policy.needs.importance == 0.2 and not policy.needs.prediction
+    prompt = {"is_prompt": True, "gates": [9.0, 0.1, 0.1, 0.1]}
+    first, second = answers(
+        policy,
+        reached(0, [8, 4, 4, 1], important=[0, 1, 2, 0], **prompt),
+        reached(1, [8, 4, 4, 1], important=[0, 1, 2, 0], **prompt),
+    )
+    assert first == {(0, 2): 0, (0, 1): 0, (0, 0): 0, (0, 3): 0}
+    assert second == {(1, 2): 0, (1, 1): 0, (1, 0): 1, (1, 3): 1} and list(second)[0] == (1, 2)
+    (unknown,) = answers(policy, reached(1, [8, 4, 4, 1], **prompt))
+    assert {e for (_, e), v in unknown.items() if v == 0} == {0, 1, 2}, "by tokens; what was high is reused"
+
+
+def test_in_decoding_gate_weights_decide_among_the_active() -> None:
+    """M is the experts that the step needs: with all of the layer's nothing would ever be low."""
+    policy = Importance(setting([8, 8]), ImportanceOptions(prefetch="no"))
+    (got,) = answers(policy, reached(1, [1, 0, 1, 0, 1, 0, 1, 0], gates=[0.1, 0, 0.4, 0, 0.2, 0, 0.3, 0]))
+    assert got == {(1, 2): 0, (1, 6): 0, (1, 4): 1, (1, 0): 1} and list(got) == [(1, 2), (1, 6), (1, 4), (1, 0)]
+
+
+def test_what_is_sub_critical_without_a_low_version_is_left_out() -> None:
+    policy = Importance(setting([4, 4], (4, 0)), ImportanceOptions(lo="absent", prefetch="no"))
+    (got,) = answers(policy, reached(1, [1, 1, 1, 1], gates=[0.1, 0.4, 0.2, 0.3]))
+    assert got == {(1, 1): 0, (1, 3): 0, (1, 2): 1, (1, 0): 1}, "1 is the base here"
+    (again,) = answers(policy, reached(1, [1, 1, 1, 1], gates=[0.4, 0.1, 0.3, 0.2]))
+    assert again == {(1, 0): 0, (1, 2): 0, (1, 3): 0, (1, 1): 0}, "what is there is reused"
+    strict = Importance(setting([4, 4], (4, 0)), ImportanceOptions(lo="absent", prefetch="no", reuse="no"))
+    event = reached(1, [1, 1, 1, 1], gates=[0.1, 0.4, 0.2, 0.3])
+    assert answers(strict, event, reached(1, [1, 1, 1, 1], gates=[0.4, 0.1, 0.3, 0.2]))[1] == {
+        (1, 0): 0, (1, 2): 0, (1, 3): 1, (1, 1): 1
+    }  # fmt: skip
+
+
+def test_prefetch_in_decoding_is_of_the_predicted_at_their_precision() -> None:
+    """Equation 8, for the next layer's own t: two of four high."""
+    policy = Importance(setting([4, 4]), ImportanceOptions())
+    told = {"predicted": [1, 1, 1, 1], "predicted_gates": [0.1, 0.4, 0.2, 0.3]}
+    (got,) = answers(policy, reached(0, [1, 0, 0, 0], gates=[1.0, 0, 0, 0], **told))
+    assert list(got.items()) == [((0, 0), 0), ((1, 1), 0), ((1, 3), 0), ((1, 2), 1), ((1, 0), 1)]
+    (last,) = answers(policy, reached(1, [0, 1, 0, 0], gates=[0, 1.0, 0, 0]))
+    assert list(last) == [(1, 1)], "behind the last layer there is none"
+
+
+def test_prefetch_of_a_prompt_is_of_the_most_frequent() -> None:
+    """Equation 7: the top t by predicted tokens, whatever their gates; of equals those with the larger gates."""
+    policy = Importance(setting([4, 4]), ImportanceOptions())
+    told = {"predicted": [3, 9, 3, 0], "predicted_gates": [0.5, 0.1, 0.9, 0.0]}
+    (got,) = answers(
+        policy, reached(0, [1, 0, 0, 0], gates=[1.0, 0, 0, 0], is_prompt=True, important=[1, 0, 0, 0], **told)
+    )
+    assert list(got.items()) == [((0, 0), 0), ((1, 1), 0), ((1, 2), 0)]
+
+
+def test_prefetch_takes_no_room_from_what_is_needed() -> None:
+    """Room for four: what runs now and what is predicted stay, in this order."""
+    policy = Importance(setting([4, 4]), ImportanceOptions(r=1.0))
+    told = {"predicted": [1, 1, 1, 0], "predicted_gates": [0.5, 0.3, 0.2, 0.0]}
+    (got,) = answers(policy, reached(0, [1, 1, 0, 0], room=16, gates=[0.5, 0.5, 0, 0], **told))
+    assert got == {(0, 0): 0, (0, 1): 0, (1, 0): 0, (1, 1): 0}
+    (again,) = answers(policy, reached(0, [1, 0, 0, 0], room=16, gates=[1.0, 0, 0, 0], **told))
+    assert again == {(0, 0): 0, (0, 1): 2, (1, 2): 0}, "the other of the layer's was used last, but is not needed now"
+    (none,) = answers(policy, reached(0, [1, 1, 1, 1], room=16, gates=[0.25] * 4, **told))
+    assert set(none.items()) == {((0, e), 0) for e in range(4)} | {((1, e), 2) for e in range(3)}, "no room is left"
+
+
+def test_random_experts_are_as_many() -> None:
+    """The papers' comparison: the same share, whoever they are; the same ones every time."""
+
+    def high() -> list[int]:
+        policy = Importance(setting([8, 8]), ImportanceOptions(by="random", prefetch="no", reuse="no", seed=3))
+        assert not policy.needs.gates and not policy.needs.importance
+        events = [reached(1, [1] * 8) for _ in range(20)]
+        return [sum(1 << e for (_, e), v in got.items() if v == 0) for got in answers(policy, *events)]
+
+    chosen = high()
+    assert all(bits.bit_count() == 4 for bits in chosen) and len(set(chosen)) > 10 and chosen == high()
+
+
+def test_time_is_nothing_to_it_and_what_was_used_last_goes_last() -> None:
+    policy = Importance(setting([4, 4]), ImportanceOptions(prefetch="no"))
+    assert policy.decide(Interval(0.0, [9, 9], [np.zeros(4, np.int64)] * 2)) is None
+    answers(policy, reached(0, [1, 0, 0, 0], gates=[1.0, 0, 0, 0]), reached(1, [1, 0, 0, 0], gates=[1.0, 0, 0, 0]))
+    assert policy.worth((1, 0)) > policy.worth((0, 0)) > policy.worth((0, 1)) == 0
+
+
+def test_ladders_and_options() -> None:
+    def ladder(text: str, versions: Any = VERSIONS) -> tuple[str, ...]:
+        (got,) = parse_policy(text).options.ladders(versions)
+        return tuple(map(str, got))
+
+    assert ladder("importance") == ("w4", "w2", "absent") and ladder("importance:lo=absent") == ("w4", "absent")
+    assert ladder("importance:hi=bf16,lo=w3") == ("bf16", "w3", "absent") and ladder("importance:hi=w3")[1] == "w2"
+    assert ladder("importance", VERSIONS[:1]) == ("bf16", "absent") and ladder("importance:hi=w2") == ("w2", "absent")
+    assert ladder("importance", (*VERSIONS[:1], VERSIONS[2])) == ("w3", "absent")
+    assert ladder("lru:lo=absent") == ("bf16", "absent") and ladder("lru:hi=w4,lo=absent") == ("w4", "absent")
+    for text, word in (
+        ("importance:hi=w1", "no version 'w1'"),
+        ("importance:hi=w2,lo=w4", "not below"),
+        ("importance:lo=w2@host", "no version 'w2@host'"),
+        ("lru:hi=w9,lo=absent", "no version 'w9'"),
+    ):
+        with pytest.raises(InputError, match=word):
+            ladder(text)
+    for text, word in (
+        ("importance:r=0.4", "r is from 0.5 to 1"),
+        ("importance:r=1.1", "r is from 0.5 to 1"),
+        ("importance:heavy=0", "heavy is above 0"),
+        ("importance:by=luck", "by is importance or counts or random"),
+        ("importance:rate=-1", "from 0"),
+        ("lru:rate=-1", "from 0"),
+    ):
+        with pytest.raises(InputError, match=word):
+            parse_policy(text)
+    options = parse_policy("importance:rate=16000").options
+    assert options.bytes_per_second == 16e9 and options.on_demand and options.keeps_low
+    assert parse_policy("importance:by=counts").options.workspace == (0, 0) and options.workspace[0] > 0
+    assert parse_policy("lru:lo=absent").options.on_demand and not parse_policy("lru").options.on_demand
+
+
+# --- the cache
+
+SIZES = [[4, 2, 0], [5, 3, 0]]
+EXPERTS = 4
+HIGH, LOW, NONE = range(3)
+
+
+def test_no_duplication() -> None:
+    cache = MixedCache(SIZES)
+    cache.serve(0, {0: LOW, 1: LOW}, 100)
+    assert cache.bytes == 4
+    cache.serve(0, {0: HIGH}, 100)
+    assert cache.held == {(0, 1): LOW, (0, 0): HIGH} and cache.bytes == 6
+
+
+def test_precision_promotion_is_a_miss() -> None:
+    cache = MixedCache(SIZES)
+    cache.serve(0, {0: LOW}, 100)
+    assert cache.serve(0, {0: HIGH}, 100) == {(0, 0): HIGH} and cache.held == {(0, 0): HIGH}
+
+
+def test_conservative_reuse() -> None:
+    cache = MixedCache(SIZES)
+    cache.serve(0, {0: HIGH}, 100)
+    assert cache.serve(0, {0: LOW}, 100) == {(0, 0): HIGH} and cache.bytes == 4
+    strict = MixedCache(SIZES, reuse=False)
+    strict.serve(0, {0: HIGH}, 100)
+    assert strict.serve(0, {0: LOW}, 100) == {(0, 0): LOW} and strict.bytes == 2
+
+
+def test_the_least_recently_used_leave_and_never_for_their_own_layer() -> None:
+    cache = MixedCache(SIZES)
+    cache.serve(0, {0: HIGH, 1: HIGH}, 16)
+    cache.serve(1, {0: HIGH}, 16)
+    cache.serve(0, {0: HIGH}, 16)
+    assert cache.serve(1, {1: LOW}, 14) == {(1, 1): LOW, (0, 1): NONE}, "it was used before (0, 0) and (1, 0)"
+    with pytest.raises(InputError, match="take 16 bytes, which 15 do not hold"):
+        cache.serve(0, dict.fromkeys(range(4), HIGH), 15)
+    some = MixedCache(SIZES)
+    got = some.serve(0, dict.fromkeys((3, 2, 1, 0), HIGH), 9, all_of_them=False)
+    assert got == {(0, 3): HIGH, (0, 2): HIGH, (0, 1): NONE, (0, 0): NONE}, "the most important are had"
+
+
+def test_what_is_not_there_is_not_held() -> None:
+    """Copies fail, are given up, and leave for the KV reserve: the cache hears of it when the layer is reached."""
+    cache = MixedCache(SIZES)
+    cache.serve(0, {0: HIGH, 1: HIGH, 2: LOW}, 100)
+    placed, none = np.array([NONE, HIGH, LOW, NONE]), np.array([-1] * 4)
+    assert cache.serve(0, {1: LOW}, 100, placed, none) == {(0, 1): HIGH, (0, 0): NONE}
+    cache.serve(0, {0: HIGH}, 100, placed, none)
+    assert cache.serve(0, {0: LOW}, 100, placed, none) == {(0, 0): LOW}, "high has gone: low is fetched"
+    cache.serve(0, {0: HIGH}, 100)
+    coming = np.array([HIGH, -1, -1, -1])
+    assert cache.serve(0, {0: LOW}, 100, placed, coming) == {(0, 0): HIGH}, "high is on its way: it is waited for"
+
+
+class Model:
+    """The cache as a list, read off the rules: slow, and another way to the same."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Key, int]] = []  # the least recently used first
+
+    def bytes(self) -> int:
+        return sum(SIZES[key[0]][v] for key, v in self.rows)
+
+    def use(self, key: Key, asked: int) -> int:
+        have = dict(self.rows).get(key)
+        served = asked if have is None else min(have, asked)
+        self.rows = [row for row in self.rows if row[0] != key]
+        if served != NONE:
+            self.rows.append((key, served))
+        return served
+
+    def evict(self, room: int, keep: Callable[[Key], bool]) -> None:
+        while self.bytes() > room:
+            self.rows.remove(next(row for row in self.rows if not keep(row[0])))
+
+
+placements = st.dictionaries(st.integers(0, EXPERTS - 1), st.sampled_from((HIGH, LOW)), max_size=EXPERTS)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The cache against the model, and against the rules."""
+
+    make: Callable[[], MixedCache] = lambda self: MixedCache(SIZES)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.model, self.room = self.make(), Model(), 40
+        self.seen: dict[Key, int] = {}  # as the answers have it
+
+    def told(self, changes: Mapping[Key, int]) -> None:
+        assert isinstance(changes, Changes)
+        self.seen = {key: v for key, v in {**self.seen, **changes}.items() if v != NONE}
+
+    @rule(layer=st.integers(0, 1), wants=placements, room=st.integers(26, 40))
+    def serve(self, layer: int, wants: dict[int, int], room: int) -> None:
+        before = dict(self.cache.held)
+        self.room = room
+        got = self.cache.serve(layer, wants, room)
+        self.told(got)
+        for expert, asked in wants.items():
+            have = before.get((layer, expert), NONE)
+            assert got[layer, expert] <= asked, "promotion: high was asked for, low is served"
+            assert got[layer, expert] == min(have, asked), "reuse: high is there, low is loaded"
+        for expert in reversed(wants):
+            self.model.use((layer, expert), wants[expert])
+        self.model.evict(room, lambda key: key[0] == layer and key[1] in wants)
+        self.needed = {(layer, e) for e in wants}
+
+    @rule(layer=st.integers(0, 1), wants=placements)
+    def foresee(self, layer: int, wants: dict[int, int]) -> None:
+        needed = dict.fromkeys([k for k in self.cache.held if k[0] != layer][:2], 0)
+        before = dict(self.cache.held)
+        got = self.cache.foresee(layer, wants, self.room, needed)
+        self.told(got)
+        for key in needed:
+            assert self.cache.held.get(key) == before[key], "prefetch took what is needed now"
+        for expert in wants:
+            if (layer, expert) in before:
+                assert (layer, expert) in self.cache.held, "prefetch took what the next layer needs"
+        for expert, asked in wants.items():
+            if dict(self.model.rows).get((layer, expert), NONE) <= asked:
+                continue
+            trial = Model()
+            trial.rows = list(self.model.rows)
+            trial.use((layer, expert), asked)
+            try:
+                trial.evict(self.room, lambda key: key in needed or (key[0] == layer and key[1] in wants))
+            except StopIteration:
+                break
+            self.model.rows = trial.rows
+
+    @invariant()
+    def rules(self) -> None:
+        assert self.cache.bytes == sum(SIZES[p][v] for (p, _), v in self.cache.held.items()), "duplication"
+        assert self.cache.bytes <= self.room, "capacity"
+        assert list(self.cache.held.items()) == self.model.rows, "the least recently used first"
+        assert self.seen == self.cache.held, "what was answered is not what is held"
+
+
+QUICK = settings(max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def test_the_cache_against_a_model() -> None:
+    run_state_machine_as_test(CacheMachine, settings=QUICK)
+
+
+class Duplicates(MixedCache):
+    """Keeps the bytes of the low version beside the high one."""
+
+    def _put(self, key: Key, placement: int) -> None:
+        have = self.held.get(key)
+        super()._put(key, placement)
+        self.bytes += 0 if have in (None, placement) else self._size(key, have)
+
+
+class NeverPromotes(MixedCache):
+    """Serves low where high was asked for."""
+
+    def serve(self, layer: int, wants: Mapping[int, int], room: int, *rest: Any, **more: Any) -> Changes:
+        return super().serve(layer, {e: max(v, self.held.get((layer, e), v)) for e, v in wants.items()}, room)
+
+
+class NeverReuses(MixedCache):
+    """Loads low although high is there."""
+
+    def __init__(self, sizes: Any) -> None:
+        super().__init__(sizes, reuse=False)
+
+
+class FirstIn(MixedCache):
+    """Lets the oldest go, however recently it was used."""
+
+    def _put(self, key: Key, placement: int) -> None:
+        if self.held.get(key) != placement:
+            super()._put(key, placement)
+
+
+class Overfull(MixedCache):
+    """Holds a little more than it may."""
+
+    def serve(self, layer: int, wants: Mapping[int, int], room: int, *rest: Any, **more: Any) -> Changes:
+        return super().serve(layer, wants, room + 1)
+
+
+class Greedy(MixedCache):
+    """Prefetches at the expense of what runs now."""
+
+    def _victims(self, layer: int, wants: Any, needed: Any) -> Any:
+        return super()._victims(layer, wants, {})
+
+
+class Shortsighted(MixedCache):
+    """Prefetches at the expense of what the next layer will need too."""
+
+    def _victims(self, layer: int, wants: Any, needed: Any) -> Any:
+        return super()._victims(layer, {}, needed)
+
+
+@pytest.mark.parametrize(
+    ("broken", "word"),
+    [
+        (Duplicates, "duplication"), (NeverPromotes, "promotion"), (NeverReuses, "reuse"), (FirstIn, "least recently"),
+        (Overfull, "capacity"), (Greedy, "needed now"), (Shortsighted, "next layer|least recently"),
+    ],
+)  # fmt: skip
+def test_planted_violations_of_the_caches_rules_are_found(broken: type[MixedCache], word: str) -> None:
+    class Machine(CacheMachine):
+        def make(self) -> MixedCache:
+            return broken(SIZES)
+
+    found = settings(QUICK, max_examples=300, database=None, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises(AssertionError, match=word):
+        run_state_machine_as_test(Machine, settings=found)
+
+
+def test_lru_without_a_low_version_loads_everything() -> None:
+    policy = Recent(setting([3, 2], (4, 0)), RecentOptions(lo="absent"))
+    event = LayerReached(0.0, [6, 6], 0, np.array([1, 0, 2]))
+    assert policy.decide(event) == {(0, 2): 0, (0, 0): 0} and policy.worth((0, 2)) > policy.worth((0, 0))
+    assert policy.decide(LayerReached(0.0, [6, 6], 1, np.array([1, 1]))) == {(1, 0): 0, (1, 1): 0, (0, 0): 1}
+    with pytest.raises(InputError, match="12 bytes, which 11"):
+        policy.decide(LayerReached(0.0, [6, 5], 0, np.array([1, 1, 1])))

@@ -1,0 +1,324 @@
+"""Experts without a resident version: what a layer waits for, what is fetched ahead, and what happens when it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_models import ids, least, load
+from residency_simulation import Kind, SimEvent, Simulation
+
+import moepack
+from moepack.pack.errors import BundleError, InputError
+from moepack.pack.reader import open_bundle
+from moepack.runtime.policies.contract import Changes, Key
+from moepack.runtime.residency.demand import Demand
+from moepack.runtime.store.files import BackingStore
+
+HIGH, LOW, NONE = range(3)
+FOUR_TWO = "importance:hi=w4,lo=w2"
+
+
+class Waits(Simulation):
+    """A wait ends the copies before it and its own, as a stream does: the oldest first."""
+
+    def __init__(self, failing: tuple[Key, ...] = ()) -> None:
+        super().__init__(Kind(pages=(2, 1, 0), reserve=0, room=7, keeps_base=True))
+        self.failing = failing
+        self.demand = Demand(
+            self.residency, self.transitions, lambda key, version: (200, 100)[version],
+            lambda key, version: f"layer {key[0]}, expert {key[1]}, version {version}",
+        )  # fmt: skip
+
+    def fetch(self, key: Key, version: int, target: torch.Tensor) -> SimEvent:
+        event = super().fetch(key, version, target)
+
+        def wait() -> None:
+            while not event.ended:
+                self.arrive()
+
+        event.wait = wait  # type: ignore[method-assign]
+        return event
+
+    def arrive(self) -> None:
+        self.finish(0, failed=self.jobs[0][1] in self.failing)
+
+    def at(self) -> dict[Key, int]:
+        return {key: e.active for key, e in self.residency.entries.items() if e.active != NONE}
+
+
+def moved(sim: Waits) -> list[int]:
+    m = sim.demand.moved
+    return [m.demand_bytes, m.prefetch_bytes, m.prefetch_in_time, m.prefetch_late, m.prefetch_wasted]
+
+
+def test_a_layer_waits_for_its_own_and_not_for_what_is_ahead() -> None:
+    sim = Waits()
+    sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): LOW, (1, 0): HIGH}))
+    assert sim.at() == {(0, 0): HIGH, (0, 1): LOW} and sim.demand.waits == 2 and moved(sim) == [300, 0, 0, 0, 0]
+    placed, coming = sim.demand.where(1)
+    assert placed.tolist() == [NONE] * 3 and coming.tolist() == [HIGH, -1, -1]
+    sim.arrive()
+    placed, coming = sim.demand.where(1)
+    assert placed.tolist() == [HIGH, NONE, NONE] and coming.tolist() == [-1] * 3
+    sim.demand.reach(1, Changes({(1, 0): HIGH}))
+    assert sim.demand.waits == 2 and moved(sim) == [300, 200, 200, 0, 0], "it was there in time"
+    sim.check()
+
+
+def test_what_is_late_is_waited_for_and_what_is_not_needed_is_cancelled() -> None:
+    sim = Waits()
+    sim.demand.reach(0, Changes({(0, 0): HIGH, (1, 0): HIGH, (1, 1): LOW, (1, 2): LOW}))
+    sim.demand.where(1)
+    sim.demand.reach(1, Changes({(1, 0): HIGH}))
+    assert sim.demand.waits == 2 and moved(sim) == [200, 200, 0, 200, 0]
+    assert sim.residency.entries[1, 1].coming is None, "its deadline has passed"
+    while sim.jobs:
+        sim.arrive()
+    sim.demand.where(0)
+    assert sim.at() == {(0, 0): HIGH, (1, 0): HIGH} and sim.residency.counts.cancelled == 2
+    assert moved(sim) == [200, 200, 0, 200, 0], "nothing was copied of them"
+    sim.check()
+
+
+def test_what_arrives_and_is_not_needed_is_wasted() -> None:
+    """Unneeded at its deadline; at another precision than is needed; or given up by a later answer."""
+    sim = Waits()
+    sim.demand.reach(0, Changes({(1, 0): LOW, (1, 1): LOW, (1, 2): LOW}))
+    while sim.jobs:
+        sim.arrive()
+    sim.demand.where(1)
+    sim.demand.reach(0, Changes({(1, 2): NONE}))
+    assert moved(sim) == [0, 300, 0, 0, 100] and (1, 2) not in sim.at()
+    sim.demand.where(1)
+    sim.demand.reach(1, Changes({(1, 0): HIGH}))
+    assert moved(sim) == [200, 300, 0, 0, 300] and sim.at() == {(1, 0): HIGH, (1, 1): LOW}, "what came stays"
+    sim.check()
+
+
+def test_a_whole_answer_names_all_that_stays() -> None:
+    """Not only what changes: what is not named leaves, whether it is there or on its way."""
+    sim = Waits()
+    sim.demand.reach(0, {(0, 0): HIGH, (0, 1): LOW, (1, 0): LOW})
+    sim.demand.reach(0, {(0, 1): LOW})
+    while sim.jobs:
+        sim.arrive()
+    sim.demand.where(0)
+    assert sim.at() == {(0, 1): LOW} and sim.residency.counts.cancelled == 1
+
+
+def test_one_format_at_a_time() -> None:
+    """High over low: low leaves before high comes, so that no room for both is needed."""
+    sim = Waits()
+    sim.demand.reach(0, Changes({(0, e): HIGH for e in range(3)} | {(0, 3): LOW}))
+    assert sim.tracker.free == 0
+    sim.demand.reach(0, Changes({(0, 0): NONE, (0, 3): HIGH}))
+    assert sim.at()[0, 3] == HIGH and sim.tracker.peak <= sim.tracker.budget
+    sim.check()
+
+
+def test_room_that_a_cancelled_copy_still_has_is_waited_for() -> None:
+    sim = Waits()
+    sim.demand.reach(0, Changes({(1, 0): HIGH, (1, 1): HIGH, (1, 2): HIGH}))
+    sim.demand.reach(0, Changes({(1, e): NONE for e in range(3)} | {(0, e): HIGH for e in range(3)}))
+    assert sim.at() == {(0, 0): HIGH, (0, 1): HIGH, (0, 2): HIGH} and not sim.jobs
+    with pytest.raises(InputError, match="layer 0, expert 3, version 0: no block of memory"):
+        sim.demand.reach(0, Changes({(0, 3): HIGH}))
+    sim.check()
+
+
+def test_a_needed_copy_that_fails_ends_the_pass_and_one_ahead_does_not() -> None:
+    sim = Waits(failing=((0, 1), (1, 0)))
+    sim.demand.reach(0, Changes({(0, 0): HIGH, (1, 0): LOW}))
+    while sim.jobs:
+        sim.arrive()
+    sim.demand.where(1)
+    assert sim.transitions.failures == 1
+    for _ in range(2):  # again at once: there is nothing else to serve
+        with pytest.raises(BundleError, match="layer 1, expert 0, version 1: simulated"):
+            sim.demand.reach(1, Changes({(1, 0): LOW}))
+    sim.failing = ()
+    sim.demand.reach(1, Changes({(1, 0): LOW}))
+    assert sim.at() == {(0, 0): HIGH, (1, 0): LOW}
+    sim.check()
+
+
+# --- on a bundle
+
+
+def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None:
+    """Prompts, one token, a batch with padding, generation, as many experts a token as there are: a byte above the
+    least that would do."""
+    plain = moepack.load(bundle, policy="static:w4")
+    batch = ids(7, 40, 2)
+    mask = torch.ones_like(batch)
+    mask[0, :13] = 0
+    for policy in (f"{FOUR_TWO},r=1", "importance:hi=w4,lo=absent,r=1", "lru:hi=w4,lo=absent"):
+        enough = least(bundle, policy, batch=2)
+        with pytest.raises(InputError, match=f"a layer's experts at w4: the least that would do is {enough} bytes"):
+            load(bundle, policy, enough - 1, batch=2)
+        model = load(bundle, policy, enough + 1, batch=2)
+        assert model.moepack.versions == (("absent",) * 16,) * 4, "nothing is there before it is needed"
+        with torch.inference_mode():
+            for given in (
+                {"input_ids": ids(1, 200)},
+                {"input_ids": ids(2, 1)},
+                {"input_ids": batch, "attention_mask": mask},
+            ):
+                assert torch.equal(model(**given, use_cache=False).logits, plain(**given, use_cache=False).logits)
+            routers = [[layer.mlp.gate for layer in m.model.layers] for m in (model, plain)]
+            for gate in (*routers[0], *routers[1]):
+                gate.top_k = 16
+            assert torch.equal(model(ids(3, 30), use_cache=False).logits, plain(ids(3, 30), use_cache=False).logits)
+            for gate in (*routers[0], *routers[1]):
+                gate.top_k = 2
+        counters = model.moepack.counters()
+        assert model.moepack.live.tracker.peak <= enough + 1 and counters["forward_waits"] > 64
+        assert counters["bytes_moved"] == counters["demand_bytes"] + counters["prefetch_bytes"]
+        parts = ("prefetch_in_time", "prefetch_late", "prefetch_wasted")
+        assert sum(counters[name] for name in parts) == counters["prefetch_bytes"]
+        model.moepack.close()
+
+
+def test_two_precisions_and_none(bundle: Path) -> None:
+    """What is served is what was wanted: r = 0.5 leaves the last layer nothing at high precision."""
+    for lo in ("w2", "absent"):
+        policy = f"importance:hi=w4,lo={lo},r=0.5,reuse=no,prefetch=no"
+        model = load(bundle, policy, least(bundle, policy) + 1_000_000)
+        with torch.inference_mode():
+            model(ids(1, 200), use_cache=False)
+        seen = [set(row) - {"absent"} for row in model.moepack.versions]
+        assert seen[0] == {"w4"} and seen[3] == ({lo} - {"absent"})
+        assert "absent" in model.moepack.versions[3] or lo == "w2"
+        model.moepack.close()
+
+
+def test_the_weights_of_those_that_stay(bundle: Path) -> None:
+    """With renormalise=yes a token's gate weights sum up to what they were; without, absent experts take theirs away."""
+    policy = "importance:hi=w4,lo=absent,r=0.75,reuse=no,prefetch=no,by=counts"
+    budget = least(bundle, policy) + 1_000_000
+    outs = {}
+    for answer in ("yes", "no"):
+        model = load(bundle, f"{policy},renormalise={answer}", budget)
+        module = model.model.layers[3].mlp.experts
+        given: list[Any] = []
+        hook = module.register_forward_pre_hook(lambda _, args: given.append([x.clone() for x in args]))  # noqa: B023
+        with torch.inference_mode():
+            model(ids(1, 100), use_cache=False)
+            hook.remove()
+            x, index, weights = given[0]
+            there = torch.tensor([h.version is not None for h in module._moepack.current.handles])
+            kept = weights * there[index]
+            if answer == "yes":
+                total = kept.sum(1, keepdim=True)
+                kept = torch.where(total > 0, kept / total * weights.sum(1, keepdim=True), kept).to(weights.dtype)
+            handles = module._moepack.current
+            index = torch.where(there[index], index, 16)
+            module._moepack.of.makes_up_for_absent = False
+            from moepack.runtime.experts.forward import _run
+
+            outs[answer] = _run(module, handles, x, index, kept)
+            module._moepack.of.makes_up_for_absent = answer == "yes"
+            assert torch.equal(_run(module, handles, x, given[0][1], weights), outs[answer])
+            assert 0 < int(there.sum()) < 16
+        model.moepack.close()
+    assert not torch.equal(outs["yes"], outs["no"])
+
+
+def test_a_damaged_expert_ends_the_pass_that_needs_it(damaged: Path) -> None:
+    policy = "lru:hi=w4,lo=absent"
+    budget = least(damaged, policy) + 2_000_000
+    file = open_bundle(damaged).layer_file("w4", 2)
+    path = damaged / "experts" / "w4" / "layer-002.safetensors"
+    content = bytearray(path.read_bytes())
+    for e in range(16):
+        content[file.offset(e) + 100] ^= 1
+    path.write_bytes(bytes(content))
+    for name in (policy, "importance:hi=w4,lo=absent,r=1"):
+        model = load(damaged, name, budget + (1 << 20))
+        for _ in range(2):
+            with torch.inference_mode(), pytest.raises(BundleError, match=r"layer 2, expert \d+, version w4") as error:
+                model(ids(1, 30), use_cache=False)
+            assert error.value.problems[0].kind == "digest"
+        assert model.moepack.counters()["transition_failures"] > 0
+        model.moepack.close()
+
+
+def test_kv_caches_take_the_experts_room_and_give_it_back(bundle: Path) -> None:
+    """Down to what one layer needs, and no further; what is computed stays the same."""
+    policy = f"{FOUR_TWO},r=1"
+    budget = least(bundle, policy, kv_tokens=64) + 800_000
+    model = load(bundle, policy, budget, kv_tokens=64)
+    plain = moepack.load(bundle, policy="static:w4")
+    live, serving = model.moepack.live, model.moepack
+    held = []
+    with torch.inference_mode():
+        caches: list[Any] = [None, None]
+        for start in range(0, 640, 160):
+            part = ids(5, 640)[:, start : start + 160]
+            outs = [m(part, past_key_values=c, use_cache=True) for m, c in zip((model, plain), caches, strict=True)]
+            caches = [out.past_key_values for out in outs]
+            assert torch.equal(outs[0].logits, outs[1].logits)
+            held.append(sum(layer.resident_bytes for layer in serving.layers))
+            assert live.tracker.reserved <= live.tracker.peak <= budget
+        assert live.transitions.kv_bytes > 300_000 and held[-1] < held[0]
+        assert sum(live.capacity()) >= live.plan.demand
+        with pytest.raises(moepack.BudgetExceeded):
+            model(ids(6, 20_000)[:, :20_000], use_cache=True)
+        del outs, caches
+        torch.equal(model(ids(1, 64), use_cache=False).logits, plain(ids(1, 64), use_cache=False).logits)
+    model.moepack.close()
+
+
+def test_copies_that_were_checked_are_not_digested_again_unless_their_file_changed(damaged: Path) -> None:
+    import moepack.runtime.store.files as files
+
+    digests: list[int] = []
+    store = BackingStore(open_bundle(damaged), checks_again=False)
+    room = np.empty(store.stored("w4", 0, 0).size, np.uint8)
+    real = files.hashlib.sha256
+
+    class Counting:
+        def sha256(self) -> Any:
+            made = real()
+
+            class Digest:
+                def update(self, part: Any) -> None:
+                    digests.append(len(part))
+                    made.update(part)
+
+                hexdigest = made.hexdigest
+
+            return Digest()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "hashlib", Counting())
+        for _ in range(3):
+            store.stored("w4", 0, 0).read_into(room)
+        assert sum(digests) == len(room), "once"
+        always = BackingStore(open_bundle(damaged))
+        for _ in range(2):
+            always.stored("w4", 0, 0).read_into(room)
+        assert sum(digests) == 3 * len(room)
+    path = damaged / "experts" / "w4" / "layer-000.safetensors"
+    with path.open("r+b") as f:
+        f.seek(store.stored("w4", 0, 0).offset + 7)
+        f.write(b"\xff\x00")
+    with pytest.raises(BundleError, match="do not match their digest"):
+        store.stored("w4", 0, 0).read_into(room)
+    store.close()
+    always.close()
+
+
+def test_an_experts_module_that_is_called_by_itself_has_its_experts(bundle: Path) -> None:
+    model = load(bundle, "lru:hi=w4,lo=absent", least(bundle, "lru:hi=w4,lo=absent") + 100_000)
+    plain = moepack.load(bundle, policy="static:w4")
+    x = torch.randn(3, model.config.hidden_size).to(model.dtype)
+    index, weights = torch.tensor([[0, 1], [5, 3], [1, 2]]), torch.rand(3, 2).to(model.dtype)
+    with torch.inference_mode():
+        a, b = (m.model.layers[1].mlp.experts(x, index, weights) for m in (model, plain))
+    assert torch.equal(a, b) and float(a.abs().sum()) > 0
+    model.moepack.close()

@@ -7,6 +7,7 @@ torch multiplies by those tiles instead. backends.py says what few means.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +21,20 @@ from . import backends
 from .backends import TILE
 
 if TYPE_CHECKING:
-    from .handles import Snapshot
+    from .handles import Pages, Snapshot
 
 Limits = npt.NDArray[np.int64]
 
 
-def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`experts_forward` on a CPU; arguments and result as there."""
+def forward(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    pages: Pages | None = None,
+) -> Tensor:
+    """`experts_forward` on a CPU; arguments and result as there. `pages` of experts that are to be decoded first."""
     tokens = len(hidden)
     x = (hidden if hidden.dtype in DTYPES else hidden.float()).detach().contiguous()
     out = torch.empty(tokens, hidden.shape[-1], dtype=x.dtype)
@@ -37,9 +45,9 @@ def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor,
     gates = gates if gates.dtype in DTYPES else gates.float()
     limits = backends.direct_limits(x.dtype, experts.of.versions)
     many = [] if has_tiles(x.dtype) or tokens <= limits.min() else _many(index, experts, limits)
-    h = _matrix(experts, 0, x, index, many, limits)
+    h = _matrix(experts, 0, x, index, many, limits, pages)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = _matrix(experts, 1, h.contiguous(), index, many, limits)
+    y = _matrix(experts, 1, h.contiguous(), index, many, limits, pages)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()
     combine(y, index, gates.contiguous(), experts.of.layer.experts, out)
@@ -61,7 +69,13 @@ def _many(index: Tensor, experts: Snapshot, limits: Limits) -> list[tuple[int, T
 
 
 def _matrix(
-    experts: Snapshot, matrix: int, x: Tensor, index: Tensor, many: list[tuple[int, Tensor]], limits: Limits
+    experts: Snapshot,
+    matrix: int,
+    x: Tensor,
+    index: Tensor,
+    many: list[tuple[int, Tensor]],
+    limits: Limits,
+    pages: Pages | None,
 ) -> Tensor:
     """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
 
@@ -70,8 +84,11 @@ def _matrix(
     assert experts.of.native is not None
     m, slots = experts.of.layer.matrices[matrix], index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
+    if pages is not None and many:
+        pages.ready(matrix)
     if sum(len(s) for _, s in many) < slots:
-        product(experts.of.native, matrix, experts.table, x, index, out, limits)
+        with nullcontext() if pages is None else pages.decoding(matrix) as coded:
+            product(experts.of.native, matrix, experts.table, x, index, out, limits, coded=coded)
     share = slots // len(x)
     for expert, where in many:
         mine = x[where // share]

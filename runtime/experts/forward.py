@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
-from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.placements import PAGED, Where
 
 from . import op  # noqa: F401  # the operator exists from then on
-from .handles import LayerExperts, Snapshot
+from .handles import LayerExperts, Pages, Snapshot
 
-_DEVICE, _HOST = frozenset({Where.DEVICE}), frozenset({Where.HOST})
+_DEVICE, _HOST = frozenset({Where.DEVICE}) | PAGED, frozenset({Where.HOST})
 _ALL = _DEVICE | _HOST
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
@@ -65,10 +65,21 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return _run(self, snapshot, hidden_states, top_k_index, top_k_weights)
 
 
-def _run(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    pages: Pages | None = None,
+) -> Tensor:
     """The experts that the device runs, and those that the host does; what is absent adds nothing."""
+    if pages is None and experts.places() & PAGED:
+        assert experts.of.paging is not None
+        with experts.of.paging(experts, top_k_index) as pages:
+            return _run(module, experts, hidden, top_k_index, top_k_weights, pages)
     here = _ALL if experts.of.device.type == "cpu" else _DEVICE
-    out = _on_device(module, experts, hidden, experts.only(top_k_index, here), top_k_weights)
+    out = _on_device(module, experts, hidden, experts.only(top_k_index, here), top_k_weights, pages)
     if Where.HOST in experts.places() - here:
         out = out + on_host(module, experts, hidden, top_k_index, top_k_weights)
     return out
@@ -81,11 +92,21 @@ def on_host(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor,
     return _on_device(module, there, hidden.cpu(), index, top_k_weights.cpu()).to(hidden.device)
 
 
-def _on_device(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _on_device(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    pages: Pages | None = None,
+) -> Tensor:
     if experts.of.backend == "native":
         from .cpu import forward
 
-        return forward(module, experts, hidden, top_k_index, top_k_weights)
+        return forward(module, experts, hidden, top_k_index, top_k_weights, pages)
+    if pages is not None:
+        for matrix in range(len(experts.of.layer.matrices)):
+            pages.ready(matrix)
     if experts.of.backend == "triton":
         from . import gpu
 

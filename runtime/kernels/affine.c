@@ -63,6 +63,7 @@ static void decode_some(void *argument) {
 
 /* Decode jobs that have more than `most` slots now. Returns 0, 1 when memory is short, or -1 when one was bad. */
 static int decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most) {
+    if (!m->coded) return 0;
     Decoding run = {.m = m, .jobs = malloc((size_t)(n + 1) * sizeof(Job)), .tiles = ceil_div(m->rows * m->cols, m->tile)};
     if (!run.jobs) return 1;
     for (int64_t j = 0; j < n; j++)

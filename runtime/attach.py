@@ -63,7 +63,7 @@ def attach(
         assert device_memory is not None
         plan = make_plan(bundle, policy.options, fixed.total, device_memory)
         live = Live(bundle, policy, plan, devices, host_memory)
-        fixed = replace(fixed, staging=live.plan.staging)
+        fixed = replace(fixed, staging=live.plan.staging, window=live.plan.window)
         layers, tracker = live.layers, live.tracker
     else:
         table, needed = unchanging(bundle, policy, fixed, device_memory)

@@ -159,7 +159,8 @@ class Passes:
             done = stack.enter_context(self.caches.room(given)) if self.caches else lambda out: None
             traced, step, counters = self._trace is not None, None, None
             if self._live is not None:
-                prompt = _prompt(given) if self._live.policy.needs.prompts else NO_PROMPT
+                needs = self._live.policy.needs
+                prompt = _prompt(given) if needs.prompts or needs.timings else NO_PROMPT
                 step = stack.enter_context(self._live.step(prompt, _text(given)))
                 counters = step.counters
             elif traced:
@@ -230,7 +231,7 @@ class Passes:
                 queues.updates if queues else 0,
                 queues.evictions if queues else 0,
                 queues.in_flight if queues else 0,
-                live.device.moved if live is not None else 0,
+                live.moved if live is not None else 0,
                 self._resident(),
                 live.transitions.refusals if live is not None else 0,
                 live.waits if live is not None else 0,

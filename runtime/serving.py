@@ -128,7 +128,7 @@ class Serving:
             counts.cancelled,
             live.transitions.failures,
             live.transitions.refusals,
-            live.device.moved,
+            live.moved,
             kv_waits,
             live.worker.failures,
         )

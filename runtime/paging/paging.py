@@ -30,13 +30,13 @@ from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.experts.packed import Packed
 from moepack.runtime.kernels.forms import Form
+from moepack.runtime.planning.paging import LOADERS
 from moepack.runtime.store.files import Stored
 
 from .address_space import CpuAddressSpace, Page
 from .window import Mapped, Run, State, Window
 
 MOST = 0.5  # of a layer's experts: from that share on, a step is taken to need most of the next layer's too
-LOADERS = 2  # threads beside the forward pass
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import Coded
@@ -53,12 +53,14 @@ class Counts:
         waited: seconds that steps did.
         demanded: bytes of weights brought for that: [packed, stored].
         ahead: bytes brought before they were needed, likewise.
+        read: stored bytes that were read for either.
     """
 
     waits: int = 0
     waited: float = 0.0
     demanded: list[int] = field(default_factory=lambda: [0, 0])
     ahead: list[int] = field(default_factory=lambda: [0, 0])
+    read: int = 0
 
 
 @dataclass(slots=True)
@@ -133,9 +135,9 @@ class Paging:
             ahead = None
         run = self._acquire(position, active) if ahead is None else ahead.run
         pages = Pages(self, run, snapshot, position, active)
-        pages.waited += time.perf_counter() - began
         try:
             pages.begin(run.loads)
+            pages.waited += time.perf_counter() - began
             if self._ahead and active and len(active) >= MOST * len(snapshot.handles):
                 self._look_ahead(position + 1, step)
             yield pages
@@ -280,6 +282,8 @@ class Paging:
             _, position, expert = left[0].page
             stored = self._stored(position, expert)
             stored.read_into(staging)
+            with self._change:
+                self.counts.read += stored.size
             packed = self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where)
             for mapped in load.pages:
                 packed.decode(mapped.page[0], 1)

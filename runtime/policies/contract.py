@@ -50,10 +50,21 @@ class Counted:
     gates: Sums = ()
 
 
+@dataclass(frozen=True, slots=True)
 class Interval(Counted):
-    """Time has gone by, or what fits has changed. Counts are of the steps that ended since the last interval."""
+    """Time has gone by, or what fits has changed. Counts are of the steps that ended since the last interval.
 
-    __slots__ = ()
+    For a policy that needs timings also, of those steps that were no prompts:
+
+    Attributes:
+        steps: how many.
+        computed: seconds that they took, without those that they waited for experts.
+        loaded: [layers][placements], bytes of weights that they had to have brought, by where those came from.
+    """
+
+    steps: int = 0
+    computed: float = 0.0
+    loaded: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +116,14 @@ class Needs:
         layers: whether it is told of `LayerReached`, and the step then waits for what it wants: such steps run one at
             a time, and there are no intervals. For baselines, and where an expert has no resident version.
         gates: whether gate weights are summed up for it.
+        timings: whether it is told how long steps compute, and what they have brought.
     """
 
     interval: float = 0.1
     prompts: bool = False
     layers: bool = False
     gates: bool = False
+    timings: bool = False
 
 
 class LivePolicy(Protocol):
@@ -137,6 +150,9 @@ class Setting:
         losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
         most: [layers][placements], how many experts may be at each, where memory is not shared between placements; None
             where it is.
+        rates: [placements], bytes of weights a second that experts are brought at from each when their layer runs,
+            measured here; infinity where they are there. Empty where all are.
+        together: whether those that bring them work beside one another; else they share the machine's cores.
     """
 
     experts: Sequence[int]
@@ -145,6 +161,8 @@ class Setting:
     traffic: Table
     losses: Sums
     most: Sequence[Sequence[int]] | None = None
+    rates: Sequence[float] = ()
+    together: bool = False
 
     @property
     def base(self) -> int:

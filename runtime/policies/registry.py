@@ -8,10 +8,10 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 
-from . import hotness, lru, static, uniform
+from . import hotness, lru, paged, static, uniform
 from .contract import Entry
 
-ENTRIES: tuple[Entry, ...] = (static.ENTRY, uniform.ENTRY, hotness.ENTRY, lru.ENTRY)
+ENTRIES: tuple[Entry, ...] = (static.ENTRY, uniform.ENTRY, hotness.ENTRY, lru.ENTRY, paged.ENTRY)
 
 
 @dataclass(frozen=True, slots=True)

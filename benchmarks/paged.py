@@ -167,7 +167,7 @@ def decoding(layers: Layers, top_k: int, threads: int, pool: ThreadPoolExecutor)
     described = layer.of.layer
     size = align(resident_size(described.matrices, BF16), PAGE)
     room = CpuMemory(size * top_k).tensor
-    keep, state = [], SimpleNamespace(at=0)
+    keep, state = [], SimpleNamespace(at=0, room=room)  # whose memory they are decoded to
     for e in range(described.experts):
         packed = layer.current.handles[e].packed
         assert packed is not None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.affine import Buffer
-from moepack.pack.errors import BundleError, CodecError
+from moepack.pack.errors import BundleError, CodecError, InputError
 from moepack.pack.exponent import HEADER, TILE, parse
 from moepack.pack.lossless import directory, directory_size
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align

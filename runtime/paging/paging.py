@@ -303,18 +303,20 @@ class Paging:
 
     def place(self, mapped: Mapped) -> None:
         """Bind a page's block to it, once nothing reads the page before (WAR). The page is the caller's to load."""
-        if mapped.at == mapped.page:
+        if mapped.at == mapped.page and not mapped.after:
             return
         for event in mapped.after:
             event.wait()
-        self.space.bind(mapped.at, mapped.page)
+        if mapped.at != mapped.page:
+            mapped.is_moving = True
+            self.space.bind(mapped.at, mapped.page)
         with self._change:
             self.window.moved(mapped)
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None) -> None:
-        """A load has ended without its bytes. Of one that was not placed nobody knows where its memory is: it goes."""
+        """A load has ended without its bytes. Where its block was being moved nobody knows where that is: it goes."""
         with self._change:
-            if mapped.at != mapped.page:
+            if mapped.is_moving:
                 for page in {mapped.at, mapped.page} - {None}:
                     assert page is not None
                     self.space.drop(page)

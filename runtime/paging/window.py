@@ -54,11 +54,12 @@ class Mapped:
         page: which.
         block: the block's number.
         at: the page that the block's memory is bound to: this one, once it was moved; None for one that never was.
-        after: what must have ended before it is moved (WAR).
+        after: what must have ended before it is moved, or filled where it is (WAR).
         state: loading or resident; evicting once the block is another's.
         pins: runs that hold it, and loads that write it.
         reads: computations that may still read it.
         used: when a run last took it.
+        is_moving: whether the move has begun, and nobody knows where the memory is.
         is_loading: whether somebody is at its bytes; of a loading page without, whoever needs it may go on.
         error: why its bytes could not be had.
     """
@@ -71,6 +72,7 @@ class Mapped:
     pins: int = 0
     reads: tuple[Compute, ...] = ()
     used: int = 0
+    is_moving: bool = False
     is_loading: bool = False
     error: BaseException | None = None
 
@@ -167,10 +169,10 @@ class Window:
         return made
 
     def moved(self, mapped: Mapped) -> None:
-        """A block stands at its page now, after all that `after` names: the page before is unmapped."""
+        """A block stands at its page, and all that `after` names has ended: the page before is unmapped."""
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
-        mapped.at = mapped.page
+        mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False
 
     def loaded(self, mapped: Mapped) -> None:
         """Every byte of a page is in its place (its load event)."""
@@ -178,10 +180,14 @@ class Window:
         self._unpin(mapped, ())
 
     def lost(self, mapped: Mapped) -> None:
-        """A block's memory is nowhere any more: its move was interrupted, and what may have been moved was dropped."""
+        """A block's memory is nowhere any more: its move was interrupted, and what may have been moved was dropped.
+
+        One whose move had not begun keeps it: a computation may still be reading there.
+        """
+        assert mapped.is_moving
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
-        mapped.at = None
+        mapped.at, mapped.is_moving = None, False
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None) -> None:
         """A load has ended without that: another run that holds the page may go on with it; else its block is free."""

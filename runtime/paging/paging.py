@@ -316,6 +316,8 @@ class Paging:
     def gave_up(self, mapped: Mapped, error: BaseException | None = None) -> None:
         """A load has ended without its bytes. Where its block was being moved nobody knows where that is: it goes."""
         with self._change:
+            if mapped.state is State.RESIDENT:  # interrupted after it was complete
+                return
             if mapped.is_moving:
                 for page in {mapped.at, mapped.page} - {None}:
                     assert page is not None

@@ -166,7 +166,7 @@ class Paged:
                 self._apply(changes)
         elif self.rho < self.options.theta:
             changes = self._changes(1, capacity)
-            if self._seconds(self._moved(loads, changes)) < loading:
+            if self._seconds(self._moved(loads, changes)) <= loading:
                 self._apply(changes)
 
     def _seconds(self, loads: Sequence[Sequence[float]]) -> float:

@@ -24,7 +24,6 @@ from moepack.runtime.policies.placements import PAGED, Placement, Where
 from . import backends
 from .packed import Packed
 
-
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import Coded
 

@@ -22,7 +22,9 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import PAGE, Matrix, Version, align
 from moepack.runtime.kernels.forms import make_forms, resident_size
 
-HUGE = 2 << 20  # what one entry of a second-level page table covers: blocks on such bounds are moved 512 pages at a time
+HUGE = (
+    2 << 20
+)  # what one entry of a second-level page table covers: blocks on such bounds are moved 512 pages at a time
 _NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: nobody else's mapping may land in what was left
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE

@@ -93,7 +93,9 @@ class _Blocks:
     pages: dict[Page, Mapped] = field(default_factory=dict)
     idle: dict[Page, Mapped] = field(default_factory=dict)  # resident and not held, the longest unused first
     evicting: dict[Page, Mapped] = field(default_factory=dict)
-    free: dict[Page | int, Mapped] = field(default_factory=dict)  # by where they are bound, or number; last in, first out
+    free: dict[Page | int, Mapped] = field(
+        default_factory=dict
+    )  # by where they are bound, or number; last in, first out
 
 
 class Window:

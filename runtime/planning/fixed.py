@@ -75,7 +75,9 @@ class Fixed:
 
     def __str__(self) -> str:
         parts = ((n, getattr(self, n)) for n in ("dense", "kv", "activations", "staging", "window"))
-        return f"{self.total} bytes outside the experts: " + ", ".join(f"{n} {size}" for n, size in parts if size or n != "window")
+        return f"{self.total} bytes outside the experts: " + ", ".join(
+            f"{n} {size}" for n, size in parts if size or n != "window"
+        )
 
 
 @dataclass(frozen=True, slots=True)

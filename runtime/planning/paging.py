@@ -98,7 +98,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
 
         def bring(i: int, loader: int) -> None:
             extent = stored(i % count)
-            hashlib.sha256(extent).digest()
+            hashlib.sha256(extent.data).digest()
             decode(extent, outs[loader], 1)
 
         with ThreadPoolExecutor(LOADERS) as pool:

@@ -1,4 +1,4 @@
-"""`paged`: experts that have memory while their layer runs; how many stay on the device, and how (fluxmoe, section 4.3).
+"""`paged`: experts have memory while their layer runs; how many stay on the device, and how (fluxmoe, section 4.3).
 
 The lossless version in three parts: uncompressed and resident (x), compressed and resident (y), in the backing store
 (z), with x + y + z = 1. Pure: decides nothing about which pages are where at a moment (paging/).
@@ -97,7 +97,7 @@ class Paged:
         self.options = options = options or PagedOptions()
         self.needs = Needs(interval=min(0.1, options.interval / 4), timings=True)
         self._setting = setting
-        self._order = [sorted(range(len(row)), key=lambda e, row=row: (-row[e], e)) for row in setting.traffic]
+        self._order = [np.argsort(-np.array(row), kind="stable").tolist() for row in setting.traffic]
         alpha = options.alpha
         if not alpha:
             alpha = shares(setting.rates[PACKED:])[0] if setting.rates else 1.0

@@ -66,7 +66,7 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
     if found is None or place not in places:
         here = ", ".join(v.name for v in versions)
         raise InputError(
-            f"has no {text!r}: here are {here}, each also as NAME@host, the lossless one as NAME@packed and NAME@stored, "
-            "and absent"
+            f"has no {text!r}: here are {here}, each also as NAME@host, and absent; the lossless one also as "
+            "NAME@packed and NAME@stored"
         )
     return Placement(found, places[place])

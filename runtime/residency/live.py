@@ -30,11 +30,11 @@ from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Pages, Snapshot
 from moepack.runtime.kernels.forms import resident_size
-from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.paging.address_space import CpuAddressSpace
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.paging.window import Window
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.paging import window_size
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Interval, Key, LayerReached, PrefillEnded, SequenceBegan, Wanted

@@ -221,7 +221,7 @@ def test_real_caches_push_experts_out(bundle: Path, plain: Any) -> None:
 
 
 def test_threads_share_the_window(bundle: Path, plain: Any) -> None:
-    """Steps at once, of prompts and of tokens, over pages that come and go: the same bits, and nobody waits for ever."""
+    """Steps at once, of prompts and of tokens, over pages that come and go: the same bits; all of them end."""
     model = paged(bundle, "alpha=0.5")
     want = {n: logits(plain, ids(n, n)) for n in (1, 2, 60, 300)}
     wrong: list[int] = []
@@ -345,7 +345,7 @@ def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: P
         bundle, [str(evaluation)], policy="paged:alpha=0.5", device_memory=least(bundle, "paged") + ROOM, samples=2,
         trace=tmp_path / "trace",
     )  # fmt: skip
-    same = evaluate(bundle, [str(evaluation)], policy="static:bf16", samples=2)
+    same = evaluate(bundle, [str(evaluation)], policy="static:bf16", device_memory=1 << 30, samples=2)
     assert out.perplexity == same.perplexity and out.forward_waits > 0
     trace = read_trace(tmp_path / "trace")
     assert all(n == 0 for record in trace.records for row in record.active for n in row), "bf16 is what is active"
@@ -360,7 +360,8 @@ def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: P
 
 
 def test_what_is_refused(bundle: Path) -> None:
-    for options, message in (("theta=2", "theta above 0"), ("share=loss", "share is even"), ("alpha=-1", "from 0 to 1")):
+    wrong = {"theta=2": "theta above 0", "share=loss": "share is even", "alpha=-1": "from 0 to 1"}
+    for options, message in wrong.items():
         with pytest.raises(InputError, match=message):
             load(bundle, f"paged:{options}", 1 << 30)
     with pytest.raises(InputError, match="needs a memory budget"):

@@ -46,7 +46,8 @@ def made(options: str = "", **more: Any) -> Paged:
 def after(policy: Paged, rho: float, stored: float = 120.0, time: float = 10.0, room: Any = ROOM) -> list[int]:
     """Experts in memory after an interval in which a step computed rho times as long as it loaded."""
     packed = 240.0
-    loading = LAYERS * (max(packed / 3000, stored / 1000) if policy._setting.together else packed / 3000 + stored / 1000)
+    times = packed / 3000, stored / 1000
+    loading = LAYERS * (max(times) if policy._setting.together else sum(times))
     policy.decide(interval(time, rho * loading * 4, 4, [[0, 4 * packed, 4 * stored]] * LAYERS, room))
     assert policy.rho == pytest.approx(rho)
     return list(policy.held)
@@ -64,7 +65,7 @@ def test_shares_follow_bandwidth() -> None:
 
 
 def test_loading_times_by_hand() -> None:
-    """tau_k = bytes / B (6); a layer's is the slowest backend's (9), or the sum where they share; all layers' add (10)."""
+    """tau_k = bytes / B (6); a layer's is the slowest backend's (9), or the sum; layers add (10)."""
     assert layer_seconds([600, 100], [300.0, 100.0]) == 2.0
     assert layer_seconds([600, 100], [300.0, 100.0], together=False) == 3.0
     assert pass_seconds([[600, 100], [0, 300]], [300.0, 100.0]) == 5.0

@@ -498,3 +498,58 @@ int64_t moepack_exponent_decode(const uint8_t *length_of, const uint8_t *exponen
     }
     return 0;
 }
+
+/* ------------------------------------------------------------------ a matrix opened once, decoded in parts */
+
+#define GUARD (LANE_WORDS * TILE / LANES / 32 + 2) /* words a damaged tile could read past the end of the stream */
+
+/* A coded matrix whose header and offsets were checked, and where its weights go. */
+typedef struct {
+    Matrix m;
+    uint8_t length_of[256], exponent_of[256];
+} Opened;
+
+int64_t moepack_exponent_opened(void) { return (int64_t)sizeof(Opened); }
+
+static int rises(const uint32_t *start, int64_t tiles, uint32_t total) {
+    if (start[0] || start[tiles] != total) return 0;
+    for (int64_t t = 0; t < tiles; t++)
+        if (start[t + 1] < start[t]) return 0;
+    return 1;
+}
+
+/* Check what exponent.parse checks, and make the tables. Returns 0, or 1 for what must go another way: a matrix that is
+ * not well formed, or so small that its stream is not followed by enough to be read. `data` is on a multiple of 4. */
+int64_t moepack_exponent_open(const uint8_t *data, int64_t size, int64_t weights, uint16_t *out, Opened *to) {
+    uint32_t head[4];
+    if (size < 48 || weights < 4 * GUARD) return 1;
+    memcpy(head, data, sizeof head);
+    const int64_t tiles = head[1], words = head[2], patches = head[3];
+    if (head[0] != weights || tiles != (weights + TILE - 1) / TILE) return 1;
+    if (48 + 4 * (2 * (tiles + 1) + patches + words) + weights != size) return 1;
+    const uint8_t *exponent = data + 16, *length = data + 32;
+    uint32_t kraft = 0;
+    for (int s = 0; s < 16; s++) {
+        if (length[s] > 8) return 1;
+        if (length[s]) kraft += 1u << (8 - length[s]);
+    }
+    if (kraft != 256) return 1;
+    uint32_t at = 0; /* canonical: by length, then by symbol */
+    for (int l = 1; l <= 8; l++)
+        for (int s = 0; s < 16; s++)
+            if (length[s] == l)
+                for (uint32_t end = at + (1u << (8 - l)); at < end; at++)
+                    to->length_of[at] = (uint8_t)l, to->exponent_of[at] = exponent[s];
+    const uint32_t *first = (const uint32_t *)(data + 48);
+    to->m = (Matrix){first, first + tiles + 1, first + 2 * (tiles + 1), 0, 0, out, weights};
+    to->m.stream = to->m.patches + patches;
+    to->m.plane = (const uint8_t *)(to->m.stream + words);
+    return !rises(to->m.tile_start, tiles, (uint32_t)words) || !rises(to->m.patch_start, tiles, (uint32_t)patches);
+}
+
+/* Decode tiles `first` up to `last` of an opened matrix; as moepack_exponent_decode. */
+int64_t moepack_exponent_part(const void *opened, int64_t first, int64_t last) {
+    const Opened *o = opened;
+    return moepack_exponent_decode(o->length_of, o->exponent_of, o->m.tile_start, o->m.patch_start, o->m.patches,
+                                   o->m.stream, o->m.plane, o->m.out, o->m.n, first, last);
+}

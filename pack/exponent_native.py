@@ -16,6 +16,7 @@ import numpy as np
 from . import isa
 from .affine import Bf16Bits, Buffer
 from .bits import Words
+from .exponent import TILE as TILE
 
 # One name for all Python versions that installing may have built it for; OSError where there is none.
 _library = ctypes.CDLL(str(Path(__file__).with_name(f"_exponent{sysconfig.get_config_var('EXT_SUFFIX')}")))
@@ -24,6 +25,10 @@ _library.moepack_exponent_sample.argtypes = [_pointer, _number, _pointer]
 _library.moepack_exponent_encode.argtypes = [_pointer, _number, _pointer, ctypes.c_uint16, *[_pointer] * 5]
 _library.moepack_exponent_decode.argtypes = [*[_pointer] * 8, _number, _number, _number]
 _library.moepack_exponent_decode.restype = _number
+_library.moepack_exponent_open.argtypes = [_pointer, _number, _number, _pointer, _pointer]
+_library.moepack_exponent_open.restype = _library.moepack_exponent_opened.restype = _number
+_library.moepack_exponent_part.argtypes = [_pointer, _number, _number]
+_library.moepack_exponent_part.restype = _number
 
 BEST = int(isa.bound(_library.moepack_isa_level()) >= isa.LEVELS.index("avx512"))
 
@@ -77,3 +82,40 @@ def decode(
     parts: tuple[np.ndarray[Any, Any], ...]
     parts = (length_of, exponent_of, tile_start, patch_start, patches, stream, plane, out)
     return int(_library.moepack_exponent_decode(*(_at(p) for p in parts), out.size, first_tile, last_tile))
+
+
+class Opened:
+    """A coded matrix whose header and offsets were checked once, to be decoded in parts by whoever has its address.
+
+    Attributes:
+        address: what `part_address` takes.
+    """
+
+    __slots__ = ("_data", "_room", "address")
+
+    def __init__(self, data: Buffer, room: np.ndarray[Any, Any], address: int) -> None:
+        self._data, self._room, self.address = data, room, address  # they keep the memory
+
+    def decode(self) -> int:
+        """Decode all of it on this thread; 0, or 8 * tile + the number of what is bad."""
+        tiles = -(-int(self._room[6]) // TILE)
+        return int(_library.moepack_exponent_part(self.address, 0, tiles))
+
+
+def open_coded(data: Buffer, weights: int, out: int) -> Opened | None:
+    """Check a coded matrix and make its tables; None for one that is not well formed, or too small to be read so.
+
+    Args:
+        data: exactly the coded matrix, beginning on a multiple of 4; it stays as it is as long as it is decoded.
+        weights: how many it holds.
+        out: the address that they are decoded to: BF16 [weights].
+    """
+    room = np.empty(-(-_library.moepack_exponent_opened() // 8), np.int64)
+    if _at(data) % 4 or _library.moepack_exponent_open(_at(data), len(data), weights, out, _at(room)):
+        return None
+    return Opened(data, room, _at(room))
+
+
+def part_address() -> int:
+    """The address of the function that decodes tiles of an opened matrix: (address, first tile, last tile)."""
+    return int(ctypes.cast(_library.moepack_exponent_part, _pointer).value or 0)

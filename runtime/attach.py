@@ -65,7 +65,8 @@ def attach(
         assert device_memory is not None
         plan = make_plan(bundle, policy.options, fixed.total, device_memory)
         live = Live(bundle, policy, plan, devices, host_memory, host_rate, host_threads)
-        fixed = replace(fixed, staging=live.plan.staging, activations=fixed.activations + live.plan.workspace)
+        activations = fixed.activations + live.plan.workspace
+        fixed = replace(fixed, staging=live.plan.staging, activations=activations, window=live.plan.window)
         layers, tracker = live.layers, live.tracker
     else:
         table, needed = unchanging(bundle, policy, fixed, device_memory)

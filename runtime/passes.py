@@ -256,7 +256,7 @@ class Passes:
                 queues.updates if queues else 0,
                 queues.evictions if queues else 0,
                 queues.in_flight if queues else 0,
-                live.device.moved if live is not None else 0,
+                live.moved if live is not None else 0,
                 self._resident(),
                 live.transitions.refusals if live is not None else 0,
                 live.waits if live is not None else 0,

@@ -133,7 +133,7 @@ class Serving:
             counts.cancelled,
             live.transitions.failures,
             live.transitions.refusals,
-            live.device.moved,
+            live.moved,
             kv_waits,
             live.worker.failures,
             live.tier.bytes if live.tier is not None else 0,

@@ -142,7 +142,8 @@ def plan(
     used = host = cached = 0
     bandwidth = read_rate(where)
     if table is not None:
-        fixed = Fixed(dense, fixed.kv, fixed.activations + decided.workspace, decided.staging)
+        activations = fixed.activations + decided.workspace
+        fixed = Fixed(dense, fixed.kv, activations, decided.staging, decided.window)
         tables = bundle.calibration()
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
@@ -173,6 +174,7 @@ class _Decided(NamedTuple):
     floor: int
     used: int
     least: int
+    window: int = 0
 
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
@@ -194,12 +196,12 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decid
     base, growing = base_bytes(made.sizes, made.experts), made.growing()
     used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
     names = tuple(map(str, made.ladder))
-    return _Decided(table, names, made.staging, made.workspace, base + made.demand, used, 0)
+    return _Decided(table, names, made.staging, made.workspace, base + made.demand, used, 0, made.window)
 
 
 def _version(placement: str) -> str:
     """The version of a placement's name; nothing for what is absent."""
-    return "" if placement == "absent" else placement.removesuffix("@host")
+    return "" if placement == "absent" else placement.partition("@")[0]
 
 
 def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]) -> LayerPlan:
@@ -285,6 +287,7 @@ def render(planned: Planned) -> tuple[Any, str]:
         (f.kv, "KV cache"),
         (f.activations, f"activations{estimated}"),
         (f.staging, "staging"),
+        (f.window, "window for paged experts"),
         (planned.used_bytes - f.total, "experts"),
     )
     taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)

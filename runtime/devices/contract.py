@@ -60,8 +60,10 @@ class Device(Protocol):
     def memory(self, size: int) -> Memory:
         """Set aside `size` bytes. Called while a model is loaded and never after."""
 
-    def fetch(self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version) -> Event:
-        """Bring an extent into a block on the migration stream; a lossless one is decoded there.
+    def fetch(
+        self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
+    ) -> Event:
+        """Bring an extent into a block on the migration stream; a lossless one is decoded there, unless `packed`.
 
         `find` says where it stands, and is called there too: it may open a file, and nobody else is to wait for that.
         The event ends without an error only after every byte of the block is in place and the digest was checked.

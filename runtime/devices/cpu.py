@@ -71,14 +71,16 @@ class CpuDevice(Migration):
         """Anonymous pages."""
         return CpuMemory(size)
 
-    def fetch(self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version) -> HostEvent:
-        """Read an extent into a block, and decode it where it is lossless."""
+    def fetch(
+        self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
+    ) -> HostEvent:
+        """Read an extent into a block, and decode it where it is lossless and not to stay packed."""
 
         def work(event: HostEvent) -> None:
             source = find()
             before = self.gate(event, source.size)
             block: Buffer = target.numpy()
-            if version.is_lossless:
+            if version.is_lossless and not packed:
                 self._decode(source, block, layer, version, before)
             else:
                 source.read_into(block, before)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.affine import Buffer
-from moepack.pack.errors import BundleError, CodecError
+from moepack.pack.errors import BundleError, CodecError, InputError
 from moepack.pack.exponent import HEADER, TILE, parse
 from moepack.pack.lossless import directory, directory_size
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
@@ -123,8 +123,16 @@ class CudaDevice(Migration):
         """Device memory, allocated at once."""
         return CudaMemory(self._gpu.memory(max(align(size, PAGE), PAGE)))
 
-    def fetch(self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version) -> Event:
-        """Copy an extent, and decode a lossless one on the device."""
+    def fetch(
+        self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
+    ) -> Event:
+        """Copy an extent, and decode a lossless one on the device.
+
+        Raises:
+            InputError: for one that is to stay packed: nothing here decodes it when it is needed.
+        """
+        if packed:
+            raise InputError("experts are paged on a CPU alone so far")
 
         def work(event: HostEvent) -> Going:
             over = contextlib.ExitStack()  # what is given back once the device has ended

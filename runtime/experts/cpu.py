@@ -7,6 +7,7 @@ torch multiplies by those tiles instead. backends.py says what few means.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,17 +21,32 @@ from . import backends
 from .backends import TILE
 
 if TYPE_CHECKING:
-    from .handles import Snapshot
+    from .handles import Pages, Snapshot
 
 Limits = npt.NDArray[np.int64]
 
 
-def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`experts_forward` on a CPU; arguments and result as there."""
-    return summed(experts, rows(module, experts, hidden, top_k_index), hidden, top_k_index, top_k_weights)
+def forward(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    pages: Pages | None = None,
+) -> Tensor:
+    """`experts_forward` on a CPU; arguments and result as there. `pages` of experts that are to be decoded first."""
+    y = rows(module, experts, hidden, top_k_index, pages=pages)
+    return summed(experts, y, hidden, top_k_index, top_k_weights)
 
 
-def rows(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, threads: int | None = None) -> Tensor:
+def rows(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    threads: int | None = None,
+    pages: Pages | None = None,
+) -> Tensor:
     """What every slot's expert makes of its token, [slots, hidden], float32 or bfloat16; its gate does not weigh yet.
 
     An expert's rows have the same bits whatever the others are, and on however many threads of the kernels' (torch's
@@ -43,9 +59,9 @@ def rows(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, th
     index = top_k_index.long().contiguous()
     limits = backends.direct_limits(x.dtype, experts.of.versions)
     many = [] if has_tiles(x.dtype) or tokens <= limits.min() else _many(index, experts, limits)
-    h = _matrix(experts, 0, x, index, many, limits, threads)
+    h = _matrix(experts, 0, x, index, many, limits, threads, pages)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = _matrix(experts, 1, h.contiguous(), index, many, limits, threads)
+    y = _matrix(experts, 1, h.contiguous(), index, many, limits, threads, pages)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()
     return y
@@ -83,6 +99,7 @@ def _matrix(
     many: list[tuple[int, Tensor]],
     limits: Limits,
     threads: int | None,
+    pages: Pages | None,
 ) -> Tensor:
     """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
 
@@ -91,8 +108,11 @@ def _matrix(
     assert experts.of.native is not None
     m, slots = experts.of.layer.matrices[matrix], index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
+    if pages is not None and many:
+        pages.ready(matrix)
     if sum(len(s) for _, s in many) < slots:
-        product(experts.of.native, matrix, experts.table, x, index, out, limits, threads)
+        with nullcontext() if pages is None else pages.decoding(matrix) as coded:
+            product(experts.of.native, matrix, experts.table, x, index, out, limits, threads, coded)
     share = slots // len(x)
     for expert, where in many:
         mine = x[where // share]

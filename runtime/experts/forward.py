@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
-from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.placements import PAGED, Where
 
 from . import op  # noqa: F401  # the operator exists from then on
-from .handles import LayerExperts, Snapshot
+from .handles import LayerExperts, Pages, Snapshot
 from .host_tier import HostTier
 
-_DEVICE, _HOST = frozenset({Where.DEVICE}), frozenset({Where.HOST})
+_DEVICE, _HOST = frozenset({Where.DEVICE}) | PAGED, frozenset({Where.HOST})
 _ALL = _DEVICE | _HOST
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
@@ -66,15 +66,26 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return _run(self, snapshot, hidden_states, top_k_index, top_k_weights)
 
 
-def _run(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    pages: Pages | None = None,
+) -> Tensor:
     """The experts that the device runs, and those that the host tier does; what is absent adds nothing."""
+    if pages is None and experts.places() & PAGED:
+        assert experts.of.paging is not None
+        with experts.of.paging(experts, top_k_index) as pages:
+            return _run(module, experts, hidden, top_k_index, top_k_weights, pages)
     if experts.of.makes_up_for_absent:
         top_k_weights = made_up(experts, top_k_index, top_k_weights)
     tier, here = experts.of.tier, experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places():
         index = experts.only(top_k_index, _ALL if here else _DEVICE)
-        return _on_device(module, experts, hidden, index, top_k_weights)
-    return (beside if here else across)(module, experts, hidden, top_k_index, top_k_weights, tier)
+        return _on_device(module, experts, hidden, index, top_k_weights, pages)
+    return (beside if here else across)(module, experts, hidden, top_k_index, top_k_weights, tier, pages)
 
 
 def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
@@ -90,7 +101,13 @@ def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
 
 
 def beside(
-    module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, tier: HostTier
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    tier: HostTier,
+    pages: Pages | None = None,
 ) -> Tensor:
     """A layer on a CPU: either side makes the rows of its own slots, and one sum over both follows in the slots' order.
 
@@ -100,16 +117,17 @@ def beside(
     flat, top_k = experts.only(top_k_index, _HOST).reshape(-1), top_k_index.shape[-1]
     slots = (flat < experts.of.layer.experts).nonzero().squeeze(1)
     if not len(slots):
-        return _on_device(module, experts, hidden, served, top_k_weights)
+        return _on_device(module, experts, hidden, served, top_k_weights, pages)
 
     def work() -> tuple[Tensor, int]:
         chosen = flat[slots]
-        return _rows(module, experts, hidden[slots // top_k], chosen.unsqueeze(1), tier.threads), _read(experts, chosen)
+        y = _rows(module, experts, hidden[slots // top_k], chosen.unsqueeze(1), tier.threads)
+        return y, _read(experts, chosen)
 
     y: Tensor | None = None
     with tier.beside(work) as job:
         if len(slots) < len(flat):
-            y = _rows(module, experts, hidden, experts.only(top_k_index, _DEVICE))
+            y = _rows(module, experts, hidden, experts.only(top_k_index, _DEVICE), None, pages)
     assert job.out is not None
     y = job.out if y is None else y.index_copy_(0, slots, job.out)
     if experts.of.backend == "native":
@@ -120,7 +138,13 @@ def beside(
 
 
 def across(
-    module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, tier: HostTier
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    tier: HostTier,
+    pages: Pages | None = None,
 ) -> Tensor:
     """A layer on another device: activations go to the host before the device's kernels are launched, and what the host
     makes of them meanwhile is added to what the device does. The calling thread waits for the host, never for the
@@ -138,7 +162,7 @@ def across(
         return _summed(y, x, gates), _read(there, index)
 
     with tier.beside(work, arrive) as job:
-        out = _on_device(module, experts, hidden, experts.only(top_k_index, _DEVICE), top_k_weights)
+        out = _on_device(module, experts, hidden, experts.only(top_k_index, _DEVICE), top_k_weights, pages)
     assert job.out is not None
     return out + tier.link.send(job.out, out.device)
 
@@ -149,25 +173,48 @@ def _read(experts: Snapshot, index: Tensor) -> int:
     return sum(experts.handles[e].extent.numel() for e in chosen.nonzero().squeeze(1).tolist())
 
 
-def _rows(module: Any, experts: Snapshot, hidden: Tensor, index: Tensor, threads: int | None = None) -> Tensor:
+def _rows(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    index: Tensor,
+    threads: int | None = None,
+    pages: Pages | None = None,
+) -> Tensor:
     """What every slot's expert makes of its token on a CPU, [slots, hidden]."""
     if experts.of.backend == "native":
         from .cpu import rows
 
-        return rows(module, experts, hidden, index, threads)
+        return rows(module, experts, hidden, index, threads, pages)
+    _filled(experts, pages)
     return reference_rows(module, experts, hidden, index)
 
 
-def _on_device(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _on_device(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    pages: Pages | None = None,
+) -> Tensor:
     if experts.of.backend == "native":
         from .cpu import forward
 
-        return forward(module, experts, hidden, top_k_index, top_k_weights)
+        return forward(module, experts, hidden, top_k_index, top_k_weights, pages)
+    _filled(experts, pages)
     if experts.of.backend == "triton":
         from . import gpu
 
         return gpu.forward(module, experts, hidden, top_k_index, top_k_weights)
     return reference_forward(module, experts, hidden, top_k_index, top_k_weights)
+
+
+def _filled(experts: Snapshot, pages: Pages | None) -> None:
+    """Wait for all pages, before kernels that know nothing of them."""
+    for matrix in range(len(experts.of.layer.matrices) if pages is not None else 0):
+        assert pages is not None
+        pages.ready(matrix)
 
 
 def reference_forward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,14 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Section, Version, affine_sections
 from moepack.runtime.kernels.forms import Form, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise
-from moepack.runtime.policies.placements import Placement, Where
+from moepack.runtime.policies.placements import PAGED, Placement, Where
 
 from . import backends
 from .host_tier import HostTier
+from .packed import Packed
+
+if TYPE_CHECKING:
+    from moepack.runtime.kernels.affine_native import Coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Handle:
             (kernels/forms.py), beginning on a multiple of 64.
         weights: BF16 views [rows, cols] of a lossless version's matrices; empty for an affine one.
         biases: one BF16 view [rows] or None a matrix.
+        packed: of a version that is on the device as it is stored: its bytes. `extent` is then, as for one in the
+            backing store, where it is while its layer runs; nobody else may read it.
     """
 
     version: Version | None
@@ -42,14 +48,27 @@ class Handle:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
     where: Where = Where.DEVICE
+    packed: Packed | None = None
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes it takes on its device."""
+        """Bytes it takes on its device; those of the window are not its own."""
+        if self.packed is not None:
+            return self.packed.extent.numel()
         return self.extent.numel() if self.where is Where.DEVICE else 0
 
     def __str__(self) -> str:
         return str(Placement(self.version, self.where))
+
+
+class Pages(Protocol):
+    """The pages of one pass's experts, while its layer runs."""
+
+    def decoding(self, matrix: int) -> AbstractContextManager[Coded | None]:
+        """Around the product of one matrix, which is to decode those that are yielded first."""
+
+    def ready(self, matrix: int) -> None:
+        """Return once all that is needed of one matrix is in its place."""
 
 
 NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)
@@ -64,7 +83,10 @@ class ServedLayer:
         native, backend: what kernels read of the layer, and which run it.
         tier: what runs its experts on the host, beside the device's; None where none can be there.
         makes_up_for_absent: whether gate weights of absent experts go to those of a token's others (forward.py).
+        paging: around a pass's experts, has the pages of those in PAGED filled; None where none ever is.
     """
+
+    paging: Callable[[Snapshot, Tensor], AbstractContextManager[Pages]] | None = None
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
         self.layer, self.device, self.versions = layer, device, tuple(versions)
@@ -77,14 +99,21 @@ class ServedLayer:
         self.makes_up_for_absent = False
         self._host: ServedLayer | None = None
 
-    def over(self, version: Version, extent: Tensor, where: Where = Where.DEVICE) -> Handle:
-        """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64."""
+    def over(
+        self, version: Version, extent: Tensor, where: Where = Where.DEVICE, packed: Packed | None = None
+    ) -> Handle:
+        """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64; of one in
+        PAGED they are while its layer runs."""
         parts = list(zip(self.layer.matrices, self._forms[version.name], strict=True))
         weights: tuple[Tensor, ...] = ()
         if version.is_lossless:
             weights = tuple(_view(extent, f.low, m.weights).view(m.rows, m.cols) for m, f in parts)
         biases = tuple(None if f.bias < 0 else _view(extent, f.bias, m.rows) for m, f in parts)
-        return Handle(version, extent, weights, biases, where)
+        return Handle(version, extent, weights, biases, where, packed)
+
+    def lossless_forms(self, version: Version) -> tuple[Form, ...]:
+        """Where the matrices of a version stand in an expert."""
+        return self._forms[version.name]
 
     def on_host(self) -> ServedLayer:
         """The same layer as the host runs it."""
@@ -110,7 +139,7 @@ class Snapshot:
         handles: what is active, by expert: it keeps the extents alive.
     """
 
-    __slots__ = ("_maps", "_on_device", "_places", "_served", "handles", "of", "table")
+    __slots__ = ("_maps", "_on_device", "_paged", "_places", "_served", "handles", "of", "table")
 
     def __init__(
         self,
@@ -123,6 +152,7 @@ class Snapshot:
         self._on_device = on_device
         self._places: frozenset[Where] | None = None
         self._served: list[int] | None = None
+        self._paged: npt.NDArray[np.bool_] | None = None
         self._maps: dict[frozenset[Where], Tensor] = {}
 
     def over(self, words: Tensor) -> Snapshot:
@@ -151,6 +181,12 @@ class Snapshot:
         if self._places is None:
             self._places = frozenset(h.where for h in self.handles)
         return self._places
+
+    def paged(self) -> npt.NDArray[np.bool_]:
+        """Whether each expert's weights have memory only while they are needed, bool [experts]."""
+        if self._paged is None:
+            self._paged = np.array([h.where in PAGED for h in self.handles], bool)
+        return self._paged
 
     def only(self, index: Tensor, here: frozenset[Where]) -> Tensor:
         """The router's choice [tokens, top_k] with a number past the last expert for those that are not in `here`."""

@@ -6,6 +6,7 @@
  * affine_avx512.c, which moepack_affine_level chooses; threads are threads.c's.
  */
 #include <pthread.h>
+#include <time.h>
 
 #include "../../pack/isa.h"
 #include "affine.h"
@@ -21,6 +22,63 @@ int moepack_affine_level(int limit) {
     if (best >= ISA_AVX512) loops = &moepack_loops_avx512;
 #endif
     return best < ISA_AVX512 ? best + moepack_tiles_level(0) : ISA_AVX512 + moepack_tiles_level(best - ISA_AVX512);
+}
+
+/* ---- matrices that are decoded when they are asked for
+ *
+ * A thread decodes the rows of a task and multiplies by them while they are in its second-level cache: what decoding
+ * wrote is not read from memory again. Experts with more than FUSED slots are decoded beforehand, by all threads. */
+#define FUSED 16
+#define CHUNK 131072 /* weights of a task: 256 KiB, a quarter of a second-level cache */
+#define DECODED 64   /* codec tiles that a thread takes at a time beforehand */
+
+static int64_t nanoseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+static void decode_part(const Gemm *m, const Job *job, int64_t first, int64_t last) {
+    long long none = 0;
+    const int64_t began = nanoseconds(), bad = m->decode(job->coded, first, last);
+    if (bad && atomic_compare_exchange_strong(m->report, &none, job->expert + 1)) atomic_store(m->report + 1, bad);
+    atomic_fetch_add_explicit(m->report + 2, nanoseconds() - began, memory_order_relaxed);
+}
+
+typedef struct {
+    const Gemm *m;
+    Job *jobs;
+    int64_t n, tiles;
+    atomic_llong next;
+} Decoding;
+
+static void decode_some(void *argument) {
+    Decoding *run = argument;
+    const int64_t parts = ceil_div(run->tiles, DECODED);
+    int64_t i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < parts * run->n)
+        if (run->jobs[i / parts].coded)
+            decode_part(run->m, run->jobs + i / parts, i % parts * DECODED, least((i % parts + 1) * DECODED, run->tiles));
+}
+
+/* Decode jobs that have more than `most` slots now. Returns 0, 1 when memory is short, or -1 when one was bad. */
+static int decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most) {
+    if (!m->coded) return 0;
+    Decoding run = {.m = m, .jobs = malloc((size_t)(n + 1) * sizeof(Job)), .tiles = ceil_div(m->rows * m->cols, m->tile)};
+    if (!run.jobs) return 1;
+    for (int64_t j = 0; j < n; j++)
+        if (jobs[j].coded && jobs[j].count > most) run.jobs[run.n++] = jobs[j], jobs[j].coded = 0;
+    atomic_init(&run.next, 0);
+    if (run.n) moepack_parallel(decode_some, &run, (int)m->threads);
+    free(run.jobs);
+    return atomic_load(m->report) ? -1 : 0;
+}
+
+/* Units of a task whose rows end where codec tiles do. */
+static int64_t coded_step(const Gemm *m, int64_t units) {
+    int64_t step = 1;
+    while (step < units && step * UNIT * m->cols % m->tile) step++;
+    return step * (ceil_div(CHUNK, step * UNIT * m->cols));
 }
 
 /* ---- one product */
@@ -55,10 +113,14 @@ static void run_tasks(void *argument) {
         after = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed); /* known early, to be fetched early */
         const Task *task = run->tasks + i, *then = run->tasks + (after < run->n_tasks ? after : i);
         const Job *job = run->jobs + task->job, *then_job = run->jobs + then->job;
+        if (job->coded) {
+            const int64_t first = task->from * UNIT * m->cols / m->tile, weights = least(task->to * UNIT, m->rows) * m->cols;
+            decode_part(m, job, first, ceil_div(weights, m->tile));
+        }
         for (int64_t u = task->from; u < task->to; u++) {
             int64_t row = u * UNIT, end = row + UNIT < m->rows ? row + UNIT : m->rows;
             Next next = {job->form, job->base, row + UNIT};
-            if (u + 1 == task->to) next = (Next){then_job->form, then_job->base, then->from * UNIT};
+            if (u + 1 == task->to && !then_job->coded) next = (Next){then_job->form, then_job->base, then->from * UNIT};
             loops->rows(m, job->form, job->base, row, end, run->of_slot + job->first, run->order + job->first, job->count,
                        &next);
         }
@@ -178,7 +240,7 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
         const int64_t most = least(fit / TOGETHER * TOGETHER, even);
         for (int64_t done = 0; done < jobs[j].count; done += most) {
             const int64_t here = least(most, jobs[j].count - done);
-            batches[run.n++] = (Job){jobs[j].base, jobs[j].form, jobs[j].first + done, here};
+            batches[run.n++] = (Job){.base = jobs[j].base, .form = jobs[j].form, .first = jobs[j].first + done, .count = here};
         }
     }
     atomic_init(&run.next, 0);
@@ -188,13 +250,15 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
 
 /* Jobs that run straight from their bytes, in rounds of as many expert batches as have room. An expert is divided into
  * several only where it has more slots than a round has room for. */
-static int direct_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
+static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                           Arena *arena) {
     int all = 0;
     for (int64_t j = 0; j < n; j++) all |= needs_of(jobs[j].form);
     const Room room = room_of(m, slots, n, all);
     if (grow(arena, room.all)) return 1;
     if (room.own) {
+        const int failed = decode_now(m, jobs, n, 0);
+        if (failed) return failed;
         alone_product(m, jobs, n, slots, order, &room, arena->at);
         return 0;
     }
@@ -230,7 +294,7 @@ static int direct_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
                 *mine |= need;
                 of_slot[i] = prepared + seat[which] - 1;
             }
-            batches[n_batches++] = (Job){job->base, job->form, job->first + done, fit};
+            batches[n_batches++] = (Job){job->base, job->form, job->first + done, fit, job->coded, job->expert};
             cost += room.units * fit;
             done += fit;
             if (fit < rest) break;
@@ -243,7 +307,8 @@ static int direct_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
         }
         const int64_t share = cost / (m->threads * 8) + 1; /* work of one task, so that the last ones even out */
         for (int64_t p = 0; p < n_batches; p++) {
-            const int64_t step = m->threads < 2 ? room.units : share / batches[p].count + 1;
+            int64_t step = m->threads < 2 ? room.units : share / batches[p].count + 1;
+            if (batches[p].coded) step = coded_step(m, room.units);
             for (int64_t u = 0; u < room.units; u += step) tasks[n_tasks++] = (Task){p, u, least(u + step, room.units)};
         }
         Run run = {.m = m, .jobs = batches, .tasks = tasks, .order = order, .source = source, .prepared = prepared};
@@ -256,7 +321,7 @@ static int direct_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
     return 0;
 }
 
-/* Returns 0, 1 when memory is short, or 2 + the number of a version that there are no kernels for: then nothing was done. */
+/* Returns 0, 1 when memory is short, -1 when a coded matrix was bad (`report`), or 2 + the number of a version that there are no kernels for: then nothing was done. */
 int moepack_affine_product(const Gemm *m) {
     int64_t activations = ceil_div(m->slots, m->share);
     int64_t *count = calloc((size_t)(m->experts + 1 + m->slots + activations), sizeof(int64_t));
@@ -278,7 +343,7 @@ int moepack_affine_product(const Gemm *m) {
         const int many = here > m->limits[version];
         if (many && !m->tiles) continue;
         const uint8_t *base = (const uint8_t *)(m->handles[e] & ~(uint64_t)63);
-        jobs[many ? --late : n++] = (Job){base, m->forms + version, at, here};
+        jobs[many ? --late : n++] = (Job){base, m->forms + version, at, here, m->coded ? m->coded[e] : 0, e};
         count[e] = at;
         at += here;
     }
@@ -293,14 +358,16 @@ int moepack_affine_product(const Gemm *m) {
     Arena own = {0, 0}, *arena = &own;
     int mine = !pthread_mutex_trylock(&arena_lock);
     if (mine) arena = &kept;
-    if (n) failed = direct_product(m, jobs, n, at, order, seat, arena);
+    if (m->coded) failed = decode_now(m, jobs, n, FUSED);
+    if (m->coded && !failed && late <= m->experts) failed = decode_now(m, jobs + late, m->experts + 1 - late, 0);
+    if (n && !failed) failed = direct_product(m, jobs, n, at, order, seat, arena);
     if (!failed && late <= m->experts) failed = moepack_tiles_product(m, jobs + late, m->experts + 1 - late, order, arena);
     if (mine)
         pthread_mutex_unlock(&arena_lock);
     else
         free(own.at);
     free(count), free(jobs);
-    return failed;
+    return failed ? failed : m->coded && atomic_load(m->report) ? -1 : 0;
 }
 
 /* The most bytes that products of these sizes keep between calls, whatever versions, limits and instruction set: of m only

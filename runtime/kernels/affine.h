@@ -41,6 +41,12 @@ typedef struct {
     const uint64_t *handles;
     const Form *forms;
     const int64_t *limits; /* by version: an expert with more slots runs in tiles, or without `tiles` is left out */
+    /* BF16 matrices that are to be decoded into their place first: by expert what `decode` takes, or 0; or 0 for none. It
+     * decodes whole codec tiles [first, last) of `tile` weights each, and returns 0 or what is bad. */
+    const void *const *coded;
+    int64_t (*decode)(const void *, int64_t, int64_t);
+    int64_t tile;
+    atomic_llong *report; /* 1 + the expert that is bad, what is bad, nanoseconds that threads spent decoding */
 } Gemm;
 
 /* One expert's part of a product: `count` slots, those at `order[first]` and after. */
@@ -48,6 +54,8 @@ typedef struct {
     const uint8_t *base;
     const Form *form;
     int64_t first, count;
+    const void *coded; /* what it is to be decoded from; 0 where it is there */
+    int64_t expert;
 } Job;
 
 /* Weights of rows [from, to) of one matrix of an affine version, transposed: out[c * ld + row - from]. `from` is a multiple

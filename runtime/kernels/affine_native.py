@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack import isa
+from moepack.pack.errors import CodecError
 from moepack.pack.spec import Matrix, Version
 
 from .forms import make_forms
@@ -36,7 +37,9 @@ class _Gemm(ctypes.Structure):
     _fields_ = [
         *((name, _word) for name in ("rows", "cols", "experts", "versions", "slots", "share")),
         *((name, _word) for name in ("x_bf16", "out_bf16", "tiles", "threads")),
-        *((name, _pointer) for name in ("x", "index", "out", "handles", "forms", "limits")),
+        *((name, _pointer) for name in ("x", "index", "out", "handles", "forms", "limits", "coded", "decode")),
+        ("tile", _word),
+        ("report", _pointer),
     ]
 
 
@@ -94,6 +97,47 @@ use_level()
 openmp = use_openmp()
 
 
+class Coded:
+    """Matrices of a product that are to be decoded into their place first, and what came of it.
+
+    Attributes:
+        opened: uint64 [experts], what exponent_native.Opened has the address of, or 0 for one that is there.
+        seconds: that threads spent on decoding, added up.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.opened = np.zeros(experts, np.uint64)
+        self._report = np.zeros(3, np.int64)
+
+    @property
+    def seconds(self) -> float:
+        """That threads spent on decoding, added up."""
+        return float(self._report[2]) / 1e9
+
+    def bad(self) -> tuple[int, int]:
+        """The expert whose bytes are not a coded matrix, and what decoding said."""
+        return int(self._report[0]) - 1, int(self._report[1])
+
+    def hand(self, gemm: _Gemm) -> None:
+        """Let a product find them."""
+        from moepack.pack import exponent_native
+
+        gemm.coded, gemm.report = self.opened.ctypes.data, self._report.ctypes.data
+        gemm.decode, gemm.tile = exponent_native.part_address(), exponent_native.TILE
+
+
+class BadCodes(CodecError):
+    """A matrix that was to be decoded is not well formed.
+
+    Attributes:
+        expert: whose it is.
+    """
+
+    def __init__(self, expert: int, status: int) -> None:
+        self.expert = expert
+        super().__init__(f"tile {status // 8}: bad codes")
+
+
 def has_tiles(dtype: torch.dtype) -> bool:
     """Whether experts with many tokens of that dtype run in tiles here: BF16, and a processor that multiplies it."""
     return dtype == torch.bfloat16 and level > LEVELS.index("avx512")
@@ -140,6 +184,7 @@ def product(
     out: Tensor,
     limits: npt.NDArray[np.int64] | None = None,
     threads: int | None = None,
+    coded: Coded | None = None,
 ) -> None:
     """y = W x + b of every slot: out[s] is the product of expert index[s] and x[s // (slots / activations)].
 
@@ -153,8 +198,10 @@ def product(
         limits: int64 [versions]: an expert with more slots than its version has there runs in tiles where `has_tiles`
             says so of x (of many slots, its weights are rounded to BF16 there), and is left out where not.
         threads: how many; torch's number without it.
+        coded: BF16 matrices that are decoded to where their handles point before they are multiplied by.
 
     Raises:
+        BadCodes: for one of `coded` that is not well formed; `out` is then partly written.
         ValueError: for tensors of other shapes or dtypes, or that are not contiguous; for a form that the library does
             not know, before anything is written.
         MemoryError: when there is no room for activations.
@@ -185,7 +232,12 @@ def product(
         forms.address(matrix),
         (forms.unlimited if limits is None else limits).ctypes.data,
     )
+    if coded is not None:
+        coded.hand(gemm)
     failed = int(_library.moepack_affine_product(ctypes.byref(gemm)))
+    if failed < 0:
+        assert coded is not None
+        raise BadCodes(*coded.bad())
     if failed == 1:
         raise MemoryError(f"no memory for {rows} activations")
     if failed:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import LOSSLESS, SECTION, Matrix, Version, affine_extent_size, affine_sections, align
+from moepack.pack.spec import LOSSLESS, PAGE, SECTION, Matrix, Version, affine_extent_size, affine_sections, align
 
 VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves these free
 FIELDS = ("bits", "group", "stored", "low", "high", "scale", "zero", "bias")
@@ -82,11 +82,21 @@ def resident_size(matrices: Sequence[Matrix], version: Version) -> int:
     """Bytes that an expert takes on its device: an extent as it is stored, or the lossless version decoded."""
     if not version.is_lossless:
         return affine_extent_size(tuple(matrices), version)
-    at = 0
+    return _decoded(matrices)[1]
+
+
+def _decoded(matrices: Sequence[Matrix]) -> tuple[list[tuple[int, int]], int]:
+    """Of a lossless expert once decoded: where each matrix and its bias begin, -1 without one; and its bytes.
+
+    Matrices begin on pages of their own, so that each can be bound to memory, and given back, alone (paging/).
+    """
+    at, places = 0, []
     for m in matrices:
-        at = align(at + 2 * m.weights, SECTION)
+        weight = align(at, PAGE)
+        at = align(weight + 2 * m.weights, SECTION)
+        places.append((weight, at if m.bias else -1))
         at = align(at + 2 * m.rows, SECTION) if m.bias else at
-    return at
+    return places, at
 
 
 def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]:
@@ -97,12 +107,7 @@ def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]
     """
     out, number = [], kernel_of(version.name).number
     if version.is_lossless:
-        at = 0
-        for m in matrices:
-            weight, at = at, align(at + 2 * m.weights, SECTION)
-            bias, at = (at, align(at + 2 * m.rows, SECTION)) if m.bias else (-1, at)
-            out.append(Form(version.name, number, 0, 0, weight, 0, 0, 0, bias))
-        return tuple(out)
+        return tuple(Form(version.name, number, 0, 0, at, 0, 0, 0, bias) for at, bias in _decoded(matrices)[0])
     by_matrix: list[dict[str, int]] = [{} for _ in matrices]
     for s in affine_sections(tuple(matrices), version):
         by_matrix[s.matrix][s.kind] = s.offset

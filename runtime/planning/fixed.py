@@ -59,21 +59,25 @@ class Fixed:
         kv: the cache that was asked for.
         activations: the most that a forward pass takes beside weights and cache.
         staging: the buffer that versions pass through on their way into their blocks.
+        window: what experts are decoded into while their layer runs, where a policy pages them.
     """
 
     dense: int
     kv: int = 0
     activations: int = 0
     staging: int = 0
+    window: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.dense + self.kv + self.activations + self.staging
+        return self.dense + self.kv + self.activations + self.staging + self.window
 
     def __str__(self) -> str:
-        parts = ((n, getattr(self, n)) for n in ("dense", "kv", "activations", "staging"))
-        return f"{self.total} bytes outside the experts: " + ", ".join(f"{n} {size}" for n, size in parts)
+        parts = ((n, getattr(self, n)) for n in ("dense", "kv", "activations", "staging", "window"))
+        return f"{self.total} bytes outside the experts: " + ", ".join(
+            f"{n} {size}" for n, size in parts if size or n != "window"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ from moepack.runtime.allocation.ladder import Ladder
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
-from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.placements import PAGED, Placement, Where
 from moepack.runtime.policies.registry import Policy
 
 from .capacity import base_bytes, bytes_by_loss, even_bytes
 from .exceeded import TooSmallError
 from .fixed import Fixed
+from .paging import LOADERS, measure_rates, window_size
 
 ROOMY = 256  # of the bytes beyond the least that would do, a workspace has one in so many
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
@@ -42,6 +43,7 @@ class Plan:
         experts: [layers].
         fixed: bytes outside the experts: dense tensors, KV cache, activations, the staging buffer (M_fixed).
         staging: of them, the staging buffer's.
+        window: of them, those that experts are decoded into while their layer runs, loaders' buffers included.
         budget: bytes for everything.
         keep: whether an expert above the base keeps its base version.
         spare_blocks: base blocks of each size class that demotions are copied into; none with `keep`.
@@ -69,6 +71,8 @@ class Plan:
     most: tuple[tuple[int, ...], ...] | None = None
     demand: int = 0
     workspace: int = 0
+    window: int = 0
+    rates: tuple[float, ...] = ()
 
     @property
     def base(self) -> int:
@@ -123,7 +127,9 @@ class Plan:
     def policy(self, policy: Policy) -> tuple[LivePolicy, Wanted]:
         """A policy that changes placements, made for this plan, and what it wants before any token."""
         assert policy.entry.make is not None
-        setting = Setting(self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most)
+        setting = Setting(
+            self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates
+        )  # fmt: skip
         made = policy.entry.make(setting, policy.options)
         nothing = [np.zeros(n, np.int64) for n in self.experts]
         none = [np.zeros(n) for n in self.experts] if made.needs.gates else []
@@ -162,20 +168,19 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
     plans: list[tuple[float, Plan]] = []
     least: list[tuple[int, Plan]] = []
     for ladder, loss in zip(ladders, losses, strict=True):
-        blocks = tuple(
-            tuple(0 if p.version is None else align(resident_size(x.matrices, p.version), PAGE) for p in ladder)
-            for x in bundle.layers
-        )
-        on_device = [p.where is Where.DEVICE for p in ladder]
+        blocks = tuple(tuple(block_bytes(bundle, position, p) for p in ladder) for position in range(len(experts)))
+        on_device = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
         sizes = tuple(tuple(n if here else 0 for n, here in zip(row, on_device, strict=True)) for row in blocks)
         staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
+        window = window_bytes(bundle, ladder, staging)
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
         work, most = options.workspace
-        needed = outside + staging + work + base_bytes(sizes, experts) + demand
+        fixed = outside + staging + window
+        needed = fixed + work + base_bytes(sizes, experts) + demand
         work = min(most, work + max(0, budget - needed) // ROOMY)
         plan = Plan(
-            ladder, blocks, sizes, experts, outside + staging + work, staging, budget, options.keeps_low,
-            options.spare_blocks, traffic, loss, options.share == "loss", demand=demand, workspace=work,
+            ladder, blocks, sizes, experts, fixed + work, staging, budget, options.keeps_low, options.spare_blocks,
+            traffic, loss, options.share == "loss", demand=demand, workspace=work, window=window,
         )  # fmt: skip
         least.append((needed, plan))
         if needed <= budget:
@@ -188,7 +193,24 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
             needed,
         )
-    return min(plans, key=lambda found: found[0])[1]
+    chosen = min(plans, key=lambda found: found[0])[1]
+    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if chosen.window else chosen
+
+
+def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
+    """Bytes of memory, on the device or the host, that a placement of a layer's expert takes."""
+    if placement.version is None or placement.where is Where.STORED:
+        return 0
+    if placement.where is Where.PACKED:
+        file = bundle.layer_file(placement.version.name, position)
+        return align(max(file.extent_size(e) for e in range(file.layer.experts)), PAGE)
+    return align(resident_size(bundle.layers[position].matrices, placement.version), PAGE)
+
+
+def window_bytes(bundle: Bundle, ladder: Placements, staging: int) -> int:
+    """Bytes of the window, and of the buffers that experts are read into on their way there; 0 where none is paged."""
+    found = next((p.version for p in ladder if p.where in PAGED), None)
+    return 0 if found is None else window_size(bundle.layers, found).bytes + LOADERS * staging
 
 
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums]]:

@@ -59,10 +59,21 @@ class Counted:
     gates: Sums = ()
 
 
+@dataclass(frozen=True, slots=True)
 class Interval(Counted):
-    """Time has gone by, or what fits has changed. Counts are of the steps that ended since the last interval."""
+    """Time has gone by, or what fits has changed. Counts are of the steps that ended since the last interval.
 
-    __slots__ = ()
+    For a policy that needs timings also, of those steps that were no prompts:
+
+    Attributes:
+        steps: how many.
+        computed: seconds that they took, without those that they waited for experts.
+        loaded: [layers][placements], bytes of weights that they had to have brought, by where those came from.
+    """
+
+    steps: int = 0
+    computed: float = 0.0
+    loaded: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +191,7 @@ class Needs:
             attention; 0 where nobody asks. A model whose attention does not tell is refused.
         prediction: with `layers`, whether the next layer's routing is predicted. A model whose routers cannot be asked
             is refused.
+        timings: whether it is told how long steps compute, and what they have brought.
     """
 
     interval: float = 0.1
@@ -189,6 +201,7 @@ class Needs:
     exact: bool = False
     importance: float = 0.0
     prediction: bool = False
+    timings: bool = False
 
 
 class LivePolicy(Protocol):
@@ -215,6 +228,9 @@ class Setting:
         losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
         most: [layers][placements], how many experts may be at each, where memory is not shared between placements; None
             where it is.
+        rates: [placements], bytes of weights a second that experts are brought at from each when their layer runs,
+            measured here; infinity where they are there. Empty where all are.
+        together: whether those that bring them work beside one another; else they share the machine's cores.
     """
 
     experts: Sequence[int]
@@ -223,6 +239,8 @@ class Setting:
     traffic: Table
     losses: Sums
     most: Sequence[Sequence[int]] | None = None
+    rates: Sequence[float] = ()
+    together: bool = False
 
     @property
     def base(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 
-from . import hotness, importance, lru, prefill, random_map, static, uniform
+from . import hotness, importance, lru, paged, prefill, random_map, static, uniform
 from .contract import Entry
 
 ENTRIES: tuple[Entry, ...] = (
@@ -17,8 +17,9 @@ ENTRIES: tuple[Entry, ...] = (
     random_map.ENTRY,
     hotness.ENTRY,
     prefill.ENTRY,
-    lru.ENTRY,
     importance.ENTRY,
+    paged.ENTRY,
+    lru.ENTRY,
 )
 
 

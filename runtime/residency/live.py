@@ -30,13 +30,17 @@ from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.counters import Counters
-from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
+from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Pages, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.kernels.forms import resident_size
+from moepack.runtime.paging.address_space import CpuAddressSpace
+from moepack.runtime.paging.paging import Paging
+from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.paging import window_size
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import (
     DecodingBegan,
@@ -49,7 +53,7 @@ from moepack.runtime.policies.contract import (
     SequenceEnded,
     Wanted,
 )
-from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.placements import PAGED, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.files import BackingStore
 
@@ -129,6 +133,7 @@ class Live:
         tier: what executes them; None where the ladder has none.
         prediction: what foretells the next layer's routing, where the policy asks (passes.py gives it).
         loading: what loads on demand, under a policy that blocks; else nobody asks it.
+        paging: the window, where experts are paged.
         worker: the thread that carries transitions on.
         each_round: called by it in every round.
     """
@@ -163,6 +168,8 @@ class Live:
         if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
         self._can_shrink = devices[0].type == "cpu"
+        if plan.window and not self._can_shrink:
+            raise InputError(f"policy {policy}: experts are paged on a CPU alone so far, not on {devices[0]}")
         plan, buffers = (plan, 1) if self._can_shrink else _second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
         self.policy, wanted = plan.policy(policy)
@@ -178,6 +185,7 @@ class Live:
         self.device = _device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
         self._host_device: CpuDevice | None = None
         self.tier: HostTier | None = None
+        self.paging: Paging | None = None
         try:
             if any(p.where is Where.HOST for p in plan.ladder):
                 _check_host(bundle, plan, host_memory)
@@ -215,6 +223,8 @@ class Live:
         named = self._name if plan.ladder[plan.base].where is Where.ABSENT else None
         self.loading = Demand(self.residency, self.transitions, self._stored_bytes, named)
         self.prediction: Prediction | None = None
+        if plan.window:
+            self._page()
         self._load(wanted)
         self.device.limit(self._rate, 0 if self._blocking else FLOOR)
         self.each_round: Callable[[], None] = lambda: None
@@ -223,6 +233,8 @@ class Live:
         self._gates: list[npt.NDArray[np.float64]] = [np.zeros(n) for n in gates]
         self._sequences = Sequences()
         self._order = itertools.count()
+        self._computed, self._steps = 0.0, 0
+        self._loaded = [[0] * len(plan.ladder) for _ in plan.experts]
         self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # made with the capacity as of then
         self._ended: deque[tuple[int, Step]] = deque(maxlen=UNHEARD)
         self._spare_counters: list[Counters] = []
@@ -256,11 +268,31 @@ class Live:
                 pools[number, size] = Pool(f"{placement}/{size}", size, blocks, tracker, memory, on_host)
         return pools
 
+    def _page(self) -> None:
+        """Reserve the window: addresses for every expert, blocks for two layers' of them."""
+        version = next(_version(self.plan, v) for v, p in enumerate(self.plan.ladder) if p.where in PAGED)
+        layers = [layer.of.layer for layer in self.layers]
+        size = window_size(layers, version)
+        self.paging = Paging(
+            CpuAddressSpace([(x.matrices, x.experts) for x in layers], version),
+            Window([size.blocks] * len(size.sizes), len(layers)),
+            [(x.of.layer, x.of.lossless_forms(version)) for x in self.layers],
+            partial(self.store.stored, version.name), self.plan.staging, self.device.mark,
+            getattr(self.policy, "looks_ahead", True),
+        )  # fmt: skip
+        for position, layer in enumerate(self.layers):
+            layer.of.paging = partial(self._paged, position)
+
+    def _paged(self, position: int, snapshot: Snapshot, index: Tensor) -> contextlib.AbstractContextManager[Pages]:
+        assert self.paging is not None
+        return self.paging.run(position, snapshot, index, self._mine.step)
+
     def _load(self, wanted: Wanted) -> None:
         first = {} if self.plan.keep else wanted
         keys = [(p, e) for p, n in enumerate(self.plan.experts) for e in range(n)]
         number = {key: first.get(key, self.plan.base) for key in keys}
-        stored = [(key, self.plan.ladder[number[key]].version) for key in keys]
+        in_memory = [key for key in keys if self.plan.blocks[key[0]][number[key]]]
+        stored = [(key, self.plan.ladder[number[key]].version) for key in in_memory]
         with self.store.reading_ahead((version.name, *key) for key, version in stored if version is not None):
             for p, e in keys:
                 self.layers[p].publish(e, self._place((p, e), number[p, e]))
@@ -282,12 +314,21 @@ class Live:
         stored = partial(self.store.stored, described.name, position, expert)
         on_host = self.plan.ladder[version].where is Where.HOST
         device = self._host_device if on_host and self._host_device is not None else self.device
+        if self.plan.ladder[version].where is Where.PACKED:
+            return device.fetch(stored, target, self.layers[position].of.layer, described, packed=True)
         return device.fetch(stored, target, self.layers[position].of.layer, described)
 
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
+        layer, placement = self.layers[key[0]], self.plan.ladder[version]
+        if placement.where in PAGED:
+            assert self.paging is not None
+            described, packed = _version(self.plan, version), None
+            if tensor is not None:
+                stored = self.store.stored(described.name, *key)
+                packed = self.paging.over(*key, tensor[: stored.size], stored.where)
+            return layer.of.over(described, self.paging.space.extent(*key), placement.where, packed)
         if tensor is None:
             return NOTHING
-        layer, placement = self.layers[key[0]], self.plan.ladder[version]
         described = _version(self.plan, version)
         return layer.of.over(described, tensor[: resident_size(layer.of.layer.matrices, described)], placement.where)
 
@@ -309,7 +350,8 @@ class Live:
     def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
         """Around a pass with these arguments, outside its step: what it reads of a sequence, for `step`, and who is to
         be told its result. Only a policy that needs to know makes a difference."""
-        if not (self.policy.needs.prompts or self._blocking):
+        needs = self.policy.needs
+        if not (needs.prompts or needs.layers or needs.timings):
             yield NO_PROMPT, lambda out: None
             return
         try:
@@ -355,12 +397,15 @@ class Live:
                 snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
             counters = self._counters()
             counters.mask = mask
-            return Step(number, snapshots, counters, prompt, table)
+            return Step(number, snapshots, counters, prompt, table, time.perf_counter())
         except BaseException:
             self.residency.end(number)
             raise
 
     def _end(self, step: Step) -> None:
+        if step.ahead is not None and self.paging is not None:
+            self.paging.let_go(step.ahead)
+        step.seconds = time.perf_counter() - step.began - step.waited
         if step.table is not None and self._tables is not None:
             self._tables.give(step.table)
         self.residency.end(step.number)
@@ -393,13 +438,13 @@ class Live:
 
     @property
     def waits(self) -> int:
-        """How often a forward pass waited for a copy."""
-        return self.loading.waits
+        """How often a forward pass waited for an expert."""
+        return self.loading.waits + (self.paging.counts.waits if self.paging is not None else 0)
 
     @property
     def waited(self) -> float:
         """Seconds it did."""
-        return self.loading.waited
+        return self.loading.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
 
     def _stored_bytes(self, key: Key, version: int) -> int:
         return self.store.bundle.layer_file(_version(self.plan, version).name, key[0]).extent_size(key[1])
@@ -469,6 +514,12 @@ class Live:
             chosen += new
         for weighed, more in zip(self._gates, gates, strict=True):
             weighed += more
+        if not step.prompt.tokens and self.policy.needs.timings:
+            self._steps += 1
+            self._computed += step.seconds
+            for position, *sizes in step.demanded:
+                row = self._loaded[position]
+                row[:] = [old + new for old, new in zip(row, (0, *sizes), strict=True)]
         if step.prompt.tokens and self.policy.needs.prompts:
             mine = [row.copy() for row in counts], [row.copy() for row in gates]
             self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine, step.prompt.sequence))
@@ -477,6 +528,11 @@ class Live:
         wanted = self.policy.decide(event)
         if wanted is not None and not self._blocking:
             self.transitions.want(wanted, self.policy.worth, self.policy.needs.exact)
+
+    @property
+    def moved(self) -> int:
+        """Stored bytes copied since the start."""
+        return self.device.moved + (self.paging.counts.read if self.paging is not None else 0)
 
     # --- the worker
 
@@ -491,7 +547,9 @@ class Live:
                 counts, gates = self._counts, self._gates
                 self._counts = [np.zeros_like(row) for row in counts]
                 self._gates = [np.zeros_like(row) for row in gates]
-                self._decide(Interval(now, capacity, counts, gates))
+                steps, self._steps, computed, self._computed = self._steps, 0, self._computed, 0.0
+                loaded, self._loaded = self._loaded, [[0] * len(row) for row in self._loaded]
+                self._decide(Interval(now, capacity, counts, gates, steps, computed, loaded))
         finally:
             self.transitions.tick()
 
@@ -515,6 +573,8 @@ class Live:
             self._shut(wait)
 
     def _end_streams(self, wait: bool = True) -> None:
+        if self.paging is not None:
+            self.paging.close()
         for device in (self.device, self._host_device):
             if device is not None:
                 device.close(wait)

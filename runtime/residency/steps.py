@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from moepack.runtime.devices.contract import Event
 from moepack.runtime.experts.counters import Counters
@@ -55,6 +56,11 @@ class Step:
         counters: what the router chose in it so far.
         prompt: what it reads of a sequence.
         table: the handles on a GPU, as of its epoch.
+        began: when it did.
+        seconds: that it took, once it has ended, without those that it waited.
+        waited: seconds that it waited for experts' bytes.
+        demanded: layer position, and bytes that were brought for it: what was packed, what was stored.
+        ahead: pages that were taken for it before it got to their layer.
     """
 
     number: int
@@ -62,3 +68,8 @@ class Step:
     counters: Counters
     prompt: Prompt = NO_PROMPT
     table: Table | None = None
+    began: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
+    demanded: list[tuple[int, int, int]] = field(default_factory=list)
+    ahead: Any = None

@@ -22,6 +22,7 @@ FLOORS = (
     "recipes",
     "runtime",  # the entrances: load, attach, plugin, serving, step_hooks, trace
     "runtime.residency",
+    "runtime.paging",
     "runtime.devices",
     "runtime.store",
     "runtime.planning",

@@ -1,0 +1,1 @@
+"""Expert paging: weights that have an address always, and memory while their layer runs."""

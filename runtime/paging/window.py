@@ -1,0 +1,258 @@
+"""The window's protocol: which pages have memory, and whose turn it is (fluxmoe, section 4.1 and Algorithm 1). Pure.
+
+A page is one matrix of one expert. It is unmapped, loading (a block is its own, its bytes are on their way), resident,
+or evicting (its block was promised to another page and has not been moved yet). Two orders are kept:
+
+- WAR: a block goes to another page only after every computation that reads its page has ended;
+- RAW: a computation reads a page only once its bytes are complete.
+
+A run is one layer's experts of one step: it takes all its pages or none, so that two runs never wait for each other,
+and holds them until its computation was issued. Calls come from one thread at a time (the caller locks); nothing here
+waits, copies, or knows bytes.
+
+Which resident page gives its block up: one that no run of the last few passes has used, the longest unused first; else
+the one used last. Layers run in turns, so that what was used last is needed again the latest, and its memory may still
+be in a cache; least-recently-used would, of a model with more layers than the window holds, never hit.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .address_space import Page
+
+STALE = 4  # passes after which a page that none of them used goes first
+
+
+class Compute(Protocol):
+    """An event behind what a run's computation was issued as."""
+
+    def done(self) -> bool:
+        """Whether it has ended. Never waits."""
+
+    def wait(self) -> None:
+        """Wait until it has: whoever moves a block does, or lets its stream."""
+
+
+class State(enum.Enum):
+    """Of a page."""
+
+    UNMAPPED = "unmapped"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    EVICTING = "evicting"
+
+
+@dataclass(slots=True, eq=False)
+class Mapped:
+    """A page that has a block.
+
+    Attributes:
+        page: which.
+        block: the block's number.
+        at: the page that the block's memory is bound to: this one, once it was moved; None for one that never was.
+        after: what must have ended before it is moved, or filled where it is (WAR).
+        state: loading or resident; evicting once the block is another's.
+        pins: runs that hold it, and loads that write it.
+        reads: computations that may still read it.
+        used: when a run last took it.
+        is_moving: whether the move has begun, and nobody knows where the memory is.
+        is_loading: whether somebody is at its bytes; of a loading page without, whoever needs it may go on.
+        error: why its bytes could not be had.
+    """
+
+    page: Page
+    block: int
+    at: Page | None
+    after: tuple[Compute, ...]
+    state: State = State.LOADING
+    pins: int = 0
+    reads: tuple[Compute, ...] = ()
+    used: int = 0
+    is_moving: bool = False
+    is_loading: bool = False
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The pages that one layer's computation of one step needs, by matrix; of them, those that it is to load: each is
+    `moved`, filled, and then `loaded`, or `gave_up` on."""
+
+    pages: tuple[list[Mapped], ...]
+    loads: tuple[list[Mapped], ...]
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """The blocks of one matrix type."""
+
+    pages: dict[Page, Mapped] = field(default_factory=dict)
+    idle: dict[Page, Mapped] = field(default_factory=dict)  # resident and not held, the longest unused first
+    evicting: dict[Page, Mapped] = field(default_factory=dict)
+    free: dict[Page | int, Mapped] = field(
+        default_factory=dict
+    )  # by where they are bound, or number; last in, first out
+
+
+class Window:
+    """Blocks of two types, and the pages that have them.
+
+    Attributes:
+        blocks: how many there are of each type (two layers' experts: 4L in all).
+        taken: runs so far.
+        hits, misses: pages that a run needed and found there, or not.
+    """
+
+    def __init__(self, blocks: Sequence[int], layers: int, keeps: bool = True) -> None:
+        """Args:
+        blocks: of each type.
+        layers: that a pass goes through.
+        keeps: whether pages stay until their blocks are needed; else a block is free when its run has ended.
+        """
+        self.blocks = tuple(blocks)
+        self._of = tuple(_Blocks() for _ in blocks)
+        for d, of in enumerate(self._of):
+            of.free |= {b: Mapped((d, 0, 0), b, None, ()) for b in reversed(range(blocks[d]))}
+        self._stale, self._keeps = STALE * layers, keeps
+        self.taken = self.hits = self.misses = 0
+
+    def acquire(self, pages: Sequence[Sequence[Page]]) -> Run | None:
+        """Take pages for a run: all of them, or None where not enough blocks are to be had now.
+
+        Args:
+            pages: of each type, without repeats.
+        """
+        if not all(self._obtainable(d, wanted) for d, wanted in enumerate(pages)):
+            return None
+        self.taken += 1
+        run = Run(tuple([] for _ in pages), tuple([] for _ in pages))
+        for d, wanted in enumerate(pages):
+            of = self._of[d]
+            for page in wanted:
+                if page in of.pages:
+                    of.idle.pop(page, None)
+                    of.pages[page].pins += 1
+                    self.hits += 1
+            for page in wanted:
+                mapped = of.pages.get(page)
+                if mapped is None:
+                    mapped = self._bind(d, page)
+                    run.loads[d].append(mapped)
+                    self.misses += 1
+                    mapped.pins = 2  # this run's, and its load's
+                mapped.used = self.taken
+                run.pages[d].append(mapped)
+        return run
+
+    def _obtainable(self, d: int, wanted: Sequence[Page]) -> bool:
+        of = self._of[d]
+        if any(page in of.evicting for page in wanted):
+            return False  # it is on its way out: its next block comes after that
+        missing = sum(page not in of.pages for page in wanted)
+        return missing <= len(of.free) + len(of.idle) - sum(page in of.idle for page in wanted)
+
+    def _bind(self, d: int, page: Page) -> Mapped:
+        of = self._of[d]
+        if of.free:
+            left = of.free.pop(page, None) or of.free.popitem()[1]  # what stands there must not be bound over
+            at, after = left.at, left.after
+        else:
+            oldest = next(iter(of.idle.values()))
+            left = oldest if self.taken - oldest.used > self._stale else next(reversed(of.idle.values()))
+            del of.idle[left.page], of.pages[left.page]
+            left.state, at, after = State.EVICTING, left.page, left.reads
+        made = of.pages[page] = Mapped(page, left.block, at, _running(after), is_loading=True)
+        if at is not None and at != page:
+            of.evicting[at] = made
+        return made
+
+    def moved(self, mapped: Mapped) -> None:
+        """A block stands at its page, and all that `after` names has ended: the page before is unmapped."""
+        if mapped.at is not None:
+            self._of[mapped.page[0]].evicting.pop(mapped.at, None)
+        mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False
+
+    def loaded(self, mapped: Mapped) -> None:
+        """Every byte of a page is in its place (its load event)."""
+        mapped.state, mapped.is_loading = State.RESIDENT, False
+        self._unpin(mapped, ())
+
+    def lost(self, mapped: Mapped) -> None:
+        """A block's memory is nowhere any more: its move was interrupted, and what may have been moved was dropped.
+
+        One whose move had not begun keeps it: a computation may still be reading there.
+        """
+        assert mapped.is_moving
+        if mapped.at is not None:
+            self._of[mapped.page[0]].evicting.pop(mapped.at, None)
+        mapped.at, mapped.is_moving = None, False
+
+    def gave_up(self, mapped: Mapped, error: BaseException | None = None) -> None:
+        """A load has ended without that: another run that holds the page may go on with it; else its block is free."""
+        mapped.is_loading, mapped.error = False, error
+        self._unpin(mapped, ())
+
+    def adopt(self, mapped: Mapped) -> bool:
+        """Whether the caller, whose run holds a page, is to go on with its bytes: nobody else does any more.
+
+        Raises:
+            BaseException: why they could not be had.
+        """
+        if mapped.state is not State.LOADING or mapped.is_loading:
+            return False
+        if mapped.error is not None:
+            raise mapped.error
+        mapped.is_loading = True
+        mapped.pins += 1
+        return True
+
+    def is_ready(self, run: Run, d: int) -> bool:
+        """Whether a run's computation may read its pages of one type (RAW)."""
+        return all(mapped.state is State.RESIDENT for mapped in run.pages[d])
+
+    def release(self, run: Run, compute: Iterable[Compute] = ()) -> None:
+        """A run's computation was issued, and `compute` tells when it will have ended."""
+        for pages in run.pages:
+            for mapped in pages:
+                self._unpin(mapped, tuple(compute))
+
+    def _unpin(self, mapped: Mapped, reads: tuple[Compute, ...]) -> None:
+        mapped.pins -= 1
+        mapped.reads = (*_running(mapped.reads), *reads)
+        if mapped.pins:
+            return
+        of = self._of[mapped.page[0]]
+        if mapped.state is State.RESIDENT and self._keeps:
+            of.idle[mapped.page] = mapped
+            return
+        del of.pages[mapped.page]
+        if mapped.at is not None:
+            of.evicting.pop(mapped.at, None)
+        of.free[mapped.block if mapped.at is None else mapped.at] = mapped
+        mapped.after = (*_running(mapped.after), *mapped.reads)
+
+    # --- seeing
+
+    def state(self, page: Page) -> State:
+        """Of a page."""
+        of = self._of[page[0]]
+        if page in of.evicting:
+            return State.EVICTING
+        mapped = of.pages.get(page)
+        return State.UNMAPPED if mapped is None else mapped.state
+
+    def held(self, d: int) -> int:
+        """Blocks of one type that pages have."""
+        return len(self._of[d].pages)
+
+    def mapped(self) -> list[Mapped]:
+        """All pages that have blocks."""
+        return [mapped for of in self._of for mapped in of.pages.values()]
+
+
+def _running(events: Iterable[Compute]) -> tuple[Compute, ...]:
+    return tuple(event for event in events if not event.done())

@@ -1,0 +1,211 @@
+"""`paged`: experts have memory while their layer runs; how many stay on the device, and how (fluxmoe, section 4.3).
+
+The lossless version in three parts: uncompressed and resident (x), compressed and resident (y), in the backing store
+(z), with x + y + z = 1. Pure: decides nothing about which pages are where at a moment (paging/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import Version
+from moepack.runtime.allocation.bandwidth import pass_seconds, shares
+
+from .contract import Entry, Event, Interval, Key, Ladder, LiveOptions, Needs, Setting, Wanted, read_options
+from .placements import Placement, Where
+
+RESIDENT, PACKED, STORED = range(3)  # the ladder
+RATE = 200.0  # megabytes a second, as in hotness.py
+
+
+@dataclass(frozen=True, slots=True)
+class PagedOptions(LiveOptions):
+    """What follows `paged:`.
+
+    Attributes:
+        alpha: the share of experts that are in device memory at first, above 0 up to 1; 0: by bandwidth (equation 8).
+        resident: the share that is kept there uncompressed, as far as there is room; 0 as in the paper's prototype:
+            memory is for the KV cache first, and uncompressed experts are what other policies are for.
+        theta: below this ratio of computing to loading alpha grows; above 1 it falls.
+        interval: seconds between changes of alpha.
+        stagger: "yes": a change is one expert of every layer; "no": as many of one layer, for comparison.
+        ahead: whether prompts have the next layer's experts loaded while one runs.
+        rate: megabytes a second that is read from the store to be resident; 0 for no limit.
+    """
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "share": ("even",), "stagger": ("yes", "no"), "ahead": ("yes", "no")
+    }  # fmt: skip
+
+    alpha: float = 0.0
+    resident: float = 0.0
+    theta: float = 0.9
+    interval: float = 0.5
+    stagger: str = "yes"
+    ahead: str = "yes"
+    rate: float = RATE
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha <= 1 and 0 <= self.resident <= 1 and 0 < self.theta <= 1):
+            raise ValueError("alpha and resident are from 0 to 1, theta above 0 up to 1")
+        if self.interval < 0 or self.rate < 0:
+            raise ValueError("interval and rate are from 0")
+
+    def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
+        """One: the lossless version in its three places."""
+        found = next((v for v in versions if v.is_lossless), None)
+        if found is None:
+            raise InputError(f"has no lossless version to page: here are {', '.join(v.name for v in versions)}")
+        return [tuple(Placement(found, where) for where in (Where.DEVICE, Where.PACKED, Where.STORED))]
+
+    @property
+    def spare_blocks(self) -> int:
+        """The base takes no memory."""
+        return 0
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """As `rate` says."""
+        return self.rate * 1e6 or None
+
+
+class Paged:
+    """The budget-aware residency planner (fluxmoe, Algorithm 2), staggered over layers.
+
+    tau_comp is measured: seconds that decoding steps took without their waits. tau_load follows from the bytes that
+    they had to have brought, by where those came from, and from the bandwidths measured while loading (6, 9, 10). So
+    rho = tau_comp / tau_load tells what the steps' own routing asks for, reuse included. Above 1 alpha falls, below
+    theta it grows, by one expert a layer; between them nothing changes. Bytes come first: whatever rho says, a layer's
+    experts fit its capacity, which is what the KV cache leaves.
+
+    Beyond the paper: a step that the model itself says would go too far is not taken. Where a change of one expert a
+    layer moves rho across the dead zone, alpha would go up and down for ever. A layer's experts stay in one order, by
+    calibration's traffic, so that a change moves the coldest and no two trade places.
+
+    Attributes:
+        held: how many experts of each layer are wanted in device memory.
+        rho: as of the last interval with decoding steps; None before.
+    """
+
+    def __init__(self, setting: Setting, options: PagedOptions | None = None) -> None:
+        """With a plan's setting; without rates all experts that fit are wanted there, and rho stays unknown."""
+        self.options = options = options or PagedOptions()
+        self.needs = Needs(interval=min(0.1, options.interval / 4), timings=True)
+        self._setting = setting
+        self._order = [np.argsort(-np.array(row), kind="stable").tolist() for row in setting.traffic]
+        alpha = options.alpha
+        if not alpha:
+            alpha = shares(setting.rates[PACKED:])[0] if setting.rates else 1.0
+        self.held = [max(1, round(alpha * n)) for n in setting.experts]
+        self.rho: float | None = None
+        self._before: list[tuple[int, int]] = []
+        self._steps, self._computed = 0, 0.0
+        self._loaded = [[0, 0] for _ in setting.experts]
+        self._last: float | None = None
+        self._turn = 0
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether prompts have the next layer's experts loaded while one runs."""
+        return self.options.ahead == "yes"
+
+    @property
+    def alpha(self) -> float:
+        """The share of experts that are wanted in device memory."""
+        return sum(self.held) / sum(self._setting.experts)
+
+    def decide(self, event: Event) -> Wanted | None:
+        """Change alpha where an interval has gone by, and keep what fits."""
+        if not isinstance(event, Interval):
+            return None
+        if self._last is None:
+            self._last = event.time
+        self._steps += event.steps
+        self._computed += event.computed
+        for mine, new in zip(self._loaded, event.loaded, strict=False):
+            mine[:] = [a + b for a, b in zip(mine, new[PACKED:], strict=True)]
+        if self._steps and event.time - self._last >= self.options.interval:
+            self._last = event.time
+            self._adjust(event.capacity)
+            self._steps, self._computed = 0, 0.0
+            self._loaded = [[0, 0] for _ in self._loaded]
+        placed = [self._fit(p, room) for p, room in enumerate(event.capacity)]
+        self.held = [max(1, n) for _, n in placed]  # at what fits: it grows back from there, as rho asks
+        if placed == self._before:
+            return None
+        self._before = placed
+        wanted = {}
+        for rank in range(max(self._setting.experts)):
+            for p, (resident, held) in enumerate(placed):
+                if rank < held:
+                    wanted[p, self._order[p][rank]] = RESIDENT if rank < resident else PACKED
+        return wanted
+
+    def _fit(self, p: int, room: int) -> tuple[int, int]:
+        """How many experts of a layer are uncompressed and how many in memory at all, in `room` bytes (12)."""
+        whole, packed = self._setting.sizes[p][RESIDENT], self._setting.sizes[p][PACKED]
+        held = min(self.held[p], max(0, room) // packed)
+        resident = min(held, round(self.options.resident * self._setting.experts[p]))
+        return min(resident, max(0, room - held * packed) // max(1, whole - packed)), held
+
+    def _adjust(self, capacity: Sequence[int]) -> None:
+        rates = self._setting.rates
+        if not rates:
+            return
+        loads = [[size / self._steps for size in row] for row in self._loaded]
+        compute, loading = self._computed / self._steps, self._seconds(loads)
+        self.rho = compute / loading if loading else float("inf")
+        if self.rho > 1:
+            changes = self._changes(-1, capacity)
+            if self._seconds(self._moved(loads, changes)) <= compute / self.options.theta:
+                self._apply(changes)
+        elif self.rho < self.options.theta:
+            changes = self._changes(1, capacity)
+            if self._seconds(self._moved(loads, changes)) <= loading:
+                self._apply(changes)
+
+    def _seconds(self, loads: Sequence[Sequence[float]]) -> float:
+        return pass_seconds(loads, self._setting.rates[PACKED:], self._setting.together)
+
+    def _changes(self, by: int, capacity: Sequence[int]) -> list[int]:
+        """By how many experts each layer's memory would change: one in each, or as many in one of them in its turn."""
+        experts = self._setting.experts
+        most = [min(n, max(0, room) // row[PACKED])
+                for n, room, row in zip(experts, capacity, self._setting.sizes, strict=True)]  # fmt: skip
+        free = [max(0, m - h) if by > 0 else max(0, h - 1) for m, h in zip(most, self.held, strict=True)]
+        if self.options.stagger == "yes":
+            return [by if n else 0 for n in free]
+        turns = [(self._turn + i) % len(free) for i in range(len(free))]
+        chosen = next((p for p in turns if free[p]), 0)
+        return [by * min(free[p], len(free)) if p == chosen else 0 for p in range(len(free))]
+
+    def _moved(self, loads: Sequence[Sequence[float]], changes: Sequence[int]) -> list[list[float]]:
+        """What steps would have brought after these changes, were a layer's experts all asked for alike."""
+        out = []
+        for (packed, stored), n, change in zip(loads, self._setting.experts, changes, strict=True):
+            size = min(max(change * (packed + stored) / n, -packed), stored)
+            out.append([packed + size, stored - size])
+        return out
+
+    def _apply(self, changes: Sequence[int]) -> None:
+        self.held = [held + change for held, change in zip(self.held, changes, strict=True)]
+        self._turn = (int(np.argmax(np.abs(changes))) + 1) % len(changes)
+
+    def worth(self, key: Key) -> float:
+        """Of two experts that leave, the one with less of calibration's traffic goes first."""
+        row = self._setting.traffic[key[0]]
+        return float(row[key[1]]) / float(sum(row))
+
+
+ENTRY = Entry(
+    name="paged",
+    usage="paged[:KEY=VALUE,...]",
+    parse=lambda text: read_options(PagedOptions, text),
+    needs_budget=True,
+    make=Paged,
+)

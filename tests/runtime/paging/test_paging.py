@@ -1,0 +1,375 @@
+"""Models served from pages: the same bits as all resident, whatever moves, fails or runs at once; and the bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import ids, least, load, ours, wait_for
+from tiny_models import save_tiny
+
+import moepack
+from moepack.pack.errors import BundleError, InputError
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import expert_file
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate
+from moepack.runtime.experts import backends, packed
+from moepack.runtime.paging import paging as paging_module
+from moepack.runtime.paging.window import State
+from moepack.runtime.planning import plan as plan_module
+from moepack.runtime.planning.paging import window_size
+from moepack.runtime.residency import kv_reserve
+from moepack.runtime.trace import read_trace
+
+ROOM = 8_000_000  # for all experts of the demo model, uncompressed
+ONLY = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\nallocation: {average_bits: 16}\n"
+
+
+def paged(bundle: Path, options: str = "alpha=1", room: int = ROOM, **more: Any) -> Any:
+    policy = f"paged:{options}" if options else "paged"
+    return load(bundle, policy, least(bundle, policy, **more) + room, **more)
+
+
+def logits(model: Any, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(tokens, use_cache=False, **more).logits
+
+
+def at(model: Any, name: str) -> int:
+    return sum(row.count(name) for row in model.moepack.versions)
+
+
+def nothing_is_held(model: Any) -> None:
+    window = model.moepack.live.paging.window
+    assert not any(m.pins or m.state is not State.RESIDENT or m.at != m.page for m in window.mapped())
+    assert not any(of.evicting for of in window._of) and not model.moepack.live.paging._line
+
+
+@pytest.fixture(scope="module")
+def plain(bundle: Path) -> Any:
+    """Every expert resident, uncompressed."""
+    return moepack.load(bundle, policy="static:bf16")
+
+
+SETTINGS = ("alpha=1", "alpha=0.3", "alpha=0.5,resident=0.25", "alpha=1,resident=1", "alpha=0.01,ahead=no", "")
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_the_same_bits_as_all_resident(bundle: Path, plain: Any, options: str) -> None:
+    """Prompts, padding, one token, generation: from memory, compressed memory, and files."""
+    model = paged(bundle, options)
+    for size, batch in ((48, 1), (1, 1), (7, 3), (512, 1), (2, 1)):
+        tokens = ids(size, size, batch)
+        mask = torch.ones_like(tokens)
+        mask[:, : size // 3] = 0
+        assert torch.equal(logits(model, tokens), logits(plain, tokens))
+        assert torch.equal(logits(model, tokens, attention_mask=mask), logits(plain, tokens, attention_mask=mask))
+    made = [m.generate(ids(1, 20), max_new_tokens=12, do_sample=False) for m in (model, plain)]
+    assert torch.equal(*made)
+    assert model.moepack.counters()["forward_waits"] > 0 or "resident=1" in options
+    nothing_is_held(model)
+    model.moepack.close()
+
+
+@pytest.mark.parametrize("way", ["reference", "no codec in C", "small matrices", "float32"])
+def test_other_kernels(bundle: Path, plain: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where experts are run by torch, decoded by numba, or multiplied by tiles: bytes come first, then products."""
+    dtype = torch.float32 if way == "float32" else "auto"
+    if way == "reference":
+        monkeypatch.setattr(backends, "_native", lambda: None)
+    elif way == "no codec in C":
+        monkeypatch.setattr(packed, "_native", lambda: None)
+    elif way == "small matrices":
+        monkeypatch.setattr("moepack.pack.exponent_native.open_coded", lambda *args: None)
+    same = moepack.load(bundle, policy="static:bf16", dtype=dtype) if way in ("reference", "float32") else plain
+    model = paged(bundle, "alpha=0.5", dtype=dtype)
+    for size in (1, 5, 300):
+        assert torch.equal(logits(model, ids(size, size)), logits(same, ids(size, size)))
+    nothing_is_held(model)
+    model.moepack.close()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
+def test_families(family: str, text: Path, tmp_path: Path) -> None:
+    """Biases; shared experts and a layer without experts; every expert chosen by every token. One version is enough."""
+    more = {"num_experts_per_tok": 4} if family == "mixtral" else {}
+    path = tmp_path / "bundle"
+    tokenizer = Path(__file__).resolve().parents[3] / "examples" / "mini-qwen3-moe"
+    build(save_tiny(family, tmp_path / "model", tokenizer, **more), path, parse_recipe(ONLY, "only"), [text])
+    same = moepack.load(path, policy="static:bf16")
+    model = paged(path, "alpha=0.5", 200_000)
+    for size in (1, 9, 64):
+        assert torch.equal(logits(model, ids(size, size)), logits(same, ids(size, size)))
+    assert at(model, "bf16@packed") and at(model, "bf16@stored")
+    nothing_is_held(model)
+    model.moepack.close()
+
+
+def test_the_least_budget_and_a_byte_more(bundle: Path, plain: Any) -> None:
+    """Everything is read from files then; a byte less is refused, with the least that would do."""
+    smallest = least(bundle, "paged")
+    with pytest.raises(InputError, match=f"the least that would do is {smallest} bytes"):
+        load(bundle, "paged", smallest - 1)
+    for budget in (smallest, smallest + 1):
+        model = load(bundle, "paged", budget)
+        assert at(model, "bf16@stored") == sum(x.experts for x in open_bundle(bundle).layers)
+        assert torch.equal(logits(model, ids(3, 40)), logits(plain, ids(3, 40)))
+        assert model.moepack.resident_bytes_peak <= budget
+        model.moepack.close()
+
+
+def test_the_bytes_that_are_taken(bundle: Path) -> None:
+    """What the plan says: compressed extents, the window, its loaders' buffers; and no more than that is touched."""
+    from moepack.reports.plan import plan, render
+
+    smallest = least(bundle, "paged:alpha=1")
+    model = load(bundle, "paged:alpha=1", smallest + ROOM)
+    live, opened = model.moepack.live, open_bundle(bundle)
+    experts = sum(x.experts for x in opened.layers)
+    bf16 = sum(row[0] * n for row, n in zip(live.plan.blocks, live.plan.experts, strict=True))
+    pool = sum(size for name, size in live.tracker.named().items() if name.startswith("bf16@packed"))
+    assert pool == sum(row[1] * n for row, n in zip(live.plan.blocks, live.plan.experts, strict=True))
+    assert at(model, "bf16@packed") == experts
+    version = next(v for v in opened.manifest.versions if v.is_lossless)
+    size = window_size(opened.layers, version)
+    assert size.blocks == 2 * opened.layers[0].experts and size.bytes == 2 * bf16 // len(opened.layers)
+    assert live.plan.window == size.bytes + 2 * live.plan.staging == live.tracker.held("fixed") - (
+        model.moepack.fixed.total - live.plan.window)  # fmt: skip
+    for seed in range(6):
+        logits(model, ids(seed, 400))
+    space = live.paging.space
+    resident = sum(space.size(m.page) for m in live.paging.window.mapped())
+    assert resident <= size.bytes and space.fresh <= 2 * size.blocks
+    assert smaps(space) <= size.bytes
+    assert model.moepack.resident_bytes_peak <= smallest + ROOM
+    planned = plan(bundle, smallest + ROOM, policy="paged:alpha=1")
+    assert planned.fixed.window == live.plan.window and planned.least_bytes == smallest
+    assert "window for paged experts" in render(planned)[1] and planned.per_layer[0].versions["bf16@packed"]
+    model.moepack.close()
+
+
+def smaps(space: Any) -> int:
+    """Resident bytes of the pages' range."""
+    first, total, inside = space._at, 0, False
+    last = first + space._places[-1].first + space._places[-1].stride * 16
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split(" ", 1)[0]
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(x, 16) for x in head.split("-"))
+            inside = first <= begin and end <= last
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
+    bundle: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alpha falls as the reserve grows, and rises again when it shrinks; the bits stay the same throughout.
+
+    On backends that are so slow that loading is what takes the time: on this small model it is not.
+    """
+    monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs goes back when this test says so
+    monkeypatch.setattr(plan_module, "measure_rates", lambda *args: (float("inf"), 2e6, 1e6))
+    model = paged(bundle, "alpha=1,interval=0.02,theta=1,rate=0", room=4_000_000)
+    live, whole = model.moepack.live, at(model, "bf16@packed")
+    live.paging.window._keeps = False  # else all that is asked for is soon there
+    size = live.tracker.held("bf16@packed/" + str(live.plan.sizes[0][1])) or live.tracker.free
+    assert whole > 0 and live.policy.alpha > 0.9
+
+    def serve() -> None:
+        for n in (1, 30):
+            assert torch.equal(logits(model, ids(n, n)), logits(plain, ids(n, n)))
+
+    serve()
+    grown = live.tracker.free + size // 2
+    live.grow_kv(grown)
+    wait_for_serving(lambda: not live.transitions.kv_asked, serve)
+    low = at(model, "bf16@packed")
+    assert 0 < low < 0.8 * whole and live.tracker.held("kv") == grown
+    assert live.tracker.peak <= live.tracker.budget
+    live.transitions.shrink_kv(grown)
+    wait_for_serving(lambda: at(model, "bf16@packed") > 0.9 * whole, serve)
+    assert live.policy.alpha > 0.9
+    serve()
+    nothing_is_held(model)
+    model.moepack.close()
+
+
+def wait_for_serving(what: Any, serve: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not come about"
+        serve()
+
+
+def test_real_caches_push_experts_out(bundle: Path, plain: Any) -> None:
+    """A sequence that grows beyond what was held back: the model's own passes ask for the bytes."""
+    model = paged(bundle, "alpha=1,interval=0.02,rate=0", room=4_000_000, kv_tokens=16, batch=2)
+    before = at(model, "bf16@packed")
+    made = [m.generate(ids(5, 200, 2), max_new_tokens=30, do_sample=False) for m in (model, plain)]
+    assert torch.equal(*made) and before > 0
+    assert model.moepack.resident_bytes_peak <= model.moepack.budget_bytes
+    model.moepack.close()
+
+
+def test_threads_share_the_window(bundle: Path, plain: Any) -> None:
+    """Steps at once, of prompts and of tokens, over pages that come and go: the same bits; all of them end."""
+    model = paged(bundle, "alpha=0.5")
+    want = {n: logits(plain, ids(n, n)) for n in (1, 2, 60, 300)}
+    wrong: list[int] = []
+
+    def serve(seed: int) -> None:
+        for i in range(8):
+            n = (1, 60, 2, 300)[(seed + i) % 4]
+            if not torch.equal(logits(model, ids(n, n)), want[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads) and not wrong
+    nothing_is_held(model)
+    model.moepack.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("where", ["place", "loaded", "bind", "decode"])
+def test_an_interrupted_pass_lets_go(
+    bundle: Path, plain: Any, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far it had come with its pages: the next pass finds them whole, or loads them anew."""
+    model = paged(bundle, "alpha=1")
+    paging, calls = model.moepack.live.paging, 0
+    holder, name = {
+        "place": (paging, "place"), "loaded": (paging, "loaded"), "bind": (paging.space, "bind"),
+        "decode": (paging_module.Pages, "_packed"),
+    }[where]  # fmt: skip
+    original = getattr(holder, name)
+
+    def stops(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        out = original(*args)
+        if calls == 5:
+            raise error("stopped")
+        return out
+
+    monkeypatch.setattr(holder, name, stops)
+    with pytest.raises(error, match="stopped"):
+        for n in (1, 2, 3, 4):
+            logits(model, ids(n, n))
+    monkeypatch.undo()
+    nothing_is_held(model)
+    for n in (1, 40):
+        assert torch.equal(logits(model, ids(n, n)), logits(plain, ids(n, n)))
+    assert smaps(paging.space) <= window_size(open_bundle(bundle).layers, paging_version(model)).bytes
+    model.moepack.close()
+
+
+def paging_version(model: Any) -> Any:
+    return model.moepack.live.plan.ladder[0].version
+
+
+def test_damage_is_named_and_not_served(damaged: Path, plain: Any) -> None:
+    """Stored bytes are digested each time that they are read, by whomever."""
+    opened, chosen = open_bundle(damaged), []
+    module = plain.get_submodule(opened.layers[1].module)
+    hook = module.register_forward_pre_hook(lambda module, args: chosen.append(int(args[1][0, 0])))
+    want = logits(plain, ids(0, 512))
+    hook.remove()
+    stored = opened.layer_file("bf16", 1)
+    at_byte = stored.offset(chosen[0]) + stored.extent_size(chosen[0]) // 2
+    file = damaged / expert_file("bf16", opened.layers[1].index)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:at_byte] + bytes([whole[at_byte] ^ 1]) + whole[at_byte + 1 :])
+    model = load(damaged, "paged", least(damaged, "paged"))
+    for ahead in (True, False):
+        model.moepack.live.paging._ahead = ahead
+        with pytest.raises(BundleError, match=rf"layer 1, expert {chosen[0]}, version bf16: its bytes do not match"):
+            logits(model, ids(0, 512))
+    file.write_bytes(whole)
+    assert torch.equal(logits(model, ids(0, 512)), want), "it is asked for again"
+    nothing_is_held(model)
+    model.moepack.close()
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_packed_bytes_that_are_no_code_are_refused(bundle: Path, plain: Any, tokens: int) -> None:
+    """What only decoding shows, in a product and beforehand: memory went bad after its digest was checked."""
+    model = paged(bundle, "alpha=1,ahead=no")
+    snapshot = model.moepack.layers[2].current
+    extents = [h.packed.extent.numpy() for h in snapshot.handles]
+    kept = [extent.copy() for extent in extents]
+    for extent in extents:
+        extent[600:60_000] = 0xFF
+    with pytest.raises(BundleError, match=r"layer 2, expert \d+, version bf16: "):
+        logits(model, ids(tokens, tokens))
+    nothing_is_held(model)
+    for extent, bytes_ in zip(extents, kept, strict=True):
+        extent[:] = bytes_
+    for handle in snapshot.handles:
+        handle.packed._opened, handle.packed._parts = [None, None], None
+    assert torch.equal(logits(model, ids(tokens, tokens)), logits(plain, ids(tokens, tokens)))
+    model.moepack.close()
+
+
+def test_prompts_look_ahead_and_tokens_do_not(bundle: Path) -> None:
+    counts = {}
+    for ahead in ("yes", "no"):
+        model = paged(bundle, f"alpha=0.5,ahead={ahead}")
+        logits(model, ids(0, 512))
+        made = counts[ahead] = model.moepack.live.paging.counts
+        assert made.waits == model.moepack.counters()["forward_waits"] > 0 and made.waited > 0
+        assert model.moepack.counters()["bytes_moved"] > 0 and all(made.demanded)
+        brought = sum(made.ahead)
+        logits(model, ids(1, 1))
+        assert sum(made.ahead) == brought
+        model.moepack.close()
+    assert all(counts["yes"].ahead) and not any(counts["no"].ahead)
+    assert counts["yes"].waits < counts["no"].waits
+
+
+def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
+    before = ours()
+    out = evaluate(
+        bundle, [str(evaluation)], policy="paged:alpha=0.5", device_memory=least(bundle, "paged") + ROOM, samples=2,
+        trace=tmp_path / "trace",
+    )  # fmt: skip
+    same = evaluate(bundle, [str(evaluation)], policy="static:bf16", device_memory=1 << 30, samples=2)
+    assert out.perplexity == same.perplexity and out.forward_waits > 0
+    trace = read_trace(tmp_path / "trace")
+    assert all(n == 0 for record in trace.records for row in record.active for n in row), "bf16 is what is active"
+    assert trace.records[-1].waits == out.forward_waits
+    model = paged(bundle, "alpha=0.5")
+    logits(model, ids(0, 512))
+    assert {t.name for t in ours() - before} >= {"moepack-load-1", "moepack-load-2"}
+    model.moepack.close()
+    wait_for(lambda: not ours() - before)
+    with pytest.raises(InputError, match="closed"):
+        logits(model, ids(0, 4))
+
+
+def test_what_is_refused(bundle: Path) -> None:
+    wrong = {"theta=2": "theta above 0", "share=loss": "share is even", "alpha=-1": "from 0 to 1"}
+    for options, message in wrong.items():
+        with pytest.raises(InputError, match=message):
+            load(bundle, f"paged:{options}", 1 << 30)
+    with pytest.raises(InputError, match="needs a memory budget"):
+        moepack.load(bundle, policy="paged")
+
+
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    kept = torch.get_num_threads()
+    yield
+    torch.set_num_threads(kept)

@@ -174,7 +174,7 @@ class Passes:
                 prompt, kept = stack.enter_context(self._live.sequence(given))
                 done = _both(done, kept)
                 step = stack.enter_context(self._live.step(prompt, text))
-                if prompt.tokens and self._importance is not None:
+                if prompt.several and self._importance is not None:
                     cache = cache_of(given)
                     cached = 0 if cache is None else int(cache.get_seq_length())
                     stack.enter_context(self._importance.watching(tuple(inputs(given).shape[:2]), text, cached))
@@ -231,7 +231,7 @@ class Passes:
         important = self._importance.important(position, top_k_index) if self._importance is not None else None
         ahead = live.prediction
         told = ahead.ahead(position, hidden, top_k_index, counters.mask) if ahead is not None else (None, None)
-        live.demand(position, counters, Seen(self._running.step.prompt.tokens > 0, important, *told))
+        live.demand(position, counters, Seen(self._running.step.prompt.several, important, *told))
 
     def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
         """Write every step from now on into a file; `resident` gives the bytes that are taken."""

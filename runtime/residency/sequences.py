@@ -74,7 +74,7 @@ class Sequences:
             reads = tokens > 1 or not length
             decodes = not reads and not mine.decoding
             mine.decoding = not reads
-            return Prompt(mine.number, batch * tokens if reads else 0, begins, decodes), mine
+            return Prompt(mine.number, batch * tokens if reads else 0, begins, decodes, tokens > 1), mine
 
     def _follow(self, cache: Any, mine: _Sequence) -> bool:
         try:

@@ -35,12 +35,14 @@ class Prompt:
         tokens: of a prompt or a chunk of one, over the batch; 0 where it goes on by one token each.
         begins: whether the sequence begins with it.
         decodes: whether decoding does.
+        several: whether it reads several tokens of each of its texts.
     """
 
     sequence: int = 0
     tokens: int = 0
     begins: bool = False
     decodes: bool = False
+    several: bool = False
 
 
 NO_PROMPT = Prompt()

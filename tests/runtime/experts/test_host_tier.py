@@ -110,7 +110,7 @@ def tier() -> Iterator[HostTier]:
     assert not made._thread.is_alive()
 
 
-PLACES = st.lists(st.sampled_from(Where), min_size=EXPERTS, max_size=EXPERTS)
+PLACES = st.lists(st.sampled_from([Where.DEVICE, Where.HOST, Where.ABSENT]), min_size=EXPERTS, max_size=EXPERTS)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"] if NATIVE else ["reference"])

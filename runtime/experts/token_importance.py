@@ -116,7 +116,9 @@ def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> T
     real = torch.ones_like(scores, dtype=torch.bool) if text is None else text
     most = (real.sum(1, keepdim=True) * share - 1e-6).ceil()
     order = scores.masked_fill(~real, -math.inf).argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
     return (rank < most) & real
 
 
@@ -191,7 +193,9 @@ class TokenImportance:
         self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
 
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
-        """How many heavy hitters go to each expert of a layer (dymoe, equation 2), int64 [experts]; waits for the device.
+        """How many heavy hitters go to each expert of a layer (dymoe, equation 2), int64 [experts].
+
+        Waits for the device.
 
         Args:
             position: of the layer.
@@ -219,7 +223,9 @@ def refused(kind: str, why: str) -> InputError:
 def _attention_of(model: Any, experts: str) -> Any:
     """The attention in the decoder layer of an experts module."""
     path = experts.split(".")
-    ends = [n for n in range(1, len(path)) if isinstance(model.get_submodule(".".join(path[: n - 1])), torch.nn.ModuleList)]
+    ends = [
+        n for n in range(1, len(path)) if isinstance(model.get_submodule(".".join(path[: n - 1])), torch.nn.ModuleList)
+    ]
     layer = model.get_submodule(".".join(path[: ends[-1]])) if ends else model
     for module in layer.modules():
         forward = inspect.unwrap(type(module).forward)

@@ -79,7 +79,7 @@ class Recent:
         """What the cache lacks of what is needed now, and what leaves for it."""
         if not isinstance(event, LayerReached):
             return None
-        needed = {e: 0 for e in sorted(event.counts.nonzero()[0].tolist(), key=lambda e: -event.counts[e])}
+        needed = dict.fromkeys(sorted(event.counts.nonzero()[0].tolist(), key=lambda e: -event.counts[e]), 0)
         return self._cache.serve(
             event.layer, needed, sum(event.capacity), event.placed, event.coming, all_of_them=self._strict
         )

@@ -77,7 +77,7 @@ class MixedCache:
             if key[1] not in wants:
                 self.held.move_to_end(key, last=False)
                 self._used[key] = 0
-        for expert, asked in reversed(wants.items()):  # the most important is the last used
+        for expert, asked in reversed(list(wants.items())):  # the most important is the last used
             key = layer, expert
             have = self.held.get(key)
             if have is not None and placed is not None and coming is not None:
@@ -87,7 +87,7 @@ class MixedCache:
         victims = (key for key in list(self.held) if key[0] != layer or key[1] not in wants)
         while self.bytes > room and (gone := next(victims, None)) is not None:
             out[gone] = self._drop(gone)
-        for expert in reversed(wants):
+        for expert in reversed(list(wants)):
             if self.bytes <= room:
                 break
             if all_of_them:

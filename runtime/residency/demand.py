@@ -189,8 +189,8 @@ class Demand:
         return False
 
     def _make_way(self) -> bool:
-        """Wait for one copy that was given up and still holds its block, and note all that have ended; whether it had to
-        wait."""
+        """Wait for one copy that was given up and still holds its block, if there is one; note all that have ended.
+        Whether it had to wait."""
         going = next((x for x in self._given_up if not x.event.done()), None)
         if going is not None:
             going.event.wait()
@@ -216,7 +216,7 @@ class Demand:
         """Publish what has arrived."""
         failed = self._residency.poll(lambda key, version: True)
         self._residency.publish_ready()
-        for key, ahead in self._ahead.items():
+        for ahead in self._ahead.values():
             if not ahead.landed and ahead.event.done() and ahead.event.error is None:
                 ahead.landed = True
                 self.moved.prefetch_bytes += ahead.size

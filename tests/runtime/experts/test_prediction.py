@@ -25,7 +25,9 @@ def made(family: str, **extra: Any) -> tuple[Any, list[ExpertLayer]]:
     layers = []
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            layers.append(ExpertLayer(len(layers), name, module.num_experts, (Matrix("gate_up", 96, 64), Matrix("down", 64, 48))))
+            layers.append(
+                ExpertLayer(len(layers), name, module.num_experts, (Matrix("gate_up", 96, 64), Matrix("down", 64, 48)))
+            )
     return model, layers
 
 

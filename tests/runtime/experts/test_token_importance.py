@@ -54,7 +54,9 @@ class Recorder(TokenImportance):
         self.heavy += [mask.clone() for mask in self._heavy.values()][len(self.heavy) :]
 
 
-def whole(model: Any, share: float, text: torch.Tensor | None = None, cached: int = 0, **given: Any) -> list[torch.Tensor]:
+def whole(
+    model: Any, share: float, text: torch.Tensor | None = None, cached: int = 0, **given: Any
+) -> list[torch.Tensor]:
     """Heavy hitters from the whole matrices that a model with plain attention gives."""
     with torch.inference_mode():
         maps = model(**given, output_attentions=True).attentions
@@ -163,7 +165,9 @@ def test_chunks_do_not_change_what_is_received() -> None:
 def test_who_is_a_heavy_hitter() -> None:
     scores = torch.tensor([[5.0, 1, 5, 2, 0], [9, 1, 2, 3, 4]])
     text = torch.tensor([[True] * 5, [False, True, True, True, True]])
-    assert heavy_hitters(scores, 0.2, text).tolist() == [[True] + [False] * 4, [False] * 4 + [True]], "of equals the first"
+    assert heavy_hitters(scores, 0.2, text).tolist() == [[True] + [False] * 4, [False] * 4 + [True]], (
+        "of equals the first"
+    )
     assert heavy_hitters(scores, 0.4, text).tolist() == [
         [True, False, True, False, False],
         [False, False, False, True, True],
@@ -179,7 +183,9 @@ def test_other_models_and_decoding_are_left_alone() -> None:
     calls: list[str] = []
     for which, m in (("mine", model), ("other", other)):
         attention = m.model.layers[0].self_attn
-        attention.register_forward_pre_hook(lambda module, _, w=which: calls.append(f"{w} {module.config._attn_implementation}"))
+        attention.register_forward_pre_hook(
+            lambda module, _, w=which: calls.append(f"{w} {module.config._attn_implementation}")
+        )
     with torch.inference_mode():
         with recorder.watching((1, 8), None, 0):
             model(ids(1, 8))
@@ -194,7 +200,10 @@ def test_other_models_and_decoding_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("family", "attention", "word"),
-    [("qwen3_next", "sdpa", r"Qwen3NextForCausalLM's layers do not give \(model\.layers\.0"), ("qwen3_moe", "flex_attention", "flex_attention")],
+    [
+        ("qwen3_next", "sdpa", r"Qwen3NextForCausalLM's layers do not give \(model\.layers\.0"),
+        ("qwen3_moe", "flex_attention", "flex_attention"),
+    ],
 )
 def test_attention_that_does_not_tell_is_refused_by_name(family: str, attention: str, word: str) -> None:
     model = model_of(family)
@@ -218,7 +227,9 @@ def test_served_models(bundle: Path) -> None:
             for tokens in (ids(1, 64), ids(2, 40), ids(1, 1)):
                 assert torch.equal(model(tokens).logits, plain(tokens).logits)
         prompts = [e for e in told if e.is_prompt]
-        assert len(prompts) == 8 and all(e.important.sum() == 2 * 13 for e in prompts[:4]), "13 of 64, to two experts each"
+        assert len(prompts) == 8 and all(e.important.sum() == 2 * 13 for e in prompts[:4]), (
+            "13 of 64, to two experts each"
+        )
         assert all(e.important.sum() == 2 * 2 * 8 for e in prompts[4:]), "8 of 40 of either sequence"
         assert all(e.important is None for e in told if not e.is_prompt)
         assert all((e.important <= e.counts).all() for e in prompts)

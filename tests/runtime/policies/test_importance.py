@@ -77,7 +77,7 @@ def test_a_prompts_critical_experts_process_heavy_hitters() -> None:
         reached(1, [8, 4, 4, 1], important=[0, 1, 2, 0], **prompt),
     )
     assert first == {(0, 2): 0, (0, 1): 0, (0, 0): 0, (0, 3): 0}
-    assert second == {(1, 2): 0, (1, 1): 0, (1, 0): 1, (1, 3): 1} and list(second)[0] == (1, 2)
+    assert second == {(1, 2): 0, (1, 1): 0, (1, 0): 1, (1, 3): 1} and next(iter(second)) == (1, 2)
     (unknown,) = answers(policy, reached(1, [8, 4, 4, 1], **prompt))
     assert {e for (_, e), v in unknown.items() if v == 0} == {0, 1, 2}, "by tokens; what was high is reused"
 
@@ -116,7 +116,9 @@ def test_prefetch_of_a_prompt_is_of_the_most_frequent() -> None:
     """Equation 7: the top t by predicted tokens, whatever their gates; of equals those with the larger gates."""
     policy = Importance(setting([4, 4]), ImportanceOptions())
     told = {"predicted": [3, 9, 3, 0], "predicted_gates": [0.5, 0.1, 0.9, 0.0]}
-    (got,) = answers(policy, reached(0, [1, 0, 0, 0], gates=[1.0, 0, 0, 0], is_prompt=True, important=[1, 0, 0, 0], **told))
+    (got,) = answers(
+        policy, reached(0, [1, 0, 0, 0], gates=[1.0, 0, 0, 0], is_prompt=True, important=[1, 0, 0, 0], **told)
+    )
     assert list(got.items()) == [((0, 0), 0), ((1, 1), 0), ((1, 2), 0)]
 
 
@@ -283,7 +285,7 @@ placements = st.dictionaries(st.integers(0, EXPERTS - 1), st.sampled_from((HIGH,
 class CacheMachine(RuleBasedStateMachine):
     """The cache against the model, and against the rules."""
 
-    make: Callable[[], MixedCache] = lambda self: MixedCache(SIZES)  # noqa: E731
+    make: Callable[[], MixedCache] = lambda self: MixedCache(SIZES)
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +309,7 @@ class CacheMachine(RuleBasedStateMachine):
         for key in [key for key in self.model.foreseen if key[0] == layer]:
             self.model.foreseen.remove(key)
             if key[1] not in wants:
-                self.model.rows.sort(key=lambda row: row[0] != key)  # noqa: B023
+                self.model.rows.sort(key=lambda row: row[0] != key)
         for expert in reversed(wants):
             self.model.use((layer, expert), wants[expert])
         self.model.evict(room, lambda key: key[0] == layer and key[1] in wants)

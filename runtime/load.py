@@ -44,10 +44,13 @@ def load(
         device_memory: bytes, or a size such as "24GiB", that all of it may take there: weights, KV cache, activations,
             buffers; without it, no limit.
         policy: which version of each expert is served: `static:w4` (a version), `static:FILE.json` (a map),
-            `static:allocation` (the map in the manifest). In a budget also `uniform` and `random`, and three that
+            `static:allocation` (the map in the manifest). In a budget also `uniform` and `random`, and those that
             change versions while serving: `hotness`, with options as `hotness:hi=bf16,lo=w2,interval=1`
             (HotnessOptions); `prefill`, as `prefill:bits=2.5,k=8` (PrefillOptions), which has a prompt's busiest
-            experts on the device and the host execute the others; and the baseline `lru`. The model's
+            experts on the device and the host execute the others; `importance`, which holds no expert before it is
+            needed: passes wait for what a layer lacks, fetched at two precisions by importance, and ahead
+            (ImportanceOptions); `paged`, which serves `bf16` from compressed bytes, decoded while a layer runs
+            (PagedOptions); and the baseline `lru`. docs/policies.md says which to choose. The model's
             `moepack.close()` stops them; so does its end. Without it, the most precise version that is here; in a
             budget `hotness`, or `uniform` where no version can change.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.

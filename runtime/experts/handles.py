@@ -221,8 +221,8 @@ class LayerExperts:
         of: the layer.
         current: what a step that begins now sees. Publishing replaces it.
         reading: what a forward pass reads, for as long as it does; without it, what is current.
-        observer: is shown what the experts read, [tokens, hidden], the router's choice and its weights, [tokens, top_k],
-            before they run; None where nobody asks.
+        observer: is shown what the experts read, [tokens, hidden], and the router's choice and its weights, [tokens,
+            top_k], before they run; None where nobody asks.
         compiled: runs the layer for a compiled pass (op.py); None once the model has gone.
         number: the operator's for this layer.
         trainable: whether a pass may keep what gradients need: under a budget it would not be counted.

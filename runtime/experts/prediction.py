@@ -96,8 +96,8 @@ class Prediction:
         experts = self._layers[position + 1].experts
         flat = chosen[mine].reshape(-1).clamp(max=experts).cpu().numpy()
         weights = gates[mine].reshape(-1).double().cpu().numpy()
-        counts = np.bincount(flat, minlength=experts + 1)[:experts]
-        return counts, np.bincount(flat, weights, minlength=experts + 1)[:experts]
+        counts = np.bincount(flat, minlength=experts + 1)[:experts].astype(np.int64)
+        return counts, np.bincount(flat, weights, minlength=experts + 1)[:experts].astype(np.float64)
 
     def _score(self, position: int, index: Tensor, mine: Any) -> None:
         last, self._last = self._last, None

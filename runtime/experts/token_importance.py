@@ -193,7 +193,9 @@ class TokenImportance:
         self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
 
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
-        """How many heavy hitters go to each expert of a layer (dymoe, equation 2), int64 [experts]; waits for the device.
+        """How many heavy hitters go to each expert of a layer (dymoe, equation 2), int64 [experts].
+
+        Waits for the device.
 
         Args:
             position: of the layer.

@@ -159,8 +159,8 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
 
     Raises:
         InputError: when versions are not there.
-        TooSmallError: when the budget does not hold the base placement of every expert, nor, where experts are loaded on
-            demand, a layer's.
+        TooSmallError: when the budget does not hold the base placement of every expert, and where experts are loaded on
+            demand a whole layer's.
     """
     ladders = ladders_of(bundle, options)
     experts = tuple(x.experts for x in bundle.layers)

@@ -300,8 +300,8 @@ class LiveOptions:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Bytes that what the policy needs to be told takes inside a pass, beside the model's own activations: the least
-        with which it works, and the most that are of use."""
+        """Bytes that what the policy is told takes inside a pass, beside the model's own activations: the least with
+        which that works, and the most that are of use."""
         return 0, 0
 
     @property

@@ -36,7 +36,7 @@ from .placements import ABSENT, on_device
 
 HIGH = 0  # the ladder's first placement; the low one is the second, which with `lo=absent` is the base too
 LOW = 1
-WORKSPACE = 1 << 20, 64 << 20  # bytes in which the attention that tokens receive is added up, chunk by chunk
+WORKSPACE = 1 << 18, 64 << 20  # bytes in which attention is added up: the least is a head's weights of 21,000 keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ what is asked for at which precision.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
 from moepack.pack.errors import InputError
@@ -28,12 +29,13 @@ class MixedCache:
         reuse: whether an expert that is there at a better placement than is asked for is served as it is; else it is
             replaced.
         """
-        self.held: dict[Key, int] = {}
+        self.held: OrderedDict[Key, int] = OrderedDict()
         self.bytes = 0
         self._sizes, self._reuse = sizes, reuse
         self._base = len(sizes[0]) - 1 if sizes else 0
         self._layers: list[dict[int, None]] = [{} for _ in sizes]
         self._used: dict[Key, int] = {}
+        self._foreseen: dict[Key, None] = {}
         self._clock = 0
 
     def last_used(self, key: Key) -> int:
@@ -49,7 +51,8 @@ class MixedCache:
         coming: Ints | None = None,
         all_of_them: bool = True,
     ) -> Changes:
-        """Get a layer's experts; others leave for them, the least recently used first.
+        """Get a layer's experts; others leave for them, the least recently used first. What was foreseen for the layer
+        and is not asked for leaves before those.
 
         Args:
             layer: its position.
@@ -69,7 +72,12 @@ class MixedCache:
         for expert in [e for e in self._layers[layer] if e not in wants]:
             if placed is not None and placed[expert] != self.held[layer, expert]:
                 out[layer, expert] = self._drop((layer, expert))
-        for expert, asked in reversed(wants.items()):  # the most important is the last used
+        for key in [key for key in self._foreseen if key[0] == layer]:
+            del self._foreseen[key]
+            if key[1] not in wants:
+                self.held.move_to_end(key, last=False)
+                self._used[key] = 0
+        for expert, asked in reversed(list(wants.items())):  # the most important is the last used
             key = layer, expert
             have = self.held.get(key)
             if have is not None and placed is not None and coming is not None:
@@ -79,7 +87,7 @@ class MixedCache:
         victims = (key for key in list(self.held) if key[0] != layer or key[1] not in wants)
         while self.bytes > room and (gone := next(victims, None)) is not None:
             out[gone] = self._drop(gone)
-        for expert in reversed(wants):
+        for expert in reversed(list(wants)):
             if self.bytes <= room:
                 break
             if all_of_them:
@@ -110,6 +118,7 @@ class MixedCache:
             for other in leaving:
                 out[other] = self._drop(other)
             self._put(key, asked)
+            self._foreseen[key] = None
             out[key] = asked
         return out
 
@@ -133,4 +142,5 @@ class MixedCache:
         if (have := self.held.pop(key, None)) is not None:
             self.bytes -= self._size(key, have)
             del self._layers[key[0]][key[1]], self._used[key]
+            self._foreseen.pop(key, None)
         return self._base

@@ -169,6 +169,7 @@ class Demand:
             return False
         if entry.active not in (version, residency.base):  # an expert has one format at a time
             residency.switch_now(key, residency.base)
+        first = True
         while True:
             try:
                 outcome = self._transitions.start(key, version)
@@ -180,14 +181,16 @@ class Demand:
                 return outcome is Outcome.NOTHING and entry.flying is not None
             if outcome is Outcome.STARTED:
                 return True
-            if not must or not self._make_way():
+            if not must or not (self._make_way() or first):
                 break
+            first = False
         if must and self._name:
             raise InputError(f"{self._name(key, version)}: no block of memory is left for it")
         return False
 
     def _make_way(self) -> bool:
-        """Wait for one copy that was given up and still holds its block; whether there was one."""
+        """Wait for one copy that was given up and still holds its block, if there is one; note all that have ended.
+        Whether it had to wait."""
         going = next((x for x in self._given_up if not x.event.done()), None)
         if going is not None:
             going.event.wait()
@@ -213,7 +216,7 @@ class Demand:
         """Publish what has arrived."""
         failed = self._residency.poll(lambda key, version: True)
         self._residency.publish_ready()
-        for key, ahead in self._ahead.items():
+        for ahead in self._ahead.values():
             if not ahead.landed and ahead.event.done() and ahead.event.error is None:
                 ahead.landed = True
                 self.moved.prefetch_bytes += ahead.size

@@ -450,10 +450,8 @@ class Live:
         return self.store.bundle.layer_file(_version(self.plan, version).name, key[0]).extent_size(key[1])
 
     def _name(self, key: Key, version: int) -> str:
-        described = self.store.bundle.layers[key[0]]
-        return (
-            f"{self.store.bundle.path}: layer {described.index}, expert {key[1]}, version {self.plan.ladder[version]}"
-        )
+        bundle, placement = self.store.bundle, self.plan.ladder[version]
+        return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {placement}"
 
     def demand(self, position: int, counters: Counters, seen: Seen = NOTHING_SEEN) -> None:
         """Before a layer's experts run: under a policy that blocks, load what it wants and wait.

@@ -77,7 +77,7 @@ def test_a_prompts_critical_experts_process_heavy_hitters() -> None:
         reached(1, [8, 4, 4, 1], important=[0, 1, 2, 0], **prompt),
     )
     assert first == {(0, 2): 0, (0, 1): 0, (0, 0): 0, (0, 3): 0}
-    assert second == {(1, 2): 0, (1, 1): 0, (1, 0): 1, (1, 3): 1} and list(second)[0] == (1, 2)
+    assert second == {(1, 2): 0, (1, 1): 0, (1, 0): 1, (1, 3): 1} and next(iter(second)) == (1, 2)
     (unknown,) = answers(policy, reached(1, [8, 4, 4, 1], **prompt))
     assert {e for (_, e), v in unknown.items() if v == 0} == {0, 1, 2}, "by tokens; what was high is reused"
 
@@ -231,6 +231,15 @@ def test_the_least_recently_used_leave_and_never_for_their_own_layer() -> None:
     assert got == {(0, 3): HIGH, (0, 2): HIGH, (0, 1): NONE, (0, 0): NONE}, "the most important are had"
 
 
+def test_what_was_foreseen_in_vain_leaves_first() -> None:
+    cache = MixedCache(SIZES)
+    cache.serve(0, {0: HIGH}, 16)
+    cache.foresee(1, {0: HIGH, 1: HIGH}, 16, {(0, 0): HIGH})
+    cache.serve(1, {0: HIGH}, 16)
+    assert list(cache.held) == [(1, 1), (0, 0), (1, 0)]
+    assert cache.serve(0, {1: HIGH}, 14) == {(0, 1): HIGH, (1, 1): NONE}
+
+
 def test_what_is_not_there_is_not_held() -> None:
     """Copies fail, are given up, and leave for the KV reserve: the cache hears of it when the layer is reached."""
     cache = MixedCache(SIZES)
@@ -249,6 +258,7 @@ class Model:
 
     def __init__(self) -> None:
         self.rows: list[tuple[Key, int]] = []  # the least recently used first
+        self.foreseen: list[Key] = []
 
     def bytes(self) -> int:
         return sum(SIZES[key[0]][v] for key, v in self.rows)
@@ -257,13 +267,16 @@ class Model:
         have = dict(self.rows).get(key)
         served = asked if have is None else min(have, asked)
         self.rows = [row for row in self.rows if row[0] != key]
+        self.foreseen = [other for other in self.foreseen if other != key]
         if served != NONE:
             self.rows.append((key, served))
         return served
 
     def evict(self, room: int, keep: Callable[[Key], bool]) -> None:
         while self.bytes() > room:
-            self.rows.remove(next(row for row in self.rows if not keep(row[0])))
+            gone = next(row for row in self.rows if not keep(row[0]))
+            self.rows.remove(gone)
+            self.foreseen = [key for key in self.foreseen if key != gone[0]]
 
 
 placements = st.dictionaries(st.integers(0, EXPERTS - 1), st.sampled_from((HIGH, LOW)), max_size=EXPERTS)
@@ -293,6 +306,10 @@ class CacheMachine(RuleBasedStateMachine):
             have = before.get((layer, expert), NONE)
             assert got[layer, expert] <= asked, "promotion: high was asked for, low is served"
             assert got[layer, expert] == min(have, asked), "reuse: high is there, low is loaded"
+        for key in [key for key in self.model.foreseen if key[0] == layer]:
+            self.model.foreseen.remove(key)
+            if key[1] not in wants:
+                self.model.rows.sort(key=lambda row: row[0] != key)
         for expert in reversed(wants):
             self.model.use((layer, expert), wants[expert])
         self.model.evict(room, lambda key: key[0] == layer and key[1] in wants)
@@ -313,13 +330,13 @@ class CacheMachine(RuleBasedStateMachine):
             if dict(self.model.rows).get((layer, expert), NONE) <= asked:
                 continue
             trial = Model()
-            trial.rows = list(self.model.rows)
+            trial.rows, trial.foreseen = list(self.model.rows), list(self.model.foreseen)
             trial.use((layer, expert), asked)
             try:
                 trial.evict(self.room, lambda key: key in needed or (key[0] == layer and key[1] in wants))
             except StopIteration:
                 break
-            self.model.rows = trial.rows
+            self.model.rows, self.model.foreseen = trial.rows, [*trial.foreseen, (layer, expert)]
 
     @invariant()
     def rules(self) -> None:

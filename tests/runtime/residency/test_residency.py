@@ -26,6 +26,7 @@ from residency_simulation import (
     FOUR,
     HOST,
     KEEPS,
+    PAGED,
     POOLS,
     THIRDS,
     TIGHT,
@@ -54,7 +55,7 @@ class Machine(RuleBasedStateMachine):
     plant: Plant | None = None
     sim: Simulation
 
-    @initialize(kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS, THIRDS, HOST, ABSENT]))
+    @initialize(kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS, THIRDS, HOST, ABSENT, PAGED]))
     def load(self, kind: Kind) -> None:
         self.sim = Simulation(kind)
         if type(self).plant is not None:

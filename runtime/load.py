@@ -42,10 +42,11 @@ def load(
         device_memory: bytes, or a size such as "24GiB", that all of it may take there: weights, KV cache, activations,
             buffers; without it, no limit.
         policy: which version of each expert is served: `static:w4` (a version), `static:FILE.json` (a map),
-            `static:allocation` (the map in the manifest). In a budget also `uniform`, and two that change versions
-            while serving: `hotness`, with options as `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions), and the
-            baseline `lru`. The model's `moepack.close()` stops them; so does its end. Without it, the most precise
-            version that is here; in a budget `hotness`, or `uniform` where no version can change.
+            `static:allocation` (the map in the manifest). In a budget also `uniform`, two that change versions while
+            serving: `hotness`, with options as `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions), and the baseline
+            `lru`; and `paged`, which decodes the lossless version's experts when their layer runs (PagedOptions). The
+            model's `moepack.close()` stops them; so does its end. Without it, the most precise version that is here;
+            in a budget `hotness`, or `uniform` where no version can change.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.
         kv_tokens: in a budget, tokens of KV cache a sequence that are held back from the start. Where more are needed
             experts are pushed out for them, and where that does not suffice the forward pass raises BudgetExceeded.

@@ -42,7 +42,10 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     line = next(x for x in document.splitlines() if x.startswith("ENTRIES"))
-    names = {name: sys.modules[f"moepack.runtime.policies.{name}"] for name in ("static", "uniform", "hotness", "lru")}
+    names = {
+        name: sys.modules[f"moepack.runtime.policies.{name}"]
+        for name in ("static", "uniform", "hotness", "lru", "paged")
+    }
     entries = eval(line.partition(" = ")[2], {**names, "tiers": module})  # the documentation's own line
     assert entries[:-1] == registry.ENTRIES
     monkeypatch.setattr(registry, "ENTRIES", entries)

@@ -155,11 +155,32 @@ class CpuAddressSpace:
         if self._can_move and self._libc.mremap(at, both, both, _MOVE, to) == to:
             self.moved += 1
         else:  # a system without such moves, or out of mappings: as much is taken anew
+            self._reserve(to, room)  # what stood there may be gone
             self._can_move, both = False, 0
             self.fresh += 1
         self._reserve(at, had)
         if room > both:
             self._protect(to + both, room - both, _READ_WRITE)
+
+    def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
+        """Move the memory of all of an expert's pages to another's at once; whether that can be done.
+
+        They stand side by side: one move takes half the time of two.
+
+        Args:
+            source, target: layer position and expert.
+        """
+        of, to = self._places[source[0]], self._places[target[0]]
+        if not self._can_move or of.sizes != to.sizes:
+            return False
+        size, at = sum(of.sizes), self.address((0, *source))
+        place = self.address((0, *target))
+        if self._libc.mremap(at, size, size, _MOVE, place) != place:
+            self._reserve(place, size)  # what stood there may be gone
+            return False
+        self.moved += len(of.sizes)
+        self._reserve(at, size)
+        return True
 
     def drop(self, page: Page) -> None:
         """Give a page's memory, if it has any, back to the system."""

@@ -313,6 +313,27 @@ class Paging:
         with self._change:
             self.window.moved(mapped)
 
+    def place_all(self, pages: Sequence[dict[int, Mapped]]) -> None:
+        """The same for pages of some experts, by matrix: both of an expert at once, where their blocks are one's."""
+        pairs = []
+        for expert, first in pages[0].items():
+            second = pages[1].get(expert)
+            if first.at is None or second is None or second.at != (1, *first.at[1:]) or first.at == first.page:
+                continue
+            for event in (*first.after, *second.after):
+                event.wait()
+            first.is_moving = second.is_moving = True
+            if not self.space.bind_both(first.at[1:], first.page[1:]):
+                first.is_moving = second.is_moving = False
+                break
+            pairs += [first, second]
+        with self._change:
+            for mapped in pairs:
+                self.window.moved(mapped)
+        for row in pages:
+            for mapped in row.values():
+                self.place(mapped)
+
     def gave_up(self, mapped: Mapped, error: BaseException | None = None) -> None:
         """A load has ended without its bytes. Where its block was being moved nobody knows where that is: it goes."""
         with self._change:
@@ -371,6 +392,7 @@ class Pages:
                     self._own[d][mapped.page[2]] = mapped
         if any(read):
             self._paging.submit(read, self._snapshot)
+        self._paging.place_all(self._own)
 
     @contextlib.contextmanager
     def decoding(self, matrix: int) -> Iterator[Coded | None]:

@@ -75,6 +75,7 @@ KEEPS = Kind(reserve=2, room=9, keeps_base=True)
 POOLS = Kind(pages=(4, 1), reserve=1, room=3, fixed=True)
 THIRDS = Kind(pages=(4, 2, 1), reserve=2, room=2, fixed=True)
 HOST = Kind(pages=(4, 2, 2, 1), reserve=2, room=9, host=(2, 3))
+PAGED = Kind(pages=(4, 3, 0), reserve=3, room=9)  # uncompressed, compressed, and in files: the ladder of `paged`
 ABSENT = Kind(pages=(4, 2, 2, 0), reserve=2, room=9, host=(2,))
 RUNGS = Kind(pages=(4, 3, 2, 2, 1), reserve=0, room=9, host=(1, 2, 3, 4))
 DIVIDED = Kind(pages=(4, 3, 2, 1), reserve=0, room=3, fixed=True, host=(1, 2, 3))

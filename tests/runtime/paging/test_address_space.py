@@ -89,6 +89,17 @@ def test_blocks_go_from_page_to_page_with_what_is_in_them(matrices: tuple[Matrix
     assert smaps(space, experts)[0] == 0
 
 
+def test_both_pages_of_an_expert_move_at_once() -> None:
+    space = CpuAddressSpace([(LARGE, 3), (SMALL, 3)], BF16)
+    for d in (0, 1):
+        space.bind(None, (d, 0, 1))
+        memory(space, (d, 0, 1)).fill_(5 + d)
+    if space.bind_both((0, 1), (0, 2)):
+        assert [int(memory(space, (d, 0, 2)).float().mean()) for d in (0, 1)] == [5, 6] and space.moved == 2
+        assert smaps(space, 3)[0] == 9 << 20
+    assert not space.bind_both((0, 2), (1, 0)), "other sizes"
+
+
 def test_without_moves_memory_is_taken_anew() -> None:
     """Another system, or one that is out of mappings: slower, and the bytes are bounded all the same."""
     space = CpuAddressSpace([(LARGE, 4)], BF16)

@@ -28,6 +28,7 @@ from residency_simulation import (
     FOUR,
     HOST,
     KEEPS,
+    PAGED,
     POOLS,
     RUNGS,
     THIRDS,
@@ -58,7 +59,9 @@ class Machine(RuleBasedStateMachine):
     plant: Plant | None = None
     sim: Simulation
 
-    @initialize(kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS, THIRDS, HOST, ABSENT, RUNGS, CRAMPED, DIVIDED]))
+    @initialize(
+        kind=st.sampled_from([DROPS, FOUR, TIGHT, KEEPS, POOLS, THIRDS, HOST, ABSENT, RUNGS, CRAMPED, DIVIDED, PAGED])
+    )
     def load(self, kind: Kind) -> None:
         self.sim = Simulation(kind)
         if type(self).plant is not None:

@@ -53,7 +53,8 @@ def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
             time.sleep(0.1)
     assert compared > 0
     if live is not None:
-        assert model.moepack.counters()["promotions"] > 0 and live.tracker.peak <= 30_000_000
+        changed = "forward_waits" if live.paging is not None else "promotions"  # prompts move no expert of `paged`
+        assert model.moepack.counters()[changed] > 0 and live.tracker.peak <= live.tracker.budget
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")

@@ -45,8 +45,9 @@ def load(
             `static:allocation` (the map in the manifest). In a budget also `uniform`, and two that change versions
             while serving: `hotness`, with options as `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions), and the
             baseline `lru`; and `importance`, which holds no expert before it is needed: passes wait for what a layer
-            lacks, fetched at two precisions by importance, and ahead (ImportanceOptions). The model's `moepack.close()` stops them; so does its end. Without it, the most precise
-            version that is here; in a budget `hotness`, or `uniform` where no version can change.
+            lacks, fetched at two precisions by importance, and ahead (ImportanceOptions). The model's `moepack.close()`
+            stops them; so does its end. Without it, the most precise version that is here; in a budget `hotness`, or
+            `uniform` where no version can change.
         dtype: of the dense tensors and the activations: a torch dtype, or "auto" for the checkpoint's own.
         kv_tokens: in a budget, tokens of KV cache a sequence that are held back from the start. Where more are needed
             experts are pushed out for them, and where that does not suffice the forward pass raises BudgetExceeded.

@@ -123,6 +123,14 @@ def _version(plan: Plan, placement: int) -> Version:
     return version
 
 
+def _stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
+    return bundle.layer_file(_version(plan, version).name, key[0]).extent_size(key[1])
+
+
+def _name(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
+    return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[version]}"
+
+
 class Live:
     """Serves a bundle while its experts' versions change. Every method may be called from any thread.
 
@@ -220,8 +228,8 @@ class Live:
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
         self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand)
-        named = self._name if plan.ladder[plan.base].where is Where.ABSENT else None
-        self.loading = Demand(self.residency, self.transitions, self._stored_bytes, named)
+        named = partial(_name, bundle, plan) if plan.ladder[plan.base].where is Where.ABSENT else None
+        self.loading = Demand(self.residency, self.transitions, partial(_stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None
         if plan.window:
             self._page()
@@ -445,13 +453,6 @@ class Live:
     def waited(self) -> float:
         """Seconds it did."""
         return self.loading.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
-
-    def _stored_bytes(self, key: Key, version: int) -> int:
-        return self.store.bundle.layer_file(_version(self.plan, version).name, key[0]).extent_size(key[1])
-
-    def _name(self, key: Key, version: int) -> str:
-        bundle, placement = self.store.bundle, self.plan.ladder[version]
-        return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {placement}"
 
     def demand(self, position: int, counters: Counters, seen: Seen = NOTHING_SEEN) -> None:
         """Before a layer's experts run: under a policy that blocks, load what it wants and wait.

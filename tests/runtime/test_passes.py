@@ -97,7 +97,7 @@ def open_steps(model: Any) -> int:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
-@pytest.mark.parametrize("policy", [FAST, "lru:hi=bf16,lo=w2"])
+@pytest.mark.parametrize("policy", [FAST, "lru:hi=bf16,lo=w2", "importance"])
 def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str, error: type[BaseException]) -> None:
     least = plan(bundle, 0, policy=policy, prefill_tokens=64).least_bytes
     model = moepack.load(bundle, policy=policy, device_memory=least + 2_000_000, prefill_tokens=64)

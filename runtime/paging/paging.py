@@ -223,7 +223,7 @@ class Paging:
         step.waited += pages.waited
         for kind in (0, 1):
             counts.demanded[kind] += pages.demanded[kind]
-        if not step.prompt.tokens:
+        if not step.prompt.several:
             step.demanded.append((pages.position, *pages.demanded))
 
     def submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, is_ahead: bool = False) -> None:

@@ -513,7 +513,7 @@ class Live:
             chosen += new
         for weighed, more in zip(self._gates, gates, strict=True):
             weighed += more
-        if not step.prompt.tokens and self.policy.needs.timings:
+        if not step.prompt.several and self.policy.needs.timings:
             self._steps += 1
             self._computed += step.seconds
             for position, *sizes in step.demanded:

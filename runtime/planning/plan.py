@@ -27,7 +27,7 @@ from .capacity import base_bytes, bytes_by_loss, even_bytes
 from .exceeded import TooSmallError
 from .fixed import Fixed
 
-ROOMY = 256  # of the bytes beyond the least that would do, a workspace has one in so many
+ROOMY = 32  # of the bytes beyond the least that would do, a workspace has one in so many
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
 
 

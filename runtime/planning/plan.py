@@ -28,7 +28,7 @@ from .exceeded import TooSmallError
 from .fixed import Fixed
 from .paging import LOADERS, measure_rates, window_size
 
-ROOMY = 256  # of the bytes beyond the least that would do, a workspace has one in so many
+ROOMY = 32  # of the bytes beyond the least that would do, a workspace has one in so many
 FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
 
 

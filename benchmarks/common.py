@@ -70,19 +70,31 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def finish(
-    title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], targets: Sequence[Target], out: Path | None
-) -> None:
-    """Print the table and the targets; write the JSON file where one is wanted."""
+def show(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table."""
     from rich.console import Console
     from rich.table import Table
 
-    facts = machine()
-    console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*(_cell(row.get(c, "")) for c in columns))
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def finish(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[dict[str, Any]],
+    targets: Sequence[Target],
+    out: Path | None,
+    more: dict[str, Any] | None = None,
+) -> None:
+    """Print the table and the targets; write the JSON file where one is wanted, with `more` in it."""
+    from rich.console import Console
+
+    facts = machine()
+    show(title, columns, rows)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     simd = f", {'/'.join(facts['simd'])}" if facts["simd"] else ""
     console.print(f"{facts['cpu']}{simd}, {facts['cores']} cores, {facts['memory_gib']} GiB, GPU: {facts['gpu']}")
     console.print(", ".join(f"{k} {v}" for k, v in facts["libraries"].items()), highlight=False)
@@ -92,7 +104,8 @@ def finish(
         console.print(f"{word}  {t.name}: {t.value:.4g} ({sign} {t.target:g})", highlight=False)
     if out is not None:
         listed = [{**asdict(t), "met": t.met} for t in targets]
-        out.write_text(json.dumps({"machine": facts, "rows": list(rows), "targets": listed}, indent=1) + "\n")
+        whole = {"machine": facts, "rows": list(rows), "targets": listed, **(more or {})}
+        out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def _cell(value: Any) -> str:

@@ -1,0 +1,117 @@
+"""How a model goes on with real text: a prompt at once, then token by token, the text's own tokens being put in.
+
+So every policy decodes the same tokens, and its logits are compared with another run's one by one. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last the normal distribution's will do.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 11: 2.20, 15: 2.13, 23: 2.07, 31: 2.04, 47: 2.01}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Windows of one workload, int64 [windows, length]."""
+
+    name: str
+    ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean and half the width of its 95 % interval, the windows being the sample: a window's tokens go together."""
+
+    value: float
+    half: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Mean:
+        """Of one value a window."""
+        n = len(values)
+        if n < 2:
+            return Mean(statistics.fmean(values), math.inf)
+        quantile = next((q for degrees, q in reversed(_T.items()) if degrees <= n - 1), 1.96)
+        return Mean(statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(n))
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What one session gave.
+
+    Attributes:
+        nll: [windows], mean negative log-likelihood of the tokens after the prompt, nats, by text.
+        kl: [windows], mean Kullback-Leibler divergence of the reference's distribution from this one's, nats a token.
+        logs: the log-probabilities themselves, float32 [tokens, vocabulary] a window, where they are kept.
+        ttft: seconds of each prompt's pass.
+        tpot: seconds of each pass over one token.
+    """
+
+    nll: dict[str, list[float]] = field(default_factory=dict)
+    kl: dict[str, list[float]] = field(default_factory=dict)
+    logs: list[Tensor] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+
+    def perplexity(self, text: str) -> float:
+        """Of the tokens after the prompts."""
+        return math.exp(statistics.fmean(self.nll[text]))
+
+    def divergence(self) -> Mean:
+        """Over all windows."""
+        return Mean.of([x for row in self.kl.values() for x in row])
+
+    def rise(self, over: Decoded) -> Mean:
+        """Of the negative log-likelihood over another run's, window by window: nats a token, near the relative rise of
+        perplexity."""
+        pairs = [(a, b) for name, row in self.nll.items() for a, b in zip(row, over.nll[name], strict=True)]
+        return Mean.of([a - b for a, b in pairs])
+
+
+def decode(model: Any, texts: Sequence[Text], prompt: int, reference: Decoded | None = None) -> Decoded:
+    """Go through all windows in order.
+
+    Args:
+        model: a causal language model.
+        texts: one after another: the workload shifts between them.
+        prompt: tokens of a window that are read at once.
+        reference: a run over the same windows that kept its log-probabilities; without it, this run keeps them.
+    """
+    out, windows = Decoded(), 0
+    with torch.inference_mode():
+        for text in texts:
+            out.nll[text.name], out.kl[text.name] = [], []
+            for ids in text.ids:
+                logs = torch.log_softmax(_window(model, ids, prompt, out), -1)
+                target = ids[prompt:].unsqueeze(1)
+                out.nll[text.name].append(-logs.gather(1, target).mean().item())
+                if reference is None:
+                    out.logs.append(logs)
+                else:
+                    best = reference.logs[windows]
+                    out.kl[text.name].append(float((best.exp() * (best - logs)).sum(-1).mean()))
+                windows += 1
+    return out
+
+
+def _window(model: Any, ids: Tensor, prompt: int, out: Decoded) -> Tensor:
+    """Logits before each token after the prompt, float32 [tokens, vocabulary]."""
+    began = time.perf_counter()
+    got = model(ids[None, :prompt], use_cache=True, logits_to_keep=1)
+    out.ttft.append(time.perf_counter() - began)
+    logits = [got.logits[0, -1].float()]
+    for at in range(prompt, len(ids) - 1):
+        began = time.perf_counter()
+        got = model(ids[None, at : at + 1], past_key_values=got.past_key_values, use_cache=True, logits_to_keep=1)
+        out.tpot.append(time.perf_counter() - began)
+        logits.append(got.logits[0, -1].float())
+    return torch.stack(logits)

@@ -1,0 +1,67 @@
+"""What no policy may do wrong, whatever it decides: families and batches that are unlike the model it was made on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from live_models import least
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.runtime.policies.registry import ENTRIES
+
+RECIPE = "quantize: {method: rtn, group_size: 32, loss_tokens: 64}\n"
+RECIPE += "calibration: {samples: 4, length: 64, batch_size: 2}"
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all experts chosen": ("mixtral", {"num_experts_per_tok": 4}),
+    "a dense layer, shared experts": ("deepseek_v3", {}),
+    "windows, sinks, biases": ("gpt_oss", {}),
+    "a dense layer between": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "linear attention": ("qwen3_next", {}),
+}
+POLICIES = [entry.name for entry in ENTRIES]
+REFUSED = {("importance", "linear attention"): "attention"}  # by policy and model: words of its refusal
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(
+    request: pytest.FixtureRequest, demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
+    family, more = MODELS[request.param]
+    folder = tmp_path_factory.mktemp("every")
+    checkpoint = tiny_models.save_tiny(family, folder / "checkpoint", demo_model, **more)
+    build(checkpoint, folder / "bundle", parse_recipe(RECIPE, "test"), [text])
+    yield request.param, folder / "bundle"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_serves_a_byte_above_the_least(policy: str, made: tuple[str, Path]) -> None:
+    """One token, a batch of unlike lengths with padding, generation with a cache, a longer prompt."""
+    name, bundle = made
+    room = {"kv_tokens": 64, "batch": 2, "prefill_tokens": 24}
+    if words := REFUSED.get((policy, name)):
+        with pytest.raises(InputError, match=words):
+            moepack.load(bundle, policy=policy, device_memory=1 << 40, **room)
+        return
+    memory = (1 << 40) if policy == "static" else least(bundle, policy, **room) + 1
+    model = moepack.load(bundle, policy=policy, device_memory=memory, **room)
+    with model.moepack as served, torch.inference_mode():
+        one = model(torch.tensor([[7]]), use_cache=False).logits
+        assert torch.isfinite(one).all()
+        ids = torch.tensor([[0, 0, 0, 9, 10, 11], [3, 4, 5, 6, 7, 8]])
+        mask = (torch.arange(6) >= torch.tensor([[3], [0]])).long()
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert out.shape == (2, 12)
+        long = torch.arange(1, 25)[None]
+        mask = torch.ones_like(long)
+        out = model.generate(long, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert out.shape == (1, 28) and torch.isfinite(model(long, use_cache=False).logits).all()
+        assert served.resident_bytes_peak <= memory
+        assert served.counters()["worker_failures"] == 0 == served.counters()["transition_failures"]

@@ -105,8 +105,11 @@ class Demand:
                 stay |= dict.fromkeys(residency.above() - wanted.keys(), residency.base)
             for key in [k for k in self._ahead if k[0] == position and k not in stay]:
                 self._give_up(key)
-            for key in [k for k, version in stay.items() if version == residency.base]:
-                self._leave(key)
+            for key, version in stay.items():  # what gives bytes back goes first, another format's too
+                if version == residency.base:
+                    self._leave(key)
+                elif residency.entries[key].active not in (version, residency.base):
+                    residency.switch_now(key, residency.base)
             needed = [(k, v) for k, v in stay.items() if k[0] == position and v != residency.base]
             waits = [(key, version) for key, version in needed if self._need(key, version)]
             for key, version in stay.items():
@@ -167,8 +170,6 @@ class Demand:
         residency, entry = self._residency, self._residency.entries[key]
         if not (must and self._name) and not self._transitions.may_try(key, version):
             return False
-        if entry.active not in (version, residency.base):  # an expert has one format at a time
-            residency.switch_now(key, residency.base)
         first = True
         while True:
             try:

@@ -55,6 +55,15 @@ def moved(sim: Waits) -> list[int]:
     return [m.demand_bytes, m.prefetch_bytes, m.prefetch_in_time, m.prefetch_late, m.prefetch_wasted]
 
 
+def test_what_gives_bytes_back_goes_before_what_needs_them() -> None:
+    """Another layer's expert goes from high to low in the same answer: its high block is what the layer needs."""
+    sim = Waits()
+    sim.demand.reach(1, Changes({(1, 0): HIGH}))
+    sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): HIGH, (0, 2): HIGH, (1, 0): LOW}))
+    sim.demand.reach(1, Changes({(1, 0): LOW}))
+    assert sim.at() == {(0, 0): HIGH, (0, 1): HIGH, (0, 2): HIGH, (1, 0): LOW}
+
+
 def test_a_layer_waits_for_its_own_and_not_for_what_is_ahead() -> None:
     sim = Waits()
     sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): LOW, (1, 0): HIGH}))

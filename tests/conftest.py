@@ -43,7 +43,7 @@ SLOW = (
     "runtime/kernels/test_affine_native.py::test_the_table", "runtime/kernels/test_affine_native.py::test_without",
     "runtime/kernels/test_affine_native.py::test_after", "runtime/planning/test_fixed", "runtime/residency/test_live",
     "runtime/residency/test_worker", "runtime/residency/test_sequences", "runtime/residency/test_prefill_live",
-    "runtime/paging/test_paging", "runtime/policies/test_every_policy",
+    "runtime/paging/test_paging", "runtime/policies/test_every_policy", "runtime/residency/test_under",
     "runtime/residency/test_residency.py::test_planted", "runtime/residency/test_residency.py::test_invariants",
     "runtime/downstream", "runtime/test_compile", "runtime/test_downstream", "runtime/test_generation",
     "runtime/test_load", "runtime/test_passes", "whole/test_encodings", "whole/test_examples", "whole/test_families",

@@ -1,0 +1,209 @@
+"""Residency's invariants under every policy that changes placements: its answers to events in any order.
+
+Those that do not block run in the state machine of residency, with overlapping steps, in place of what it wants by
+chance. Those that block load on demand, one step at a time, while the KV cache grows and shrinks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from residency_machine import LIMITS, Machine
+from residency_simulation import EXPERTS, Kind, SimEvent, Simulation
+
+from moepack.pack.errors import InputError, MoepackError
+from moepack.pack.spec import PAGE, Version
+from moepack.runtime.policies.contract import (
+    DecodingBegan,
+    Interval,
+    LayerReached,
+    PrefillEnded,
+    SequenceBegan,
+    SequenceEnded,
+    Setting,
+)
+from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.registry import parse_policy
+from moepack.runtime.residency.demand import Demand
+
+VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))
+PAGES = {"bf16": 5, "bf16@packed": 3, "w4": 4, "w3": 3, "w2": 2, "w1": 1}
+SHARED = ["hotness:interval=0,prior=none", "hotness:interval=0,between=no", "prefill:bits=2", "prefill:k=1,bits=3"]
+SHARED += ["paged:interval=0,theta=1", "paged:interval=0,resident=0.5,stagger=no"]
+BLOCKING = ["lru:hi=bf16,lo=w2", "lru:hi=w4,lo=absent", "importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent,r=0.5"]
+BLOCKING += ["importance:hi=bf16,lo=w2,reuse=no,r=0.75", "importance:hi=w4,lo=w2,by=random,prefetch=no"]
+
+
+def served(text: str, room: int) -> tuple[Kind, Any]:
+    """What a policy is simulated on, and the policy."""
+    parsed = parse_policy(text, True)
+    ladder = parsed.options.ladders(VERSIONS)[0]
+    pages = [0 if p.where in (Where.ABSENT, Where.STORED) else PAGES[str(p).removesuffix("@host")] for p in ladder]
+    host = tuple(i for i, p in enumerate(ladder) if p.where is Where.HOST)
+    reserve = 0 if host or parsed.options.keeps_low else max(pages[1:])
+    kind = Kind(tuple(pages), reserve, room, parsed.options.keeps_low, host=host)
+    sizes = [0 if i in host else n * PAGE for i, n in enumerate(pages)]
+    sizes[-1] = 0 if parsed.options.keeps_low else sizes[-1]
+    losses = [np.tile(np.arange(len(ladder), dtype=float), (n, 1)) for n in EXPERTS]
+    traffic = [[float(e + 1) for e in range(n)] for n in EXPERTS]
+    setting = Setting(EXPERTS, ladder, [sizes] * len(EXPERTS), traffic, losses, None)
+    if text.startswith("paged"):
+        setting = replace(setting, rates=(float("inf"), 2e6, 1e6))
+    assert parsed.entry.make is not None
+    return kind, parsed.entry.make(setting, parsed.options)
+
+
+def counts(seed: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 4, n) for n in EXPERTS]
+
+
+class UnderPolicy(Machine):
+    """The policy answers; what the machine would want by chance is nothing here."""
+
+    text = ""
+
+    @initialize(kind=st.integers(4, 20))
+    def load(self, kind: int) -> None:
+        made, self.made = served(self.text, kind)
+        self.sim = Simulation(made)
+        self.clock, self.sequences, self.numbers = 0.0, list[int](), itertools.count(1)
+
+    def tell(self, event: Any) -> None:
+        wanted = self.made.decide(event)
+        if wanted is not None:
+            base = self.sim.kind.base
+            assert all(0 <= v <= base for v in wanted.values()) and wanted.keys() <= self.sim.residency.entries.keys()
+            self.sim.transitions.want(wanted, self.made.worth, self.made.needs.exact)
+            for key in wanted:
+                self.made.worth(key)
+
+    def capacity(self) -> Sequence[int]:
+        transitions = self.sim.transitions
+        left = self.sim.kind.room * PAGE - transitions.kv_bytes - transitions.kv_asked
+        return [left // 2] * 2
+
+    @rule(wanted=st.integers(0, 999))
+    def policy(self, wanted: int) -> None:
+        self.clock += 1
+        loaded = [[0, 10_000 * (wanted % 7), 5000 * (wanted % 5)]] * 2 if self.made.needs.timings else ()
+        gates = [row.astype(float) for row in counts(wanted)] if self.made.needs.gates else ()
+        self.tell(Interval(self.clock, self.capacity(), counts(wanted), gates, 3, 0.01 * (wanted % 9), loaded))
+
+    @rule(seed=st.integers(0, 999))
+    def a_prompt(self, seed: int) -> None:
+        number = next(self.numbers) if seed % 3 or not self.sequences else self.sequences[seed % len(self.sequences)]
+        if number not in self.sequences:
+            self.sequences.append(number)
+            self.tell(SequenceBegan(self.clock, self.capacity(), 8, number))
+        gates = [0.3 * row for row in counts(seed + 1)]
+        self.tell(PrefillEnded(self.clock, self.capacity(), counts(seed), gates, number))
+
+    @rule(which=st.integers(0, 9))
+    @precondition(lambda self: self.sequences)
+    def decoding(self, which: int) -> None:
+        self.tell(DecodingBegan(self.clock, self.capacity(), self.sequences[which % len(self.sequences)]))
+
+    @rule(which=st.integers(0, 9))
+    @precondition(lambda self: self.sequences)
+    def a_sequence_ends(self, which: int) -> None:
+        number = self.sequences.pop(which % len(self.sequences))
+        self.tell(SequenceEnded(self.clock, self.capacity(), number))
+
+
+@pytest.fixture
+def silent() -> Iterator[None]:
+    logging.getLogger("moepack.runtime").disabled = True
+    yield
+    logging.getLogger("moepack.runtime").disabled = False
+
+
+@pytest.mark.parametrize("text", SHARED)
+def test_invariants_hold_under_policies_that_do_not_block(text: str, silent: None) -> None:
+    machine = type("Under", (UnderPolicy,), {"text": text})
+    run_state_machine_as_test(machine, settings=settings(LIMITS, max_examples=12, stateful_step_count=60))
+
+
+class Waited(Simulation):
+    """A wait ends the copies before it and its own."""
+
+    failing = 0.0
+
+    def fetch(self, key: Any, version: int, target: torch.Tensor) -> SimEvent:
+        event = super().fetch(key, version, target)
+
+        def wait() -> None:
+            while not event.ended:
+                self.finish(0, failed=self.rng.random() < self.failing)
+
+        event.wait = wait  # type: ignore[method-assign]
+        return event
+
+    rng = random.Random(0)
+
+
+@pytest.mark.parametrize("text", BLOCKING)
+def test_invariants_hold_under_policies_that_block(text: str, silent: None) -> None:
+    """Everything that a layer needs is there when it runs, within the bytes, or the pass ends with an error."""
+    refused = 0
+    for seed in range(24):
+        rng = random.Random(seed)
+        best = served(text, 0)[0].pages[0]
+        room = best * max(EXPERTS) + rng.randint(0, 8)
+        kind, policy = served(text, room)
+        sim = Waited(kind)
+        sim.rng, sim.failing = rng, 0.1 if seed % 4 == 0 else 0.0
+        sim.transitions.headroom.kept = best * max(EXPERTS) * PAGE
+        demand = Demand(
+            sim.residency, sim.transitions, lambda key, version: 100, lambda key, version: f"{key} {version}"
+        )
+        resident = kind.pages[-1] > 0
+        if resident:
+            demand._name = None
+        for step in range(30):
+            if rng.random() < 0.2:
+                try:
+                    sim.transitions.grow_kv(PAGE)
+                    sim.transitions.tick()
+                except MemoryError:
+                    pass
+            elif sim.transitions.kv_bytes and rng.random() < 0.2:
+                sim.transitions.shrink_kv(PAGE)
+            for layer, n in enumerate(EXPERTS):
+                chosen = np.array([rng.randint(0, 2) for _ in range(n)])
+                ahead = np.array([rng.randint(0, 2) for _ in range(EXPERTS[-1])]) if layer == 0 else None
+                placed, coming = demand.where(layer)
+                kv = sim.transitions.kv_bytes + sim.transitions.kv_asked
+                capacity = [(room * PAGE - kv + 1) // 2] * 2
+                event = LayerReached(
+                    float(step), capacity, layer, chosen, 0.3 * chosen, bool(rng.randint(0, 1)), chosen,
+                    ahead, None if ahead is None else 0.3 * ahead, placed, coming,
+                )  # fmt: skip
+                wanted = policy.decide(event)
+                try:
+                    if wanted is not None:
+                        demand.reach(layer, wanted)
+                except MoepackError as error:
+                    assert sim.failing or not isinstance(error, InputError), (seed, step, layer, error)
+                    refused += 1
+                    continue
+                sim.check()
+                if not sim.failing:
+                    here = {key: v for key, v in (wanted or {}).items() if key[0] == layer and chosen[key[1]]}
+                    assert all(sim.residency.entries[key].active == v for key, v in here.items()), (seed, step)
+                for _ in range(rng.randint(0, len(sim.jobs))):
+                    sim.finish(0)
+        demand.where(0)
+        sim.check()
+    assert bool(refused) == (kind.pages[-1] == 0), "copies that fail end passes where nothing else is there"

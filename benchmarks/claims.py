@@ -73,15 +73,12 @@ def retention(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
                 f"{name}, r={share}, by {by}": f"importance:hi=w4,lo={low},r={share},by={by},reuse=no,prefetch=no"
                 for by in ("importance", "counts", "random")[: 3 if share < 1 else 1]
             }
-            mine = _table(
-                session, best, "importance: retention", pair if share < 1 else dict([next(iter(pair.items()))])
-            )
+            mine = _table(session, best, "importance: retention", pair)
             rows += mine
             if share < 1:
-                ratio = mine[0]["KL, mnat"] / mine[1]["KL, mnat"]
-                targets.append(
-                    Target(f"importance {name}, r={share}: KL over that of random experts", ratio, 1, "lower")
-                )
+                ratio = mine[0]["KL, mnat"] / mine[-1]["KL, mnat"]
+                label = f"importance {name}, r={share}: KL over that of random experts"
+                targets.append(Target(label, ratio, 1, "lower"))
     return rows, targets
 
 

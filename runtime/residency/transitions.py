@@ -179,7 +179,7 @@ class Transitions:
                     short += growth if waiting <= AHEAD else 0
                 continue
             if after_evictions is not None:
-                if growth > after_evictions:
+                if growth > max(after_evictions, 0):
                     continue
                 after_evictions -= growth
             headroom -= growth

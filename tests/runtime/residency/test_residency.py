@@ -17,6 +17,7 @@ from residency_simulation import (
     CRAMPED,
     DIVIDED,
     DROPS,
+    HOST,
     KEEPS,
     POOLS,
     RUNGS,
@@ -397,6 +398,17 @@ def test_the_kv_cache_picks_another_expert_where_one_cannot_leave() -> None:
     settled(sim, 3)
     assert sim.transitions.kv_bytes == 2 * PAGE and sim.transitions.failures == 1
     assert active(sim)[0] == [0, 0, BASE, 0], "the least wanted stayed high"
+
+
+def test_moves_on_the_host_go_on_while_the_kv_cache_has_every_byte() -> None:
+    """A promotion that never fits stands before them; they need nothing of the device."""
+    sim = Simulation(HOST)
+    sim.transitions.grow_kv(sim.transitions.headroom.most_kv())
+    settled(sim)
+    assert sim.transitions.headroom.settled() < 0
+    sim.transitions.want({(0, 0): 0, (0, 1): 2})
+    settled(sim)
+    assert sim.residency.entries[0, 1].active == 2 and sim.residency.entries[0, 0].active == HOST.base
 
 
 def test_pools_that_cannot_shrink_are_settled_from_the_start() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "policies.md")
 TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "humaneval": "HumanEval"}
 VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
 
@@ -262,6 +262,88 @@ def overlap() -> str:
     )
 
 
+def policies() -> str:
+    """All policies at equal bytes of device memory."""
+    out = []
+    for row in results("policies-tiny-qwen3-moe")["rows"]:
+        name, share = row["policy"], row["budget"] or "none"
+        if "least MB" in row:
+            out.append([share, name, f"needs {row['least MB']:.1f} MB", *[""] * 9])
+            continue
+        kl = f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}" if "KL, mnat" in row else ""
+        times = [f"{row[k]:.1f}" for k in ("TTFT ms", "TPOT p50 ms", "TPOT p99 ms")]
+        moved = [_megabytes(row[k]) for k in ("MB demand", "MB ahead", "MB host")]
+        waits = f"{row['waits']:,}" if row["waits"] else ""
+        out.append([share, name, *(_figures(row[t]) for t in TEXTS), kl, *times, *moved, waits])
+    columns = ["budget", "policy", *TEXTS.values(), "KL, mnat", "TTFT, ms", "TPOT, ms", "its 99th percentile, ms"]
+    return table([*columns, "waited for, MB", "ahead, MB", "host, MB", "waits"], out)
+
+
+def _megabytes(size: float) -> str:
+    return "" if not size else f"{size:.1f}" if size < 100 else f"{size:,.0f}"
+
+
+def _claims(name: str) -> list[dict[str, Any]]:
+    return [row for row in results("policies-tiny-qwen3-moe")["claims"] if row["table"] == name]
+
+
+def similarity() -> str:
+    """A prompt's experts and its decoding's."""
+    rows = _claims("prefill: similarity")
+    return table(
+        ["", *(row["what"] for row in rows)],
+        [[shown, *(f"{row[key]:.3f}" for row in rows)]
+         for shown, key in (("its own decoding", "own"), ("another text's", "other text's"))],
+    )  # fmt: skip
+
+
+def _divergences(name: str) -> str:
+    rows = [[row["what"], f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}"] for row in _claims(name)]
+    return table(["", "KL, mnat"], rows)
+
+
+def selector() -> str:
+    """Widths of the host's experts."""
+    return _divergences("prefill: bits of the rest")
+
+
+def retention() -> str:
+    """Critical experts and the others."""
+    return _divergences("importance: retention")
+
+
+def on_demand() -> str:
+    """Bytes that passes waited for, and those fetched ahead."""
+    out = []
+    for row in _claims("importance: bytes"):
+        needed = row["MB in time"] + row["MB late"]
+        in_time = f"{row['MB in time'] / needed:.2f}" if needed else ""
+        moved = [_megabytes(row[k]) for k in ("MB demand", "MB ahead")]
+        out.append([row["what"], *moved, in_time, f"{row['KL, mnat']:.2f}", f"{row['TPOT p50 ms']:.1f}"])
+    return table(["", "waited for, MB", "ahead, MB", "in time", "KL, mnat", "TPOT, ms"], out)
+
+
+def prediction() -> str:
+    """Of the next layer's experts."""
+    rows = _claims("importance: prediction")
+    return table([row["what"] for row in rows], [[f"{row['foretold']:.2f}" for row in rows]])
+
+
+def alpha() -> str:
+    """Time a token by what stays on the device."""
+    rows = _claims("paged: alpha")
+    shown = [(row["what"].removeprefix("alpha="), f"{row['TPOT p50 ms']:.1f}", f"{row['peak MB']:.1f}") for row in rows]
+    return table(["alpha", "TPOT, ms", "device memory, MB"], [list(row) for row in shown])
+
+
+def paged() -> str:
+    """Paged experts at a large layer's shape."""
+    rows = results("paged")["rows"]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[f"{v:.4g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns] for row in rows]
+    return table(columns, cells)
+
+
 def missed() -> str:
     """Targets that are not met, of all results."""
     out = []
@@ -277,7 +359,7 @@ TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary, quality, allocation, quantisers, build, true_size, codec, kernels, whole_model, shapes, residency,
-        tpot, overlap, missed,
+        tpot, overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

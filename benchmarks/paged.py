@@ -47,6 +47,7 @@ from moepack.runtime.paging.paging import Paging
 from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.paging import window_size
 from moepack.runtime.policies.placements import Where
+from moepack.runtime.residency.steps import NO_PROMPT, Prompt
 from moepack.runtime.store.files import Stored
 
 BF16 = Version.of("bf16")
@@ -59,7 +60,7 @@ class Step:
     """What paging reads and writes of a pass."""
 
     snapshots: tuple[Any, ...] = ()
-    is_prompt: bool = False
+    prompt: Prompt = NO_PROMPT
     waited: float = 0.0
     ahead: Any = None
     demanded: list[tuple[int, int, int]] = field(default_factory=list)

@@ -107,7 +107,8 @@ class Paging:
         self.space, self.window, self.counts = space, window, Counts()
         self._layers, self._stored, self._mark, self._ahead = tuple(layers), stored, mark, ahead
         self._staging = [CpuMemory(staging).tensor.numpy() for _ in range(LOADERS)]
-        self._change = threading.Condition()
+        self._lock = threading.RLock()  # taken by itself: an interruption inside Condition.__enter__ would keep it
+        self._change = threading.Condition(self._lock)
         self._line: deque[object] = deque()  # who waits for blocks, in turn
         self._loads: dict[Mapped, Load] = {}  # not begun, by their first page, in order
         self._threads: list[threading.Thread] = []
@@ -142,7 +143,7 @@ class Paging:
                 self._look_ahead(position + 1, step)
             yield pages
         finally:
-            with self._change:
+            with self._lock:
                 pages.give_up()
                 self.window.release(run, [self._mark()])
                 self._count(pages, step)
@@ -152,17 +153,18 @@ class Paging:
         """Pages of these experts: in turn, and without holding any while it waits."""
         pages = _pages(position, experts)
         ticket = object()
-        with self._change:
-            self._line.append(ticket)
+        with self._lock:
             try:
+                self._line.append(ticket)
                 while True:
                     if self._closed:
-                        raise InputError("this model was closed: load the bundle again")
+                        raise _closed()
                     if self._line[0] is ticket and (run := self.window.acquire(pages)) is not None:
                         return run
                     self._change.wait()
             finally:
-                self._line.remove(ticket)
+                if ticket in self._line:  # else it was interrupted before
+                    self._line.remove(ticket)
                 self._change.notify_all()
 
     def _look_ahead(self, position: int, step: Any) -> None:
@@ -171,7 +173,7 @@ class Paging:
             return  # what the next step needs is not known, nor which snapshot it reads
         snapshot: Snapshot = step.snapshots[position]
         experts = np.flatnonzero(snapshot.paged()).tolist()
-        with self._change:
+        with self._lock:
             if self._closed or self._line or not experts:
                 return
             run = self.window.acquire(_pages(position, experts))
@@ -182,6 +184,8 @@ class Paging:
             run.loads = ()
 
     def _submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, is_ahead: bool = False) -> None:
+        if self._closed:  # the loaders have gone
+            raise _closed()
         read: dict[int, Load] = {}
         for pages in loads:
             for mapped in pages:
@@ -202,7 +206,7 @@ class Paging:
 
     def let_go(self, ahead: Ahead) -> None:
         """A step ends, or goes elsewhere, without what was taken ahead for it."""
-        with self._change:
+        with self._lock:
             for mapped in [m for pages in ahead.run.pages for m in pages]:
                 self._withdraw(mapped)
             self.window.release(ahead.run)
@@ -228,12 +232,12 @@ class Paging:
 
     def submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, is_ahead: bool = False) -> None:
         """Let the loaders bring pages, those of the first matrices first."""
-        with self._change:
+        with self._lock:
             self._submit(loads, snapshot, is_ahead)
 
     def loaded(self, pages: Sequence[Mapped]) -> None:
         """Every byte of these is in its place."""
-        with self._change:
+        with self._lock:
             for mapped in pages:
                 self.window.loaded(mapped)
             self._change.notify_all()
@@ -245,7 +249,7 @@ class Paging:
             BaseException: why its bytes could not be had.
         """
         packed = snapshot.handles[mapped.page[2]].packed
-        with self._change:
+        with self._lock:
             while mapped.state is not State.RESIDENT:
                 if packed is not None and mapped in self._loads:
                     del self._loads[mapped]
@@ -261,7 +265,7 @@ class Paging:
 
     def _work(self, staging: npt.NDArray[np.uint8]) -> None:
         while True:
-            with self._change:
+            with self._lock:
                 while not self._loads and not self._closed:
                     self._change.wait()
                 if self._closed:
@@ -282,20 +286,20 @@ class Paging:
             _, position, expert = left[0].page
             stored = self._stored(position, expert)
             stored.read_into(staging)
-            with self._change:
+            with self._lock:
                 self.counts.read += stored.size
             packed = self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where)
             for mapped in load.pages:
                 packed.decode(mapped.page[0], 1)
                 self._brought(left.pop(0), load)
         except BaseException as error:
-            with self._change:
+            with self._lock:
                 for mapped in left:
                     self.gave_up(mapped, error)
                 self._change.notify_all()
 
     def _brought(self, mapped: Mapped, load: Load) -> None:
-        with self._change:
+        with self._lock:
             if load.is_ahead:
                 self.counts.ahead[load.packed is None] += self.space.size(mapped.page)
             self.window.loaded(mapped)
@@ -310,7 +314,7 @@ class Paging:
         if mapped.at != mapped.page:
             mapped.is_moving = True
             self.space.bind(mapped.at, mapped.page)
-        with self._change:
+        with self._lock:
             self.window.moved(mapped)
 
     def place_all(self, pages: Sequence[dict[int, Mapped]]) -> None:
@@ -327,7 +331,7 @@ class Paging:
                 first.is_moving = second.is_moving = False
                 break
             pairs += [first, second]
-        with self._change:
+        with self._lock:
             for mapped in pairs:
                 self.window.moved(mapped)
         for row in pages:
@@ -336,7 +340,7 @@ class Paging:
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None) -> None:
         """A load has ended without its bytes. Where its block was being moved nobody knows where that is: it goes."""
-        with self._change:
+        with self._lock:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete
                 return
             if mapped.is_moving:
@@ -353,11 +357,11 @@ class Paging:
 
     def close(self) -> None:
         """End the loaders; whoever waits is told. May be called twice."""
-        with self._change:
+        with self._lock:
             self._closed = True
             for load in self._loads.values():
                 for mapped in load.pages:
-                    self.window.gave_up(mapped, InputError("this model was closed: load the bundle again"))
+                    self.window.gave_up(mapped, _closed())
             self._loads.clear()
             self._change.notify_all()
 
@@ -468,6 +472,10 @@ class Pages:
                 own[mapped.page[2]] = mapped
                 paging.place(mapped)
         self.waited += time.perf_counter() - began
+
+
+def _closed() -> InputError:
+    return InputError("this model was closed: load the bundle again")
 
 
 def _pages(position: int, experts: Sequence[int]) -> tuple[list[Page], list[Page]]:

@@ -137,15 +137,16 @@ class Window:
                     of.idle.pop(page, None)
                     of.pages[page].pins += 1
                     self.hits += 1
-            for page in wanted:
-                mapped = of.pages.get(page)
-                if mapped is None:
-                    mapped = self._bind(d, page)
-                    run.loads[d].append(mapped)
-                    self.misses += 1
-                    mapped.pins = 2  # this run's, and its load's
+            missing = [page for page in wanted if page not in of.pages]
+            own = {page: self._bind(d, page) for page in missing if page in of.free}  # before another gets its block
+            for page in missing:
+                mapped = own.get(page) or self._bind(d, page)
+                mapped.pins = 2  # this run's, and its load's
+                run.loads[d].append(mapped)
+            self.misses += len(missing)
+            run.pages[d].extend(of.pages[page] for page in wanted)
+            for mapped in run.pages[d]:
                 mapped.used = self.taken
-                run.pages[d].append(mapped)
         return run
 
     def _obtainable(self, d: int, wanted: Sequence[Page]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -273,6 +274,60 @@ def test_an_interrupted_pass_lets_go(
     for n in (1, 40):
         assert torch.equal(logits(model, ids(n, n)), logits(plain, ids(n, n)))
     assert smaps(paging.space) <= window_size(open_bundle(bundle).layers, paging_version(model)).bytes
+    model.moepack.close()
+
+
+def test_an_interruption_while_another_pass_has_the_lock_does_not_keep_it(bundle: Path) -> None:
+    """Ctrl-C is seen on the way out of waiting for the lock."""
+    model = paged(bundle, "alpha=1")
+    paging = model.moepack.live.paging
+    stopped: list[type[BaseException]] = []
+
+    def serve() -> None:
+        try:
+            logits(model, ids(1, 8))
+        except KeyboardInterrupt as error:
+            stopped.append(type(error))
+
+    with paging._change:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        time.sleep(1)  # it waits for the lock by then
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
+    thread.join(10)
+    assert not thread.is_alive() and stopped == [KeyboardInterrupt]
+    nothing_is_held(model)
+    after = threading.Thread(target=logits, args=(model, ids(1, 8)), daemon=True)
+    after.start()
+    after.join(10)
+    assert not after.is_alive(), "the lock is held for ever"
+    model.moepack.close()
+
+
+def test_a_pass_that_is_closed_between_taking_pages_and_loading_them_ends(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would bring what it asks for."""
+    model = paged(bundle, "alpha=0.1")
+    begin = paging_module.Pages.begin
+
+    def closing(pages: Any, loads: Any) -> None:
+        pages._paging.close()
+        begin(pages, loads)
+
+    monkeypatch.setattr(paging_module.Pages, "begin", closing)
+    seen: list[str] = []
+
+    def serve() -> None:
+        try:
+            logits(model, ids(1, 64))
+        except InputError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and seen == ["this model was closed: load the bundle again"]
     model.moepack.close()
 
 

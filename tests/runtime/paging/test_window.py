@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -390,6 +391,24 @@ def test_a_block_is_moved_after_the_computation_that_reads_it() -> None:
     taken = window.acquire([[(d, 1, e) for e in range(EXPERTS)] for d in (0, 1)])
     assert taken is not None and all(m.after == (first, second) for pages in taken.loads for m in pages)
     first.ended = second.ended = True
+
+
+def test_blocks_that_were_given_back_half_loaded_are_bound_in_any_order() -> None:
+    """Two loaders bind a run's pages: none of their blocks may stand at a page that another one of them gets."""
+    pairs = itertools.combinations(range(EXPERTS), 2)
+    for failed, wanted in itertools.product(itertools.permutations(range(EXPERTS), 2), pairs):
+        for order in itertools.permutations(range(4)):
+            sim = Simulation(True)
+            assert sim.acquire(0, set(failed))
+            for mapped in sorted(sim.loads, key=lambda m: failed.index(m.page[2])):
+                sim.place(mapped)
+                sim.give_up(mapped)
+            sim.window.release(sim.running.pop())
+            assert sim.acquire(0, set(wanted))
+            for mapped in [sim.loads[i] for i in order]:
+                sim.place(mapped)
+                sim.fill(mapped)
+            assert sim.compute(sim.running[0])
 
 
 def test_all_or_nothing() -> None:

@@ -37,12 +37,12 @@ def similarity(session: Session, work: Path) -> tuple[Rows, list[Target]]:
     steps = np.array([record.counts for record in read_trace(trace).records], float)  # [steps, layers, experts]
     windows = steps.reshape(-1, session.length - session.prompt, *steps.shape[1:])
     prompts, decoded = windows[:, 0], windows[:, 1:].sum(1)  # [windows, layers, experts]
-    shifted, rows = np.roll(decoded, -1, 0), []
+    shifted, rows = np.roll(decoded, -1, 0), list[dict[str, Any]]()
     for p in range(steps.shape[1]):
         own = statistics.fmean(activation_similarity(a, b) for a, b in zip(prompts[:, p], decoded[:, p], strict=True))
         other = statistics.fmean(activation_similarity(a, b) for a, b in zip(prompts[:, p], shifted[:, p], strict=True))
         rows.append({"table": "prefill: similarity", "what": f"layer {p}", "own": own, "other text's": other})
-    mean = {name: statistics.fmean(r[name] for r in rows) for name in ("own", "other text's")}
+    mean = {name: statistics.fmean(float(r[name]) for r in rows) for name in ("own", "other text's")}
     found = Target("prefill: similarity of a prompt's experts and its decoding's (0.89)", mean["own"], 0.89, "higher")
     return [*rows, {"table": "prefill: similarity", "what": "all", **mean}], [found]
 
@@ -130,7 +130,7 @@ def _table(session: Session, best: Decoded, name: str, policies: dict[str, str],
     """Perplexity and divergence under policies, a row each; without a budget given everything fits."""
     rows = []
     for shown, policy in policies.items():
-        got, counted = session.run(policy, *(() if budget is None else (budget,)), reference=best)
+        got, counted = session.run(policy, reference=best) if budget is None else session.run(policy, budget, best)
         row = session.row("", policy, got, counted, best)
         row |= {"MB in time": counted["prefetch_in_time"] / 1e6, "MB late": counted["prefetch_late"] / 1e6}
         nll = statistics.fmean(x for values in got.nll.values() for x in values)

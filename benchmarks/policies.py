@@ -95,8 +95,8 @@ class Session:
 
     def load(self, policy: str, budget: int | None = PLENTY, **options: Any) -> Any:
         """The model, with room for one window."""
-        room = {"kv_tokens": self.length, "prefill_tokens": self.prompt, "all_logits": False} if budget else {}
-        return moepack.load(self.bundle, policy=policy, device_memory=budget, dtype=self._dtype, **room, **options)
+        options |= {"kv_tokens": self.length, "prefill_tokens": self.prompt, "all_logits": False} if budget else {}
+        return moepack.load(self.bundle, policy=policy, device_memory=budget, dtype=self._dtype, **options)
 
     def run(
         self, policy: str, budget: int | None = PLENTY, reference: Decoded | None = None, **options: Any

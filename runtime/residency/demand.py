@@ -24,7 +24,8 @@ from .transitions import Transitions
 
 @dataclass(slots=True)
 class Moved:
-    """Stored bytes that were copied while serving, by what became of them.
+    """Stored bytes that were copied while serving, by what became of them. What a prefetch had copied when it was
+    cancelled is not among them.
 
     Attributes:
         demand_bytes: fetched when their layer was reached, which waited.
@@ -120,6 +121,17 @@ class Demand:
                     self._foresee(key, version)
             if waits:
                 self._wait(waits)
+
+    def drop_all(self) -> None:
+        """Every expert goes to the base, and every block comes back, whatever was interrupted."""
+        residency = self._residency
+        with self._transitions.held():
+            residency.recover(self._transitions.pools)
+            for key in [*residency.above(), *self._ahead]:
+                self._leave(key)
+            for flying in [x.flying for x in residency.entries.values() if x.flying is not None]:
+                flying.event.wait()
+            self._note()
 
     def _leave(self, key: Key) -> None:
         """An expert goes to the base: what was on its way is given up."""
@@ -218,10 +230,11 @@ class Demand:
 
     def _note(self) -> None:
         """Publish what has arrived."""
+        ended = [x for x in self._ahead.values() if not x.landed and x.event.done()]  # before looking: published below
         failed = self._residency.poll(lambda key, version: True)
         self._residency.publish_ready()
-        for ahead in self._ahead.values():
-            if not ahead.landed and ahead.event.done() and ahead.event.error is None:
+        for ahead in ended:
+            if ahead.event.error is None:
                 ahead.landed = True
                 self.moved.prefetch_bytes += ahead.size
         for ahead in [x for x in self._given_up if x.event.done()]:

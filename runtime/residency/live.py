@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import InputError, MoepackError
+from moepack.pack.errors import BundleError, InputError, MoepackError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.runtime.devices.contract import Device
@@ -186,6 +186,7 @@ class Live:
             plan = replace(plan, keep=True, most=None).divided()
             self.policy, wanted = plan.policy(policy)
         self.plan, self._rate = plan, policy.options.bytes_per_second
+        self._named, self._upset = policy, False
         self._makes_up = policy.options.makes_up_for_absent
         self.store = BackingStore(bundle, checks_again=not self._blocking)
         self._process = os.getpid()
@@ -462,14 +463,30 @@ class Live:
         """
         if not self._blocking:
             return
+        if self._upset:
+            self._start_over()
+        self._upset = True
         placed, coming = self.loading.where(position)
         event = LayerReached(
             time.monotonic(), self.capacity(), position, counters.layer(position), counters.gates(position),
             seen.is_prompt, seen.important, seen.predicted, seen.predicted_gates, placed, coming,
         )  # fmt: skip
         wanted = self.policy.decide(event)
-        if wanted is not None:
-            self.loading.reach(position, wanted)
+        try:
+            if wanted is not None:
+                self.loading.reach(position, wanted)
+        except BundleError:  # the other experts are where the policy has them
+            self._upset = False
+            raise
+        self._upset = False
+
+    def _start_over(self) -> None:
+        """A policy was interrupted while it decided, or before all of its answer was carried out: what it takes to be in
+        memory may not be there, or more is. All experts go to the base, and a new one starts from there."""
+        self.loading.drop_all()
+        self.policy, wanted = self.plan.policy(self._named)
+        self.transitions.want(wanted, self.policy.worth)
+        self._upset = False
 
     def capacity(self) -> list[int]:
         """Where pools cannot shrink, the KV reserve has what they leave, and the experts keep theirs."""

@@ -7,6 +7,7 @@ and stays reserved while it may be used again, until `trim` gives it back. Decid
 from __future__ import annotations
 
 import threading
+from collections.abc import Container
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -105,6 +106,17 @@ class Pool:
             self._generation[block.index] += 1
             self._taken[block.index] = False
             self._reserved.append(block.index)
+
+    def free_others(self, kept: Container[int]) -> None:
+        """Take back all blocks but those of these numbers: whoever had them was interrupted."""
+        with self._lock:
+            self._reserved = [i for i in self._reserved if not self._taken[i]]
+            known = {*self._reserved, *self._untouched}
+            for index in range(self.blocks):
+                if index not in known and index not in kept:
+                    self._generation[index] += 1
+                    self._taken[index] = False
+                    self._reserved.append(index)
 
     def check(self, block: Block) -> None:
         """Raise StaleBlockError when a block was freed."""

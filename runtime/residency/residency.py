@@ -385,6 +385,21 @@ class Residency:
         for forget in others:
             forget()
 
+    def recover(self, pools: Sequence[Pool]) -> None:
+        """After a transition that was interrupted anywhere: what is noted of experts follows from their entries, and
+        blocks that none of these has are free.
+
+        A copy into one may be under way: one into it from now on is behind that on the stream.
+        """
+        with self._lock:
+            self._flying = {k: None for k, x in self.entries.items() if x.flying is not None}
+            self._ready = {k: None for k, x in self.entries.items() if x.ready is not None}
+            self._above = {k for k, x in self.entries.items() if x.active != x.base}
+            for pool in pools:
+                blocks = [b for x in self.entries.values() for b in [*(c.block for c in x.complete.values()),
+                          x.flying and x.flying.block] if b is not None and b.pool is pool]  # fmt: skip
+                pool.free_others({b.index for b in blocks})
+
     # --- seeing
 
     def above(self) -> set[Key]:

@@ -186,7 +186,8 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
                 gate.top_k = 2
         counters = model.moepack.counters()
         assert model.moepack.live.tracker.peak <= enough + 1 and counters["forward_waits"] > 64
-        assert counters["bytes_moved"] == counters["demand_bytes"] + counters["prefetch_bytes"]
+        cancelled = counters["bytes_moved"] - counters["demand_bytes"] - counters["prefetch_bytes"]  # half-way
+        assert 0 <= cancelled < counters["prefetch_bytes"] or cancelled == 0
         parts = ("prefetch_in_time", "prefetch_late", "prefetch_wasted")
         assert sum(counters[name] for name in parts) == counters["prefetch_bytes"]
         model.moepack.close()
@@ -331,3 +332,28 @@ def test_an_experts_module_that_is_called_by_itself_has_its_experts(bundle: Path
         a, b = (m.model.layers[1].mlp.experts(x, index, weights) for m in (model, plain))
     assert torch.equal(a, b) and float(a.abs().sum()) > 0
     model.moepack.close()
+
+
+@pytest.mark.parametrize("policy", [FOUR_TWO + ",reuse=no", "lru:lo=absent"])
+@pytest.mark.parametrize("where", ["reach", "_leave", "_fetch"])
+def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle: Path, policy: str, where: str) -> None:
+    """What was to leave when Ctrl-C came leaves later, and a block that was just taken comes back."""
+    tokens = ids(3)
+    model = load(bundle, policy, least(bundle, policy))
+    with model.moepack as served, torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits
+        holder = served.live.residency if where == "_fetch" else served.live.loading
+        original = getattr(holder, where)
+        for after in range(3):
+            calls = iter(range(after))
+
+            def interrupted(*given: Any, calls: Any = calls) -> Any:
+                if next(calls, None) is None:
+                    raise KeyboardInterrupt
+                return original(*given)
+
+            setattr(holder, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids(after + 10), use_cache=False)
+            setattr(holder, where, original)
+            assert torch.equal(model(tokens, use_cache=False).logits, expected)

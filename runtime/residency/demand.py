@@ -109,7 +109,10 @@ class Demand:
             for key, version in stay.items():  # what gives bytes back goes first, another format's too
                 if version == residency.base:
                     self._leave(key)
-                elif residency.entries[key].active not in (version, residency.base):
+                    continue
+                if (ahead := self._ahead.get(key)) is not None and ahead.version != version:
+                    self._give_up(key)
+                if residency.entries[key].active not in (version, residency.base):
                     residency.switch_now(key, residency.base)
             needed = [(k, v) for k, v in stay.items() if k[0] == position and v != residency.base]
             waits = [(key, version) for key, version in needed if self._need(key, version)]

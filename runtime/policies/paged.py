@@ -53,7 +53,7 @@ class PagedOptions(LiveOptions):
     def __post_init__(self) -> None:
         if not (0 <= self.alpha <= 1 and 0 <= self.resident <= 1 and 0 < self.theta <= 1):
             raise ValueError("alpha and resident are from 0 to 1, theta above 0 up to 1")
-        if self.interval < 0 or self.rate < 0:
+        if not (self.interval >= 0 and self.rate >= 0):
             raise ValueError("interval and rate are from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:

@@ -481,8 +481,11 @@ class Live:
         self._upset = False
 
     def _start_over(self) -> None:
-        """A policy was interrupted while it decided, or before all of its answer was carried out: what it takes to be
-        in memory may not be there, or more is. All experts go to the base, and a new one starts from there."""
+        """All experts go to the base, and a new policy starts from there.
+
+        The one before was interrupted while it decided, or before all of its answer was carried out: what it takes to
+        be in memory may not be there, or more is.
+        """
         self.loading.drop_all()
         self.policy, wanted = self.plan.policy(self._named)
         self.transitions.want(wanted, self.policy.worth)

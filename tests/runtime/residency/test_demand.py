@@ -64,6 +64,29 @@ def test_what_gives_bytes_back_goes_before_what_needs_them() -> None:
     assert sim.at() == {(0, 0): HIGH, (0, 1): HIGH, (0, 2): HIGH, (1, 0): LOW}
 
 
+def test_what_is_on_its_way_in_another_format_goes_first_too() -> None:
+    """Fetched ahead at high, then needed at low: the first that is needed finds the bytes of the last."""
+    for arrived in (0, 1):
+        sim = Waits()
+        sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): HIGH, (1, 0): HIGH}))
+        for _ in range(arrived):
+            sim.arrive()  # nobody has taken note of it
+        sim.demand.reach(1, Changes({(1, 1): HIGH, (1, 0): LOW}))
+        assert sim.at() == {(0, 0): HIGH, (0, 1): HIGH, (1, 1): HIGH, (1, 0): LOW}
+        sim.check()
+
+
+def test_what_was_cancelled_after_it_had_arrived_does_not_come() -> None:
+    sim = Waits()
+    sim.demand.reach(0, Changes({(0, 0): HIGH, (1, 0): HIGH, (1, 1): LOW}))
+    sim.arrive()
+    sim.arrive()
+    sim.demand.reach(1, Changes({(1, 2): HIGH, (1, 0): NONE}))
+    sim.demand.where(1)
+    assert sim.at() == {(0, 0): HIGH, (1, 2): HIGH}
+    sim.check()
+
+
 def test_a_layer_waits_for_its_own_and_not_for_what_is_ahead() -> None:
     sim = Waits()
     sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): LOW, (1, 0): HIGH}))

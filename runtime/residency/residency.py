@@ -396,9 +396,9 @@ class Residency:
             self._ready = {k: None for k, x in self.entries.items() if x.ready is not None}
             self._above = {k for k, x in self.entries.items() if x.active != x.base}
             for pool in pools:
-                blocks = [b for x in self.entries.values() for b in [*(c.block for c in x.complete.values()),
-                          x.flying and x.flying.block] if b is not None and b.pool is pool]  # fmt: skip
-                pool.free_others({b.index for b in blocks})
+                blocks = [c.block for x in self.entries.values() for c in x.complete.values()]
+                blocks += [x.flying.block for x in self.entries.values() if x.flying is not None]
+                pool.free_others({b.index for b in blocks if b is not None and b.pool is pool})
 
     # --- seeing
 

@@ -165,8 +165,14 @@ class Transitions:
         waiting = short = fitting = 0  # updates that wait, bytes of the first AHEAD of them, updates with a full stream
         for key, version in list(self._updates.items()):
             full = residency.in_flight() >= self._limit
+            pool = residency.pool(key[0], version)
+            if pool is None or not pool.budget_bytes:  # it needs nothing of the device: it waits behind nobody
+                begins = not full and self.may_try(key, version)
+                if begins and self._begin(key, version) not in (Outcome.REFUSED, Outcome.BUSY):
+                    self._updates.pop(key, None)
+                continue
             if (full or headroom < self._least) and max(waiting, fitting) >= AHEAD:
-                break
+                continue
             growth = max(0, residency.growth(key, version))
             if not self.may_try(key, version):
                 continue

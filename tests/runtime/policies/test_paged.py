@@ -244,15 +244,7 @@ def test_options_and_ladders() -> None:
     assert made().needs == Needs(interval=0.1, timings=True)
     with pytest.raises(InputError, match="no lossless version to page: here are w4"):
         PagedOptions().ladders(VERSIONS[1:])
-    for text in (
-        "alpha=2",
-        "resident=-1",
-        "theta=0",
-        "interval=-1",
-        "interval=nan",
-        "rate=nan",
-        "stagger=maybe",
-        "share=loss",
-    ):
+    for text in ("alpha=2", "resident=-1", "theta=0", "interval=-1", "interval=nan", "rate=nan", "stagger=maybe",
+                 "share=loss"):  # fmt: skip
         with pytest.raises(InputError):
             read_options(PagedOptions, text)

@@ -6,12 +6,11 @@ of the bundle itself. Decides nothing about where an expert is.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +20,7 @@ from moepack.pack.affine import Buffer
 from moepack.pack.exponent_fast import decode_into
 from moepack.pack.lossless import directory
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import PAGE, ExpertLayer, Version, align, expert_file
+from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.kernels.forms import make_forms, resident_size
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
@@ -74,35 +73,26 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
 
     What is packed is decoded on torch's threads; what is stored is read, digested and decoded by the loaders. Both run
     on the same cores: while one does, the other does not.
+
+    Raises:
+        BundleError: when an extent that it is measured on is damaged.
     """
     version = next(p.version for p in ladder if p.where in PAGED)
     assert version is not None
-    layer, file = bundle.layers[0], bundle.layer_file(version.name, 0)
-    size = resident_size(layer.matrices, version)
-    count = min(layer.experts, 4)
-    with (bundle.path / expert_file(version.name, layer.index)).open("rb") as stream:
-        descriptor = stream.fileno()
+    layer, threads = bundle.layers[0], torch.get_num_threads()
+    size, count = resident_size(layer.matrices, version), min(layer.experts, 4)
+    outs = [[np.empty(m.weights, np.uint16) for m in layer.matrices] for _ in range(LOADERS)]
+    stored = partial(bundle.extent, version.name, 0)  # read and digested
 
-        def stored(expert: int) -> Buffer:
-            return np.frombuffer(os.pread(descriptor, file.extent_size(expert), file.offset(expert)), np.uint8)
+    def decode(extent: Buffer, out: Sequence[np.ndarray[tuple[int], np.dtype[np.uint16]]], threads: int) -> None:
+        for (coded, _), room in zip(directory(layer.matrices, extent), out, strict=True):
+            decode_into(coded, room, threads)
 
-        outs = [[np.empty(m.weights, np.uint16) for m in layer.matrices] for _ in range(LOADERS)]
-
-        def decode(extent: Buffer, out: Sequence[np.ndarray[tuple[int], np.dtype[np.uint16]]], threads: int) -> None:
-            for (coded, _), room in zip(directory(layer.matrices, extent), out, strict=True):
-                decode_into(coded, room, threads)
-
-        extents = [stored(e) for e in range(count)]
-        threads = torch.get_num_threads()
-        packed = size * _rate(lambda i: decode(extents[i % count], outs[0], threads))
-
-        def bring(i: int, loader: int) -> None:
-            extent = stored(i % count)
-            hashlib.sha256(extent.data).digest()
-            decode(extent, outs[loader], 1)
-
-        with ThreadPoolExecutor(LOADERS) as pool:
-            both = size * LOADERS * _rate(lambda i: list(pool.map(bring, [i] * LOADERS, range(LOADERS))))
+    extents = [np.array(stored(e)) for e in range(count)]
+    packed = size * _rate(lambda i: decode(extents[i % count], outs[0], threads))
+    with ThreadPoolExecutor(LOADERS) as pool:
+        work = [partial(decode, out=out, threads=1) for out in outs]
+        both = size * LOADERS * _rate(lambda i: list(pool.map(lambda w: w(stored(i % count)), work)))
     return tuple({Where.PACKED: packed, Where.STORED: both}.get(p.where, float("inf")) for p in ladder)
 
 

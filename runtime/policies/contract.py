@@ -192,6 +192,7 @@ class Needs:
         prediction: with `layers`, whether the next layer's routing is predicted. A model whose routers cannot be asked
             is refused.
         timings: whether it is told how long steps compute, and what they have brought.
+        pages_ahead: of paged experts, whether a prompt has the next layer's loaded while one runs.
     """
 
     interval: float = 0.1
@@ -202,6 +203,7 @@ class Needs:
     importance: float = 0.0
     prediction: bool = False
     timings: bool = False
+    pages_ahead: bool = True
 
 
 class LivePolicy(Protocol):
@@ -260,11 +262,17 @@ class LiveOptions:
 
     Attributes:
         share: how the budget is shared among layers: "even", or "loss" by the loss tables.
+        rate: megabytes a second that copies may take, to keep a link free or to emulate a slower one; 0 for no limit.
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"share": ("even", "loss")}
 
     share: str = "even"
+    rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rate >= 0:
+            raise ValueError("rate is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """The ladders there are to choose from; of several the plan takes the one with the least expected loss.
@@ -290,7 +298,7 @@ class LiveOptions:
     @property
     def bytes_per_second(self) -> float | None:
         """What copies may take; None without a limit."""
-        return None
+        return self.rate * 1e6 or None
 
     @property
     def on_demand(self) -> bool:

@@ -14,7 +14,19 @@ import numpy as np
 from moepack.runtime.allocation.ladder import Floats, Ladder
 from moepack.runtime.allocation.ladder import Ints as Placements
 
-from .contract import DeviceOptions, Entry, Event, Interval, Key, Needs, Setting, Wanted, in_turns, read_options
+from .contract import (
+    DeviceOptions,
+    Entry,
+    Event,
+    Interval,
+    Key,
+    LiveOptions,
+    Needs,
+    Setting,
+    Wanted,
+    in_turns,
+    read_options,
+)
 
 RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
 
@@ -54,7 +66,8 @@ class HotnessOptions(DeviceOptions):
     anchor: float = 0.5
 
     def __post_init__(self) -> None:
-        numbers = (self.rate, self.interval, self.margin, self.slack, self.anchor)
+        LiveOptions.__post_init__(self)
+        numbers = (self.interval, self.margin, self.slack, self.anchor)
         if not (0 <= self.alpha < 1 and all(x >= 0 for x in numbers)):
             raise ValueError("alpha is from 0 to below 1, other numbers are from 0")
         if self.reserve < 1:
@@ -69,11 +82,6 @@ class HotnessOptions(DeviceOptions):
     def spare_blocks(self) -> int:
         """As `reserve` says."""
         return self.reserve
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """As `rate` says."""
-        return self.rate * 1e6 or None
 
 
 class Hotness:

@@ -54,7 +54,6 @@ class ImportanceOptions(LiveOptions):
         reuse: "yes": an expert that is there at high precision is served so where low would do; "no": it is replaced,
             so that results do not depend on what was asked before.
         renormalise: with `lo=absent`, whether the weights of a token's experts that stay make up for the others'.
-        rate: megabytes a second that copies may take, to emulate a slower link; 0 for no limit.
         seed: of `by=random`.
     """
 
@@ -71,16 +70,16 @@ class ImportanceOptions(LiveOptions):
     prefetch: str = "yes"
     reuse: str = "yes"
     renormalise: str = "no"
-    rate: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
+        LiveOptions.__post_init__(self)
         if not 0.5 <= self.r <= 1:
             raise ValueError("r is from 0.5 to 1")
         if not 0 < self.heavy <= 1:
             raise ValueError("heavy is above 0, up to 1")
-        if not self.rate >= 0 or self.seed < 0:
-            raise ValueError("rate and seed are from 0")
+        if self.seed < 0:
+            raise ValueError("seed is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """High, low if there is one, and absent: one ladder."""
@@ -105,11 +104,6 @@ class ImportanceOptions(LiveOptions):
     def spare_blocks(self) -> int:
         """Nothing is demoted into a block."""
         return 0
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """As `rate` says."""
-        return self.rate * 1e6 or None
 
     @property
     def on_demand(self) -> bool:

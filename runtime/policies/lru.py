@@ -23,17 +23,11 @@ class RecentOptions(DeviceOptions):
 
     Attributes:
         lo: also `absent`; `hi` is then the most precise version unless it is named.
-        rate: megabytes a second that copies may take, to emulate a slower link; 0 for no limit.
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**DeviceOptions.CHOICES, "between": ("no",)}
 
     between: str = "no"
-    rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.rate >= 0:
-            raise ValueError("rate is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """As of `DeviceOptions`; or one version, and absence."""
@@ -55,11 +49,6 @@ class RecentOptions(DeviceOptions):
     def on_demand(self) -> bool:
         """With `lo=absent`."""
         return self.lo == str(ABSENT)
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """As `rate` says."""
-        return self.rate * 1e6 or None
 
 
 class Recent:

@@ -51,10 +51,11 @@ class PagedOptions(LiveOptions):
     rate: float = RATE
 
     def __post_init__(self) -> None:
+        LiveOptions.__post_init__(self)
         if not (0 <= self.alpha <= 1 and 0 <= self.resident <= 1 and 0 < self.theta <= 1):
             raise ValueError("alpha and resident are from 0 to 1, theta above 0 up to 1")
-        if not (self.interval >= 0 and self.rate >= 0):
-            raise ValueError("interval and rate are from 0")
+        if not self.interval >= 0:
+            raise ValueError("interval is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """One: the lossless version in its three places."""
@@ -67,11 +68,6 @@ class PagedOptions(LiveOptions):
     def spare_blocks(self) -> int:
         """The base takes no memory."""
         return 0
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """As `rate` says."""
-        return self.rate * 1e6 or None
 
 
 class Paged:
@@ -95,7 +91,7 @@ class Paged:
     def __init__(self, setting: Setting, options: PagedOptions | None = None) -> None:
         """With a plan's setting; without rates all experts that fit are wanted there, and rho stays unknown."""
         self.options = options = options or PagedOptions()
-        self.needs = Needs(interval=min(0.1, options.interval / 4), timings=True)
+        self.needs = Needs(interval=min(0.1, options.interval / 4), timings=True, pages_ahead=options.ahead == "yes")
         self._setting = setting
         self._order = [np.argsort(-np.array(row), kind="stable").tolist() for row in setting.traffic]
         alpha = options.alpha
@@ -108,11 +104,6 @@ class Paged:
         self._loaded = [[0, 0] for _ in setting.experts]
         self._last: float | None = None
         self._turn = 0
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether prompts have the next layer's experts loaded while one runs."""
-        return self.options.ahead == "yes"
 
     @property
     def alpha(self) -> float:

@@ -61,6 +61,7 @@ class PrefillOptions(LiveOptions):
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
+        LiveOptions.__post_init__(self)
         if not 0 <= self.alpha <= 1:
             raise ValueError("alpha is from 0 to 1")
         if self.k < -1:

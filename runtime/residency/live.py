@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,42 +23,25 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError, MoepackError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import Version
-from moepack.runtime.devices.contract import Device
-from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
+from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Pages, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.kernels.forms import resident_size
-from moepack.runtime.paging.address_space import CpuAddressSpace
 from moepack.runtime.paging.paging import Paging
-from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.planning.capacity import base_bytes
-from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.paging import window_size
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import (
-    DecodingBegan,
-    Event,
-    Interval,
-    Key,
-    LayerReached,
-    PrefillEnded,
-    SequenceBegan,
-    SequenceEnded,
-    Wanted,
-)
+from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
 from moepack.runtime.policies.placements import PAGED, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.files import BackingStore
 
 from .demand import Demand
-from .pools import Pool
+from .hearing import Hearing
+from .opening import check_host, make_pools, open_device, open_paging, second_buffer, version_of
 from .residency import Residency
-from .sequences import Sequences
 from .steps import NO_PROMPT, Prompt, Step
 from .tables import DeviceTables
 from .transitions import Transitions
@@ -78,53 +59,10 @@ class Seen:
 
 
 NOTHING_SEEN = Seen()
-UNHEARD = 64  # steps whose counts wait for the worker: of more, those of the oldest are forgotten
-
-
-def _device(
-    device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
-) -> Device:
-    if device.type == "cpu":
-        return CpuDevice(plan.staging, on_event)
-    from moepack.runtime.devices.cuda import open_cuda
-
-    staging, last = plan.staging // buffers, len(plan.ladder) - plan.keep
-    on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
-    coded = [v for v in on_device if not _version(plan, v).is_lossless]
-    largest = max([staging, *(row[v] for row in plan.sizes for v in coded)])
-    served = [_version(plan, v).name for v in on_device if v < last]
-    return open_cuda(store, served, device, largest, staging, buffers, on_event, host)
-
-
-def _second_buffer(plan: Plan) -> tuple[Plan, int]:
-    """A plan with two staging buffers where there is room: an extent is then copied while the last one is decoded."""
-    two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
-    least = two.fixed + base_bytes(plan.sizes, plan.experts) + plan.reserve
-    return (two, 2) if least <= plan.budget else (plan, 1)
-
-
-def _check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
-    """See that an expert on its way from any host placement to another finds a block there."""
-    on_host = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.HOST]
-    largest = [max(row[v] for v in on_host) for row in plan.blocks]
-    least = sum(n * size for n, size in zip(plan.experts, largest, strict=True)) + max(largest)
-    if host_memory is not None and host_memory < least:
-        names = ", ".join(str(plan.ladder[v]) for v in on_host)
-        raise TooSmallError(
-            f"{bundle.path}: a host_memory of {host_memory} bytes does not hold every expert at any of {names}: the "
-            f"least that would do is {least} bytes",
-            least,
-        )
-
-
-def _version(plan: Plan, placement: int) -> Version:
-    version = plan.ladder[placement].version
-    assert version is not None
-    return version
 
 
 def _stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
-    return bundle.layer_file(_version(plan, version).name, key[0]).extent_size(key[1])
+    return bundle.layer_file(version_of(plan, version).name, key[0]).extent_size(key[1])
 
 
 def _name(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
@@ -178,7 +116,7 @@ class Live:
         self._can_shrink = devices[0].type == "cpu"
         if plan.window and not self._can_shrink:
             raise InputError(f"policy {policy}: experts are paged on a CPU alone so far, not on {devices[0]}")
-        plan, buffers = (plan, 1) if self._can_shrink else _second_buffer(plan)
+        plan, buffers = (plan, 1) if self._can_shrink else second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
         self.policy, wanted = plan.policy(policy)
         self._blocking = self.policy.needs.layers
@@ -191,13 +129,13 @@ class Live:
         self.store = BackingStore(bundle, checks_again=not self._blocking)
         self._process = os.getpid()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
-        self.device = _device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
+        self.device = open_device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
         self._host_device: CpuDevice | None = None
         self.tier: HostTier | None = None
         self.paging: Paging | None = None
         try:
             if any(p.where is Where.HOST for p in plan.ladder):
-                _check_host(bundle, plan, host_memory)
+                check_host(bundle, plan, host_memory)
                 threads = host_threads or (max(1, torch.get_num_threads() // 2) if self._can_shrink else None)
                 self.tier = HostTier(threads, host_rate, None if self._can_shrink else CudaLink())
             self._serve(bundle, devices, wanted, host_memory)
@@ -221,7 +159,7 @@ class Live:
             layer.of.makes_up_for_absent = self._makes_up
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if devices[0].type != "cpu" else None
-        pools = self._pools()
+        pools = make_pools(plan, self.device, self.tracker, self.host, self._can_shrink)
         self.residency = Residency(
             plan.experts, plan.base, lambda p, v: pools.get((v, plan.blocks[p][v])), self._fetch, self._make,
             self._publish, self.device.mark, plan.keep, self._snapshot,
@@ -233,64 +171,21 @@ class Live:
         self.loading = Demand(self.residency, self.transitions, partial(_stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None
         if plan.window:
-            self._page()
+            self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
+            for position, layer in enumerate(self.layers):
+                layer.of.paging = partial(self._paged, position)
         self._load(wanted)
         self.device.limit(self._rate, 0 if self._blocking else FLOOR)
         self.each_round: Callable[[], None] = lambda: None
-        gates = plan.experts if self.policy.needs.gates else ()
-        self._counts: list[npt.NDArray[np.int64]] = [np.zeros(n, np.int64) for n in plan.experts]
-        self._gates: list[npt.NDArray[np.float64]] = [np.zeros(n) for n in gates]
-        self._sequences = Sequences()
-        self._order = itertools.count()
-        self._computed, self._steps = 0.0, 0
-        self._loaded = [[0] * len(plan.ladder) for _ in plan.experts]
-        self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # made with the capacity as of then
-        self._ended: deque[tuple[int, Step]] = deque(maxlen=UNHEARD)
-        self._spare_counters: list[Counters] = []
+        self.hearing = Hearing(
+            plan.experts, len(plan.ladder), self.policy.needs, devices[0], self.capacity, self._decide
+        )
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
         self._one_at_a_time = threading.RLock()
         self._mine = threading.local()
         for position, layer in enumerate(self.layers):
             layer.reading = partial(self._reading, position)
-
-    def _pools(self) -> dict[tuple[int, int], Pool]:
-        """One for each size of each placement that takes memory.
-
-        Memory that can be given back is not taken before it is used, so that a pool may be as large as it will ever
-        need to be. Other memory is divided once and for all as the plan says, with base blocks for demotions beside.
-        """
-        plan, pools = self.plan, {}
-        for number, placement in enumerate(plan.ladder):
-            on_host = placement.where is Where.HOST
-            tracker, returnable = (self.host, True) if on_host else (self.tracker, self._can_shrink)
-            for size in sorted({row[number] for row in plan.blocks} - {0}):
-                mine = [p for p, row in enumerate(plan.blocks) if row[number] == size]
-                blocks = sum(plan.experts[p] for p in mine)
-                if returnable:
-                    blocks = min(blocks, tracker.budget // size)
-                elif number < plan.base or not plan.keep:
-                    assert plan.most is not None
-                    spare = plan.spare_blocks if number == plan.base else 0
-                    blocks = sum(plan.most[p][number] for p in mine) + spare
-                memory = CpuMemory(size * blocks) if on_host else self.device.memory(size * blocks)
-                pools[number, size] = Pool(f"{placement}/{size}", size, blocks, tracker, memory, on_host)
-        return pools
-
-    def _page(self) -> None:
-        """Reserve the window: addresses for every expert, blocks for two layers' of them."""
-        version = next(_version(self.plan, v) for v, p in enumerate(self.plan.ladder) if p.where in PAGED)
-        layers = [layer.of.layer for layer in self.layers]
-        size = window_size(layers, version)
-        self.paging = Paging(
-            CpuAddressSpace([(x.matrices, x.experts) for x in layers], version),
-            Window([size.blocks] * len(size.sizes), len(layers)),
-            [(x.of.layer, x.of.lossless_forms(version)) for x in self.layers],
-            partial(self.store.stored, version.name), self.plan.staging, self.device.mark,
-            getattr(self.policy, "looks_ahead", True),
-        )  # fmt: skip
-        for position, layer in enumerate(self.layers):
-            layer.of.paging = partial(self._paged, position)
 
     def _paged(self, position: int, snapshot: Snapshot, index: Tensor) -> contextlib.AbstractContextManager[Pages]:
         assert self.paging is not None
@@ -319,26 +214,23 @@ class Live:
 
     def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
         position, expert = key
-        described = _version(self.plan, version)
+        described, where = version_of(self.plan, version), self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
-        on_host = self.plan.ladder[version].where is Where.HOST
-        device = self._host_device if on_host and self._host_device is not None else self.device
-        if self.plan.ladder[version].where is Where.PACKED:
-            return device.fetch(stored, target, self.layers[position].of.layer, described, packed=True)
-        return device.fetch(stored, target, self.layers[position].of.layer, described)
+        device = self._host_device if where is Where.HOST and self._host_device is not None else self.device
+        return device.fetch(stored, target, self.layers[position].of.layer, described, packed=where is Where.PACKED)
 
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
         layer, placement = self.layers[key[0]], self.plan.ladder[version]
         if placement.where in PAGED:
             assert self.paging is not None
-            described, packed = _version(self.plan, version), None
+            described, packed = version_of(self.plan, version), None
             if tensor is not None:
                 stored = self.store.stored(described.name, *key)
                 packed = self.paging.over(*key, tensor[: stored.size], stored.where)
             return layer.of.over(described, self.paging.space.extent(*key), placement.where, packed)
         if tensor is None:
             return NOTHING
-        described = _version(self.plan, version)
+        described = version_of(self.plan, version)
         return layer.of.over(described, tensor[: resident_size(layer.of.layer.matrices, described)], placement.where)
 
     def _publish(self, key: Key, made: Handle) -> None:
@@ -364,7 +256,7 @@ class Live:
             yield NO_PROMPT, lambda out: None
             return
         try:
-            with self._sequences.reading(given) as found:
+            with self.hearing.sequences.reading(given) as found:
                 yield found
         finally:
             self._soon()
@@ -384,11 +276,7 @@ class Live:
             yield running
             return
         with self.turn():
-            if prompt.begins:
-                self._tell(partial(SequenceBegan, time.monotonic(), tokens=prompt.tokens, sequence=prompt.sequence))
-            if prompt.decodes:
-                self._tell(partial(DecodingBegan, time.monotonic(), sequence=prompt.sequence))
-            if prompt.begins or prompt.decodes:
+            if self.hearing.begins(prompt):
                 self._soon()
             step = self._mine.step = self._begin(prompt, mask)
             try:
@@ -404,7 +292,7 @@ class Live:
             if self._tables is not None:
                 table = self._tables.take(epoch, snapshots)
                 snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
-            counters = self._counters()
+            counters = self.hearing.counters()
             counters.mask = mask
             return Step(number, snapshots, counters, prompt, table, time.perf_counter())
         except BaseException:
@@ -419,25 +307,15 @@ class Live:
             self._tables.give(step.table)
         self.residency.end(step.number)
         step.counters.send()
-        self._ended.append((next(self._order), step))
+        self.hearing.ended(step)
         self._soon()
-
-    def _tell(self, event: Callable[[Sequence[int]], Event]) -> None:
-        if self.policy.needs.prompts:
-            self._told.append((next(self._order), event))
 
     def _soon(self) -> None:
         """Let what was noted be heard: by the worker, or at once where there is none."""
         if self._blocking:
-            self._hear()
+            self.hearing.hear()
         else:
             self.worker.wake()
-
-    def _counters(self) -> Counters:
-        try:
-            return self._spare_counters.pop()
-        except IndexError:
-            return Counters(self.plan.experts, self.policy.needs.gates, self.layers[0].of.device)
 
     @contextlib.contextmanager
     def _reading(self, position: int) -> Iterator[Snapshot]:
@@ -496,53 +374,6 @@ class Live:
         kv = self.transitions.kv_bytes + self.transitions.kv_asked
         return self._capacity_beside(kv if self._can_shrink else 0)
 
-    def _hear(self) -> None:
-        """Let the policy know of sequences, and add up the steps that have ended, in the order of all this: what a step
-        has counted is heard before what happens to its sequence next, however late its numbers arrive."""
-        for number in self._sequences.over():
-            self._tell(partial(SequenceEnded, time.monotonic(), sequence=number))
-        for _ in range(len(self._told) + len(self._ended)):  # not what comes meanwhile: there may be no end of it
-            told = self._told[0] if self._told else None  # before looking at steps: those that went before are there
-            try:
-                order, step = self._ended.popleft()
-            except IndexError:
-                if told is None:
-                    break
-                self._hear_told()
-                continue
-            if told is not None and told[0] < order:
-                self._ended.appendleft((order, step))
-                self._hear_told()
-                continue
-            if not step.counters.arrived():
-                self._ended.appendleft((order, step))
-                break
-            if step.counters.used:
-                self._add(step)
-            step.counters.clear()
-            if len(self._spare_counters) < UNHEARD:
-                self._spare_counters.append(step.counters)
-
-    def _hear_told(self) -> None:
-        _, event = self._told.popleft()
-        self._decide(event(self.capacity()))
-
-    def _add(self, step: Step) -> None:
-        counts, gates = step.counters.take()
-        for chosen, new in zip(self._counts, counts, strict=True):
-            chosen += new
-        for weighed, more in zip(self._gates, gates, strict=True):
-            weighed += more
-        if not step.prompt.several and self.policy.needs.timings:
-            self._steps += 1
-            self._computed += step.seconds
-            for position, *sizes in step.demanded:
-                row = self._loaded[position]
-                row[:] = [old + new for old, new in zip(row, (0, *sizes), strict=True)]
-        if step.prompt.tokens and self.policy.needs.prompts:
-            mine = [row.copy() for row in counts], [row.copy() for row in gates]
-            self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine, step.prompt.sequence))
-
     def _decide(self, event: Event) -> None:
         wanted = self.policy.decide(event)
         if wanted is not None and not self._blocking:
@@ -559,16 +390,11 @@ class Live:
         """One round: let the policy see what was counted, then carry transitions on, whatever becomes of the former."""
         try:
             self.each_round()
-            self._hear()
+            self.hearing.hear()
             capacity = self.capacity()
             if now - self._decided_at >= self.policy.needs.interval or capacity != self._capacity:
                 self._decided_at, self._capacity = now, capacity
-                counts, gates = self._counts, self._gates
-                self._counts = [np.zeros_like(row) for row in counts]
-                self._gates = [np.zeros_like(row) for row in gates]
-                steps, self._steps, computed, self._computed = self._steps, 0, self._computed, 0.0
-                loaded, self._loaded = self._loaded, [[0] * len(row) for row in self._loaded]
-                self._decide(Interval(now, capacity, counts, gates, steps, computed, loaded))
+                self.hearing.interval(now, capacity)
         finally:
             self.transitions.tick()
 

@@ -335,7 +335,7 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(made, "memory", CpuMemory)  # the model is on a CPU, whose pools give blocks back
         return made
 
-    monkeypatch.setattr(live_module, "_device", device)
+    monkeypatch.setattr(live_module, "open_device", device)
     policy = "hotness:lo=w2,between=no,interval=0.02,rate=0,margin=0,slack=0"
     model = moepack.load(bundle, policy=policy, device_memory=12_000_000, host_memory=1 << 30)
     live, rng = model.moepack.live, torch.Generator().manual_seed(0)

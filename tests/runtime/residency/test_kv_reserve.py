@@ -133,15 +133,20 @@ def test_what_fits_passes_one_that_cannot_run_now(watch: KvWatch, somebody: None
 
 
 def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvWatch) -> None:
-    """Two threads whose passes overlap all the time: there is no moment without one, unless they stop passing."""
-    stop = threading.Event()
+    """Two threads whose passes overlap all the time: each ends once the other's next has begun, or cannot begin."""
+    stop, began = threading.Event(), [threading.Event(), threading.Event()]
 
-    def small() -> None:
+    def small(mine: int) -> None:
+        def until_the_other_began() -> None:
+            began[mine].set()
+            began[1 - mine].wait(0.25)
+            began[1 - mine].clear()
+
         while not stop.is_set():
-            bare(watch, 150, inside=lambda: time.sleep(0.02))
+            bare(watch, 150, inside=until_the_other_began)
 
-    others = [Beside(small), Beside(lambda: (time.sleep(0.01), small()))]
-    time.sleep(0.05)
+    others = [Beside(lambda: small(0)), Beside(lambda: small(1))]
+    assert began[0].wait(5)
     large = Beside(lambda: run(watch, 450))  # 900 bytes, beside which 150 more do not fit
     assert large.end() is None and 0.4 < large.seconds < 1.0
     stop.set()

@@ -37,7 +37,7 @@ def settle(model: Any) -> None:
 
     def done() -> bool:
         idle = not live.transitions.waiting() and not live.residency.in_flight()
-        return idle and not live._told and not live._ended and not live._sequences._over
+        return idle and not live.hearing._told and not live.hearing._ended and not live.hearing.sequences._over
 
     wait_for(done)
     time.sleep(0.05)
@@ -131,8 +131,8 @@ def test_the_prompts_experts_are_on_the_device(bundle: Path) -> None:
     model = load(bundle, "prefill:k=4,alpha=1", least(bundle, "prefill", kv_tokens=64) + ROOM, kv_tokens=64)
     live, prompt = model.moepack.live, ids(5, 60)
     counts = []
-    add = live._add
-    live._add = lambda step: (counts.append([row.copy() for row in step.counters.take()[0]]), add(step))
+    add = live.hearing._add
+    live.hearing._add = lambda step: (counts.append([row.copy() for row in step.counters.take()[0]]), add(step))
     decoded(model, prompt, 1)
     settle(model)
     for row, versions, prior in zip(counts[0], model.moepack.versions, live.plan.traffic, strict=True):

@@ -33,6 +33,7 @@ from moepack.runtime.policies.contract import (
     Wanted,
     read_options,
 )
+from moepack.runtime.residency import sequences as sequences_module
 from moepack.runtime.residency.sequences import Sequences
 
 TOP_K = 2
@@ -99,6 +100,20 @@ def test_caches_that_were_not_made_by_a_pass() -> None:
         assert prompt.sequence == 0
 
 
+def test_a_cache_that_dies_while_another_takes_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is told, though what a pass makes meanwhile stands where it stood."""
+    monkeypatch.setattr(sequences_module, "id", lambda cache: 7, raising=False)
+    sequences, caches = Sequences(), [Cache(), Cache()]
+    one_pass(sequences, 5, None, caches[0])
+    with sequences.reading({"input_ids": torch.zeros(1, 2)}) as (_, told):
+        del caches[0]
+        told(Result(caches[0]))
+    assert sequences.over() == [1]
+    caches.clear()
+    del told
+    assert sequences.over() == [2]
+
+
 def test_what_fails_ends_with_its_pass() -> None:
     sequences = Sequences()
     with pytest.raises(KeyboardInterrupt), sequences.reading({"input_ids": torch.zeros(1, 2)}):
@@ -139,7 +154,8 @@ def model(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def heard(model: Any, until: Callable[[list[Event]], bool] = lambda events: True) -> list[Event]:
     """Of one sequence or several, once everything has been heard."""
-    wait_for(lambda: until(Listener.heard) and not model.moepack.live._told and not model.moepack.live._ended)
+    hearing = model.moepack.live.hearing
+    wait_for(lambda: until(Listener.heard) and not hearing._told and not hearing._ended)
     time.sleep(0.05)
     return list(Listener.heard)
 
@@ -249,4 +265,4 @@ def test_sequences_on_several_threads(model: Any) -> None:
     for number in {e.sequence for e in events if isinstance(e, DecodingBegan)}:
         mine = [e for e in events if getattr(e, "sequence", 0) == number]
         assert kinds(mine) == ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
-    assert len(events) == 48 and not model.moepack.live._sequences._followed
+    assert len(events) == 48 and not model.moepack.live.hearing.sequences._followed

@@ -134,7 +134,7 @@ def test_a_step_ends_though_the_device_fails(bundle: Path) -> None:
     model.moepack.close()
 
 
-@pytest.mark.parametrize("where", ["moepack.runtime.residency.live.Live._pools", "moepack.runtime.devices.glibc.own"])
+@pytest.mark.parametrize("where", ["moepack.runtime.residency.live.make_pools", "moepack.runtime.devices.glibc.own"])
 def test_a_load_that_fails_leaves_no_thread(bundle: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = ours()
     enough = least(bundle) + ROOM

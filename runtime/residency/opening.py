@@ -1,0 +1,120 @@
+"""What a plan is served with: the device, pools of memory on it and on the host, the window of paged experts.
+
+Decides nothing about which expert is where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import Version
+from moepack.runtime.devices.contract import Device
+from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
+from moepack.runtime.experts.handles import LayerExperts
+from moepack.runtime.paging.address_space import CpuAddressSpace
+from moepack.runtime.paging.paging import Paging
+from moepack.runtime.paging.window import Window
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.capacity import base_bytes
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.paging import window_size
+from moepack.runtime.planning.plan import Plan
+from moepack.runtime.policies.placements import PAGED, Where
+from moepack.runtime.store.files import BackingStore
+
+from .pools import Pool
+
+
+def version_of(plan: Plan, placement: int) -> Version:
+    """The version of a placement that has one."""
+    version = plan.ladder[placement].version
+    assert version is not None
+    return version
+
+
+def second_buffer(plan: Plan) -> tuple[Plan, int]:
+    """A plan with two staging buffers where there is room: an extent is then copied while the last one is decoded."""
+    two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
+    least = two.fixed + base_bytes(plan.sizes, plan.experts) + plan.reserve
+    return (two, 2) if least <= plan.budget else (plan, 1)
+
+
+def open_device(
+    device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
+) -> Device:
+    """The device, with `buffers` staging buffers, calling `on_event` after each copy; of the host, `host` bytes may be
+    pinned."""
+    if device.type == "cpu":
+        return CpuDevice(plan.staging, on_event)
+    from moepack.runtime.devices.cuda import open_cuda
+
+    staging, last = plan.staging // buffers, len(plan.ladder) - plan.keep
+    on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
+    coded = [v for v in on_device if not version_of(plan, v).is_lossless]
+    largest = max([staging, *(row[v] for row in plan.sizes for v in coded)])
+    served = [version_of(plan, v).name for v in on_device if v < last]
+    return open_cuda(store, served, device, largest, staging, buffers, on_event, host)
+
+
+def check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
+    """See that an expert on its way from any host placement to another finds a block there.
+
+    Raises:
+        TooSmallError: when it would not.
+    """
+    on_host = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.HOST]
+    largest = [max(row[v] for v in on_host) for row in plan.blocks]
+    least = sum(n * size for n, size in zip(plan.experts, largest, strict=True)) + max(largest)
+    if host_memory is not None and host_memory < least:
+        names = ", ".join(str(plan.ladder[v]) for v in on_host)
+        raise TooSmallError(
+            f"{bundle.path}: a host_memory of {host_memory} bytes does not hold every expert at any of {names}: the "
+            f"least that would do is {least} bytes",
+            least,
+        )
+
+
+def make_pools(
+    plan: Plan, device: Device, tracker: BudgetTracker, host: BudgetTracker, can_shrink: bool
+) -> dict[tuple[int, int], Pool]:
+    """One for each size of each placement that takes memory, by the placement's number and the size.
+
+    Memory that can be given back is not taken before it is used, so that a pool may be as large as it will ever need to
+    be. Other memory is divided once and for all as the plan says, with base blocks for demotions beside.
+    """
+    pools = {}
+    for number, placement in enumerate(plan.ladder):
+        on_host = placement.where is Where.HOST
+        of, returnable = (host, True) if on_host else (tracker, can_shrink)
+        for size in sorted({row[number] for row in plan.blocks} - {0}):
+            mine = [p for p, row in enumerate(plan.blocks) if row[number] == size]
+            blocks = sum(plan.experts[p] for p in mine)
+            if returnable:
+                blocks = min(blocks, of.budget // size)
+            elif number < plan.base or not plan.keep:
+                assert plan.most is not None
+                spare = plan.spare_blocks if number == plan.base else 0
+                blocks = sum(plan.most[p][number] for p in mine) + spare
+            memory = CpuMemory(size * blocks) if on_host else device.memory(size * blocks)
+            pools[number, size] = Pool(f"{placement}/{size}", size, blocks, of, memory, on_host)
+    return pools
+
+
+def open_paging(
+    plan: Plan, layers: Sequence[LayerExperts], store: BackingStore, device: Device, looks_ahead: bool
+) -> Paging:
+    """The window: addresses for every expert, blocks for two layers' of them."""
+    version = next(version_of(plan, v) for v, p in enumerate(plan.ladder) if p.where in PAGED)
+    described = [layer.of.layer for layer in layers]
+    size = window_size(described, version)
+    return Paging(
+        CpuAddressSpace([(x.matrices, x.experts) for x in described], version),
+        Window([size.blocks] * len(size.sizes), len(layers)),
+        [(x.of.layer, x.of.lossless_forms(version)) for x in layers],
+        partial(store.stored, version.name), plan.staging, device.mark, looks_ahead,
+    )  # fmt: skip

@@ -59,19 +59,20 @@ class Packed:
         Raises:
             BundleError: when the extent is not well formed.
         """
-        if (native := _native()) is None:
-            return 0
         if self._opened[matrix] is None:
+            if (native := _native()) is None:
+                return 0
             coded = self._part(matrix)[0]
             at = self._target.data_ptr() + self._forms[matrix].low
-            self._opened[matrix] = native.open_coded(coded, self._layer.matrices[matrix].weights, at) or 0
-        found = self._opened[matrix]
-        return found.address if found else 0
+            opened = native.open_coded(coded, self._layer.matrices[matrix].weights, at)
+            self._opened[matrix] = opened, opened.address if opened else 0
+        return int(self._opened[matrix][1])
 
     def bias(self, matrix: int) -> None:
         """Write one matrix's bias, if it has any, to its place."""
-        bias, at = self._part(matrix)[1], self._forms[matrix].bias
-        if bias is not None:
+        if (at := self._forms[matrix].bias) < 0:
+            return
+        if (bias := self._part(matrix)[1]) is not None:
             self._target.numpy()[at : at + bias.nbytes].view(np.uint16)[:] = bias
 
     def decode(self, matrix: int, threads: int | None) -> None:

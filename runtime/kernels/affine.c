@@ -27,9 +27,9 @@ int moepack_affine_level(int limit) {
 /* ---- matrices that are decoded when they are asked for
  *
  * A thread decodes the rows of a task and multiplies by them while they are in its second-level cache: what decoding
- * wrote is not read from memory again. Experts with more than FUSED slots are decoded beforehand, by all threads. */
+ * wrote is not read from memory again. Tasks are small, as all threads wait for the last one. Experts with more than FUSED slots are decoded beforehand, by all threads. */
 #define FUSED 16
-#define CHUNK 131072 /* weights of a task: 256 KiB, a quarter of a second-level cache */
+#define CHUNK 32768 /* weights of a task: 64 KiB */
 #define DECODED 64   /* codec tiles that a thread takes at a time beforehand */
 
 static int64_t nanoseconds(void) {
@@ -74,16 +74,16 @@ static int decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most) {
     return atomic_load(m->report) ? -1 : 0;
 }
 
-/* Units of a task whose rows end where codec tiles do. */
-static int64_t coded_step(const Gemm *m, int64_t units) {
-    int64_t step = 1;
-    while (step < units && step * UNIT * m->cols % m->tile) step++;
-    return step * (ceil_div(CHUNK, step * UNIT * m->cols));
+/* Rows of a task that end where codec tiles do. */
+static int64_t coded_step(const Gemm *m) {
+    int64_t step = BLOCK;
+    while (step < m->rows && step * m->cols % m->tile) step += BLOCK;
+    return step * (step * m->cols < CHUNK ? CHUNK / (step * m->cols) : 1);
 }
 
 /* ---- one product */
 typedef struct {
-    int64_t job, from, to; /* units */
+    int64_t job, from, to; /* rows */
 } Task;
 
 typedef struct {
@@ -113,14 +113,12 @@ static void run_tasks(void *argument) {
         after = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed); /* known early, to be fetched early */
         const Task *task = run->tasks + i, *then = run->tasks + (after < run->n_tasks ? after : i);
         const Job *job = run->jobs + task->job, *then_job = run->jobs + then->job;
-        if (job->coded) {
-            const int64_t first = task->from * UNIT * m->cols / m->tile, weights = least(task->to * UNIT, m->rows) * m->cols;
-            decode_part(m, job, first, ceil_div(weights, m->tile));
-        }
-        for (int64_t u = task->from; u < task->to; u++) {
-            int64_t row = u * UNIT, end = row + UNIT < m->rows ? row + UNIT : m->rows;
-            Next next = {job->form, job->base, row + UNIT};
-            if (u + 1 == task->to && !then_job->coded) next = (Next){then_job->form, then_job->base, then->from * UNIT};
+        if (job->coded) decode_part(m, job, task->from * m->cols / m->tile, ceil_div(task->to * m->cols, m->tile));
+        for (int64_t row = task->from, end; row < task->to; row = end) {
+            end = least(row + UNIT, task->to);
+            Next next = {job->form, job->base, end};
+            if (end == task->to) /* what is not decoded yet is not fetched: another thread writes it */
+                next = then_job->coded ? (Next){job->form, job->base, task->from} : (Next){then_job->form, then_job->base, then->from};
             loops->rows(m, job->form, job->base, row, end, run->of_slot + job->first, run->order + job->first, job->count,
                        &next);
         }
@@ -164,7 +162,7 @@ static void place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
 
 /* What the direct path keeps in the arena for n experts' `slots` slots: lists, and after them prepared activations. */
 typedef struct {
-    int64_t most, units; /* activations there are; units of rows of a matrix */
+    int64_t most, units, tasks; /* activations there are; units of rows of a matrix, and tasks at the most */
     size_t own;          /* bytes for each thread, where each prepares for itself, or 0 */
     size_t lists, round, all; /* round: bytes of prepared activations at a time */
 } Room;
@@ -179,9 +177,10 @@ typedef struct {
 
 static Room room_of(const Gemm *m, int64_t slots, int64_t n, int needs) {
     Room r = {.most = least(slots, ceil_div(m->slots, m->share)), .units = ceil_div(m->rows, UNIT)};
+    r.tasks = m->coded ? ceil_div(m->rows, BLOCK) : r.units;
     size_t each = prepared_size(m, needs), prepared = each * (size_t)r.most, pass = TOGETHER * (each + BESIDE) + 64;
     size_t together = (sizeof(Prepared) + 2 * sizeof(int64_t)) * (size_t)r.most + sizeof(void *) * (size_t)slots +
-                      (sizeof(Job) + sizeof(Task) * (size_t)r.units) * (size_t)n;
+                      (sizeof(Job) + sizeof(Task) * (size_t)r.tasks) * (size_t)n;
     size_t alone = sizeof(Job) * (size_t)(n + slots / TOGETHER);
     r.lists = ((together > alone ? together : alone) + 63) / 64 * 64;
     r.own = (pass > OWN ? pass + 63 : OWN) / 64 * 64;
@@ -307,9 +306,9 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
         }
         const int64_t share = cost / (m->threads * 8) + 1; /* work of one task, so that the last ones even out */
         for (int64_t p = 0; p < n_batches; p++) {
-            int64_t step = m->threads < 2 ? room.units : share / batches[p].count + 1;
-            if (batches[p].coded) step = coded_step(m, room.units);
-            for (int64_t u = 0; u < room.units; u += step) tasks[n_tasks++] = (Task){p, u, least(u + step, room.units)};
+            int64_t step = UNIT * (m->threads < 2 ? room.units : share / batches[p].count + 1);
+            if (batches[p].coded) step = coded_step(m);
+            for (int64_t row = 0; row < m->rows; row += step) tasks[n_tasks++] = (Task){p, row, least(row + step, m->rows)};
         }
         Run run = {.m = m, .jobs = batches, .tasks = tasks, .order = order, .source = source, .prepared = prepared};
         run.of_slot = of_slot, run.n_tasks = n_tasks, run.n_prepared = n_prepared;

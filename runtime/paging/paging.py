@@ -126,9 +126,9 @@ class Paging:
             index: [tokens, top_k], the router's choice.
             step: has what was taken ahead for it, and is told what is; whether it reads a prompt.
         """
-        active = np.unique(index.numpy())
-        active = active[active < len(snapshot.handles)]
-        active = active[snapshot.paged()[active]].tolist()
+        paged = snapshot.paged()
+        chosen = np.bincount(index.numpy().ravel(), minlength=len(paged))[: len(paged)]
+        active = np.flatnonzero((chosen > 0) & paged).tolist()
         began = time.perf_counter()
         ahead, step.ahead = step.ahead, None
         if ahead is not None and ahead.position != position:

@@ -111,16 +111,21 @@ def token_stream(source: str, tokenizer: Any) -> Iterator[list[int]]:
 
 def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:
     """The first `most` windows of a source, int64 [at most `most`, length]; what is left over is dropped."""
-    held: list[int] = []
-    out: list[list[int]] = []
-    for ids in token_stream(source, tokenizer):
-        held += ids
-        while len(held) >= length and len(out) < most:
-            out.append(held[:length])
-            held = held[length:]
-        if len(out) == most:
+    return document_windows(source, tokenizer, length, most)[0]
+
+
+def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tuple[Tensor, Tensor]:
+    """The same, and the number of the document that each token is of, both int64 [at most `most`, length]."""
+    ids: list[int] = []
+    owners: list[int] = []
+    for number, document in enumerate(token_stream(source, tokenizer)):
+        ids += document
+        owners += [number] * len(document)
+        if len(ids) >= most * length:
             break
-    return torch.tensor(out, dtype=torch.int64).reshape(-1, length)
+    end = min(most, len(ids) // length) * length
+    made, of = (torch.tensor(row[:end], dtype=torch.int64).reshape(-1, length) for row in (ids, owners))
+    return made, of
 
 
 def calibration_windows(sources: Sequence[str], tokenizer: Any, samples: int, length: int, seed: int) -> Windows:

@@ -235,30 +235,29 @@ def evaluate(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write what was routed and served, a line of JSON a forward pass.")
     ] = None,
+    kl: Annotated[
+        bool, typer.Option("--kl", help="Compare with the bundle's own bf16: divergence and agreement a token.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Perplexity on text."""
+    """Perplexity on text, with its 95 % interval."""
     from moepack.reports.evaluate import evaluate as run
 
     with _reporter(quiet) as reporter:
         size = parse_size(device_memory)
         result = run(
             path, data, policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
-            prefill_tokens, all_logits,
+            prefill_tokens, all_logits, kl,
         )  # fmt: skip
     if as_json:
         from dataclasses import asdict
 
         _print_json(asdict(result))
         return
-    from rich.table import Table
+    from moepack.reports.evaluate import render
 
-    table = Table("file", "perplexity", "tokens", "tokens/s", title=f"{path}: {result.policy or 'as it is'}")
-    for score in result.files:
-        row = (f"{score.perplexity:.4f}", f"{score.tokens:,}", f"{score.tokens_per_second:,.0f}")
-        table.add_row(Path(score.file).name, *row)
-    _console().print(table)
+    _console().print(render(result, str(path)))
     if result.budget_bytes is not None:
         counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
         peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"
@@ -283,7 +282,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt."""
-    from moepack.reports.evaluate import generate as run
+    from moepack.generation import generate as run
 
     size = parse_size(device_memory)
     text = run(

@@ -12,12 +12,13 @@ import torch
 from support import ROOT, random_matrix
 
 import moepack
+from moepack.generation import generate
 from moepack.pack.affine import decode_affine, encode_affine
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, affine_sections
-from moepack.reports.evaluate import evaluate, generate
+from moepack.reports.evaluate import evaluate
 from moepack.runtime.allocation.knapsack import greedy
 from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise, unpack

@@ -216,10 +216,13 @@ def verify(
 @app.command("eval")
 def evaluate(
     path: Model,
-    data: Annotated[list[str], typer.Option("--data", "-d", help="Text: files or Hub data sets.", show_default=False)],
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", "-d", help="Text or chats: files or Hub data sets.", show_default=False),
+    ] = None,
     policy: PolicyName = None,
     device_memory: Memory = None,
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window, or of a task's question.")] = 512,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
     kv_tokens: Cached = None,
     prefill_tokens: Prefill = None,
@@ -238,26 +241,40 @@ def evaluate(
     kl: Annotated[
         bool, typer.Option("--kl", help="Compare with the bundle's own bf16: divergence and agreement a token.")
     ] = False,
+    tasks: Annotated[str, typer.Option("--tasks", help="Of lm-evaluation-harness, as gsm8k,arc_easy.")] = "",
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before a task's question.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions a task, at the most.")] = None,
+    task_folder: Annotated[Path | None, typer.Option("--task-folder", help="With tasks of your own.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the model's chat template.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Perplexity on text, with its 95 % interval."""
-    from moepack.reports.evaluate import evaluate as run
+    """Perplexity on text, with its 95 % interval; or scores of tasks."""
+    from dataclasses import asdict
 
+    from moepack.reports import evaluate as scoring
+    from moepack.reports import tasks as harness
+
+    size, result, scores = parse_size(device_memory), None, None
+    named = [t.strip() for t in tasks.split(",") if t.strip()]
     with _reporter(quiet) as reporter:
-        size = parse_size(device_memory)
-        result = run(
-            path, data, policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
-            prefill_tokens, all_logits, kl,
-        )  # fmt: skip
+        if data or not named:
+            result = scoring.evaluate(
+                path, data or [], policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
+                prefill_tokens, all_logits, kl,
+            )  # fmt: skip
+        if named:
+            scores = harness.run_tasks(
+                path, named, policy, device, dtype, size, length, batch or 1, shots, limit, task_folder, chat, reporter
+            )
     if as_json:
-        from dataclasses import asdict
-
-        _print_json(asdict(result))
+        _print_json((asdict(result) if result else {}) | ({"tasks": scores} if scores else {}))
         return
-    from moepack.reports.evaluate import render
-
-    _console().print(render(result, str(path)))
+    if scores:
+        _console().print(harness.render(scores, f"{path}: {policy or 'without a policy named'}"))
+    if result is None:
+        return
+    _console().print(scoring.render(result, str(path)))
     if result.budget_bytes is not None:
         counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
         peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"

@@ -29,13 +29,22 @@ from .options import (
     Json,
     Logits,
     Memory,
+    MinP,
     Model,
     Output,
     PolicyName,
     Prefill,
     Quiet,
     RecipeName,
+    Repetition,
+    Seed,
+    StopTexts,
+    System,
+    Temperature,
+    Template,
     Texts,
+    TopK,
+    TopP,
     Work,
 )
 
@@ -288,8 +297,16 @@ def generate(
     policy: PolicyName = None,
     device_memory: Memory = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="For sampling.")] = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    stop: StopTexts = None,
+    seed: Seed = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message: use the chat template.")] = False,
+    system: System = "",
+    chat_template: Template = None,
     kv_tokens: Cached = None,
     prefill_tokens: Prefill = None,
     all_logits: Logits = False,
@@ -298,18 +315,69 @@ def generate(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt."""
+    """Continue a prompt, or answer a message; the text is printed as it comes."""
+    from moepack.chat import read_template
+    from moepack.generation import Sampling
     from moepack.generation import generate as run
 
-    size = parse_size(device_memory)
-    text = run(
-        path, prompt, policy, device, dtype, size, max_new_tokens, temperature, seed, batch, kv_tokens, prefill_tokens,
-        all_logits,
-    )  # fmt: skip
+    size, messages = parse_size(device_memory), None
+    if chat or system:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+    began = False
+
+    def tell(text: str) -> None:
+        nonlocal began
+        if not as_json:
+            typer.echo(text if began or messages else prompt + text, nl=False)  # an answer stands by itself
+            sys.stdout.flush()
+            began = True
+
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, tuple(stop or ()))
+    try:
+        text = run(
+            path, prompt, policy, device, dtype, size, max_new_tokens, sampling, batch, kv_tokens, prefill_tokens,
+            all_logits, messages, read_template(chat_template), tell,
+        )  # fmt: skip
+    finally:
+        if began:
+            typer.echo()
     if as_json:
         _print_json({"prompt": prompt, "text": text, "policy": policy})
-    else:
-        typer.echo(prompt + text)
+
+
+@app.command()
+def chat(
+    path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
+    policy: PolicyName = None,
+    device_memory: Memory = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer.")] = 256,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    stop: StopTexts = None,
+    seed: Seed = 0,
+    system: System = "",
+    chat_template: Template = None,
+    kv_tokens: Cached = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="MOEPACK_API_KEY", help="A server's.")] = None,
+) -> None:
+    """Chat, a line at a time."""
+    from moepack.chat import Here, There, read_template, talk
+    from moepack.generation import CHAT_TOKENS, PROMPT, Sampling, Session
+
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, tuple(stop or ()))
+    if path.startswith(("http://", "https://")):
+        talk(There(path, api_key, max_new_tokens, sampling), system)
+        return
+    with Session(path, policy, device, dtype, parse_size(device_memory), read_template(chat_template)) as session:
+        session.chat([{"role": "user", "content": "?"}])  # refused before weights are read
+        session.load(kv_tokens or CHAT_TOKENS, PROMPT)
+        talk(Here(session, max_new_tokens, sampling), system)
 
 
 @app.command()

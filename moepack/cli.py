@@ -29,13 +29,22 @@ from .options import (
     Json,
     Logits,
     Memory,
+    MinP,
     Model,
     Output,
     PolicyName,
     Prefill,
     Quiet,
     RecipeName,
+    Repetition,
+    Seed,
+    StopTexts,
+    System,
+    Temperature,
+    Template,
     Texts,
+    TopK,
+    TopP,
     Work,
 )
 
@@ -216,10 +225,13 @@ def verify(
 @app.command("eval")
 def evaluate(
     path: Model,
-    data: Annotated[list[str], typer.Option("--data", "-d", help="Text: files or Hub data sets.", show_default=False)],
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", "-d", help="Text or chats: files or Hub data sets.", show_default=False),
+    ] = None,
     policy: PolicyName = None,
     device_memory: Memory = None,
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window, or of a task's question.")] = 512,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
     kv_tokens: Cached = None,
     prefill_tokens: Prefill = None,
@@ -235,30 +247,43 @@ def evaluate(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write what was routed and served, a line of JSON a forward pass.")
     ] = None,
+    kl: Annotated[
+        bool, typer.Option("--kl", help="Compare with the bundle's own bf16: divergence and agreement a token.")
+    ] = False,
+    tasks: Annotated[str, typer.Option("--tasks", help="Of lm-evaluation-harness, as gsm8k,arc_easy.")] = "",
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before a task's question.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions a task, at the most.")] = None,
+    task_folder: Annotated[Path | None, typer.Option("--task-folder", help="With tasks of your own.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the model's chat template.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Perplexity on text."""
-    from moepack.reports.evaluate import evaluate as run
+    """Perplexity on text, with its 95 % interval; or scores of tasks."""
+    from dataclasses import asdict
 
+    from moepack.reports import evaluate as scoring
+    from moepack.reports import tasks as harness
+
+    size, result, scores = parse_size(device_memory), None, None
+    named = [t.strip() for t in tasks.split(",") if t.strip()]
     with _reporter(quiet) as reporter:
-        size = parse_size(device_memory)
-        result = run(
-            path, data, policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
-            prefill_tokens, all_logits,
-        )  # fmt: skip
+        if data or not named:
+            result = scoring.evaluate(
+                path, data or [], policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
+                prefill_tokens, all_logits, kl,
+            )  # fmt: skip
+        if named:
+            scores = harness.run_tasks(
+                path, named, policy, device, dtype, size, length, batch or 1, shots, limit, task_folder, chat, reporter
+            )
     if as_json:
-        from dataclasses import asdict
-
-        _print_json(asdict(result))
+        _print_json((asdict(result) if result else {}) | ({"tasks": scores} if scores else {}))
         return
-    from rich.table import Table
-
-    table = Table("file", "perplexity", "tokens", "tokens/s", title=f"{path}: {result.policy or 'as it is'}")
-    for score in result.files:
-        row = (f"{score.perplexity:.4f}", f"{score.tokens:,}", f"{score.tokens_per_second:,.0f}")
-        table.add_row(Path(score.file).name, *row)
-    _console().print(table)
+    if scores:
+        _console().print(harness.render(scores, f"{path}: {policy or 'without a policy named'}"))
+    if result is None:
+        return
+    _console().print(scoring.render(result, str(path)))
     if result.budget_bytes is not None:
         counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
         peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"
@@ -272,8 +297,16 @@ def generate(
     policy: PolicyName = None,
     device_memory: Memory = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="For sampling.")] = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    stop: StopTexts = None,
+    seed: Seed = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message: use the chat template.")] = False,
+    system: System = "",
+    chat_template: Template = None,
     kv_tokens: Cached = None,
     prefill_tokens: Prefill = None,
     all_logits: Logits = False,
@@ -282,18 +315,69 @@ def generate(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt."""
-    from moepack.reports.evaluate import generate as run
+    """Continue a prompt, or answer a message; the text is printed as it comes."""
+    from moepack.chat import read_template
+    from moepack.generation import Sampling
+    from moepack.generation import generate as run
 
-    size = parse_size(device_memory)
-    text = run(
-        path, prompt, policy, device, dtype, size, max_new_tokens, temperature, seed, batch, kv_tokens, prefill_tokens,
-        all_logits,
-    )  # fmt: skip
+    size, messages = parse_size(device_memory), None
+    if chat or system:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+    began = False
+
+    def tell(text: str) -> None:
+        nonlocal began
+        if not as_json:
+            typer.echo(text if began or messages else prompt + text, nl=False)  # an answer stands by itself
+            sys.stdout.flush()
+            began = True
+
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, tuple(stop or ()))
+    try:
+        text = run(
+            path, prompt, policy, device, dtype, size, max_new_tokens, sampling, batch, kv_tokens, prefill_tokens,
+            all_logits, messages, read_template(chat_template), tell,
+        )  # fmt: skip
+    finally:
+        if began:
+            typer.echo()
     if as_json:
         _print_json({"prompt": prompt, "text": text, "policy": policy})
-    else:
-        typer.echo(prompt + text)
+
+
+@app.command()
+def chat(
+    path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
+    policy: PolicyName = None,
+    device_memory: Memory = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer.")] = 256,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    stop: StopTexts = None,
+    seed: Seed = 0,
+    system: System = "",
+    chat_template: Template = None,
+    kv_tokens: Cached = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="MOEPACK_API_KEY", help="A server's.")] = None,
+) -> None:
+    """Chat, a line at a time."""
+    from moepack.chat import Here, There, read_template, talk
+    from moepack.generation import CHAT_TOKENS, PROMPT, Sampling, Session
+
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, tuple(stop or ()))
+    if path.startswith(("http://", "https://")):
+        talk(There(path, api_key, max_new_tokens, sampling), system)
+        return
+    with Session(path, policy, device, dtype, parse_size(device_memory), read_template(chat_template)) as session:
+        session.chat([{"role": "user", "content": "?"}])  # refused before weights are read
+        session.load(kv_tokens or CHAT_TOKENS, PROMPT)
+        talk(Here(session, max_new_tokens, sampling), system)
 
 
 @app.command()

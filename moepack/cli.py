@@ -25,11 +25,13 @@ from .options import (
     Device,
     Dtype,
     EngineName,
+    Fitted,
     Fresh,
     Json,
     Logits,
     Memory,
     Model,
+    Names,
     Output,
     PolicyName,
     Prefill,
@@ -37,6 +39,7 @@ from .options import (
     RecipeName,
     Texts,
     Work,
+    names_of,
 )
 
 if TYPE_CHECKING:
@@ -335,14 +338,17 @@ def push(
     repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
     private: Annotated[bool, typer.Option("--private", help="Create it private.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="The branch to push to.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", help="The checkpoint's Hub id, for the model card.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Verify a bundle and upload it to the Hub."""
+    """Verify a bundle and upload it to the Hub; run again, it goes on."""
     from .hub import push as run
 
     with _reporter(quiet) as reporter:
-        address = run(bundle, repo, private, revision, reporter)
+        address = run(bundle, repo, private, revision, reporter, base_model)
     if as_json:
         _print_json({"repo": repo, "commit": address})
     else:
@@ -353,17 +359,24 @@ def push(
 def pull(
     repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.", show_default=False)],
-    versions: Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")] = "",
+    versions: Names = "",
+    fit: Fitted = None,
+    add: Annotated[str, typer.Option("--add", help="Add these to a bundle that was pulled before.")] = "",
+    policy: PolicyName = None,
+    device: Device = "cpu",
+    kv_tokens: Cached = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Download a bundle, or some versions of it."""
+    """Download a bundle, or some versions of it; run again, it goes on."""
+    from moepack.reports.fitting import fit_of
+
     from .hub import pull as run
 
-    wanted = [v.strip() for v in versions.split(",") if v.strip()]
+    size = fit_of(fit, policy, device, kv_tokens)
     with _reporter(quiet) as reporter:
-        path = run(repo, output, wanted, revision, reporter)
+        path = run(repo, output, names_of(versions), revision, reporter, names_of(add), size)
     if as_json:
         from moepack.pack.reader import open_bundle
 

@@ -56,4 +56,16 @@ Logits = Annotated[
     typer.Option("--all-logits", help="In a budget: leave room for the logits of all those tokens, not the last's."),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Names = Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")]
+Fitted = Annotated[
+    str | None,
+    typer.Option(
+        "--fit", help="Only the versions that moepack plan serves in this budget of device memory: 24GiB, 800MB."
+    ),
+]
 Work = Annotated[Path, typer.Option("--work", help="The work directory.", show_default=False)]
+
+
+def names_of(text: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -80,11 +81,13 @@ class BundleWriter:
             shutil.copyfile(source, path)
         self._expert_files[name] = entry
 
+    def with_files(self, manifest: Manifest) -> Manifest:
+        """A manifest whose files are those that were added."""
+        return replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files))
+
     def finish(self, manifest: Manifest) -> Manifest:
         """Write the manifest (its files are replaced by those that were added) and make the bundle appear."""
-        from dataclasses import replace
-
-        manifest = replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files))
+        manifest = self.with_files(manifest)
         for name in (*self._files, *self._expert_files):
             sync(self.root / name)
         with (self.root / MANIFEST).open("wb") as f:

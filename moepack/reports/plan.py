@@ -92,7 +92,7 @@ class Planned:
 
 
 def plan(
-    path: str | Path,
+    path: str | Path | Bundle,
     device_memory: int,
     device: str = "cpu",
     policy: str | None = None,
@@ -104,7 +104,7 @@ def plan(
     """Foretell what `moepack.load` with these arguments would serve.
 
     Args:
-        path: a bundle's directory.
+        path: a bundle, or its directory.
         device_memory: bytes for everything.
         device: as torch names it; it need not be here.
         policy: as in `moepack.load`.
@@ -113,7 +113,7 @@ def plan(
     Raises:
         InputError: for a policy that does not fit the bundle; not for a budget that is too small.
     """
-    bundle = open_bundle(path)
+    bundle = path if isinstance(path, Bundle) else open_bundle(path)
 
     import torch
     from transformers import AutoConfig
@@ -127,7 +127,7 @@ def plan(
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
     parsed = choose_policy(policy, bundle, [where], True)
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(bundle.path)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
     fixed = Fixed(dense, needs.kv_bytes, needs.activations)
@@ -155,8 +155,8 @@ def plan(
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
     return Planned(
-        str(path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used, kv_tokens,
-        batch, prefill_tokens, all_logits, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
+        str(bundle.path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used,
+        kv_tokens, batch, prefill_tokens, all_logits, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
         estimated=where.type != "cpu", message=message, **facts,
     )  # fmt: skip
 

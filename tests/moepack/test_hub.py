@@ -64,9 +64,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 @pytest.fixture
 def client(clients: Client) -> Client:
     """With an empty Hub and nothing downloaded."""
-    for state in (clients.hub.files, clients.hub.objects, clients.hub.commits, clients.hub.requests):
-        state.clear()
-    clients.hub.fail_commits = False
+    clients.hub.clear()
     shutil.rmtree(clients.home / "hf", ignore_errors=True)
     return clients
 
@@ -76,8 +74,8 @@ def test_push_and_pull_whole(client: Client, bundle: Path, tmp_path: Path) -> No
     assert out.returncode == 0, out.stderr
     assert json.loads(out.stdout)["repo"] == "someone/mini"
     sent = client.hub.files["someone/mini"]
-    assert set(sent) == {str(p.relative_to(bundle)) for p in bundle.rglob("*") if p.is_file()}
-    assert all(sent[name] == (bundle / name).read_bytes() for name in sent)
+    assert set(sent) == {*(str(p.relative_to(bundle)) for p in bundle.rglob("*") if p.is_file()), "losses.png"}
+    assert all(sent[name] == (bundle / name).read_bytes() for name in set(sent) - {"README.md", "losses.png"})
     out = client("pull", "someone/mini", "-o", tmp_path / "got", "--json", "-q")
     assert out.returncode == 0, out.stderr
     assert json.loads(out.stdout)["versions"] == ["bf16", "w4", "w3", "w2", "w1"]
@@ -172,17 +170,19 @@ def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
     fails("not empty", "pull", "someone/mini", "-o", tmp_path / "full", "-q")
-    (damaged / "README.md").write_text("edited")
-    fails("README.md", "push", damaged, "someone/damaged", "-q")
+    (damaged / "tokenizer_config.json").write_text("edited")
+    fails("tokenizer_config.json", "push", damaged, "someone/damaged", "-q")
     assert "someone/damaged" not in client.hub.files
     client.hub.fail_commits = True
-    fails("someone/mini", "push", bundle, "someone/mini", "-q")
+    fails("someone/new", "push", bundle, "someone/new", "-q")
     client.hub.fail_commits = False
     name = "experts/w2/layer-001.safetensors"
     data = bytearray(client.hub.files["someone/mini"][name])
     data[-5] ^= 1
     client.hub.files["someone/mini"][name] = bytes(data)
     fails("pull again", "pull", "someone/mini", "-o", tmp_path / "c", "-q")
-    assert not (tmp_path / "c" / name).exists() and (tmp_path / "c" / "experts/w2/layer-002.safetensors").exists()
+    kept = tmp_path / "c" / ".pulling" / "files"
+    assert not (kept / name).exists() and (kept / "experts/w2/layer-002.safetensors").exists()
+    assert not (tmp_path / "c" / "manifest.json").exists() and not (tmp_path / "c" / "experts").exists()
     client.hub.files["someone/mini"][name] = (bundle / name).read_bytes()
     assert client("pull", "someone/mini", "-o", tmp_path / "c", "-q").returncode == 0

@@ -6,15 +6,14 @@ they are the target's. Decides nothing about where they wait until then (staging
 
 from __future__ import annotations
 
-import queue
 import shutil
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import BundleError, InputError, Problem, TargetError
+from moepack.pack.hub_files import fetch_files
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, verify
@@ -24,14 +23,12 @@ from moepack.progress import Reporter
 from moepack.reports.fitting import Described, Fit, fitting
 
 from .errors import HubError, hub_errors
-from .remote import PUSHING, Remote, read_remote
+from .remote import CARD, PUSHING, Remote, read_remote
 from .staging import Staging, read_record
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-WORKERS = 8  # files at a time
-CARD = ("README.md", "losses.png")  # what a page on the Hub shows; the manifest does not list it
 _CARD_BYTES = 16 << 20
 
 
@@ -130,90 +127,45 @@ def _check_names(remote: Remote) -> None:
 
 
 def _pull(api: HfApi, remote: Remote, staging: Staging, versions: Sequence[str], reporter: Reporter) -> None:
-    names = [*remote.manifest.files, *(f for v in versions for f in remote.experts(v))]
-    sizes = {name: (remote.manifest.files.get(name) or remote.manifest.expert_files[name]).size for name in names}
-    missing = [n for n in names if not _has(staging.target / n, sizes[n])]
-    _check_room(staging, sizes, missing)
+    sizes = remote.listed([*remote.manifest.files, *(f for v in versions for f in remote.experts(v))])
+    missing = {name: size for name, size in sizes.items() if not _has(staging.target / name, size)}
+    _check_room(staging, missing)
     _fetch(api, remote, staging.files, missing, reporter)
     _verify(remote, staging.files, set(missing), reporter)
-    _verify(remote, staging.target, set(names) - set(missing), reporter)
-    card = [n for n in CARD if n not in sizes and not (staging.target / n).exists()]
-    shown = {n: size for n, size in _sizes(api, remote, card).items() if size <= _CARD_BYTES}
-    _fetch(api, remote, staging.files, list(shown), Reporter(), shown)
-    staging.publish([*missing, *shown], remote.data, {"repo": remote.repo, "commit": remote.commit})
-
-
-def _sizes(api: HfApi, remote: Remote, names: list[str]) -> dict[str, int]:
-    from .remote import sizes_of
-
-    return sizes_of(api, remote.repo, names, remote.commit) if names else {}
+    _verify(remote, staging.target, sizes.keys() - missing.keys(), reporter)
+    card = {n: remote.sizes[n] for n in CARD if n in remote.sizes and n not in sizes}
+    card = {n: size for n, size in card.items() if size <= _CARD_BYTES and not (staging.target / n).exists()}
+    fetch_files(remote.repo, card, remote.commit, local_dir=staging.files, token=api.token)
+    staging.publish([*missing, *card], remote.data, {"repo": remote.repo, "commit": remote.commit})
 
 
 def _has(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def _check_room(staging: Staging, sizes: dict[str, int], missing: Sequence[str]) -> None:
-    needed = sum(sizes[n] for n in missing if not _has(staging.files / n, sizes[n]))
+def _check_room(staging: Staging, missing: Mapping[str, int]) -> None:
+    needed = sum(size for name, size in missing.items() if not _has(staging.files / name, size))
     partly = sum(f.stat().st_size for f in staging.files.rglob("*.incomplete"))
     free = shutil.disk_usage(staging.target).free
     if needed - partly > free:
         raise TargetError(f"{staging.target}: has no room: {needed - partly:,} bytes are to come, {free:,} are free")
 
 
-def _fetch(
-    api: HfApi,
-    remote: Remote,
-    folder: Path,
-    names: Sequence[str],
-    reporter: Reporter,
-    sizes: dict[str, int] | None = None,
-) -> None:
-    """Download files, several at a time, in threads that an interruption does not wait for.
+def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], reporter: Reporter) -> None:
+    """Download files of the manifest.
 
     Raises:
         BundleError: before anything is fetched, for files that are not there with the manifest's sizes.
     """
-    from huggingface_hub import hf_hub_download
-
-    manifest, problems = remote.manifest, []
-    for name in names if sizes is None else ():
-        size = (manifest.files.get(name) or manifest.expert_files[name]).size
-        found = remote.sizes.get(name)
-        if found != size:
+    problems = []
+    for name, size in sizes.items():
+        if (found := remote.sizes.get(name)) != size:
             said = "is not there" if found is None else f"has {found} bytes"
             problems.append(Problem(f"{remote.repo}/{name}", "size", f"{said}, the manifest says {size} bytes"))
     if problems:
         raise BundleError(problems)
-    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
-    stopped = threading.Event()
-    for name in names:
-        todo.put(name)
-
-    def work() -> None:
-        while not stopped.is_set():
-            try:
-                name = todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                hf_hub_download(remote.repo, name, revision=remote.commit, local_dir=folder, token=api.token)
-                done.put((name, None))
-            except BaseException as error:
-                done.put((name, error))
-
-    reporter.stage("fetch", len(names))
-    for _ in range(min(WORKERS, len(names))):
-        threading.Thread(target=work, daemon=True).start()
-    try:
-        for _ in names:
-            name, error = done.get()
-            if error is not None:
-                raise error
-            reporter.step(name)
-    finally:
-        stopped.set()
+    reporter.stage("fetch", len(sizes))
+    fetch_files(remote.repo, sizes, remote.commit, reporter.step, local_dir=folder, token=api.token)
 
 
 def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> None:
@@ -243,7 +195,7 @@ def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: Fit, reporter: R
     here = all(_has(staging.target / n, remote.manifest.files[n].size) for n in names)
     root = staging.target if here else staging.files
     if not here:
-        _fetch(api, remote, root, names, Reporter())
+        _fetch(api, remote, root, remote.listed(names), Reporter())
     _verify(remote, root, set(names), Reporter())
     versions = tuple(v for v in remote.manifest.versions if v.name in remote.versions)
     described = Described(root, remote.manifest, versions)

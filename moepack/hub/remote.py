@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
 
 PUSHING = "manifest.partial.json"  # stands for the manifest while a push is under way
+CARD = ("README.md", "losses.png")  # what a page on the Hub shows; the manifest does not list it
 _AT_ONCE = 500  # names in one request
 
 
@@ -29,7 +30,7 @@ class Remote:
         commit: 40 hexadecimal digits.
         data: the manifest's bytes.
         manifest: the manifest.
-        sizes: bytes of those of its files that are there.
+        sizes: bytes of those of its files that are there, and of the card's.
     """
 
     repo: str
@@ -46,6 +47,11 @@ class Remote:
             for v in self.manifest.versions
             if all(expert_file(v.name, layer.index) in self.sizes for layer in self.manifest.layers)
         )
+
+    def listed(self, names: Iterable[str]) -> dict[str, int]:
+        """Files of the manifest with the bytes that it gives."""
+        files, experts = self.manifest.files, self.manifest.expert_files
+        return {name: files[name].size if name in files else experts[name].size for name in names}
 
     def experts(self, version: str) -> list[str]:
         """The files of a version."""
@@ -109,4 +115,5 @@ def read_remote(api: HfApi, repo: str, revision: str | None) -> Remote | None:
         return None
     data, commit = found
     manifest = parse_manifest(data)
-    return Remote(repo, commit, data, manifest, sizes_of(api, repo, [*manifest.files, *manifest.expert_files], commit))
+    names = {*manifest.files, *manifest.expert_files, *CARD}
+    return Remote(repo, commit, data, manifest, sizes_of(api, repo, sorted(names), commit))

@@ -1,9 +1,9 @@
 """Publishing a bundle: commits that a stopped push goes on from, and a manifest only where all it names is there.
 
-A repository without a manifest is no bundle. So the first commit takes an old manifest away and puts the new one there
-under another name; then come the files, some at a time, each time skipping what the repository has; the last commit
-brings the manifest and the card, and takes away what no longer belongs. What the Hub has received is not sent again,
-whether or not it was committed. huggingface_hub's own large uploads commit in an order of their own: a bundle would be
+A repository without a manifest is no bundle. So the first commit takes an old manifest away, and what the new one does
+not name, and puts the new one there under another name; then come the files, some at a time, without those that the
+repository has; the last commit brings the manifest and the card. What the Hub has received is not sent again, whether
+or not it was committed. huggingface_hub's own large uploads commit in an order of their own: a bundle would be
 taken for whole before it is.
 """
 
@@ -23,9 +23,8 @@ from moepack.progress import Reporter
 from moepack.reports.inspect import plot
 from moepack.reports.verify import verify
 
-from .download import CARD
 from .errors import HubError, hub_errors
-from .remote import PUSHING, files_of, is_same, read_small, sizes_of
+from .remote import CARD, PUSHING, files_of, is_same, read_small, sizes_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -160,10 +159,9 @@ def _push(
         for layer in bundle.layers:
             name = expert_file(version.name, layer.index)
             ours[name] = bundle.manifest.expert_files[name].size
-    kept = {*CARD, *bundle.manifest.files, *bundle.manifest.expert_files}  # versions that are there, and not here
-    whole = there.manifest == manifest
-    if not whole and (there.manifest is not None or there.pushing != manifest):
-        send("Begin to upload a moepack bundle", {PUSHING: manifest}, [MANIFEST] if there.manifest is not None else [])
+    if there.manifest != manifest and (there.manifest is not None or there.pushing != manifest):
+        old = files_of(api, there.repo, [MANIFEST, *sorted(there.listed - ours.keys() - {*CARD})], commit)
+        send("Begin to upload a moepack bundle", {PUSHING: manifest}, list(old))
     reporter.stage("upload", len(ours))
     held = files_of(api, there.repo, ours, commit)
     for group in _groups(ours):
@@ -174,8 +172,8 @@ def _push(
             send(f"Upload {len(new)} files: {next(iter(new))} ...", new)
     _check(api, there, ours, commit)
     last = {**card, MANIFEST: manifest}
-    held = files_of(api, there.repo, [*last, PUSHING, *sorted(there.listed - ours.keys() - kept)], commit)
-    gone = [name for name in held if name not in last]
+    held = files_of(api, there.repo, [*last, PUSHING], commit)
+    gone = [PUSHING] if PUSHING in held else []
     last = {name: data for name, data in last.items() if not is_same(held.get(name), data)}
     if last or gone:
         return send("Upload a moepack bundle", last, gone)

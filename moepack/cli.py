@@ -178,6 +178,9 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the loss tables into this .png, .svg or .pdf.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a report into this .html, all in one file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show versions, bytes, bits per weight and losses."""
@@ -186,10 +189,49 @@ def inspect(
     facts = report.inspect(bundle)
     if plot is not None:
         report.plot(bundle, plot)
+    if page is not None:
+        from moepack.reports.page import write_page
+
+        write_page(bundle, facts, page)
     if as_json:
         _print_json(facts)
     else:
         _console().print(report.render(facts))
+
+
+@app.command()
+def shrink(
+    bundle: Bundle,
+    output: Output,
+    versions: Names = "",
+    fit: Fitted = None,
+    allocation: Annotated[
+        bool,
+        typer.Option(
+            "--allocation",
+            help="Only what one map names, and the map, for static:allocation: the manifest's, with --fit the plan's.",
+        ),
+    ] = False,
+    policy: PolicyName = None,
+    device: Device = "cpu",
+    kv_tokens: Cached = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a bundle with fewer versions."""
+    from moepack.pipeline.shrink import shrink as run
+    from moepack.reports.fitting import fit_of
+
+    size = fit_of(fit, policy, device, kv_tokens)
+    with _reporter(quiet) as reporter:
+        result = run(bundle, output, names_of(versions), size, allocation, reporter)
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(asdict(result))
+    else:
+        kept = f"{', '.join(result.versions)}{f' and the map {result.allocation!r}' if result.allocation else ''}"
+        typer.echo(f"{result.bundle}: keeps {kept}: {result.bytes_after:,} of {result.bytes_before:,} bytes")
 
 
 @app.command()

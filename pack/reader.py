@@ -66,7 +66,11 @@ class Bundle:
         Raises:
             BundleError: when the file is damaged.
         """
-        return read_tables(self.path / TABLES, self.layers)
+        tables = read_tables(self.path / TABLES, self.layers)
+        for version in self.versions:
+            if version.name not in tables.versions:
+                raise BundleError.single(str(tables.path), "tables", f"has no column of version {version.name}")
+        return tables
 
     def version_bytes(self, version: str) -> int:
         """Bytes of a version's files as stored."""

@@ -74,12 +74,22 @@ class BundleWriter:
 
     def adopt(self, name: str, source: Path, entry: ExpertFileEntry) -> None:
         """Take a finished layer file into the bundle: a hard link where that works, a copy elsewhere."""
-        path = self.path(name)
+        self._place(name, source)
+        self._expert_files[name] = entry
+
+    def take(self, name: str, source: Path, entry: FileEntry, link: bool) -> None:
+        """Take another file whose entry is known, as a hard link where that is wanted and works."""
+        self._place(name, source, link)
+        self._files[name] = entry
+
+    def _place(self, name: str, source: Path, link: bool = True) -> None:
+        path, source = self.path(name), source.resolve()  # in a cache it is a symbolic link, and a link to that is one
         try:
+            if not link:
+                raise OSError
             path.hardlink_to(source)
         except OSError:
             shutil.copyfile(source, path)
-        self._expert_files[name] = entry
 
     def with_files(self, manifest: Manifest) -> Manifest:
         """A manifest whose files are those that were added."""

@@ -6,8 +6,9 @@ also says what to fetch. Decides nothing about where versions come from or go.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
@@ -16,6 +17,9 @@ from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import parse_policy
 
 from .plan import plan
+
+if TYPE_CHECKING:
+    from moepack.runtime.policies.contract import Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,12 @@ class Fitting:
     Attributes:
         versions: names, the most precise first.
         experts: how many the plan has at each.
+        table: [layers][experts], the version that the plan has each at.
     """
 
     versions: tuple[str, ...]
     experts: tuple[int, ...]
+    table: Versions
 
     @property
     def text(self) -> str:
@@ -96,10 +102,7 @@ def fitting(bundle: Bundle, fit: Fit) -> Fitting:
     planned = plan(bundle, fit.device_memory, fit.device, fit.policy, fit.kv_tokens, all_logits=False)
     if planned.message is not None:
         raise InputError(planned.message)
-    counts: dict[str, int] = {}
-    for layer in planned.per_layer:
-        for placement, count in layer.versions.items():
-            name = placement.removesuffix("@host")
-            counts[name] = counts.get(name, 0) + count
-    names = tuple(v.name for v in bundle.versions if counts.get(v.name))
-    return Fitting(names, tuple(counts[n] for n in names))
+    table = tuple(tuple(p.removesuffix("@host") for p in row) for row in planned.table)
+    counts = Counter(name for row in table for name in row)
+    names = tuple(v.name for v in bundle.versions if counts[v.name])
+    return Fitting(names, tuple(counts[n] for n in names), table)

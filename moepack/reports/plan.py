@@ -64,6 +64,7 @@ class Planned:
         expected_tokens_per_second: of decoding one sequence, were reading those bytes all it did.
         estimated: whether activations are an estimate from shapes.
         message: where it is not feasible, one line that says why.
+        table: [layers][experts], the placement of each; not in JSON.
     """
 
     bundle: str
@@ -89,6 +90,7 @@ class Planned:
     expected_tokens_per_second: float | None
     estimated: bool
     message: str | None = None
+    table: Versions = ()
 
 
 def plan(
@@ -157,7 +159,7 @@ def plan(
     return Planned(
         str(bundle.path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used,
         kv_tokens, batch, prefill_tokens, all_logits, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
-        estimated=where.type != "cpu", message=message, **facts,
+        estimated=where.type != "cpu", message=message, table=table or (), **facts,
     )  # fmt: skip
 
 
@@ -260,7 +262,9 @@ def read_rate(device: Any) -> float | None:
 
 def as_json(planned: Planned) -> dict[str, Any]:
     """The plan for JSON."""
-    return asdict(planned)
+    facts = asdict(planned)
+    del facts["table"]
+    return facts
 
 
 def render(planned: Planned) -> tuple[Any, str]:

@@ -1,8 +1,8 @@
 """Commands in forked children of a process that has imported everything: `python command_server.py`.
 
 One JSON object a line comes in ("arguments" of moepack, or "code" of Python, and the files "stdout" and "stderr"), one
-exit code a line goes out; a file "pid" beside them says who is at work. A child costs no imports, which take seven seconds; what libraries read from the environment
-when they are imported is the server's.
+exit code a line goes out; a file "pid" beside them says who is at work. A child costs no imports, which take seven
+seconds; what libraries read from the environment when they are imported is the server's.
 """
 
 from __future__ import annotations

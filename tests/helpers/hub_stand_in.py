@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,9 +57,10 @@ class Hub:
 
     def at(self, repo: str, revision: str) -> tuple[str, dict[str, bytes] | None]:
         """The commit of a branch or commit, and its files; None where there is no such revision."""
-        for key in (repo, f"{repo}@{revision}"):
-            if key in self.files and (revision == self.sha(key) or revision in ("main", "HEAD") or "@" in key):
-                return self.sha(key), self.files[key]
+        heads = {key: self.sha(key) for key in self.files if key.partition("@")[0] == repo}
+        for key, sha in heads.items():
+            if revision in (sha, key.partition("@")[2] or "main"):
+                return sha, self.files[key]
         return revision, self.history.get(revision)
 
 
@@ -252,9 +254,17 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_HEAD = _any
 
 
+class Server(ThreadingHTTPServer):
+    """Clients that are killed, or cut off, are no errors of its."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def serve() -> tuple[ThreadingHTTPServer, Hub, str]:
     """Start a server on a free port of the loopback; returns it, its state and its address."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
+    server = Server(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server, hub, f"http://127.0.0.1:{server.server_address[1]}"

@@ -171,28 +171,25 @@ def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: 
 
 def test_a_push_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: Path) -> None:
     """At every moment the repository is no bundle, or all of one; what was sent is not sent again."""
-    assert client("push", bundle, "someone/whole", "-q").returncode == 0
-    expected, count = client.hub.files["someone/whole"], len(client.hub.requests)
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    expected, count = client.hub.files["someone/mini"], len(client.hub.requests)
     client.hub.clear()
-    chance, sent, kills = random.Random(0), [], 0
-    while True:
-        at = chance.randrange(1, count)
-        killed = client.killed_at(at, "push", bundle, "someone/mini", "-q")
-        sent += [path for method, path in client.hub.requests if method == "PUT"]
+    kills = 0
+    for at in (2, 5, 9, 14, 21, count - 3):
+        kills += client.killed_at(at, "push", bundle, "someone/mini", "-q")
         there = client.hub.files.get("someone/mini", {})
         assert "manifest.json" not in there or there == expected
-        if there and "manifest.json" not in there:
+        if "manifest.partial.json" in there:
             out = client("pull", "someone/mini", "-o", tmp_path / "early", "-q")
             assert out.returncode == 2 and "a push to it has not ended" in out.stderr, out.stderr
             assert not (tmp_path / "early").exists()
-        kills += killed
-        if not killed or kills == 6:
-            break
-    assert kills >= 3
+    assert kills >= 4
+    held = set(client.hub.objects)
+    client.hub.requests.clear()
     out = client("push", bundle, "someone/mini", "-q")
     assert out.returncode == 0, out.stderr
     assert client.hub.files["someone/mini"] == expected
-    sent += [path for method, path in client.hub.requests if method == "PUT"]
+    assert held.isdisjoint(path.rpartition("/")[2] for method, path in client.hub.requests if method == "PUT")
     commits = client.hub.commits["someone/mini"]
     assert client("push", bundle, "someone/mini", "-q").returncode == 0
     assert client.hub.commits["someone/mini"] == commits, "what is there needs no commit"
@@ -210,7 +207,7 @@ def test_a_pull_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: P
         kills += client.killed_at(chance.randrange(8, count // 2), "pull", "someone/mini", "-o", target, "-q")
         assert not (target / "manifest.json").exists()
     assert kills >= 2
-    for move in (1, 9, 12):
+    for move in (1, 5, 6, 3):
         out = client.python(
             "import os, signal, pathlib\nfrom moepack.hub import pull\ncount = 0\n"
             "def planted(name):\n real = getattr(pathlib.Path, name)\n def move(*a):\n  global count\n  count += 1\n"
@@ -233,9 +230,12 @@ def test_a_file_that_was_cut_off_is_resumed(client: Client, bundle: Path, tmp_pa
     assert client("push", bundle, "someone/mini", "-q").returncode == 0
     name = "model.safetensors"
     client.hub.cut_after[name] = 300_000
-    client.killed_at(10_000, "pull", "someone/mini", "-o", tmp_path / "got", "--versions", "w1", "-q")
-    if not (tmp_path / "got" / "manifest.json").exists():
-        assert client("pull", "someone/mini", "-o", tmp_path / "got", "--versions", "w1", "-q").returncode == 0
+    pulling = (
+        "import huggingface_hub.constants as c\nfrom moepack.hub import pull\nc.DOWNLOAD_CHUNK_SIZE = 65536\n"
+        f"pull('someone/mini', {str(tmp_path / 'got')!r}, ['w1'])"
+    )
+    for _ in range(2):  # the library may have tried again by itself
+        client.python(pulling)
     assert client.hub.ranges and max(client.hub.ranges) <= 300_000 and verify(tmp_path / "got") == []
     assert (tmp_path / "got" / name).read_bytes() == (bundle / name).read_bytes()
 
@@ -328,7 +328,8 @@ def test_hostile_repositories(client: Client, bundle: Path, tmp_path: Path, edit
         "a folder as a file": with_file("experts"), "digest": with_file("evil"), "long": with_file("e" * 300),
         "a size": {**whole, "tokenizer.json": b"x" * 10_000_000}, "missing": {**whole} | {"gone": b""},
         "not JSON": {**whole, "manifest.json": b"{"}, "deep": {**whole, "manifest.json": b"[" * 100_000},
-        "long manifest": {**whole, "manifest.json": bytes((64 << 20) + 1)}, "a link": {**whole, "config.json": b"../../x"},
+        "long manifest": {**whole, "manifest.json": bytes((64 << 20) + 1)},
+        "a link": {**whole, "config.json": b"../../x"},
     }  # fmt: skip
     del cases["missing"]["tokenizer.json"]
     area = tmp_path / "area"

@@ -121,9 +121,13 @@ def _check_version(remote: Remote, name: str) -> None:
 
 def _check_names(remote: Remote) -> None:
     """Names that begin with a dot are the target's own: this program's, and other programs' settings."""
-    for name in remote.manifest.files:
-        if any(part.startswith(".") for part in PurePosixPath(name).parts):
+    names = [PurePosixPath(name) for name in (*remote.manifest.files, *remote.manifest.expert_files)]
+    folders = {above for name in names for above in name.parents}
+    for name in names:
+        if any(part.startswith(".") for part in name.parts):
             raise BundleError.single(f"{remote.repo}/{name}", "path", "a bundle has no hidden files")
+        if name in folders:
+            raise BundleError.single(f"{remote.repo}/{name}", "path", "is a file, and a folder of others")
 
 
 def _pull(api: HfApi, remote: Remote, staging: Staging, versions: Sequence[str], reporter: Reporter) -> None:

@@ -66,8 +66,9 @@ def test_companions_travel_and_the_card_carries_the_licence(checkpoint: Path, te
     found = facts(made["README.md"].decode())
     assert found == {
         "library_name": "moepack", "pipeline_tag": "text-generation", "license": "other",
-        "license_name": "model-licence", "license_link": "LICENSE", "language": ["en", "de"], "base_model": "some/mini-moe",
-        "base_model_relation": "quantized", "tags": ["moepack", "mixture-of-experts", "quantized", "qwen3_moe"],
+        "license_name": "model-licence", "license_link": "LICENSE", "language": ["en", "de"],
+        "base_model": "some/mini-moe", "base_model_relation": "quantized",
+        "tags": ["moepack", "mixture-of-experts", "quantized", "qwen3_moe"],
     }  # fmt: skip
     for words in ("| bf16 | lossless |", "| w2 | 2 bits, groups of", "128 calibration tokens", "[LICENSE](LICENSE)"):
         assert words in made["README.md"].decode(), words

@@ -32,14 +32,15 @@ h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.15rem; margin-top:
 th, td { padding: .25rem .75rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: var(--soft); }
 figure { margin: 1rem 0; } figcaption, .soft { color: var(--soft); font-size: .9rem; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
+svg { width: 100%; height: auto; display: block; overflow: visible; } svg text { fill: var(--soft); font-size: 12px; }
+@media (max-width: 36rem) { svg text { font-size: 17px; } }
 polyline { fill: none; stroke-width: 2; } pre { overflow-x: auto; font-size: .85rem; }
 """ + "".join(
     f".k{i} {{ background: var(--c{i}); }} polyline.k{i} {{ background: none; stroke: var(--c{i}); }} "
     f"rect.k{i} {{ fill: var(--c{i}); }}\n"
     for i in range(5)
 )  # fmt: skip
-_STYLE += ".key { display: inline-block; width: .8em; height: .8em; margin-right: .3em; } .bar { height: .6rem; }\n"
+_STYLE += ".key { display: inline-block; width: .8em; height: .8em; margin-right: .3em; } .bar { height: .6rem; } .rest { background: var(--soft); }\n"
 
 
 def write_page(path: str | Path, facts: Mapping[str, Any], out: Path) -> None:
@@ -131,7 +132,7 @@ def _routing(tables: CalibrationTables) -> str:
     for t in tables.layers:
         tokens = np.sort(t.tokens.astype(np.float64).clip(0))[::-1]
         whole = tokens.sum() or 1.0
-        busy = tokens[: max(1, round(len(tokens) / 10))].sum() / whole
+        busy = tokens[: -(-len(tokens) // 10)].sum() / whole
         tenth.append(busy)
         even = whole / len(tokens)
         rows.append(
@@ -148,7 +149,7 @@ def _routing(tables: CalibrationTables) -> str:
     return (
         "<h2>Where tokens go</h2>"
         + _paragraph(
-            f"A tenth of the experts of a layer, the busiest, took {np.mean(tenth):.1%} of its tokens, on average."
+            f"The busiest tenth of a layer's experts, rounded up, took {np.mean(tenth):.1%} of its tokens, on average."
         )
         + _figure(
             heat_map(grid, layers, "Tokens routed, layers by experts"), "Calibration tokens routed to each expert"
@@ -239,7 +240,7 @@ def _key(name: str, classes: Mapping[str, str]) -> str:
 
 
 def _bar(share: float, kind: str) -> str:
-    return f'<div class="bar {kind or "k4"}" style="width:{max(1.0, 100 * share):.0f}px"></div>'
+    return f'<div class="bar {kind or "rest"}" style="width:{max(1.0, 100 * share):.0f}px"></div>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

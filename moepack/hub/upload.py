@@ -68,13 +68,13 @@ def push(
         raise BundleError(problems)
     bundle = open_bundle(path)
     manifest = replace(bundle.manifest, files={n: e for n, e in bundle.manifest.files.items() if n not in CARD})
-    card = _card(bundle, repo, base_model, reporter)
     with hub_errors(repo), reporter.hub_bars():
         api = HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         there = _look(api, repo, revision, manifest)
+        card = _card(bundle, repo, base_model, reporter)
         return _push(api, bundle, manifest.to_json(), there, card, reporter)
 
 

@@ -40,7 +40,8 @@ polyline { fill: none; stroke-width: 2; } pre { overflow-x: auto; font-size: .85
     f"rect.k{i} {{ fill: var(--c{i}); }}\n"
     for i in range(5)
 )  # fmt: skip
-_STYLE += ".key { display: inline-block; width: .8em; height: .8em; margin-right: .3em; } .bar { height: .6rem; } .rest { background: var(--soft); }\n"
+_STYLE += ".key { display: inline-block; width: .8em; height: .8em; margin-right: .3em; } .bar { height: .6rem; }\n"
+_STYLE += ".rest { background: var(--soft); }\n"
 
 
 def write_page(path: str | Path, facts: Mapping[str, Any], out: Path) -> None:

@@ -25,12 +25,14 @@ from .options import (
     Device,
     Dtype,
     EngineName,
+    Fitted,
     Fresh,
     Json,
     Logits,
     Memory,
     MinP,
     Model,
+    Names,
     Output,
     PolicyName,
     Prefill,
@@ -46,6 +48,7 @@ from .options import (
     TopK,
     TopP,
     Work,
+    names_of,
 )
 
 if TYPE_CHECKING:
@@ -184,6 +187,9 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the loss tables into this .png, .svg or .pdf.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a report into this .html, all in one file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show versions, bytes, bits per weight and losses."""
@@ -192,10 +198,49 @@ def inspect(
     facts = report.inspect(bundle)
     if plot is not None:
         report.plot(bundle, plot)
+    if page is not None:
+        from moepack.reports.page import write_page
+
+        write_page(bundle, facts, page)
     if as_json:
         _print_json(facts)
     else:
         _console().print(report.render(facts))
+
+
+@app.command()
+def shrink(
+    bundle: Bundle,
+    output: Output,
+    versions: Names = "",
+    fit: Fitted = None,
+    allocation: Annotated[
+        bool,
+        typer.Option(
+            "--allocation",
+            help="Only what one map names, and the map, for static:allocation: the manifest's, with --fit the plan's.",
+        ),
+    ] = False,
+    policy: PolicyName = None,
+    device: Device = "cpu",
+    kv_tokens: Cached = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a bundle with fewer versions."""
+    from moepack.pipeline.shrink import shrink as run
+    from moepack.reports.fitting import fit_of
+
+    size = fit_of(fit, policy, device, kv_tokens)
+    with _reporter(quiet) as reporter:
+        result = run(bundle, output, names_of(versions), size, allocation, reporter)
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(asdict(result))
+    else:
+        kept = f"{', '.join(result.versions)}{f' and the map {result.allocation!r}' if result.allocation else ''}"
+        typer.echo(f"{result.bundle}: keeps {kept}: {result.bytes_after:,} of {result.bytes_before:,} bytes")
 
 
 @app.command()
@@ -419,14 +464,17 @@ def push(
     repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
     private: Annotated[bool, typer.Option("--private", help="Create it private.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="The branch to push to.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", help="The checkpoint's Hub id, for the model card.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Verify a bundle and upload it to the Hub."""
+    """Verify a bundle and upload it to the Hub; run again, it goes on."""
     from .hub import push as run
 
     with _reporter(quiet) as reporter:
-        address = run(bundle, repo, private, revision, reporter)
+        address = run(bundle, repo, private, revision, reporter, base_model)
     if as_json:
         _print_json({"repo": repo, "commit": address})
     else:
@@ -437,17 +485,24 @@ def push(
 def pull(
     repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.", show_default=False)],
-    versions: Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")] = "",
+    versions: Names = "",
+    fit: Fitted = None,
+    add: Annotated[str, typer.Option("--add", help="Add these to a bundle that was pulled before.")] = "",
+    policy: PolicyName = None,
+    device: Device = "cpu",
+    kv_tokens: Cached = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Download a bundle, or some versions of it."""
+    """Download a bundle, or some versions of it; run again, it goes on."""
+    from moepack.reports.fitting import fit_of
+
     from .hub import pull as run
 
-    wanted = [v.strip() for v in versions.split(",") if v.strip()]
+    size = fit_of(fit, policy, device, kv_tokens)
     with _reporter(quiet) as reporter:
-        path = run(repo, output, wanted, revision, reporter)
+        path = run(repo, output, names_of(versions), revision, reporter, names_of(add), size)
     if as_json:
         from moepack.pack.reader import open_bundle
 

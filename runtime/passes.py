@@ -269,6 +269,8 @@ class Passes:
 def _prompt(given: dict[str, Any]) -> Prompt:
     """What a pass with these arguments reads of prompts."""
     ids, cache = inputs(given), given.get("past_key_values")
+    if hasattr(cache, "reads"):  # of many sequences, of which some go on by one token
+        return Prompt(*cache.reads)
     if ids is None or ids.shape[1] < 2:
         return NO_PROMPT
     return Prompt(int(ids.shape[0] * ids.shape[1]), cache is None or not int(cache.get_seq_length()))

@@ -56,13 +56,14 @@ class Engine:
     """Runs a model's passes; one thread at a time.
 
     Attributes:
+        device: where logits are.
         why_not_packed: why every sequence has passes of its own; None where they are packed.
     """
 
     def __init__(self, model: Any, step_tokens: int) -> None:
         """For passes of `step_tokens` tokens at the most."""
         self._model, self._step = model, step_tokens
-        self._device = model.device
+        self.device: torch.device = model.device
         self._native = model.config._attn_implementation
         self._only_last = bool(model._supports_logits_to_keep())
         self.why_not_packed: str | None = None
@@ -228,11 +229,11 @@ class Engine:
         return logits if item.wanted else None
 
     def _pass(self, tokens: list[int], positions: list[int], cache: Any, kept: list[int]) -> Tensor:
-        ids = torch.tensor([tokens], device=self._device)
-        at = torch.tensor([positions], device=self._device)
+        ids = torch.tensor([tokens], device=self.device)
+        at = torch.tensor([positions], device=self.device)
         wanted: dict[str, Any] = {}
         if self._only_last:
-            wanted["logits_to_keep"] = torch.tensor(kept, device=self._device)
+            wanted["logits_to_keep"] = torch.tensor(kept, device=self.device)
         out = self._model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, **wanted)
         logits: Tensor = out.logits[0]
         return logits if self._only_last else logits[kept]

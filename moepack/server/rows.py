@@ -8,6 +8,7 @@ about who runs.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -233,15 +234,20 @@ class _Layer:
     is_compileable = False
 
     def __init__(self, rows: Rows, number: int) -> None:
-        self._rows, self._number = rows, number
+        self._rows, self._number = weakref.ref(rows), number  # a circle would keep the rows' memory
+
+    def _of(self) -> Rows:
+        rows = self._rows()
+        assert rows is not None
+        return rows
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The new states, as they came: `attend` reads the rows."""
-        return self._rows.store(self._number, keys, values)
+        return self._of().store(self._number, keys, values)
 
     def get_seq_length(self) -> int:
         """Tokens of the longest row."""
-        return self._rows.get_seq_length()
+        return self._of().get_seq_length()
 
 
 def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> Tensor:

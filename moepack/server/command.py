@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         try:
             server = Server(model, tokenizer, options)
             address = _shown(asked.host, listener.getsockname()[1])
-            asyncio.run(_run(server, listener, asked, lambda: say(f"{name} at {address}")))
+            asyncio.run(run(server, listener, asked, lambda _: say(f"{name} at {address}")))
         finally:
             model.moepack.close()
 
@@ -125,7 +126,8 @@ def _shown(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _run(server: Any, listener: socket.socket, asked: Serve, ready: Callable[[], None]) -> None:
+async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callable[[Any], None]) -> None:
+    """Answer until uvicorn's server, which `ready` is given once it answers, is told to stop: then finish what runs."""
     import uvicorn
 
     from .guard import HEADERS, Patient
@@ -135,6 +137,9 @@ async def _run(server: Any, listener: socket.socket, asked: Serve, ready: Callab
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
+            if threading.current_thread() is not threading.main_thread():  # somebody else's process
+                yield
+                return
             before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
             try:
                 yield
@@ -145,7 +150,7 @@ async def _run(server: Any, listener: socket.socket, asked: Serve, ready: Callab
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             server.start()
             await super().startup(sockets)
-            ready()
+            ready(self)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             server.scheduler.stop()

@@ -12,6 +12,7 @@ from torch import Tensor
 from .errors import ApiError, bad
 
 PARAM = "response_format"
+COMPACT: Any = {"whitespace_flexible": False}  # a weak model would else go on with line breaks for ever
 
 
 class Grammars:
@@ -34,7 +35,7 @@ class Grammars:
             why = "needs llguidance, which is not installed on this server: pip install 'moepack[serve]'"
             raise bad(PARAM, why, "unsupported") from None
         try:
-            grammar = str(LLMatcher.grammar_from_json_schema(schema))
+            grammar = str(LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT))
             problem = LLMatcher.validate_grammar(grammar, self._made_tokenizer())
         except ValueError as error:
             problem = str(error)

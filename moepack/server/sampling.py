@@ -146,7 +146,9 @@ def draw(logits: Tensor, how: Sampling, random: torch.Generator) -> int:
         tokens = None
     chances = torch.softmax(logits, dim=-1)
     if how.top_p < 1:  # those before which less than top_p lies: the likeliest always
-        chances = chances.masked_fill(chances.cumsum(-1) - chances >= how.top_p, 0.0)
+        beyond = chances.cumsum(-1) - chances >= how.top_p
+        beyond[0] = False
+        chances = chances.masked_fill(beyond, 0.0)
     if how.min_p > 0:
         chances = chances.masked_fill(chances < how.min_p * chances.max(), 0.0)
     at = int(torch.multinomial(chances, 1, generator=random))

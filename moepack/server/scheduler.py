@@ -115,6 +115,7 @@ class Scheduler:
         self._bell = threading.Condition()
         self._closing = self._dropping = False
         self._most = limits.step_tokens  # of the next pass: less after one that the budget refused
+        self._crowded = False  # somebody gave way: nobody joins before a pass got through
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="moepack-scheduler", daemon=True)
 
@@ -245,6 +246,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         joining = [len(s.tokens) + HEADROOM for s in self._running if s.slot is not None and not s.slot.length]
+        if self._crowded and self._running:
+            return
         while self._waiting and len(self._running) < self.limits.sequences:
             one = self._waiting[0]
             need = len(one.tokens) + min(HEADROOM, one.job.max_tokens - one.made)
@@ -285,6 +288,7 @@ class Scheduler:
         if self._scores(one):
             one.prompt.clear()
         self._waiting.appendleft(one)
+        self._crowded = True
         self.totals.preempted += 1
 
     def _wanted(self) -> list[tuple[_Sequence, Item]]:
@@ -329,7 +333,7 @@ class Scheduler:
             self._running = [one for one in self._running if one not in failed]
             self._drop(failed, ApiError(500, "the model failed on this request", None, "internal_error"))
             return
-        self._most, self._error = self.limits.step_tokens, None
+        self._most, self._error, self._crowded = self.limits.step_tokens, None, False
         self.totals.steps += 1
         for (one, item), logits in zip(planned, out, strict=True):
             if item.is_prompt and not one.made:

@@ -18,6 +18,7 @@ from .errors import ApiError
 OPEN = frozenset({"/", "/health"})  # without a key: the page asks for it, and watchdogs have none
 HEADERS = 10.0  # seconds in which a request's headers are to come
 BODY = 30.0  # and its body
+LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of an address, headers, bytes of those
 
 
 class Guard:
@@ -37,6 +38,10 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _refused(self, scope: Scope) -> ApiError | None:
+        if len(scope["raw_path"]) + len(scope["query_string"]) > LONGEST:
+            return ApiError(414, f"the address is longer than {LONGEST} bytes")
+        if len(scope["headers"]) > MANY or sum(len(k) + len(v) for k, v in scope["headers"]) > LONG:
+            return ApiError(431, f"there are more than {MANY} headers, or {LONG} bytes of them")
         headers = dict(scope["headers"])
         name = headers.get(b"host", b"").decode("latin-1")
         if self._names is not None and _without_port(name) not in self._names:

@@ -73,9 +73,7 @@ async def stream(port: int, path: str, body: dict[str, Any]) -> Reply:
     return reply
 
 
-async def clients(
-    count: int, seconds: float, ask: Callable[[int, int], Awaitable[Reply]]
-) -> tuple[list[Reply], float]:
+async def clients(count: int, seconds: float, ask: Callable[[int, int], Awaitable[Reply]]) -> tuple[list[Reply], float]:
     """`count` clients that ask one thing after another for so long: the replies, and the seconds it took.
 
     `ask` is given the client's number and its turn.

@@ -269,7 +269,7 @@ class Passes:
 def _prompt(given: dict[str, Any]) -> Prompt:
     """What a pass with these arguments reads of prompts."""
     ids, cache = inputs(given), given.get("past_key_values")
-    if hasattr(cache, "reads"):  # of many sequences, of which some go on by one token
+    if cache is not None and hasattr(cache, "reads"):  # of many sequences, of which some go on by one token
         return Prompt(*cache.reads)
     if ids is None or ids.shape[1] < 2:
         return NO_PROMPT

@@ -63,7 +63,11 @@ class Answer:
                     _, event = pair
                     if event.error is not None:
                         error = event.error
-                        raise error if isinstance(error, ApiError) else ApiError(500, "the model failed", None, "internal")
+                        raise (
+                            error
+                            if isinstance(error, ApiError)
+                            else ApiError(500, "the model failed", None, "internal")
+                        )
                     left -= event.finish is not None
                     batch.append(pair)
                 yield batch

@@ -36,6 +36,7 @@ from .scheduler import Limits, Scheduler
 from .templates import Templates
 from .tokens import Tokens
 
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a server is to behave.
@@ -159,7 +160,9 @@ class Server:
 
     def _check_model(self, name: str) -> None:
         if name != self._options.name:
-            raise ApiError(404, f"the model {name!r} is not here: {self._options.name!r} is", "model", "model_not_found")
+            raise ApiError(
+                404, f"the model {name!r} is not here: {self._options.name!r} is", "model", "model_not_found"
+            )
 
     # --- generation
 
@@ -203,9 +206,7 @@ class Server:
         answer = Answer()
 
         def prepare() -> list[list[int]]:
-            found = [
-                self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts
-            ]
+            found = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
             self._jobs(asked.asked, found, answer, asked.echo)
             return found
 
@@ -347,5 +348,3 @@ async def _failure(request: Request, error: Exception) -> Response:
     if isinstance(error, Gone):
         return Response(status_code=499)
     return JSONResponse(ApiError(500, "this server failed on the request", None, "internal_error").body(), 500)
-
-

@@ -21,6 +21,7 @@ from moepack.runtime.planning.sizes import parse_size
 KEY = "MOEPACK_API_KEY"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECTIONS = 1024
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,9 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         limits = Limits(asked.max_sequences, asked.max_waiting, asked.step_tokens, prompt=asked.max_prompt_tokens)
     most = parse_size(asked.max_body)
     assert most is not None
-    name = asked.name or Path(asked.bundle).resolve().name if Path(asked.bundle).exists() else asked.name or asked.bundle
+    name = (
+        asked.name or Path(asked.bundle).resolve().name if Path(asked.bundle).exists() else asked.name or asked.bundle
+    )
     options = Options(name, asked.host, asked.api_key or os.environ.get(KEY) or None, most, template, limits)
     with _listening(asked.host, asked.port) as listener:
         model, tokenizer = _load(asked)
@@ -91,9 +94,9 @@ def _load(asked: Serve) -> tuple[Any, Any]:
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
-    dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype, None)
-    if not isinstance(dtype, str | torch.dtype):
-        raise InputError(f"dtype {asked.dtype!r} is unknown: auto, float32, bfloat16, float16")
+    if asked.dtype not in DTYPES:
+        raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
+    dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
     except (OSError, ValueError) as error:

@@ -116,7 +116,8 @@ class Engine:
     def _shape(self) -> Shape | None:
         if self._watch is None:
             return None
-        full, windowed = 0, {}
+        full = 0
+        windowed: dict[int, int] = {}
         for _, slope, cap in self._watch.shape.parts:
             if cap is None:
                 full += slope
@@ -192,7 +193,8 @@ class Engine:
         assert rows is not None
         tokens = [token for item in items for token in item.tokens]
         positions = [p for i in items for p in range(i.slot.length, i.slot.length + len(i.tokens))]
-        kept, end = [], 0
+        end = 0
+        kept: list[int] = []
         for item in items:
             end += len(item.tokens)
             kept += range(end - item.wanted, end)

@@ -55,13 +55,13 @@ class Fields:
     def whole(self, name: str, default: int | None, least: int, most: int = 1 << 31) -> int | None:
         """A whole number between two, both included."""
         value = self.take(name, default)
-        if value is default:
+        if value is None or value is default:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
             raise bad(name, "is to be a whole number")
         if not least <= value <= most:
             raise bad(name, f"is to be from {least} to {most}")
-        return value
+        return int(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """true or false."""

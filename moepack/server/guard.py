@@ -51,7 +51,9 @@ class Guard:
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
             return None
-        return ApiError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY", None, "invalid_api_key")
+        return ApiError(
+            401, "the API key is missing or wrong: send it as Authorization: Bearer KEY", None, "invalid_api_key"
+        )
 
 
 def is_local(host: str) -> bool:

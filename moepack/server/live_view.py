@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: where every expert is, how busy, what the budget's bytes are, and what is being done."""
+"""What the page shows, as JSON: where every expert is, how busy, what the budget's bytes are."""
 
 from __future__ import annotations
 

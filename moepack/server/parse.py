@@ -207,7 +207,9 @@ def _schema(fields: Fields) -> dict[str, Any] | None:
 
 
 def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
+    )
 
 
 def _prompts(given: Any, vocabulary: int) -> tuple[str | list[int], ...]:

@@ -50,6 +50,7 @@ class Head:
         return cls(kind, model, prefix, f"{prefix}-{secrets.token_hex(16)}", int(time.time()))
 
     def __call__(self, choices: list[dict[str, Any]], usage: Any = "none") -> dict[str, Any]:
+        """An answer, or a piece of one, of these choices; with its usage where that is not "none"."""
         out = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
         return out if usage == "none" else {**out, "usage": usage}
 

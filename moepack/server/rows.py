@@ -26,8 +26,23 @@ GRAIN = 32  # tokens to which a row's room is rounded up
 AHEAD = 64  # tokens of room beyond those that are needed
 # What models hand to their attention and this one needs not: masks and windows follow from the rows.
 IGNORED = frozenset(
-    "dropout is_causal sliding_window position_ids use_cache output_attentions output_hidden_states return_dict "
-    "output_router_logits cache_position logits_to_keep cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
+    [
+        "dropout",
+        "is_causal",
+        "sliding_window",
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "output_router_logits",
+        "cache_position",
+        "logits_to_keep",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    ]
 )
 
 
@@ -115,7 +130,8 @@ class Rows(Cache):
             shape: what tokens take; None where nobody counts.
             step: tokens of the largest pass.
         """
-        super().__init__(layers=[_Layer(self, n) for n in range(len(windows))])
+        layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
+        super().__init__(layers=layers)
         self.windows, self.shape, self.step = tuple(windows), shape, step
         self.rows: list[Row] = []
         self.reads: tuple[int, bool] = (0, False)
@@ -283,9 +299,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
     return out.transpose(1, 2)
 
 
-def _with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None, sinks: Tensor
-) -> Tensor:
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None, sinks: Tensor) -> Tensor:
     """With a learnt logit a head that takes its share of the softmax and adds nothing (gpt-oss), as transformers'
     eager attention computes it."""
     n, length, repeats = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]

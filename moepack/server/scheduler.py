@@ -149,14 +149,17 @@ class Scheduler:
         if prompt > min(limits.prompt, limits.context - 1):
             most = min(limits.prompt, limits.context - 1)
             raise ApiError(
-                400, f"the prompt has {prompt} tokens: this server takes {most} at the most", None, "context_length_exceeded"
+                400,
+                f"the prompt has {prompt} tokens: this server takes {most} at the most",
+                None,
+                "context_length_exceeded",
             )
         if not self._engine.holds(prompt + 1):
             fits = self._engine.most_tokens(prompt)
             raise ApiError(
                 400,
-                f"the prompt has {prompt} tokens: the memory budget holds {fits} tokens of a sequence, prompt and answer "
-                "together",
+                f"the prompt has {prompt} tokens: the memory budget holds {fits} tokens of a sequence, prompt and "
+                "answer together",
                 None,
                 "context_length_exceeded",
             )
@@ -312,7 +315,9 @@ class Scheduler:
         assert slot is not None
         ends = slot.length + count == len(one.tokens)
         wanted = count if self._scores(one) else int(ends)
-        return Item(slot, one.tokens[slot.length : slot.length + count], wanted, slot.length + count <= len(one.job.prompt))
+        return Item(
+            slot, one.tokens[slot.length : slot.length + count], wanted, slot.length + count <= len(one.job.prompt)
+        )
 
     def _step(self, planned: list[tuple[_Sequence, Item]]) -> None:
         try:
@@ -416,9 +421,7 @@ class Scheduler:
         one.untold = [pair for pair in one.untold if pair[1] >= until]
         return out
 
-    def _finish(
-        self, one: _Sequence, why: str, prompt: tuple[Scored, ...], text: str = "", cut: bool = False
-    ) -> None:
+    def _finish(self, one: _Sequence, why: str, prompt: tuple[Scored, ...], text: str = "", cut: bool = False) -> None:
         assert one.pieces is not None and one.stops is not None
         if not cut:
             more, cut = one.stops.push(one.pieces.end())

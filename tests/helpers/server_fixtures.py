@@ -26,7 +26,7 @@ from moepack.server.scheduler import Limits
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}</tools>"
-    "<tool_call>{\"name\": ...}</tool_call>\n{% endif %}"
+    '<tool_call>{"name": ...}</tool_call>\n{% endif %}'
     "{% for m in messages %}{% if m.role == 'tool' and not loop.index0 %}{{ raise_exception('a tool cannot begin') }}"
     "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
@@ -111,7 +111,7 @@ def client(running: Running) -> Any:
 
 @pytest.fixture(scope="session")
 def exact(bundle: Path, tokenizer: Any, options: Options) -> Iterator[Running]:
-    """Another one, without a budget: every expert at bf16, computed in float32, where batches change next to nothing."""
+    """Another one, without a budget: every expert at bf16, in float32, where a batch changes next to nothing."""
     model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
     found, end = begin(model, tokenizer, options)
     try:

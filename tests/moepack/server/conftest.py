@@ -7,4 +7,4 @@ import pytest
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
-from server_fixtures import client, exact, options, plain, running, tokenizer  # noqa: E402, F401
+from server_fixtures import client, exact, options, plain, running, tokenizer  # noqa: F401

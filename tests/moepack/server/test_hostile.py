@@ -57,6 +57,7 @@ def honest(running: Running) -> Any:
     assert status == 200 and answer["choices"][0]["text"]
 
 
+ELSEWHERE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://127.0.0.1/"}}}
 BODIES = {
     "nothing": b"",
     "no JSON": b"{",
@@ -74,7 +75,7 @@ BODIES = {
     "a huge bias": json.dumps({**HONEST, "logit_bias": {"1" * 5000: 1}}).encode(),
     "bias of no number": json.dumps({**HONEST, "logit_bias": {"1": "x"}}).encode(),
     "true for a number": json.dumps({**HONEST, "max_tokens": True}).encode(),
-    "a nested schema": json.dumps({**HONEST, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://127.0.0.1/"}}}}).encode(),
+    "a schema from elsewhere": json.dumps({**HONEST, "response_format": ELSEWHERE}).encode(),
 }  # fmt: skip
 
 
@@ -88,11 +89,15 @@ def test_bodies(running: Running, name: str) -> None:
 def test_bodies_that_are_too_long(running: Running) -> None:
     """By their own word, and by what comes when they do not say."""
     assert post(running, b" " * ((1 << 16) + 1))[0] == 413
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
     answer = send(running, head + b"Content-Length: 99999999999999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
     chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
-    assert send(running, head + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk + b"0\r\n\r\n").startswith(b"HTTP/1.1 413 ")
+    assert send(running, head + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk + b"0\r\n\r\n").startswith(
+        b"HTTP/1.1 413 "
+    )
 
 
 CLOSE = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -123,8 +128,8 @@ def test_what_is_no_http(running: Running, raw: bytes, status: bytes) -> None:
     "path",
     (
         "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/page.html", "/static/..%2f..%2fetc/passwd",
-        "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/live/../live%00", "/v1/completions/",
-        "/.git/config", "/\\..\\..", "/docs", "/openapi.json",
+        "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/live/../live%00",
+        "/v1/completions/",        "/.git/config", "/\\..\\..", "/docs", "/openapi.json",
     ),
 )  # fmt: skip
 def test_paths(running: Running, path: str) -> None:
@@ -141,7 +146,9 @@ def test_a_web_page_cannot_use_it(running: Running) -> None:
     assert post(running, body, Host="localhost.evil.example:80")[0] == 403
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "localhost:1"):
         assert post(running, body, Host=host)[0] == 200
-    head = b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n"
+    head = (
+        b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n"
+    )
     assert b"access-control" not in send(running, head + b"Access-Control-Request-Method: POST\r\n\r\n").lower()
 
 
@@ -161,7 +168,9 @@ def test_clients_that_are_slow(running: Running, monkeypatch: pytest.MonkeyPatch
             time.sleep(0.005)
         else:
             pytest.fail("it listened for two seconds")
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
     assert send(running, head + b'Content-Length: 100\r\n\r\n{"mod').startswith(b"HTTP/1.1 408 ")
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as peer:
         peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -187,8 +196,11 @@ def test_a_send_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_does_not_read(running: Running) -> None:
     """It asks for much and takes nothing: others are answered, and its own answers end."""
     running.idle()
-    body = json.dumps({**HONEST, "max_tokens": 100, "n": 4, "stream": True, "ignore_eos": True, "logprobs": 20}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    body = json.dumps(
+        {**HONEST, "max_tokens": 100, "n": 4, "stream": True, "ignore_eos": True, "logprobs": 20}
+    ).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(("127.0.0.1", running.port))
@@ -202,7 +214,12 @@ def test_a_key(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     app = running.server.app
     monkeypatch.setattr(app, "_key", b"secret")
     body = json.dumps(HONEST).encode()
-    for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}):
+    for given in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "secret"},
+        {"Authorization": "Basic secret"},
+    ):
         status, answer = post(running, body, **given)
         assert status == 401 and answer["error"]["code"] == "invalid_api_key"
         assert [get(running, path, **given) for path in ("/live", "/metrics", "/v1/models")] == [401] * 3
@@ -221,5 +238,11 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     real: Callable[[bytes, bytes], bool] = guard.hmac.compare_digest
     monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: (seen.append((a, b)), real(a, b))[1])
     asked = guard.Guard(None, "key", "0.0.0.0")  # type: ignore[arg-type]
-    scope = {"type": "http", "path": "/live", "raw_path": b"/live", "query_string": b"", "headers": [(b"authorization", b"Bearer nope"), (b"host", b"any")]}
+    scope = {
+        "type": "http",
+        "path": "/live",
+        "raw_path": b"/live",
+        "query_string": b"",
+        "headers": [(b"authorization", b"Bearer nope"), (b"host", b"any")],
+    }
     assert asked._refused(scope) is not None and seen == [(b"nope", b"key")]

@@ -38,7 +38,7 @@ def test_greedy_is_what_the_model_says(exact: Running, plain: Any, tokenizer: An
 
 def test_beside_others_an_answer_is_what_it_is_alone(exact: Running, plain: Any, tokenizer: Any) -> None:
     """Greedy, in float32: token by token that of plain transformers, for prompts that are read in pieces as well."""
-    words = "The history of the world is long and has many people in it".split()
+    words = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
     prompts = [" ".join((words * 12)[n : n + 1 + 9 * n]) for n in range(12)]
     found: dict[int, str] = {}
     client = exact.client()
@@ -51,7 +51,9 @@ def test_beside_others_an_answer_is_what_it_is_alone(exact: Running, plain: Any,
     assert exact.server.scheduler.totals.steps - steps < 12 * 30 / 3  # they did share passes
     for n, prompt in enumerate(prompts):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        wanted = plain.generate(ids, max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
+        wanted = plain.generate(
+            ids, max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
         assert found[n] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True), prompt
 
 
@@ -77,7 +79,9 @@ def test_chat(client: Any) -> None:
     out = client.chat.completions.create(**GREEDY, messages=SAID, max_completion_tokens=8)
     assert out.object == "chat.completion" and out.choices[0].message.role == "assistant"
     assert out.choices[0].finish_reason == "length" and out.usage.completion_tokens == 8
-    rendered = complete(client, prompt="user: Tell me a story\nassistant:", max_tokens=8, extra_body={"add_special_tokens": False})
+    rendered = complete(
+        client, prompt="user: Tell me a story\nassistant:", max_tokens=8, extra_body={"add_special_tokens": False}
+    )
     assert rendered.choices[0].text == out.choices[0].message.content
     pieces = list(client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=8, stream=True))
     assert pieces[0].choices[0].delta.role == "assistant" and pieces[-1].choices[0].finish_reason == "length"
@@ -136,7 +140,10 @@ def test_logprobs(client: Any, tokenizer: Any) -> None:
     out = complete(client, logprobs=3, max_tokens=6).choices[0]
     found = out.logprobs
     assert "".join(found.tokens) == out.text and len(found.token_logprobs) == 6
-    assert all(len(top) == 3 and max(top.values()) == one for top, one in zip(found.top_logprobs, found.token_logprobs, strict=True))
+    assert all(
+        len(top) == 3 and max(top.values()) == one
+        for top, one in zip(found.top_logprobs, found.token_logprobs, strict=True)
+    )
     assert [out.text[a:][: len(t)] for a, t in zip(found.text_offset, found.tokens, strict=True)] == found.tokens
     said = client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=5, logprobs=True, top_logprobs=2)
     content = said.choices[0].logprobs.content
@@ -162,9 +169,9 @@ def test_echo_scores_the_prompt(exact: Running, plain: Any, tokenizer: Any) -> N
     wanted = [float(logs[n, token]) for n, token in enumerate(ids[1:])]
     assert found.token_logprobs[1:-1] == pytest.approx(wanted, abs=1e-4)
     best = logs.argmax(-1).tolist()[:-1]
-    assert [max(t.values()) == s for t, s in zip(found.top_logprobs[1:-1], found.token_logprobs[1:-1], strict=True)] == [
-        b == i for b, i in zip(best, ids[1:], strict=True)
-    ]
+    assert [
+        max(t.values()) == s for t, s in zip(found.top_logprobs[1:-1], found.token_logprobs[1:-1], strict=True)
+    ] == [b == i for b, i in zip(best, ids[1:], strict=True)]
     alone = complete(client, prompt=text, echo=True, logprobs=1, max_tokens=0).choices[0]
     assert alone.text == text and len(alone.logprobs.tokens) == len(ids)
     assert complete(client, echo=True, max_tokens=2).choices[0].text.startswith(PROMPT)
@@ -188,13 +195,18 @@ def test_json_answers(client: Any) -> None:
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
         "required": ["name", "age"],
         "additionalProperties": False,
     }
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
     for seed in range(3):
-        out = client.chat.completions.create(model=NAME, messages=SAID, seed=seed, max_tokens=100, response_format=wanted)
+        out = client.chat.completions.create(
+            model=NAME, messages=SAID, seed=seed, max_tokens=100, response_format=wanted
+        )
         found = json.loads(out.choices[0].message.content)
         assert out.choices[0].finish_reason == "stop" and set(found) == {"name", "age"} and 0 <= found["age"] <= 99
     out = client.chat.completions.create(
@@ -214,7 +226,11 @@ def test_tools_go_through_the_template(client: Any) -> None:
     none = client.chat.completions.create(**GREEDY, messages=SAID, tools=[tool], tool_choice="none", max_tokens=2)
     assert none.usage.prompt_tokens == without.usage.prompt_tokens
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-    said = [*SAID, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "sun"}]
+    said = [
+        *SAID,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sun"},
+    ]
     assert client.chat.completions.create(**GREEDY, messages=said, tools=[tool], max_tokens=2).choices
 
 
@@ -251,7 +267,10 @@ def test_what_is_not_served_is_refused_by_name(client: Any, given: dict[str, Any
     (
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "mood": "y"}]}, "messages[0].mood"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),  # the template's own refusal
@@ -281,7 +300,7 @@ def test_models_and_errors(client: Any, running: Running) -> None:
     with pytest.raises(openai.BadRequestError, match=f"this server takes {context - 1} at the most") as caught:
         complete(client, prompt=[5] * context)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match=f"[0-9]+ tokens of a sequence is the most .* which leaves [0-9]+"):
+    with pytest.raises(openai.BadRequestError, match="[0-9]+ tokens of a sequence is the most .* which leaves [0-9]+"):
         complete(client, max_tokens=context)
     scheduler = running.server.scheduler
     most = scheduler.most_answer(3)
@@ -309,7 +328,7 @@ def test_a_client_that_vanishes_frees_its_slot(client: Any, running: Running) ->
 def test_many_at_once_keep_to_the_budget(running: Running) -> None:
     """60 clients that open at once, over prompts of all lengths: every answer whole, and as it is alone."""
     client = running.client()
-    words = "The history of the world is long and has many people in it".split()
+    words = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
     prompts = [" ".join(words[: 1 + n % len(words)] * (1 + n % 5)) for n in range(60)]
     found: dict[int, Any] = {}
 

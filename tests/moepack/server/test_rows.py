@@ -1,4 +1,4 @@
-"""Packed passes: every family's answers beside others are those of plain transformers; rows' bytes are what they hold."""
+"""Packed passes: every family's answers are those of plain transformers; rows hold the bytes that they say."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def test_a_model_that_changes_its_cache_is_found_out(tmp_path: Path, monkeypatch
         inner = forward(name, default)
         return lambda module, q, k, v, *a, **given: inner(module, q, 2 * k, v, *a, **given)
 
-    monkeypatch.setattr(type(code.ALL_ATTENTION_FUNCTIONS), "get_interface", lambda _, name, default: doubled(name, default))
+    monkeypatch.setattr(
+        type(code.ALL_ATTENTION_FUNCTIONS), "get_interface", lambda _, name, default: doubled(name, default)
+    )
     wanted = plain_answers(model, prompts_of())
     engine = Engine(model, STEP)
     with pytest.raises(NotPackable, match="changes what its cache returns"):

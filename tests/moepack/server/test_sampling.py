@@ -80,7 +80,9 @@ def test_nothing_asked_for_changes_nothing() -> None:
 def test_bias_and_mask() -> None:
     class Even:
         is_done = False
-        taken: list[int] = []
+
+        def __init__(self) -> None:
+            self.taken: list[int] = []
 
         def allowed(self, vocabulary: int) -> torch.Tensor:
             return torch.arange(vocabulary) % 2 == 0
@@ -88,8 +90,9 @@ def test_bias_and_mask() -> None:
         def take(self, token: int) -> None:
             self.taken.append(token)
 
-    sampler = Sampler(Sampling(temperature=0, bias={2: 5.0, 3: 50.0}), [], CPU, Even())
-    assert sampler.choose(LOGITS).token == 2 and Even.taken == [2]
+    even = Even()
+    sampler = Sampler(Sampling(temperature=0, bias={2: 5.0, 3: 50.0}), [], CPU, even)
+    assert sampler.choose(LOGITS).token == 2 and even.taken == [2]
 
 
 def test_logprobs_are_of_the_model_not_of_what_was_asked() -> None:

@@ -1,4 +1,4 @@
-"""Who runs when: chunks, room, the youngest giving way, cancelling, failing, stopping. The engine here is arithmetic."""
+"""Who runs when: chunks, room, the youngest giving way, cancelling, failing, stopping. The engine is arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Machine:
     """An engine whose next token is the sum of all tokens before, so that a lost or doubled one shows."""
 
     room: int = 1 << 30  # tokens of all caches together
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     passes: list[list[tuple[int, int]]] = field(default_factory=list)  # (tokens, length before) of every item
     caches: dict[int, list[int]] = field(default_factory=dict)
     most_held: int = 0
@@ -95,7 +95,7 @@ class Bench:
     """A scheduler over a machine, and what it told."""
 
     machine: Machine
-    limits: Limits = Limits(sequences=4, waiting=20, step_tokens=8, context=1000)
+    limits: Limits
     events: dict[int, list[Event]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
 
@@ -247,7 +247,7 @@ def test_ends_and_stop_strings(bench: Any) -> None:
 
 
 def test_probabilities_of_a_prompt(bench: Any) -> None:
-    """Of one longer than a step, while others run: every token's, given those before it; in slices, for memory's sake."""
+    """Of one longer than a step, while others run: every token's, given those before it; in slices, to save memory."""
     b = bench(step_tokens=64)
     prompt = [n * 7 % 31 for n in range(150)]
     b.ask([1], 50)

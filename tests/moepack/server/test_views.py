@@ -120,6 +120,15 @@ def chromium() -> str:
 ARGUMENTS = ("--no-sandbox", "--no-zygote", "--single-process", "--disable-dev-shm-usage", "--disable-gpu")
 
 
+def until(done: Any, page: Any) -> None:
+    """The page's policy forbids what the browser's driver waits with."""
+    for _ in range(200):
+        if done():
+            return
+        page.wait_for_timeout(100)
+    pytest.fail("it did not come")
+
+
 @pytest.mark.parametrize(("width", "scheme"), ((1200, "light"), (390, "dark")))
 def test_the_page_in_a_browser(running: Running, width: int, scheme: Any, tmp_path: Path) -> None:
     """It draws what is served, says what the model says, fits its window, and has nothing to complain of."""
@@ -132,12 +141,12 @@ def test_the_page_in_a_browser(running: Running, width: int, scheme: Any, tmp_pa
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.goto(running.url)
-        page.wait_for_function("document.querySelectorAll('#tiles b').length > 0 && past.length > 2")
+        until(lambda: page.evaluate("document.querySelectorAll('#tiles b').length > 0 && past.length > 2"), page)
         page.fill("#prompt", "Tell me a story")
         page.fill("#most", "12")
         page.fill("#temperature", "0")
         page.click("#go")
-        page.wait_for_function("document.querySelector('#go').disabled === false && chat.length === 2")
+        until(lambda: page.evaluate("document.querySelector('#go').disabled === false && chat.length === 2"), page)
         said = [{"role": "user", "content": "Tell me a story"}]
         whole = running.client().chat.completions.create(model=NAME, messages=said, max_tokens=12, temperature=0)
         assert page.inner_text("#answer").endswith(str(whole.choices[0].message.content).rstrip())
@@ -148,7 +157,8 @@ def test_the_page_in_a_browser(running: Running, width: int, scheme: Any, tmp_pa
         colours = page.evaluate(
             "(() => { const c = document.querySelector('#placed'), d = c.getContext('2d')"
             ".getImageData(0, 0, c.width, c.height).data, s = new Set();"
-            "for (let i = 0; i < d.length; i += 4) if (d[i + 3]) s.add(d[i] + ',' + d[i + 1] + ',' + d[i + 2]); return s.size; })()"
+            "for (let i = 0; i < d.length; i += 4) if (d[i + 3]) s.add(d.slice(i, i + 3).join());"
+            "return s.size; })()"
         )
         kinds = page.evaluate("now.kinds.length")
         picture = page.screenshot(path=tmp_path / "page.png", full_page=True)

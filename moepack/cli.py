@@ -349,6 +349,9 @@ def serve(
     kv_tokens: Annotated[
         int, typer.Option("--kv-tokens", min=0, help="In a budget: tokens of KV cache held back from the start.")
     ] = 0,
+    max_kv_tokens: Annotated[
+        int | None, typer.Option("--max-kv-tokens", min=2, help="Of all caches together: experts keep the rest.")
+    ] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option("--max-prompt-tokens", min=1, help="Of a prompt.")] = None,
     max_body: Annotated[str, typer.Option("--max-body", help="Bytes of a request, as 4MiB.")] = "4MiB",
     grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds that a stop lets answers finish.")] = 30.0,
@@ -362,7 +365,7 @@ def serve(
 
     asked = Serve(
         bundle, policy, device_memory, device, dtype, host, port, api_key, name, chat_template, max_sequences,
-        max_waiting, step_tokens, kv_tokens, max_prompt_tokens, max_body, grace, access_log,
+        max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace, access_log,
     )  # fmt: skip
     run(asked, lambda where: typer.echo(f"moepack: serving {where}", err=True))
 

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Serve:
     max_waiting: int = 256
     step_tokens: int = 256
     kv_tokens: int = 0
+    max_kv_tokens: int | None = None
     max_prompt_tokens: int | None = None
     max_body: str = "4MiB"
     grace: float = 30.0
@@ -67,8 +68,8 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     if asked.chat_template is not None:
         template = asked.chat_template.read_text()
     limits = Limits(asked.max_sequences, asked.max_waiting, asked.step_tokens)
-    if asked.max_prompt_tokens is not None:
-        limits = Limits(asked.max_sequences, asked.max_waiting, asked.step_tokens, prompt=asked.max_prompt_tokens)
+    limits = replace(limits, prompt=asked.max_prompt_tokens or limits.prompt)
+    limits = replace(limits, kv_tokens=asked.max_kv_tokens or limits.kv_tokens)
     most = parse_size(asked.max_body)
     assert most is not None
     name = (

@@ -41,6 +41,7 @@ class Limits:
         step_tokens: of one forward pass.
         context: tokens of prompt and answer.
         prompt: tokens of a prompt.
+        kv_tokens: of all caches together; without end, they take what experts can be pushed out of.
     """
 
     sequences: int = 32
@@ -48,6 +49,7 @@ class Limits:
     step_tokens: int = 256
     context: int = 1 << 40
     prompt: int = 1 << 40
+    kv_tokens: int = 1 << 40
 
 
 @dataclass(slots=True)
@@ -145,9 +147,9 @@ class Scheduler:
         Raises:
             ApiError: when it can never be served, with the number of tokens that could.
         """
-        limits = self.limits
-        if prompt > min(limits.prompt, limits.context - 1):
-            most = min(limits.prompt, limits.context - 1)
+        limits, context = self.limits, min(self.limits.context, self.limits.kv_tokens)
+        if prompt > min(limits.prompt, context - 1):
+            most = min(limits.prompt, context - 1)
             raise ApiError(
                 400,
                 f"the prompt has {prompt} tokens: this server takes {most} at the most",
@@ -163,8 +165,8 @@ class Scheduler:
                 None,
                 "context_length_exceeded",
             )
-        room = limits.context - prompt
-        return room if self._engine.holds(limits.context) else self._engine.most_tokens(limits.context) - prompt
+        room = context - prompt
+        return room if self._engine.holds(context) else self._engine.most_tokens(context) - prompt
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Take jobs on, all or none.
@@ -254,7 +256,10 @@ class Scheduler:
         while self._waiting and len(self._running) < self.limits.sequences:
             one = self._waiting[0]
             need = len(one.tokens) + min(HEADROOM, one.job.max_tokens - one.made)
-            if self._running and not self._engine.fits([], [*joining, *self._growing(), need]):
+            if self._running and (
+                self._cached() + need > self.limits.kv_tokens
+                or not self._engine.fits([], [*joining, *self._growing(), need])
+            ):
                 return
             self._waiting.popleft()
             try:
@@ -264,6 +269,10 @@ class Scheduler:
                 continue
             joining.append(need)
             self._running.append(one)
+
+    def _cached(self) -> int:
+        """Tokens that the caches of all who run will hold after the next step, at the most."""
+        return sum(len(s.tokens) for s in self._running)
 
     def _growing(self) -> list[int]:
         """Room that sequences which run will soon ask for, as if it were caches of their own: a step ahead of need."""
@@ -281,7 +290,8 @@ class Scheduler:
         """What the next pass reads; the youngest leave until the budget has room for it."""
         while True:
             planned = self._wanted()
-            if len(self._running) < 2 or self._engine.fits([item for _, item in planned]):
+            room = self._cached() <= self.limits.kv_tokens and self._engine.fits([item for _, item in planned])
+            if room or len(self._running) < 2:
                 return planned
             self._preempt()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from server_fixtures import NAME, Running
 
 openai = pytest.importorskip("openai")
 
+ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "The history of"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
 SAID = [{"role": "user", "content": "Tell me a story"}]
@@ -288,6 +292,12 @@ def test_chats_likewise(client: Any, given: dict[str, Any], field: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{**GREEDY, "messages": SAID, "max_tokens": 2, **given})
     assert caught.value.param == field
+
+
+def test_the_example(running: Running) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "client.py"), running.url, NAME]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "models: mini" in out and "\n0 (" in out and "\n2 (" in out and "'The': -\n" in out
 
 
 def test_models_and_errors(client: Any, running: Running) -> None:

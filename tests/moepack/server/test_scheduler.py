@@ -192,6 +192,16 @@ def test_the_youngest_gives_way_and_is_read_again(bench: Any) -> None:
     assert b.scheduler.totals.generated_tokens == 160  # none was sampled twice
 
 
+def test_caches_have_a_limit_of_their_own(bench: Any) -> None:
+    """So that experts keep what is left: 60 tokens of all sequences, of which each would be 45."""
+    b = bench(Machine(gate=threading.Event()), step_tokens=16, kv_tokens=60)
+    told = [b.ask([n + 1] * 5, 40) for n in range(3)]
+    b.machine.gate.set()
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(3)]
+    assert 45 <= b.machine.most_held <= 60 and b.scheduler.most_answer(20) == 40
+
+
 def test_what_can_never_fit_is_refused_with_what_would(bench: Any) -> None:
     scheduler = bench(Machine(room=100)).scheduler
     assert scheduler.most_answer(30) == 70

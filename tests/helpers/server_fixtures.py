@@ -105,8 +105,9 @@ def running(bundle: Path, tokenizer: Any, options: Options) -> Iterator[Running]
 
 
 @pytest.fixture(scope="session")
-def client(running: Running) -> Any:
-    return running.client()
+def client(exact: Running) -> Any:
+    """OpenAI's client of the server whose answers do not change: no version does."""
+    return exact.client()
 
 
 @pytest.fixture(scope="session")

@@ -58,13 +58,16 @@ def processor_seconds(process: subprocess.Popen[str]) -> float:
 
 
 def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
-    """Under five seconds of processor time from the start to the first tokens, imports included; then a stop signal
-    comes within an answer, which is whole; new ones are refused; the exit code is 0."""
-    compiled = "import moepack.server.app, transformers.models.qwen3_moe.modeling_qwen3_moe"
-    subprocess.run([sys.executable, "-c", compiled], check=True)  # bytecode is there, as after any first start
+    """From the start to the first tokens it takes no more than twice the processor time of importing what any model of
+    this family needs; then a stop signal comes within an answer, which is whole; new ones are refused; it exits with 0.
+    """
+    imports = "import moepack.server.app, transformers.models.qwen3_moe.modeling_qwen3_moe"
+    subprocess.run([sys.executable, "-c", imports], check=True)  # bytecode is there, as after any first start
+    imports = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe, time; print(time.process_time())"
+    bare = float(subprocess.run([sys.executable, "-c", imports], check=True, capture_output=True, text=True).stdout)
     process, port = start("--policy", "hotness", "--device-memory", "5MB", "--step-tokens", "64")
     ask(port)
-    assert processor_seconds(process) < 5
+    assert processor_seconds(process) < 2 * bare + 1
     answers: list[Any] = []
     long = threading.Thread(target=lambda: answers.append(ask(port, max_tokens=150, ignore_eos=True)))
     long.start()

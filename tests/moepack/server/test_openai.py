@@ -300,7 +300,8 @@ def test_the_example(running: Running) -> None:
     assert "models: mini" in out and "\n0 (" in out and "\n2 (" in out and "'The': -\n" in out
 
 
-def test_models_and_errors(client: Any, running: Running) -> None:
+def test_models_and_errors(running: Running) -> None:
+    client = running.client()
     assert [m.id for m in client.models.list()] == [NAME] and client.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError, match="'other' is not here: 'mini' is"):
         complete(client, model="other")
@@ -310,7 +311,7 @@ def test_models_and_errors(client: Any, running: Running) -> None:
     with pytest.raises(openai.BadRequestError, match=f"this server takes {context - 1} at the most") as caught:
         complete(client, prompt=[5] * context)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="[0-9]+ tokens of a sequence is the most .* which leaves [0-9]+"):
+    with pytest.raises(openai.BadRequestError, match=r"\d+ tokens of a sequence is the most .* which leaves \d+"):
         complete(client, max_tokens=context)
     scheduler = running.server.scheduler
     most = scheduler.most_answer(3)
@@ -319,7 +320,8 @@ def test_models_and_errors(client: Any, running: Running) -> None:
         complete(client, prompt=[5] * (most + 4))
 
 
-def test_a_client_that_vanishes_frees_its_slot(client: Any, running: Running) -> None:
+def test_a_client_that_vanishes_frees_its_slot(running: Running) -> None:
+    client = running.client()
     running.idle()
     before = running.server.scheduler.totals.cancelled
     stream = complete(client, max_tokens=400, stream=True, extra_body={"ignore_eos": True})

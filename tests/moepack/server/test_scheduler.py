@@ -162,7 +162,7 @@ def test_many_are_answered_together(bench: Any) -> None:
 
 def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
     """It is read in what a step leaves beside one token of everybody else; every pass goes on with those."""
-    b = bench(Machine(gate=threading.Event()))
+    b = bench(Machine(gate=threading.Event(), before=lambda items: time.sleep(0.005)))
     b.ask([1], 60)
     b.machine.gate.set()
     while not b.events[0]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import concurrent.futures
 import functools
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -36,6 +36,9 @@ from .scheduler import Limits, Scheduler
 from .templates import Templates
 from .tokens import Tokens
 
+HELPERS = 2  # threads beside the event loop: the C library keeps memory for every one that there ever was
+Found = TypeVar("Found")
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -55,7 +58,7 @@ class Options:
     key: str | None = None
     body: int = 4 << 20
     template: str | None = None
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
 
 class Server:
@@ -75,6 +78,7 @@ class Server:
         self._view, self._serving = LiveView(model, options.name, self.engine, self.scheduler), model.moepack
         self._began = int(time.time())
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._helpers = concurrent.futures.ThreadPoolExecutor(HELPERS, "moepack-requests")
         routes = [
             Route("/", self._page),
             Route("/health", self._health),
@@ -93,6 +97,10 @@ class Server:
         """Begin to answer, from the event loop."""
         self._loop = asyncio.get_running_loop()
         self.scheduler.start()
+
+    async def _aside(self, work: Callable[[], Found]) -> Found:
+        """What takes too long for the event loop: reading large bodies, templates, tokenising, the page's numbers."""
+        return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
 
     # --- from the scheduler's thread to the loop
 
@@ -136,11 +144,11 @@ class Server:
         return JSONResponse(found, 200 if good else 503)
 
     async def _live(self, request: Request) -> Response:
-        made = await run_in_threadpool(self._view)
+        made = await self._aside(self._view)
         return JSONResponse({**made, "chats": self.templates.is_there}, headers={"cache-control": "no-store"})
 
     async def _metrics(self, request: Request) -> Response:
-        made = await run_in_threadpool(self.metrics.text)
+        made = await self._aside(self.metrics.text)
         return Response(made, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _described(self) -> dict[str, Any]:
@@ -168,7 +176,7 @@ class Server:
 
     async def _read(self, request: Request, reader: Callable[[dict[str, Any], int], Any]) -> Any:
         raw = await body(request, self._options.body)
-        found = await run_in_threadpool(lambda: reader(parse_json(raw), self._vocabulary))
+        found = await self._aside(lambda: reader(parse_json(raw), self._vocabulary))
         self._check_model(found.asked.model)
         return found
 
@@ -210,7 +218,7 @@ class Server:
             self._jobs(asked.asked, found, answer, asked.echo)
             return found
 
-        prompts = await run_in_threadpool(prepare)
+        prompts = await self._aside(prepare)
         choices = [Choice(prompt) for prompt in prompts for _ in range(asked.asked.count)]
         head = Head.of("text_completion", self._options.name, "cmpl")
         self.scheduler.submit(answer.jobs)
@@ -272,7 +280,7 @@ class Server:
             self._jobs(asked.asked, [found], answer)
             return found
 
-        prompt = await run_in_threadpool(prepare)
+        prompt = await self._aside(prepare)
         choices = [Choice(prompt) for _ in range(asked.asked.count)]
         head = Head.of("chat.completion", self._options.name, "chatcmpl")
         self.scheduler.submit(answer.jobs)

@@ -459,6 +459,47 @@ def plan(
 
 
 @app.command()
+def serve(
+    bundle: Annotated[str, typer.Argument(help="A bundle: its directory, or its Hub id.", show_default=False)],
+    policy: PolicyName = None,
+    device_memory: Memory = None,
+    host: Annotated[str, typer.Option("--host", help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="Clients must send it; better given as MOEPACK_API_KEY.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The model's, as clients ask for it.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option("--chat-template", help="A Jinja file in place of the model's own template.")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Answered at a time.")] = 32,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Waiting for it; more are refused.")] = 256,
+    step_tokens: Annotated[int, typer.Option("--step-tokens", min=1, help="Tokens of a forward pass.")] = 256,
+    kv_tokens: Annotated[
+        int, typer.Option("--kv-tokens", min=0, help="In a budget: tokens of KV cache held back from the start.")
+    ] = 0,
+    max_kv_tokens: Annotated[
+        int | None, typer.Option("--max-kv-tokens", min=2, help="Of all caches together: experts keep the rest.")
+    ] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option("--max-prompt-tokens", min=1, help="Of a prompt.")] = None,
+    max_body: Annotated[str, typer.Option("--max-body", help="Bytes of a request, as 4MiB.")] = "4MiB",
+    grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds that a stop lets answers finish.")] = 30.0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    access_log: Annotated[bool, typer.Option("--access-log", help="Print a line a request.")] = False,
+) -> None:
+    """Answer the OpenAI interface over HTTP, with a page that shows what is served."""
+    from .server.command import Serve
+    from .server.command import serve as run
+
+    asked = Serve(
+        bundle, policy, device_memory, device, dtype, host, port, api_key, name, chat_template, max_sequences,
+        max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace, access_log,
+    )  # fmt: skip
+    run(asked, lambda where: typer.echo(f"moepack: serving {where}", err=True))
+
+
+@app.command()
 def push(
     bundle: Bundle,
     repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],

@@ -37,7 +37,7 @@ allocation: {average_bits: 3}
 SLOW = (
     "docs/test_commands", "moepack/pipeline/test_build", "moepack/pipeline/test_ray", "moepack/pipeline/test_resume",
     "moepack/reports/test_plan", "moepack/reports/test_evaluate", "moepack/reports/test_tasks",
-    "moepack/test_cli", "moepack/test_hub", "moepack/test_packaging",
+    "moepack/server", "moepack/test_cli", "moepack/test_hub", "moepack/test_packaging",
     "quantize/test_quantize.py::test_a_batch_is", "quantize/test_quantize.py::test_importing",
     "quantize/test_quantize.py::test_gptq_needs", "runtime/kernels/test_exponent_triton",
     "runtime/kernels/test_affine_triton.py::test_every_width", "runtime/kernels/test_isa",

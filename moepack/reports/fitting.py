@@ -15,6 +15,8 @@ from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
 from moepack.runtime.planning.choice import versions_of
+from moepack.runtime.planning.paging import is_paged
+from moepack.runtime.planning.plan import ladders_of
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import parse_policy
 
@@ -101,8 +103,13 @@ def fitting(bundle: Bundle, fit: Fit) -> Fitting:
     """The versions that `moepack plan` serves in a budget, of those that the bundle has.
 
     Raises:
-        InputError: for a budget that does not hold the least there is, which it names.
+        InputError: for a budget that does not hold the least there is, which it names; for a policy whose plan measures
+            how fast weights are brought, where they are elsewhere.
     """
+    policy = parse_policy(fit.policy, True)
+    if isinstance(bundle, Described) and policy.is_live and any(map(is_paged, ladders_of(bundle, policy.options))):
+        needed = ",".join(versions_of(fit.policy, bundle, True))
+        raise InputError(f"policy {policy} is planned by rates that are measured on weights: fetch {needed} by name")
     planned = plan(bundle, fit.device_memory, fit.device, fit.policy, fit.kv_tokens, all_logits=False)
     if planned.message is not None:
         raise InputError(planned.message)

@@ -384,10 +384,11 @@ class Live:
             yield running
             return
         with self.turn():
-            if prompt.begins:
-                self._tell(partial(SequenceBegan, time.monotonic(), tokens=prompt.tokens, sequence=prompt.sequence))
-            if prompt.decodes:
-                self._tell(partial(DecodingBegan, time.monotonic(), sequence=prompt.sequence))
+            for one in prompt.each:
+                if one.begins:
+                    self._tell(partial(SequenceBegan, time.monotonic(), tokens=one.tokens, sequence=one.sequence))
+                if one.decodes:
+                    self._tell(partial(DecodingBegan, time.monotonic(), sequence=one.sequence))
             if prompt.begins or prompt.decodes:
                 self._soon()
             step = self._mine.step = self._begin(prompt, mask)
@@ -406,10 +407,20 @@ class Live:
                 snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
             counters = self._counters()
             counters.mask = mask
+            if self.policy.needs.prompts and prompt.tokens and prompt.parts:
+                self._count_apart(counters, prompt)
             return Step(number, snapshots, counters, prompt, table, time.perf_counter())
         except BaseException:
             self.residency.end(number)
             raise
+
+    def _count_apart(self, counters: Counters, prompt: Prompt) -> None:
+        """Prompts that a pass packs with other sequences have counters of their own."""
+        start, counters.tokens = 0, prompt.length
+        for one in prompt.parts:
+            if one.tokens:
+                counters.within.append((slice(start, start + one.length), self._counters()))
+            start += one.length
 
     def _end(self, step: Step) -> None:
         if step.ahead is not None and self.paging is not None:
@@ -519,9 +530,10 @@ class Live:
                 break
             if step.counters.used:
                 self._add(step)
-            step.counters.clear()
-            if len(self._spare_counters) < UNHEARD:
-                self._spare_counters.append(step.counters)
+            for counters in (step.counters, *(apart for _, apart in step.counters.within)):
+                counters.clear()
+                if len(self._spare_counters) < UNHEARD:
+                    self._spare_counters.append(counters)
 
     def _hear_told(self) -> None:
         _, event = self._told.popleft()
@@ -539,9 +551,14 @@ class Live:
             for position, *sizes in step.demanded:
                 row = self._loaded[position]
                 row[:] = [old + new for old, new in zip(row, (0, *sizes), strict=True)]
-        if step.prompt.tokens and self.policy.needs.prompts:
+        if not self.policy.needs.prompts:
+            return
+        reading = [one for one in step.prompt.each if one.tokens]
+        of = [apart for _, apart in step.counters.within] if step.prompt.parts else [step.counters]
+        for one, counters in zip(reading, of, strict=bool(reading)):
+            counts, gates = counters.take()
             mine = [row.copy() for row in counts], [row.copy() for row in gates]
-            self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine, step.prompt.sequence))
+            self._decide(PrefillEnded(time.monotonic(), self.capacity(), *mine, one.sequence))
 
     def _decide(self, event: Event) -> None:
         wanted = self.policy.decide(event)

@@ -16,6 +16,7 @@ FLOORS = (
     "moepack",  # the face: cli, hub, hook
     "moepack.pipeline",
     "moepack.reports",
+    "moepack.server",
     "moepack.shared",  # the files of moepack/ that its other rooms use
     "calibrate",
     "quantize",
@@ -37,6 +38,7 @@ SHARED = ("progress", "memory", "version", "opening")
 NEVER = {room: {"calibrate", "quantize", "recipes"} for room in FLOORS if room.startswith("runtime")}
 NEVER |= {"quantize": {r for r in FLOORS if r.startswith(("runtime", "recipes"))}}
 NEVER |= {"calibrate": NEVER["quantize"]}
+NEVER |= {"moepack.server": {"calibrate", "quantize", "recipes"}}
 STANDARD_ONLY = ("pack.spec", "pack.errors")
 Imports = dict[str, set[str]]  # module -> modules of moepack, and other packages as ".name"
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from moepack.pack.errors import InputError
 
-from .generation import Sampling, Session
+from .generation import Session
+from .server.sampling import Sampling
 
 HELP = "/reset forgets the chat, /quit ends it; Ctrl-C stops an answer."
 Tell = Callable[[str], None]
@@ -25,22 +26,41 @@ class Answers(Protocol):
 class Here:
     """A model loaded in this process."""
 
-    def __init__(self, session: Session, new_tokens: int, sampling: Sampling) -> None:
-        self._session, self._new_tokens, self._sampling = session, new_tokens, sampling
+    def __init__(self, session: Session, new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()) -> None:
+        self._session, self._asked = session, (new_tokens, sampling, stop)
 
     def answer(self, messages: list[dict[str, str]], tell: Tell) -> str:
         """As `Answers`."""
-        return self._session.go_on(self._session.chat(messages), self._new_tokens, self._sampling, tell)
+        return self._session.go_on(self._session.chat(messages), *self._asked, tell)
 
 
 class There:
-    """A server with OpenAI's interface."""
+    """A server with OpenAI's interface; the first model that it lists."""
 
-    def __init__(self, url: str, key: str | None, new_tokens: int, sampling: Sampling) -> None:
+    def __init__(
+        self, url: str, key: str | None, new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
+    ) -> None:
         from huggingface_hub import InferenceClient
 
-        self._client = InferenceClient(base_url=url.rstrip("/").removesuffix("/v1") + "/v1", api_key=key or "none")
-        self._url, self._new_tokens, self._sampling = url, new_tokens, sampling
+        self._url, self._key, base = url, key, url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._models, self._name = base + "/models", ""
+        self._client = InferenceClient(base_url=base, api_key=key or "none")
+        self._asked: dict[str, Any] = {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed,
+            "max_tokens": new_tokens, "stop": list(stop) or None,
+        }  # fmt: skip
+        # Not in OpenAI's interface, though many servers know them: sent where they are asked for.
+        extra = {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition}
+        self._asked["extra_body"] = {n: v for n, v in extra.items() if v != (1.0 if n.startswith("rep") else 0)} or None
+
+    def _model(self) -> str:
+        from huggingface_hub import get_session
+
+        if not self._name:
+            found = get_session().get(self._models, headers={"authorization": f"Bearer {self._key or 'none'}"})
+            found.raise_for_status()
+            self._name = str(found.json()["data"][0]["id"])
+        return self._name
 
     def answer(self, messages: list[dict[str, str]], tell: Tell) -> str:
         """As `Answers`.
@@ -48,20 +68,26 @@ class There:
         Raises:
             InputError: when the server cannot be reached, or refuses.
         """
-        sampling, text = self._sampling, ""
-        options: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+        text = ""
         try:
             for part in self._client.chat.completions.create(
-                messages=messages, stream=True, max_tokens=self._new_tokens, stop=list(sampling.stop) or None, **options
+                messages=messages, model=self._model(), stream=True, **self._asked
             ):
                 for choice in part.choices:
                     if choice.delta.content:
                         text += choice.delta.content
                         tell(choice.delta.content)
-        except Exception as error:  # httpx's, requests' or the client's own, by its version
-            what = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(f"{self._url}: {what}") from None
+        except Exception as error:  # httpx's or the client's own
+            raise InputError(f"{self._url}: {_why(error)}") from None
         return text
+
+
+def _why(error: Exception) -> str:
+    """In one line; of a refusal the server's own words."""
+    answer = getattr(error, "response", None)
+    with contextlib.suppress(Exception):  # whatever the body is
+        return str(answer.json()["error"]["message"])  # type: ignore[union-attr]
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def talk(answers: Answers, system: str = "", lines: Iterable[str] | None = None, tell: Tell | None = None) -> None:
@@ -105,15 +131,3 @@ def _lines() -> Iterable[str]:
             yield input(shown)
         except EOFError:
             return
-
-
-def read_template(file: Path | None) -> str | None:
-    """A chat template from its file.
-
-    Raises:
-        InputError: when it cannot be read.
-    """
-    try:
-        return None if file is None else file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -361,9 +361,9 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, or answer a message; the text is printed as it comes."""
-    from moepack.chat import read_template
-    from moepack.generation import Sampling
     from moepack.generation import generate as run
+    from moepack.opening import read_template
+    from moepack.server.sampling import Sampling
 
     size, messages = parse_size(device_memory), None
     if chat or system:
@@ -378,11 +378,11 @@ def generate(
             sys.stdout.flush()
             began = True
 
-    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, tuple(stop or ()))
+    sampling = Sampling(temperature, top_p, top_k, min_p, seed, repetition=repetition_penalty)
     try:
         text = run(
-            path, prompt, policy, device, dtype, size, max_new_tokens, sampling, batch, kv_tokens, prefill_tokens,
-            all_logits, messages, read_template(chat_template), tell,
+            path, prompt, policy, device, dtype, size, max_new_tokens, sampling, stop or (), batch, kv_tokens,
+            prefill_tokens, all_logits, messages, read_template(chat_template), tell,
         )  # fmt: skip
     finally:
         if began:
@@ -412,17 +412,19 @@ def chat(
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="MOEPACK_API_KEY", help="A server's.")] = None,
 ) -> None:
     """Chat, a line at a time."""
-    from moepack.chat import Here, There, read_template, talk
-    from moepack.generation import CHAT_TOKENS, PROMPT, Sampling, Session
+    from moepack.chat import Here, There, talk
+    from moepack.generation import CHAT_TOKENS, PROMPT, Session
+    from moepack.opening import read_template
+    from moepack.server.sampling import Sampling
 
-    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, tuple(stop or ()))
+    sampling = Sampling(temperature, top_p, top_k, min_p, seed, repetition=repetition_penalty)
     if path.startswith(("http://", "https://")):
-        talk(There(path, api_key, max_new_tokens, sampling), system)
+        talk(There(path, api_key, max_new_tokens, sampling, stop or ()), system)
         return
     with Session(path, policy, device, dtype, parse_size(device_memory), read_template(chat_template)) as session:
         session.chat([{"role": "user", "content": "?"}])  # refused before weights are read
         session.load(kv_tokens or CHAT_TOKENS, PROMPT)
-        talk(Here(session, max_new_tokens, sampling), system)
+        talk(Here(session, max_new_tokens, sampling, stop or ()), system)
 
 
 @app.command()
@@ -476,8 +478,13 @@ def serve(
     max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Waiting for it; more are refused.")] = 256,
     step_tokens: Annotated[int, typer.Option("--step-tokens", min=1, help="Tokens of a forward pass.")] = 256,
     kv_tokens: Annotated[
-        int, typer.Option("--kv-tokens", min=0, help="In a budget: tokens of KV cache held back from the start.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--kv-tokens",
+            min=0,
+            help="In a budget: tokens of KV cache held back from the start; 4096 where experts make no room, else 0.",
+        ),
+    ] = None,
     max_kv_tokens: Annotated[
         int | None, typer.Option("--max-kv-tokens", min=2, help="Of all caches together: experts keep the rest.")
     ] = None,

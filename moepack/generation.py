@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,64 +11,15 @@ from moepack.pack.errors import InputError
 
 from .opening import check, load_model, locate
 from .progress import Reporter
+from .server.sampling import Sampler, Sampling
+from .server.text import Stops
 
 PROMPT = 512  # tokens of a prompt that go in at once, in a budget
 NEW_TOKENS = 64  # that a prompt is continued by
 CHAT_TOKENS = 2048  # of a chat that a budget leaves room for from the start
+GREEDY = Sampling(temperature=0.0)
 Messages = Sequence[dict[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: 0 is greedy, and the others but `repetition_penalty` and `stop` then say nothing.
-        top_p, top_k, min_p: as transformers has them; 1, 0 and 0 leave all tokens.
-        repetition_penalty: 1 is none.
-        seed: of the draws.
-        stop: texts at which an answer ends; they are not part of it.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-
-    def options(self) -> dict[str, Any]:
-        """What transformers' `generate` takes."""
-        options: dict[str, Any] = {"do_sample": self.temperature > 0, "repetition_penalty": self.repetition_penalty}
-        if self.temperature > 0:
-            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-            options |= {"min_p": self.min_p} if self.min_p else {}
-        return options
-
-
-class Stops:
-    """Lets text through up to the first of some stop strings; what may be the beginning of one waits."""
-
-    def __init__(self, stops: Sequence[str], tell: Callable[[str], None]) -> None:
-        self._stops, self._tell = [s for s in stops if s], tell
-        self._held, self.text, self.ended = "", "", False
-
-    def put(self, text: str, last: bool = False) -> None:
-        """Some more text; the last of it lets go of what waited."""
-        if self.ended:
-            return
-        held = self._held + text
-        found = [(at + len(s), at) for s in self._stops if (at := held.find(s)) >= 0]
-        if found:
-            self.ended, keep = True, len(held) - min(found)[1]  # the first that is complete
-        else:
-            begun = (n for s in self._stops for n in range(1, len(s)) if held.endswith(s[:n]))
-            keep = 0 if last else max(begun, default=0)
-        told, self._held = held[: len(held) - keep], held[len(held) - keep :]
-        if told:
-            self.text += told
-            self._tell(told)
+Tell = Callable[[str], None]
 
 
 class Session:
@@ -144,45 +94,61 @@ class Session:
         return self.text(str(text))
 
     def go_on(
-        self, ids: list[int], new_tokens: int, sampling: Sampling, tell: Callable[[str], None] = lambda text: None
-    ) -> str:
+        self, ids: list[int], new_tokens: int, sampling: Sampling = GREEDY, stop: Sequence[str] = (),
+        tell: Tell = lambda text: None,
+    ) -> str:  # fmt: skip
         """Continue a prompt. What an earlier one with the same beginning left in the cache is not read again.
 
         Args:
             ids: its tokens.
             new_tokens: at the most.
-            sampling: how.
+            sampling: how tokens are chosen; the same seed gives what `moepack serve` answers.
+            stop: texts at which the answer ends; they are not part of it.
             tell: is given the text as it comes.
         """
         import torch
-        from transformers import StoppingCriteriaList
+        from transformers import LogitsProcessorList, StoppingCriteriaList
+        from transformers.generation.logits_process import LogitsProcessor
         from transformers.generation.stopping_criteria import StoppingCriteria
         from transformers.generation.streamers import TextStreamer
 
-        stops = Stops(sampling.stop, tell)
+        stops, told, ended = Stops([s for s in stop if s]), list[str](), False
+        sampler = Sampler(sampling, ids, self.model.device)
 
         class Streamer(TextStreamer):
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                stops.put(text, stream_end)
+                nonlocal ended
+                if ended:
+                    return
+                text, ended = stops.push(text)
+                text += stops.end() if stream_end and not ended else ""
+                if text:
+                    told.append(text)
+                    tell(text)
 
         class Stop(StoppingCriteria):
             def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-                return torch.full((len(input_ids),), stops.ended, device=input_ids.device, dtype=torch.bool)
+                return torch.full((len(input_ids),), ended, device=input_ids.device, dtype=torch.bool)
+
+        class Choose(LogitsProcessor):
+            def __call__(self, input_ids: Any, scores: Any) -> Any:
+                return torch.full_like(scores, -torch.inf).index_fill_(
+                    1, torch.tensor([sampler.choose(scores[0]).token], device=scores.device), 0.0
+                )
 
         streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         whole = torch.tensor([ids], device=self.model.device)
         cache, done = self._reuse(ids)
         if self._memory is not None:
             cache = self._prefill(whole, cache, done)
-        torch.manual_seed(sampling.seed)
         out = self.model.generate(
             whole, attention_mask=torch.ones_like(whole), max_new_tokens=new_tokens, pad_token_id=0, streamer=streamer,
             past_key_values=cache, stopping_criteria=StoppingCriteriaList([Stop()]), return_dict_in_generate=True,
-            **sampling.options(),
+            do_sample=False, repetition_penalty=1.0, logits_processor=LogitsProcessorList([Choose()]),
         )  # fmt: skip
         cached = out.past_key_values.get_seq_length() if out.past_key_values is not None else 0
         self._cache, self._cached = out.past_key_values, out.sequences[0, :cached].tolist()
-        return stops.text
+        return "".join(told)
 
     def _reuse(self, ids: list[int]) -> tuple[Any, int]:
         """The cache of the last text as far as a prompt begins like it, and how many tokens that is."""
@@ -219,14 +185,15 @@ def generate(
     dtype: str = "auto",
     device_memory: int | None = None,
     max_new_tokens: int = NEW_TOKENS,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
     batch: int = 1,
     kv_tokens: int | None = None,
     prefill_tokens: int | None = None,
     all_logits: bool = False,
     messages: Messages | None = None,
     chat_template: str | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Tell = lambda text: None,
 ) -> str:
     """The continuation of a prompt, or the answer to `messages`.
 
@@ -241,4 +208,4 @@ def generate(
         ids = session.text(prompt) if messages is None else session.chat(messages)
         passes = min(len(ids), PROMPT) if prefill_tokens is None else prefill_tokens
         session.load(len(ids) + max_new_tokens if kv_tokens is None else kv_tokens, passes, batch, all_logits)
-        return session.go_on(ids, max_new_tokens, sampling, tell)
+        return session.go_on(ids, max_new_tokens, sampling, stop, tell)

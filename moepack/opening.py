@@ -83,3 +83,15 @@ def check(
         raise InputError(f"{path}: not a bundle: a policy and a memory budget need one")
     if policy is not None and Path(path).is_dir():
         check_policy(policy, open_bundle(path), device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))
+
+
+def read_template(file: Path | None) -> str | None:
+    """A chat template from its file.
+
+    Raises:
+        InputError: when it cannot be read.
+    """
+    try:
+        return None if file is None else file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None

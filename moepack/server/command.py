@@ -15,16 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moepack.opening import DTYPES, read_template
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.policies.registry import parse_policy
 
 KEY = "MOEPACK_API_KEY"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECTIONS = 1024
 # torch and oneDNN each keep a compiled product for every shape that they were asked for, 1,024 of them, and passes have
 # any number of tokens: 180 MB in 900 passes of a small model, and still growing. With 128 of each it stands still.
+HELD = 4096  # tokens of KV cache that are held back where experts cannot make room for it
+LEAST = 16  # tokens of a sequence, prompt and answer, without which there is nothing to serve
 COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Serve:
     max_sequences: int = 32
     max_waiting: int = 256
     step_tokens: int = 256
-    kv_tokens: int = 0
+    kv_tokens: int | None = None
     max_kv_tokens: int | None = None
     max_prompt_tokens: int | None = None
     max_body: str = "4MiB"
@@ -69,9 +72,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     from .app import Options, Server
     from .scheduler import Limits
 
-    template = None
-    if asked.chat_template is not None:
-        template = asked.chat_template.read_text()
+    template = read_template(asked.chat_template)
     limits = Limits(asked.max_sequences, asked.max_waiting, asked.step_tokens)
     limits = replace(limits, prompt=asked.max_prompt_tokens or limits.prompt)
     limits = replace(limits, kv_tokens=asked.max_kv_tokens or limits.kv_tokens)
@@ -85,6 +86,8 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         model, tokenizer = _load(asked)
         try:
             server = Server(model, tokenizer, options)
+            if (most := server.engine.most_tokens(LEAST)) < LEAST:
+                raise InputError(f"the budget holds {most} tokens of a sequence: give --kv-tokens, or a larger one")
             address = _shown(asked.host, listener.getsockname()[1])
             asyncio.run(run(server, listener, asked, lambda _: say(f"{name} at {address}")))
         finally:
@@ -97,6 +100,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     from transformers.utils import logging as hf_logging
 
     from moepack.runtime.load import load
+    from moepack.runtime.planning.exceeded import BudgetExceeded
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
@@ -108,10 +112,16 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {why}") from None
-    model = load(
-        asked.bundle, asked.device, asked.device_memory, asked.policy, dtype, kv_tokens=asked.kv_tokens,
-        prefill_tokens=asked.step_tokens, all_logits=False,
-    )  # fmt: skip
+    moves = asked.device_memory is None or parse_policy(asked.policy, True).is_live
+    held = asked.kv_tokens if asked.kv_tokens is not None else 0 if moves else HELD
+    try:
+        model = load(
+            asked.bundle, asked.device, asked.device_memory, asked.policy, dtype, kv_tokens=held,
+            prefill_tokens=asked.step_tokens, all_logits=False,
+        )  # fmt: skip
+    except BudgetExceeded as error:
+        why = f"{held} tokens of KV cache are held back, because {asked.policy} lets no expert make room: --kv-tokens"
+        raise error if moves or asked.kv_tokens is not None else InputError(f"{error} ({why} changes that)") from None
     return model.eval(), tokenizer
 
 

@@ -45,11 +45,12 @@ class Stops:
         self._stops, self._held = tuple(stops), ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """What may be shown now, and whether a stop string came: then it ends before it."""
+        """What may be shown now, and whether a stop string came: then it ends before the first that was complete, which
+        is the same however the text comes in pieces."""
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            shown, self._held = self._held[: min(found)[1]], ""
             return shown, True
         keep = self._longest_beginning()
         at = len(self._held) - keep

@@ -12,7 +12,7 @@ import torch
 from support import ROOT, random_matrix
 
 import moepack
-from moepack.generation import Sampling, generate
+from moepack.generation import generate
 from moepack.pack.affine import decode_affine, encode_affine
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.lossless import decode_lossless
@@ -24,6 +24,7 @@ from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise, unpack
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.policies.static import static_map
+from moepack.server.sampling import Sampling
 
 
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])

@@ -58,8 +58,9 @@ def test_a_space_that_a_word_begins_with() -> None:
 
 
 def reference(text: str, stops: list[str]) -> str:
-    at = [text.find(s) for s in stops if s in text]
-    return text[: min(at)] if at else text
+    """Up to the stop string that is complete first; of two that end together, the longer."""
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    return text[: min(ends)[1]] if ends else text
 
 
 @given(

@@ -11,6 +11,7 @@ from typing import Any
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.hub_name import on_hub
+from moepack.pack.manifest import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES
 
@@ -18,11 +19,36 @@ from .encoded import Encoded, Scheme, find_encoded, read_scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# What travels into the bundle as it is, besides config.json.
+# What travels into the bundle as it is, besides config.json: what transformers reads of tokenizers, processors and
+# generation, and what a licence asks to be passed on. Patterns of names.
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "sentencepiece.*",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "preprocessor_config.json", "processor_config.json", "*_preprocessor_config.json", "*_processor_config.json",
+    "audio_tokenizer_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.py", "README.md", *COMPANIONS]
+# Where transformers looks for the classes of a model's own code.
+_NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+
+
+def companions(checkpoint: Path) -> list[str]:
+    """The files of a checkpoint that its bundle has as they are, by their names in both: all that match COMPANIONS, and
+    where a configuration names classes of the model's own (`auto_map`), its Python files."""
+    patterns = (*COMPANIONS, "*.py") if any(_has_code(checkpoint / n) for n in _NAMES_CODE) else COMPANIONS
+    found = {
+        p.relative_to(checkpoint).as_posix() for pattern in patterns for p in checkpoint.glob(pattern) if p.is_file()
+    }
+    return [name for name in sorted(found) if not name.startswith(".") and safe_path(name)]
+
+
+def _has_code(path: Path) -> bool:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and bool(document.get("auto_map"))
 
 
 @dataclass(frozen=True)
@@ -115,7 +141,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]))
+        return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=["*/*.safetensors"]))
     except OSError as error:
         raise InputError(f"{name}: cannot be downloaded: {str(error).splitlines()[0]}") from None
 

@@ -65,12 +65,15 @@ def check_source(source: str) -> None:
         on_hub(name, "README.md", instead="no such file", kind="dataset")
 
 
-def documents(source: str) -> Iterator[str]:
+Document = str | list[dict[str, Any]]  # a text, or a chat's messages
+
+
+def documents(source: str) -> Iterator[Document]:
     """The documents of a source, in order.
 
     Args:
-        source: a .txt, .md, .jsonl, .json or .parquet file (rows need a "text" column), or a Hub data set as
-            NAME[:CONFIG[:SPLIT[:COLUMN]]] ("train" and "text" where they are not named).
+        source: a .txt, .md, .jsonl, .json or .parquet file (rows need a column "text", or "messages" as chats have
+            them), or a Hub data set as NAME[:CONFIG[:SPLIT[:COLUMN]]] ("train" and "text" where they are not named).
     """
     try:
         import datasets
@@ -90,9 +93,12 @@ def documents(source: str) -> Iterator[str]:
             column = wanted or column
             data = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         for row in data:
-            if not isinstance(row.get(column), str):
+            if isinstance(row.get(column), str):
+                yield row[column]
+            elif column == "text" and isinstance(row.get("messages"), list):
+                yield row["messages"]
+            else:
                 raise InputError(f"{source}: rows have no {column!r} of text; they have {', '.join(sorted(row))}")
-            yield row[column]
     except InputError:
         raise
     except Exception as error:  # the library raises its own, pyarrow's, the Hub's and the operating system's
@@ -104,23 +110,44 @@ def documents(source: str) -> Iterator[str]:
 def token_stream(source: str, tokenizer: Any) -> Iterator[list[int]]:
     """Token ids of each document, each followed by the end-of-text token where the tokenizer has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for text in documents(source):
-        if text:
+    for document in documents(source):
+        if document:
+            text = document if isinstance(document, str) else chat_text(document, tokenizer, source)
             yield [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
+
+
+def chat_text(messages: list[dict[str, Any]], tokenizer: Any, source: str) -> str:
+    """A chat as the model's template writes it.
+
+    Raises:
+        InputError: without a template, or where it does not take these messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{source}: holds chats, and this model's tokenizer has no chat template")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # whatever a template raises
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{source}: the chat template does not take a chat: {what}") from None
 
 
 def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:
     """The first `most` windows of a source, int64 [at most `most`, length]; what is left over is dropped."""
-    held: list[int] = []
-    out: list[list[int]] = []
-    for ids in token_stream(source, tokenizer):
-        held += ids
-        while len(held) >= length and len(out) < most:
-            out.append(held[:length])
-            held = held[length:]
-        if len(out) == most:
+    return document_windows(source, tokenizer, length, most)[0]
+
+
+def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tuple[Tensor, Tensor]:
+    """The same, and the number of the document that each token is of, both int64 [at most `most`, length]."""
+    ids: list[int] = []
+    owners: list[int] = []
+    for number, document in enumerate(token_stream(source, tokenizer)):
+        ids += document
+        owners += [number] * len(document)
+        if len(ids) >= most * length:
             break
-    return torch.tensor(out, dtype=torch.int64).reshape(-1, length)
+    end = min(most, len(ids) // length) * length
+    made, of = (torch.tensor(row[:end], dtype=torch.int64).reshape(-1, length) for row in (ids, owners))
+    return made, of
 
 
 def calibration_windows(sources: Sequence[str], tokenizer: Any, samples: int, length: int, seed: int) -> Windows:

@@ -14,8 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from moepack.generation import generate
 from moepack.progress import quiet_libraries
-from moepack.reports.evaluate import evaluate, generate
+from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.reports.plan import plan
 

@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    texts = [text for source in args.text for text in documents(source)]
+    texts = [text for source in args.text for text in documents(source) if isinstance(text, str)]
     tokenizer = train_tokenizer(texts, args.vocabulary)
     stream = [i for text in texts for i in [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]]
     windows = torch.tensor(stream[: len(stream) // args.length * args.length]).view(-1, args.length)

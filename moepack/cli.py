@@ -25,18 +25,30 @@ from .options import (
     Device,
     Dtype,
     EngineName,
+    Fitted,
     Fresh,
     Json,
     Logits,
     Memory,
+    MinP,
     Model,
+    Names,
     Output,
     PolicyName,
     Prefill,
     Quiet,
     RecipeName,
+    Repetition,
+    Seed,
+    StopTexts,
+    System,
+    Temperature,
+    Template,
     Texts,
+    TopK,
+    TopP,
     Work,
+    names_of,
 )
 
 if TYPE_CHECKING:
@@ -175,6 +187,9 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the loss tables into this .png, .svg or .pdf.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a report into this .html, all in one file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show versions, bytes, bits per weight and losses."""
@@ -183,10 +198,49 @@ def inspect(
     facts = report.inspect(bundle)
     if plot is not None:
         report.plot(bundle, plot)
+    if page is not None:
+        from moepack.reports.page import write_page
+
+        write_page(bundle, facts, page)
     if as_json:
         _print_json(facts)
     else:
         _console().print(report.render(facts))
+
+
+@app.command()
+def shrink(
+    bundle: Bundle,
+    output: Output,
+    versions: Names = "",
+    fit: Fitted = None,
+    allocation: Annotated[
+        bool,
+        typer.Option(
+            "--allocation",
+            help="Only what one map names, and the map, for static:allocation: the manifest's, with --fit the plan's.",
+        ),
+    ] = False,
+    policy: PolicyName = None,
+    device: Device = "cpu",
+    kv_tokens: Cached = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a bundle with fewer versions."""
+    from moepack.pipeline.shrink import shrink as run
+    from moepack.reports.fitting import fit_of
+
+    size = fit_of(fit, policy, device, kv_tokens)
+    with _reporter(quiet) as reporter:
+        result = run(bundle, output, names_of(versions), size, allocation, reporter)
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(asdict(result))
+    else:
+        kept = f"{', '.join(result.versions)}{f' and the map {result.allocation!r}' if result.allocation else ''}"
+        typer.echo(f"{result.bundle}: keeps {kept}: {result.bytes_after:,} of {result.bytes_before:,} bytes")
 
 
 @app.command()
@@ -216,10 +270,13 @@ def verify(
 @app.command("eval")
 def evaluate(
     path: Model,
-    data: Annotated[list[str], typer.Option("--data", "-d", help="Text: files or Hub data sets.", show_default=False)],
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", "-d", help="Text or chats: files or Hub data sets.", show_default=False),
+    ] = None,
     policy: PolicyName = None,
     device_memory: Memory = None,
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window, or of a task's question.")] = 512,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
     kv_tokens: Cached = None,
     prefill_tokens: Prefill = None,
@@ -235,30 +292,43 @@ def evaluate(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write what was routed and served, a line of JSON a forward pass.")
     ] = None,
+    kl: Annotated[
+        bool, typer.Option("--kl", help="Compare with the bundle's own bf16: divergence and agreement a token.")
+    ] = False,
+    tasks: Annotated[str, typer.Option("--tasks", help="Of lm-evaluation-harness, as gsm8k,arc_easy.")] = "",
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before a task's question.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions a task, at the most.")] = None,
+    task_folder: Annotated[Path | None, typer.Option("--task-folder", help="With tasks of your own.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the model's chat template.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Perplexity on text."""
-    from moepack.reports.evaluate import evaluate as run
+    """Perplexity on text, with its 95 % interval; or scores of tasks."""
+    from dataclasses import asdict
 
+    from moepack.reports import evaluate as scoring
+    from moepack.reports import tasks as harness
+
+    size, result, scores = parse_size(device_memory), None, None
+    named = [t.strip() for t in tasks.split(",") if t.strip()]
     with _reporter(quiet) as reporter:
-        size = parse_size(device_memory)
-        result = run(
-            path, data, policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
-            prefill_tokens, all_logits,
-        )  # fmt: skip
+        if data or not named:
+            result = scoring.evaluate(
+                path, data or [], policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
+                prefill_tokens, all_logits, kl,
+            )  # fmt: skip
+        if named:
+            scores = harness.run_tasks(
+                path, named, policy, device, dtype, size, length, batch or 1, shots, limit, task_folder, chat, reporter
+            )
     if as_json:
-        from dataclasses import asdict
-
-        _print_json(asdict(result))
+        _print_json((asdict(result) if result else {}) | ({"tasks": scores} if scores else {}))
         return
-    from rich.table import Table
-
-    table = Table("file", "perplexity", "tokens", "tokens/s", title=f"{path}: {result.policy or 'as it is'}")
-    for score in result.files:
-        row = (f"{score.perplexity:.4f}", f"{score.tokens:,}", f"{score.tokens_per_second:,.0f}")
-        table.add_row(Path(score.file).name, *row)
-    _console().print(table)
+    if scores:
+        _console().print(harness.render(scores, f"{path}: {policy or 'without a policy named'}"))
+    if result is None:
+        return
+    _console().print(scoring.render(result, str(path)))
     if result.budget_bytes is not None:
         counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
         peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"
@@ -272,8 +342,16 @@ def generate(
     policy: PolicyName = None,
     device_memory: Memory = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="For sampling.")] = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    stop: StopTexts = None,
+    seed: Seed = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message: use the chat template.")] = False,
+    system: System = "",
+    chat_template: Template = None,
     kv_tokens: Cached = None,
     prefill_tokens: Prefill = None,
     all_logits: Logits = False,
@@ -282,18 +360,71 @@ def generate(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt."""
-    from moepack.reports.evaluate import generate as run
+    """Continue a prompt, or answer a message; the text is printed as it comes."""
+    from moepack.generation import generate as run
+    from moepack.opening import read_template
+    from moepack.server.sampling import Sampling
 
-    size = parse_size(device_memory)
-    text = run(
-        path, prompt, policy, device, dtype, size, max_new_tokens, temperature, seed, batch, kv_tokens, prefill_tokens,
-        all_logits,
-    )  # fmt: skip
+    size, messages = parse_size(device_memory), None
+    if chat or system:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+    began = False
+
+    def tell(text: str) -> None:
+        nonlocal began
+        if not as_json:
+            typer.echo(text if began or messages else prompt + text, nl=False)  # an answer stands by itself
+            sys.stdout.flush()
+            began = True
+
+    sampling = Sampling(temperature, top_p, top_k, min_p, seed, repetition=repetition_penalty)
+    try:
+        text = run(
+            path, prompt, policy, device, dtype, size, max_new_tokens, sampling, stop or (), batch, kv_tokens,
+            prefill_tokens, all_logits, messages, read_template(chat_template), tell,
+        )  # fmt: skip
+    finally:
+        if began:
+            typer.echo()
     if as_json:
         _print_json({"prompt": prompt, "text": text, "policy": policy})
-    else:
-        typer.echo(prompt + text)
+
+
+@app.command()
+def chat(
+    path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
+    policy: PolicyName = None,
+    device_memory: Memory = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer.")] = 256,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    stop: StopTexts = None,
+    seed: Seed = 0,
+    system: System = "",
+    chat_template: Template = None,
+    kv_tokens: Cached = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="MOEPACK_API_KEY", help="A server's.")] = None,
+) -> None:
+    """Chat, a line at a time."""
+    from moepack.chat import Here, There, talk
+    from moepack.generation import CHAT_TOKENS, PROMPT, Session
+    from moepack.opening import read_template
+    from moepack.server.sampling import Sampling
+
+    sampling = Sampling(temperature, top_p, top_k, min_p, seed, repetition=repetition_penalty)
+    if path.startswith(("http://", "https://")):
+        talk(There(path, api_key, max_new_tokens, sampling, stop or ()), system)
+        return
+    with Session(path, policy, device, dtype, parse_size(device_memory), read_template(chat_template)) as session:
+        session.chat([{"role": "user", "content": "?"}])  # refused before weights are read
+        session.load(kv_tokens or CHAT_TOKENS, PROMPT)
+        talk(Here(session, max_new_tokens, sampling, stop or ()), system)
 
 
 @app.command()
@@ -330,19 +461,68 @@ def plan(
 
 
 @app.command()
+def serve(
+    bundle: Annotated[str, typer.Argument(help="A bundle: its directory, or its Hub id.", show_default=False)],
+    policy: PolicyName = None,
+    device_memory: Memory = None,
+    host: Annotated[str, typer.Option("--host", help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="Clients must send it; better given as MOEPACK_API_KEY.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The model's, as clients ask for it.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option("--chat-template", help="A Jinja file in place of the model's own template.")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Answered at a time.")] = 32,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Waiting for it; more are refused.")] = 256,
+    step_tokens: Annotated[int, typer.Option("--step-tokens", min=1, help="Tokens of a forward pass.")] = 256,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-tokens",
+            min=0,
+            help="In a budget: tokens of KV cache held back from the start; 4096 where experts make no room, else 0.",
+        ),
+    ] = None,
+    max_kv_tokens: Annotated[
+        int | None, typer.Option("--max-kv-tokens", min=2, help="Of all caches together: experts keep the rest.")
+    ] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option("--max-prompt-tokens", min=1, help="Of a prompt.")] = None,
+    max_body: Annotated[str, typer.Option("--max-body", help="Bytes of a request, as 4MiB.")] = "4MiB",
+    grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds that a stop lets answers finish.")] = 30.0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    access_log: Annotated[bool, typer.Option("--access-log", help="Print a line a request.")] = False,
+) -> None:
+    """Answer the OpenAI interface over HTTP, with a page that shows what is served."""
+    from .server.command import Serve
+    from .server.command import serve as run
+
+    asked = Serve(
+        bundle, policy, device_memory, device, dtype, host, port, api_key, name, chat_template, max_sequences,
+        max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace, access_log,
+    )  # fmt: skip
+    run(asked, lambda where: typer.echo(f"moepack: serving {where}", err=True))
+
+
+@app.command()
 def push(
     bundle: Bundle,
     repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
     private: Annotated[bool, typer.Option("--private", help="Create it private.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="The branch to push to.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", help="The checkpoint's Hub id, for the model card.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Verify a bundle and upload it to the Hub."""
+    """Verify a bundle and upload it to the Hub; run again, it goes on."""
     from .hub import push as run
 
     with _reporter(quiet) as reporter:
-        address = run(bundle, repo, private, revision, reporter)
+        address = run(bundle, repo, private, revision, reporter, base_model)
     if as_json:
         _print_json({"repo": repo, "commit": address})
     else:
@@ -353,17 +533,24 @@ def push(
 def pull(
     repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.", show_default=False)],
-    versions: Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")] = "",
+    versions: Names = "",
+    fit: Fitted = None,
+    add: Annotated[str, typer.Option("--add", help="Add these to a bundle that was pulled before.")] = "",
+    policy: PolicyName = None,
+    device: Device = "cpu",
+    kv_tokens: Cached = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Download a bundle, or some versions of it."""
+    """Download a bundle, or some versions of it; run again, it goes on."""
+    from moepack.reports.fitting import fit_of
+
     from .hub import pull as run
 
-    wanted = [v.strip() for v in versions.split(",") if v.strip()]
+    size = fit_of(fit, policy, device, kv_tokens)
     with _reporter(quiet) as reporter:
-        path = run(repo, output, wanted, revision, reporter)
+        path = run(repo, output, names_of(versions), revision, reporter, names_of(add), size)
     if as_json:
         from moepack.pack.reader import open_bundle
 

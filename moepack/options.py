@@ -56,4 +56,27 @@ Logits = Annotated[
     typer.Option("--all-logits", help="In a budget: leave room for the logits of all those tokens, not the last's."),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Names = Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")]
+Fitted = Annotated[
+    str | None,
+    typer.Option(
+        "--fit", help="Only the versions that moepack plan serves in this budget of device memory: 24GiB, 800MB."
+    ),
+]
 Work = Annotated[Path, typer.Option("--work", help="The work directory.", show_default=False)]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from tokens that make up this share.")]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="Sample from so many tokens; 0: from all.")]
+MinP = Annotated[
+    float, typer.Option("--min-p", min=0.0, max=1.0, help="Leave out what is below this share of the best.")
+]
+Repetition = Annotated[float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")]
+StopTexts = Annotated[list[str] | None, typer.Option("--stop", help="A text at which to stop; several times.")]
+Seed = Annotated[int, typer.Option("--seed", help="For sampling.")]
+System = Annotated[str, typer.Option("--system", help="What a chat begins with.")]
+Template = Annotated[Path | None, typer.Option("--chat-template", help="A file, in place of the model's own.")]
+
+
+def names_of(text: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -6,7 +6,7 @@ checked when they are asked for, digests of everything by `verify`. Decides noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from .affine import Buffer
@@ -66,7 +66,11 @@ class Bundle:
         Raises:
             BundleError: when the file is damaged.
         """
-        return read_tables(self.path / TABLES, self.layers)
+        tables = read_tables(self.path / TABLES, self.layers)
+        for version in self.versions:
+            if version.name not in tables.versions:
+                raise BundleError.single(str(tables.path), "tables", f"has no column of version {version.name}")
+        return tables
 
     def version_bytes(self, version: str) -> int:
         """Bytes of a version's files as stored."""
@@ -78,8 +82,13 @@ class Bundle:
         return 8 * sum(f.payload for f in files) / self.expert_weights
 
 
-def open_bundle(path: str | Path) -> Bundle:
+def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     """Open the bundle at `path`.
+
+    Args:
+        path: its directory.
+        skip_partial: whether a version of which some files are here counts as absent, as in a cache that a download
+            left unfinished; it is a problem without this.
 
     Raises:
         BundleError: with every problem of its manifest and of the files it lists.
@@ -97,8 +106,9 @@ def open_bundle(path: str | Path) -> Bundle:
         manifest = parse_manifest(data)
     except BundleError as error:
         raise BundleError([Problem(f"{root}/{p.location}", p.kind, p.message) for p in error.problems]) from None
+    enough = all if skip_partial else any
     present = tuple(
-        v for v in manifest.versions if any((root / expert_file(v.name, x.index)).exists() for x in manifest.layers)
+        v for v in manifest.versions if enough((root / expert_file(v.name, x.index)).exists() for x in manifest.layers)
     )
     problems = []
     for name, entry in _expected_files(manifest, present):
@@ -126,14 +136,23 @@ def _expected_files(
             yield name, manifest.expert_files[name]
 
 
-def verify(bundle: Bundle) -> Iterator[tuple[str, list[Problem]]]:
-    """Check every digest and decode every lossless extent; yields each file's name with its problems."""
+def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple[str, list[Problem]]]:
+    """Check every digest and decode every lossless extent; yields each file's name with its problems.
+
+    Args:
+        bundle: the bundle.
+        only: names of files in it, where not all are to be checked.
+    """
     for name, entry in bundle.manifest.files.items():
+        if only is not None and name not in only:
+            continue
         good = sha256_of(bundle.path / name) == entry.sha256
         yield name, [] if good else [Problem(name, "digest", "its bytes do not match their digest")]
     for version in bundle.versions:
         for position, layer in enumerate(bundle.layers):
-            yield expert_file(version.name, layer.index), _verify_layer(bundle, version, position)
+            name = expert_file(version.name, layer.index)
+            if only is None or name in only:
+                yield name, _verify_layer(bundle, version, position)
 
 
 def _verify_layer(bundle: Bundle, version: Version, position: int) -> list[Problem]:

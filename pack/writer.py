@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -73,18 +74,30 @@ class BundleWriter:
 
     def adopt(self, name: str, source: Path, entry: ExpertFileEntry) -> None:
         """Take a finished layer file into the bundle: a hard link where that works, a copy elsewhere."""
-        path = self.path(name)
+        self._place(name, source)
+        self._expert_files[name] = entry
+
+    def take(self, name: str, source: Path, entry: FileEntry, link: bool) -> None:
+        """Take another file whose entry is known, as a hard link where that is wanted and works."""
+        self._place(name, source, link)
+        self._files[name] = entry
+
+    def _place(self, name: str, source: Path, link: bool = True) -> None:
+        path, source = self.path(name), source.resolve()  # in a cache it is a symbolic link, and a link to that is one
         try:
+            if not link:
+                raise OSError
             path.hardlink_to(source)
         except OSError:
             shutil.copyfile(source, path)
-        self._expert_files[name] = entry
+
+    def with_files(self, manifest: Manifest) -> Manifest:
+        """A manifest whose files are those that were added."""
+        return replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files))
 
     def finish(self, manifest: Manifest) -> Manifest:
         """Write the manifest (its files are replaced by those that were added) and make the bundle appear."""
-        from dataclasses import replace
-
-        manifest = replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files))
+        manifest = self.with_files(manifest)
         for name in (*self._files, *self._expert_files):
             sync(self.root / name)
         with (self.root / MANIFEST).open("wb") as f:

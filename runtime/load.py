@@ -39,7 +39,7 @@ def load(
     """Load a bundle as a transformers causal language model.
 
     Args:
-        bundle: its directory, or a Hub id.
+        bundle: its directory, or a Hub id, of which the versions that the policy may serve are fetched.
         device: where the model runs, as torch names it.
         device_memory: bytes, or a size such as "24GiB", that all of it may take there: weights, KV cache, activations,
             buffers; without it, no limit.

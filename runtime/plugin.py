@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 from transformers.integrations.moe import ExpertsInterface
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import extract_commit_hash
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.pack.errors import BundleError, InputError, Problem
-from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import HINT
 from moepack.pack.writer import sha256_of
@@ -32,6 +32,7 @@ from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 from moepack.runtime.policies.registry import parse_policy
 
 from .attach import attach
+from .snapshot import fetch
 
 METHOD = "moepack"
 POLICY = "MOEPACK_POLICY"  # the environment's
@@ -118,7 +119,7 @@ class MoepackQuantizer(HfQuantizer):
         named = asked.get().experts
         for other in set(named.values() if isinstance(named, Mapping) else [named]) - {None, IMPLEMENTATION}:
             raise InputError(f"experts_implementation={other!r}: a bundle's experts are run by moepack's own")
-        bundle = self._bundle = _bundle_of(model, checkpoint_files)
+        bundle = self._bundle = _bundle_of(model, checkpoint_files, self._policy(), self._budget() is not None)
         if policy := self._policy():
             check_policy(policy, bundle, self._budget() is not None)
         _check_files(bundle)
@@ -163,20 +164,15 @@ class MoepackQuantizer(HfQuantizer):
             raise InputError(f"{DEVICE_MEMORY}: {error}") from None
 
 
-def _bundle_of(model: Any, checkpoint_files: Any) -> Bundle:
-    """The bundle that transformers is loading from: a directory, or a Hub snapshot that is then completed."""
+def _bundle_of(model: Any, checkpoint_files: Any, policy: str | None, in_budget: bool) -> Bundle:
+    """The bundle that transformers is loading from: a directory, or a Hub snapshot that is completed by what a policy
+    needs."""
     if not checkpoint_files:
         raise InputError("a bundle is loaded from its directory or its Hub id, not from a state dict")
     root = Path(checkpoint_files[0]).parent
-    if not (root / MANIFEST).exists() or not (root / "experts").is_dir():
-        from transformers.utils.hub import extract_commit_hash
-
-        commit = extract_commit_hash(checkpoint_files[0], None)
-        if commit is not None:
-            from huggingface_hub import snapshot_download
-
-            root = Path(snapshot_download(model.config._name_or_path, revision=commit, **asked.get().hub))
-    return open_bundle(root)
+    name = model.config._name_or_path
+    commit = None if Path(name).is_dir() else extract_commit_hash(checkpoint_files[0], None)
+    return open_bundle(root) if commit is None else fetch(name, commit, policy, in_budget, asked.get().hub)
 
 
 def _no_bundle() -> InputError:

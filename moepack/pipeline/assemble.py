@@ -21,7 +21,7 @@ from moepack.quantize import methods
 
 from .allocate import LayerCosts, allocate
 from .artifacts import run_record
-from .model_card import model_card
+from .model_card import carried, hub_id, model_card
 from .recipe import Allocate, Recipe, parse_recipe
 from .work import WorkDirectory
 
@@ -74,9 +74,8 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
             _provenance(work, record, recipe, quantised),
             allocation,
         )
-        card = model_card(record, layers, versions, _losses(tables))
-        writer.path("README.md").write_text(card)
-        writer.add("README.md")
+        card = model_card(writer.with_files(manifest), tables, [v.name for v in versions])
+        writer.path("README.md").write_text(card)  # not in the manifest: it is edited where it is published
         reporter.step("manifest")
         writer.finish(manifest)
     return Report(target, record["samples"] * record["length"], _made_by(tables), record["unused"])
@@ -155,25 +154,15 @@ def _tables(work: WorkDirectory, writer: BundleWriter, layers: Sequence[ExpertLa
 
 
 def _config(checkpoint: Path, writer: BundleWriter) -> None:
-    from moepack.calibrate.checkpoint import COMPANIONS
+    from moepack.calibrate.checkpoint import companions
 
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "moepack"}
     writer.path("config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     writer.add("config.json")
-    for name in COMPANIONS:
-        if (checkpoint / name).is_file():
-            writer.path(name).write_bytes((checkpoint / name).read_bytes())
-            writer.add(name)
-
-
-def _losses(tables: CalibrationTables) -> dict[str, float]:
-    """Version -> mean relative loss over all experts."""
-    experts = sum(len(layer.tokens) for layer in tables.layers)
-    return {
-        name: sum(float(layer.relative[:, column].sum()) for layer in tables.layers) / experts
-        for column, name in enumerate(tables.versions)
-    }
+    for name in companions(checkpoint):
+        writer.path(name).write_bytes((checkpoint / name).read_bytes())
+        writer.add(name)
 
 
 def _made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:
@@ -212,8 +201,12 @@ def _provenance(
             tools[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    source = Path(record["checkpoint"])
+    checkpoint = {"name": Path(record["name"]).name, "files": work.settings()["calibrate"]["checkpoint"]}
+    checkpoint |= {"id": hub_id(source)} if hub_id(source) else {}
+    checkpoint |= {"card": card} if (card := carried(source / "README.md")) else {}
     return {
-        "checkpoint": {"name": Path(record["name"]).name, "files": work.settings()["calibrate"]["checkpoint"]},
+        "checkpoint": checkpoint,
         "calibration": {
             "sources": record["sources"],
             "samples": record["samples"],

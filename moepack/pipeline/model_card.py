@@ -1,52 +1,160 @@
-"""The model card of a bundle (README.md): what it is, what its versions cost, how to load it."""
+"""The model card of a bundle (README.md): what it is, what its versions take and cost, how to load it.
+
+Text and metadata from a manifest and its tables, neither of which is trusted: both may have been downloaded. Decides
+nothing about where the card goes.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moepack.pack.spec import ExpertLayer, Version
+import yaml
+
+from moepack.pack.manifest import Manifest
+from moepack.pack.spec import expert_file
+from moepack.pack.tables import CalibrationTables
+
+# What a checkpoint's card says that holds for a bundle of it as well.
+CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_MOST = 1 << 20  # bytes of a card that is read
+
+
+def carried(card: Path) -> dict[str, str | list[str]]:
+    """The metadata of a checkpoint's card that its bundle keeps; nothing where there is no card that can be read."""
+    try:
+        with card.open(encoding="utf-8", errors="replace") as f:
+            head = re.match(r"---\r?\n(.*?)\r?\n---", f.read(_MOST), re.DOTALL)
+        found = yaml.safe_load(head[1]) if head else None
+    except (OSError, yaml.YAMLError, RecursionError):
+        return {}
+    return _metadata(found)
+
+
+def _metadata(found: Any) -> dict[str, str | list[str]]:
+    out: dict[str, str | list[str]] = {}
+    for key in CARRIED if isinstance(found, Mapping) else ():
+        value = found.get(key)
+        if isinstance(value, str):
+            out[key] = value
+        elif isinstance(value, list) and value and all(isinstance(v, str) for v in value):
+            out[key] = list(value)
+    return out
+
+
+def hub_id(path: Path) -> str | None:
+    """The Hub id that a directory of the Hub's cache belongs to; None for any other directory."""
+    for folder in path.parts:
+        if (found := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder)) and "snapshots" in path.parts:
+            return f"{found[1]}/{found[2]}"
+    return None
 
 
 def model_card(
-    record: Mapping[str, Any],
-    layers: Sequence[ExpertLayer],
-    versions: Sequence[Version],
-    losses: Mapping[str, float],
+    manifest: Manifest,
+    tables: CalibrationTables,
+    versions: Sequence[str],
+    repo: str | None = None,
+    picture: str | None = None,
+    base_model: str | None = None,
 ) -> str:
-    """The card's text; `losses` is the mean relative output error of each version's experts."""
-    name = Path(record["name"]).name
-    rows = "\n".join(
-        f"| {v.name} | {'lossless' if v.is_lossless else f'{v.bits} bits, groups of {v.group_size}'} "
-        f"| {losses[v.name]:.4f} |"
-        for v in versions
-    )
-    experts = sum(layer.experts for layer in layers)
-    return f"""---
-library_name: moepack
-tags:
-- moepack
-- mixture-of-experts
-- quantized
----
+    """The card's text.
 
-# {name}, packed
-
-A moepack bundle of {name} ({record["model"]["model_type"]}): its {experts} experts in {len(layers)} layers, each at
-{len(versions)} precisions, with measured losses. Everything outside the experts is as in the original.
-
-| version | experts stored as | mean relative output error |
-|---|---|---|
-{rows}
-
-Measured on {record["samples"] * record["length"]} calibration tokens ({", ".join(record["sources"])}).
+    Args:
+        manifest: the bundle's, with its files.
+        tables: its losses.
+        versions: those that are there.
+        repo: its name on the Hub; None where it has none yet.
+        picture: a picture of the losses, by its name beside the card.
+        base_model: the Hub id of the checkpoint, where the manifest's is not it.
+    """
+    checkpoint, calibration = (_object(manifest.provenance.get(k)) for k in ("checkpoint", "calibration"))
+    model, name = _line(manifest.model.get("model_type")), _line(checkpoint.get("name"))
+    base = base_model or _text(checkpoint.get("id"))
+    facts: dict[str, Any] = {"library_name": "moepack", "pipeline_tag": "text-generation"}
+    facts |= _metadata(checkpoint.get("card"))
+    if base:
+        facts |= {"base_model": base, "base_model_relation": "quantized"}
+    facts["tags"] = ["moepack", "mixture-of-experts", "quantized", model]
+    experts = sum(layer.experts for layer in manifest.layers)
+    dense = sum(e.size for n, e in manifest.files.items() if n.startswith("model") and n.endswith(".safetensors"))
+    rows = "\n".join(_row(manifest, tables, v) for v in versions)
+    tokens = _number(calibration.get("samples")) * _number(calibration.get("length"))
+    sources = calibration.get("sources")
+    text = ", ".join(f"`{_line(s)}`" for s in sources) if isinstance(sources, list) else "unknown text"
+    license_file = next((n for n in manifest.files if n.upper().startswith("LICENSE")), None)
+    where, last = repo or "path/or/hub-id", versions[-1]
+    parts = [
+        f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n\n# {name}, packed\n",
+        f"A moepack bundle of {f'[{_line(base)}](https://huggingface.co/{base})' if _is_id(base) else name} ({model}): "
+        f"its {experts:,} experts in {len(manifest.layers)} layers, each at {len(versions)} "
+        f"precision{'s' * (len(versions) > 1)}, with measured losses. Everything outside the experts is as in the "
+        f"original ({dense / 1e6:,.1f} MB).\n",
+        "| version | experts stored as | size | bits a weight | mean relative output error |\n"
+        f"|---|---|---|---|---|\n{rows}\n",
+        f"Errors are measured on {tokens:,} calibration tokens ({text}), expert by expert, against the output in the "
+        "original's precision. `moepack inspect` shows them all.\n",
+        f"![Tokens routed to each expert, and what each version costs it]({picture})\n" if picture else "",
+        f"""## Load it
 
 ```python
 import moepack
 
-model = moepack.load("path/or/hub-id")  # or moepack.load(..., policy="static:{versions[-1].name}")
+model = moepack.load("{where}", policy="static:{last}")  # fetches that version alone
+model = moepack.load("{where}", device_memory="24GiB")  # what fits, busy experts at high precision
 ```
 
-Plain transformers cannot read this format: it refuses the model instead of serving random experts.
-"""
+Or some of it to a directory, or what a budget holds:
+
+```sh
+moepack pull {where} -o here --versions {last}
+moepack pull {where} -o here --fit 24GiB
+```
+
+After `import moepack`, `AutoModelForCausalLM.from_pretrained` loads it too. Plain transformers cannot read this format:
+it refuses the model instead of serving random experts.
+""",
+        f"The original's licence holds here too: [{license_file}]({license_file}).\n" if license_file else "",
+    ]  # fmt: skip
+    return "\n".join(p for p in parts if p)
+
+
+def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
+    version = manifest.version(name)
+    files = [manifest.expert_files[expert_file(name, layer.index)] for layer in manifest.layers]
+    weights = sum(layer.experts * layer.expert_weights for layer in manifest.layers)
+    stored = "lossless" if version.is_lossless else f"{version.bits} bits, groups of {version.group_size}"
+    bits = 8 * sum(f.payload for f in files) / weights
+    size = f"{sum(f.size for f in files) / 1e6:,.1f} MB"
+    return f"| {name} | {stored} | {size} | {bits:.2f} | {mean_loss(tables, name):.4f} |"
+
+
+def mean_loss(tables: CalibrationTables, version: str) -> float:
+    """The mean relative loss of a version over all experts."""
+    column = tables.versions.index(version)
+    experts = sum(len(layer.tokens) for layer in tables.layers)
+    return float(sum(layer.relative[:, column].sum() for layer in tables.layers) / experts)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _is_id(value: str | None) -> bool:
+    return bool(value and re.fullmatch(r"[\w.-]+/[\w.-]+", value))
+
+
+def _line(value: Any) -> str:
+    """Somebody's text as one line of plain Markdown."""
+    return re.sub(r"[\\`*_\[\]<>|#!&]|[^\S ]|[\x00-\x1f]", lambda m: "\\" + m[0] if m[0].isprintable() else " ",
+                  str(value if value is not None else "unknown")[:200]).replace("\\_", "_")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Perplexity and text, of a bundle under a policy or of a plain checkpoint.
+"""Perplexity, of a bundle under a policy or of a plain checkpoint.
 
 Perplexity is over the windows of `moepack.calibrate.data`: documents joined with the end-of-text token, cut into
 windows of one length, each window scored from its second token on.
@@ -6,39 +6,53 @@ windows of one length, each window scored from its second token on.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moepack.opening import check, load_model, locate
 from moepack.pack.errors import InputError
-from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import MANIFEST
+from moepack.pack.spec import LOSSLESS
 from moepack.progress import Reporter
-from moepack.runtime.planning.sizes import DEVICE_MEMORY
+
+from .intervals import FEW, clustered
+from .scoring import token_scores
 
 if TYPE_CHECKING:
     from moepack.runtime.planning.fixed import Fixed
 
+Interval = tuple[float, float]
+
 _LOGITS = 1 << 26  # bytes of logits that are scored at a time where there is no budget
 _TOKENS = 1024  # of a forward pass in a budget: what they take of it grows with them
-PROMPT = 512  # tokens of a prompt that go in at once, in a budget
-NEW_TOKENS = 64  # that a prompt is continued by
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class FileScore:
-    """Perplexity over one file; `tokens` counts the scored ones."""
+    """Scores over one file.
+
+    Attributes:
+        perplexity, tokens: over the scored tokens, and how many.
+        perplexity_interval: 95 %, over documents, or over windows where there are few documents (intervals.py).
+        kl: of the distribution under `bf16` from the one served, nats a token, where it was asked for.
+        top1_agreement: share of tokens at which both find the same token most likely.
+    """
 
     file: str
     perplexity: float
     tokens: int
     tokens_per_second: float
+    perplexity_interval: Interval
+    kl: float | None = None
+    kl_interval: Interval | None = None
+    top1_agreement: float | None = None
+    top1_interval: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,7 @@ class Evaluation:
         prefetch_bytes: those fetched ahead; of them `prefetch_in_time` were there when they were needed,
             `prefetch_late` were on their way, and `prefetch_wasted` were not needed.
         fixed: what is taken outside the experts, by parts; of a bundle.
+        perplexity_interval, kl, kl_interval, top1_agreement, top1_interval: as of `FileScore`, over all files.
     """
 
     files: tuple[FileScore, ...]
@@ -82,77 +97,11 @@ class Evaluation:
     prefetch_late: int = 0
     prefetch_wasted: int = 0
     fixed: Fixed | None = None
-
-
-def locate(path: str | Path) -> tuple[str | Path, bool]:
-    """A bundle or checkpoint by its directory or Hub id: where transformers finds it, and whether it is a bundle.
-
-    Of a checkpoint on the Hub the directory it was downloaded to; a bundle there keeps its id, and is fetched when it
-    is loaded.
-
-    Raises:
-        InputError: when it is neither a directory nor on the Hub, or a checkpoint that is not whole.
-    """
-    if Path(path).exists():
-        return path, (Path(path) / MANIFEST).is_file()
-    name = str(path)
-    if on_hub(name, MANIFEST, "config.json") == MANIFEST:
-        return name, True
-    from moepack.calibrate.checkpoint import open_checkpoint
-
-    return open_checkpoint(name).path, False
-
-
-def load_model(
-    path: str | Path,
-    is_bundle: bool,
-    policy: str | None,
-    device: str,
-    dtype: str,
-    device_memory: int | None = None,
-    **workload: Any,
-) -> Any:
-    """A bundle, or a plain checkpoint, as a transformers model; `path` and `is_bundle` as `locate` gives them.
-
-    `workload` goes on to `moepack.load`: what it holds back in a budget, and who is told of progress.
-    """
-    import torch
-
-    from moepack.calibrate.stream import quiet_transformers
-    from moepack.runtime.load import load
-
-    wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    if is_bundle:
-        with quiet_transformers():
-            return load(path, device, device_memory, policy, wanted, **workload)
-    from transformers import AutoModelForCausalLM
-
-    from moepack.calibrate.checkpoint import open_checkpoint
-
-    opened = open_checkpoint(path)
-    with quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(opened.path, dtype=wanted, device_map=device)
-
-
-def _check(
-    path: str | Path, is_bundle: bool, policy: str | None, device: str, dtype: str, device_memory: int | None
-) -> None:
-    """See that what was asked for can be done, before anything is loaded.
-
-    Raises:
-        InputError: when it cannot.
-    """
-    from moepack.pack.reader import open_bundle
-    from moepack.runtime.load import check_device
-    from moepack.runtime.planning.choice import check_policy
-
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is unknown: {', '.join(DTYPES)}")
-    check_device(device)
-    if not is_bundle and (policy is not None or device_memory is not None):
-        raise InputError(f"{path}: not a bundle: a policy and a memory budget need one")
-    if policy is not None and Path(path).is_dir():
-        check_policy(policy, open_bundle(path), device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))
+    perplexity_interval: Interval | None = None
+    kl: float | None = None
+    kl_interval: Interval | None = None
+    top1_agreement: float | None = None
+    top1_interval: Interval | None = None
 
 
 def _check_trace(path: str | Path, is_bundle: bool, trace: Path) -> None:
@@ -200,6 +149,7 @@ def evaluate(
     kv_tokens: int = 0,
     prefill_tokens: int | None = None,
     all_logits: bool = False,
+    kl: bool = False,
 ) -> Evaluation:
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
@@ -218,6 +168,8 @@ def evaluate(
         kv_tokens: tokens of KV cache that the budget leaves room for; evaluation itself uses none.
         prefill_tokens: tokens a sequence of a pass that it leaves room for; without it those of a window.
         all_logits: whether it leaves room for the logits of all of them; evaluation makes them in pieces.
+        kl: compare with the same bundle served at `bf16` without a budget, which is run first: divergence and
+            agreement.
     """
     reporter = reporter or Reporter()
     if not data:
@@ -226,7 +178,7 @@ def evaluate(
         source, is_bundle = locate(path)
         from moepack.calibrate.data import check_source, load_tokenizer
 
-        _check(source, is_bundle, policy, device, dtype, device_memory)
+        check(source, is_bundle, policy, device, dtype, device_memory)
         if trace is not None:
             _check_trace(path, is_bundle, trace)
         for name in data:
@@ -236,29 +188,39 @@ def evaluate(
         pools = _windows(load_tokenizer(Path(source)), data, length, samples)
         passes = length if prefill_tokens is None else prefill_tokens
         workload = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": passes, "all_logits": all_logits}
-        reporter.stage("load", 1)
-        reporter.step(Path(path).name)
-        shown = _shown(reporter)
-        model = load_model(source, is_bundle, policy, device, dtype, device_memory, progress=shown, **workload)
-    serving = getattr(model, "moepack", None)
-    if trace is not None and serving is not None:
-        serving.trace(trace)
-    room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
-    reporter.stage("evaluate", len(data))
-    scored = [_score(model, name, pool, batch, room, reporter) for name, pool in pools]
+        with contextlib.ExitStack() as stack:
+            reference = None
+            if kl:
+                reference = _Reference(stack.enter_context(tempfile.TemporaryDirectory(prefix="moepack-")))
+                _compare_with(reference, source, is_bundle, device, dtype, pools, batch, reporter)
+            reporter.stage("load", 1)
+            reporter.step(Path(path).name)
+            shown = _shown(reporter)
+            model = load_model(source, is_bundle, policy, device, dtype, device_memory, progress=shown, **workload)
+            serving = getattr(model, "moepack", None)
+            if trace is not None and serving is not None:
+                serving.trace(trace)
+            room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
+            reporter.stage("evaluate", len(data))
+            scored = [_score(model, name, pool, batch, room, reference, reporter) for name, pool in pools]
     reporter.step("done")
     if serving is not None:
         serving.close()
-    return _evaluation(model, scored, device_memory)
+    return _evaluation(model, scored, device_memory, kl)
 
 
-class _Scored(NamedTuple):
-    """One file's summed loss, scored tokens and seconds."""
-
-    file: str
-    nll: float
-    tokens: int
-    seconds: float
+def _compare_with(
+    reference: _Reference, source: str | Path, is_bundle: bool, device: str, dtype: str, pools: Any, batch: int,
+    reporter: Reporter,
+) -> None:  # fmt: skip
+    """Run the bundle at `bf16` over all files first."""
+    if not is_bundle:
+        raise InputError(f"{source}: not a bundle: a divergence is that of a bundle from its own bf16")
+    reporter.stage("reference", len(pools))
+    model = load_model(source, True, f"static:{LOSSLESS}", device, dtype)
+    with model.moepack:
+        for name, (pool, _) in pools:
+            reference.keep(model, name, pool, batch, reporter)
 
 
 def _window(source: str | Path, length: int) -> int:
@@ -272,11 +234,11 @@ def _window(source: str | Path, length: int) -> int:
 
 
 def _windows(tokenizer: Any, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
-    """Each file with its windows; InputError for one that does not fill any."""
-    from moepack.calibrate.data import windows
+    """Each file with its windows and the documents they are of; InputError for one that does not fill any."""
+    from moepack.calibrate.data import document_windows
 
-    pools = [(name, windows(name, tokenizer, length, samples)) for name in data]
-    for name, pool in pools:
+    pools = [(name, document_windows(name, tokenizer, length, samples)) for name in data]
+    for name, (pool, _) in pools:
         if not len(pool):
             raise InputError(
                 f"{name}: shorter than one window of {length} tokens: give more text or a shorter --length"
@@ -284,135 +246,139 @@ def _windows(tokenizer: Any, data: Sequence[str], length: int, samples: int) -> 
     return pools
 
 
-def _score(model: Any, file: str, pool: Any, batch: int, room: int, reporter: Reporter) -> _Scored:
-    """Score the windows of one file, int64 [windows, length], `batch` at a time."""
+class _Scored(NamedTuple):
+    """What one file gave: sums over each cluster of its tokens (see `_clusters`), and seconds."""
+
+    file: str
+    counts: list[float]
+    nll: list[float]
+    kl: list[float]
+    agrees: list[float]
+    seconds: float
+
+
+class _Reference:
+    """Hidden states of a bundle served at `bf16`, kept in files that the system may write out: a row a token."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._kept = folder, dict[str, Any]()
+
+    def keep(self, model: Any, file: str, pool: Any, batch: int, reporter: Reporter) -> None:
+        """Run the model over one file's windows, int64 [windows, length]."""
+        import torch
+
+        reporter.step(Path(file).name)
+        reporter.inner("tokens", pool.numel())
+        with torch.inference_mode():
+            for start, ids in zip(range(0, len(pool), batch), pool.split(batch), strict=True):
+                hidden = token_scores(model, ids.to(model.device), 0).hidden
+                if hidden is None:
+                    raise InputError(f"{type(model).__name__} makes the logits of all tokens at once: no comparison")
+                if file not in self._kept:
+                    size, name = pool.numel() * hidden.shape[-1], f"{self._folder}/{len(self._kept)}"
+                    with torch.inference_mode(False):
+                        self._kept[file] = torch.from_file(name, shared=True, size=size, dtype=hidden.dtype)
+                self._kept[file].view(*pool.shape, -1)[start : start + len(ids)] = hidden
+                reporter.advance(ids.numel())
+
+    def of(self, file: str, pool: Any) -> Any:
+        """[windows, length, hidden]."""
+        return self._kept[file].view(*pool.shape, -1)
+
+
+def _clusters(pool: Any, documents: Any) -> Any:
+    """What is the sample, int64 [windows, length - 1]: the documents that scored tokens are of; where there are fewer
+    than `FEW` of them, the windows."""
     import torch
 
+    if len(documents[:, 1:].unique()) >= FEW:
+        return documents[:, 1:] - documents.min()
+    return torch.arange(len(pool)).unsqueeze(1).expand(-1, pool.shape[1] - 1)
+
+
+def _score(
+    model: Any, file: str, windows: Any, batch: int, room: int, reference: _Reference | None, reporter: Reporter
+) -> _Scored:
+    """Score the windows of one file, `batch` at a time."""
+    import torch
+
+    pool, documents = windows
     reporter.step(Path(file).name)
     reporter.inner("tokens", pool.numel())
-    nll, tokens, began = 0.0, 0, time.perf_counter()
+    clusters = _clusters(pool, documents)
+    sums = torch.zeros(4, int(clusters.max()) + 1, dtype=torch.float64)
+    theirs = None if reference is None else reference.of(file, pool)
+    began = time.perf_counter()
     with torch.inference_mode():
-        for ids in pool.split(batch):
-            nll += negative_log_likelihood(model, ids.to(model.device), room)
-            tokens += ids[:, 1:].numel()
+        for start, ids in zip(range(0, len(pool), batch), pool.split(batch), strict=True):
+            part = slice(start, start + len(ids))
+            got = token_scores(model, ids.to(model.device), room, None if theirs is None else theirs[part])
+            values = (torch.ones_like(got.nll), got.nll, got.kl, got.agrees)
+            for row, value in zip(sums, values, strict=True):
+                if value is not None:
+                    row.index_add_(0, clusters[part].flatten(), value.flatten().cpu())
             reporter.advance(ids.numel())
-    return _Scored(str(file), nll, tokens, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    counts, nll, divergence, agrees = (row[sums[0] > 0].tolist() for row in sums)
+    return _Scored(file, counts, nll, divergence, agrees, seconds)
 
 
-def _evaluation(model: Any, scored: Sequence[_Scored], device_memory: int | None) -> Evaluation:
+def _score_of(file: str, scored: Sequence[_Scored], compared: bool) -> FileScore:
+    """Over all clusters of some files."""
+    counts = [n for s in scored for n in s.counts]
+    perplexity = clustered([x for s in scored for x in s.nll], counts).exp()
+    tokens, seconds = int(sum(counts)), sum(s.seconds for s in scored)
+    score = FileScore(file, perplexity.mean, tokens, tokens / seconds, perplexity.interval)
+    if not compared:
+        return score
+    divergence = clustered([x for s in scored for x in s.kl], counts)
+    agreement = clustered([x for s in scored for x in s.agrees], counts)
+    return replace(
+        score, kl=divergence.mean, kl_interval=divergence.interval, top1_agreement=agreement.mean,
+        top1_interval=agreement.interval,
+    )  # fmt: skip
+
+
+def _evaluation(model: Any, scored: Sequence[_Scored], device_memory: int | None, compared: bool) -> Evaluation:
     """The scores of all files, and what the session took."""
     serving = getattr(model, "moepack", None)
-    total = sum(s.tokens for s in scored)
+    whole = _score_of("", scored, compared)
     return Evaluation(
-        tuple(FileScore(s.file, math.exp(s.nll / s.tokens), s.tokens, s.tokens / s.seconds) for s in scored),
-        math.exp(sum(s.nll for s in scored) / total),
-        total,
-        total / sum(s.seconds for s in scored),
+        tuple(_score_of(s.file, [s], compared) for s in scored),
+        whole.perplexity,
+        whole.tokens,
+        whole.tokens_per_second,
         None if serving is None else serving.policy,
         resident_bytes(model) if serving is None else serving.resident_bytes_peak,
         device_memory,
         **({} if serving is None else serving.counters()),
         fixed=None if serving is None else serving.fixed,
+        perplexity_interval=whole.perplexity_interval,
+        kl=whole.kl,
+        kl_interval=whole.kl_interval,
+        top1_agreement=whole.top1_agreement,
+        top1_interval=whole.top1_interval,
     )
 
 
-def negative_log_likelihood(model: Any, ids: Any, room: int) -> float:
-    """The summed loss of every token of `ids` [batch, length] but the first of each row.
+def render(result: Evaluation, title: str) -> Any:
+    """A table for the terminal: a file a row, 95 % intervals in brackets."""
+    from rich.table import Table
 
-    The logits of all tokens are the largest thing in a forward pass by far. They are made in pieces: the model's own
-    forward runs again and again on what its decoder has returned once, for some tokens of it at a time.
-
-    Args:
-        model: a causal language model.
-        ids: int64, on the model's device.
-        room: bytes that a piece may take.
-    """
-    import torch
-
-    from moepack.runtime.passes import unwatched_forward
-
-    last = ids.shape[1] - 1
-    decoder = getattr(model, model.base_model_prefix)
-    if decoder is model or not model._supports_logits_to_keep():
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
-    kept: list[Any] = []
-    hook = decoder.register_forward_hook(lambda _, args, out: kept.append(out))
-    try:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    finally:
-        hook.remove()
-    # A logit takes 2 or 4 bytes as the model makes it, 4 in float32, 4 more as a logarithm.
-    piece = max(1, room // (12 * len(ids) * model.config.get_text_config().vocab_size))
-    forward = unwatched_forward(model)
-    loss, decoder.forward = 0.0, lambda *_, **__: kept[0]
-    try:
-        for start in range(0, last, piece):
-            these = torch.arange(start, min(start + piece, last), device=ids.device)
-            logits = forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float().flatten(0, 1)
-            loss += float(torch.nn.functional.cross_entropy(logits, ids[:, these + 1].flatten(), reduction="sum"))
-    finally:
-        del decoder.forward
-    return loss
-
-
-def generate(
-    path: str | Path,
-    prompt: str,
-    policy: str | None = None,
-    device: str = "cpu",
-    dtype: str = "auto",
-    device_memory: int | None = None,
-    max_new_tokens: int = NEW_TOKENS,
-    temperature: float = 0.0,
-    seed: int = 0,
-    batch: int = 1,
-    kv_tokens: int | None = None,
-    prefill_tokens: int | None = None,
-    all_logits: bool = False,
-) -> str:
-    """The continuation of a prompt: greedy at temperature 0, sampled above it.
-
-    A budget leaves room for `batch` sequences with the KV cache of `kv_tokens` tokens, or of the prompt and all new
-    ones; and for passes of `prefill_tokens` tokens, or of the prompt's, at most 512: so many of it go in at once.
-    """
-    if not prompt:
-        raise InputError("the prompt is empty")
-    with Reporter().hub_bars():
-        source, is_bundle = locate(path)
-        import torch
-
-        from moepack.calibrate.data import load_tokenizer
-
-        _check(source, is_bundle, policy, device, dtype, device_memory)
-        tokenizer = load_tokenizer(Path(source))
-        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-        if not ids.numel():
-            raise InputError("the prompt is empty")
-        whole = ids.shape[1] + max_new_tokens
-        passes = min(ids.shape[1], PROMPT) if prefill_tokens is None else prefill_tokens
-        chunk = passes or PROMPT
-        workload = {"kv_tokens": whole if kv_tokens is None else kv_tokens, "batch": batch, "prefill_tokens": passes}
-        model = load_model(source, is_bundle, policy, device, dtype, device_memory, **workload, all_logits=all_logits)
-    ids = ids.to(model.device)
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        options["temperature"] = temperature
-    if device_memory is not None and ids.shape[1] > chunk:
-        options["past_key_values"] = _prefill(model, ids, chunk)
-    mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=0, **options)
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-
-
-def _prefill(model: Any, ids: Any, chunk: int) -> Any:
-    """The cache of a prompt's first tokens, put in a chunk at a time; the last chunk is left to generation."""
-    import torch
-
-    last: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    cache = None
-    with torch.inference_mode():
-        for part in ids[:, : (ids.shape[1] - 1) // chunk * chunk].split(chunk, dim=1):
-            cache = model(input_ids=part, past_key_values=cache, use_cache=True, **last).past_key_values
-    return cache
+    columns = ["file", "perplexity", "95 %", "tokens", "tokens/s"]
+    if result.kl is not None:
+        columns += ["KL to bf16, nats", "95 %", "same first token"]
+    table = Table(*columns, title=f"{title}: {result.policy or 'as it is'}")
+    for score in result.files:
+        low, high = score.perplexity_interval
+        row = [
+            f"{score.perplexity:.4f}",
+            f"{low:.4g}-{high:.4g}",
+            f"{score.tokens:,}",
+            f"{score.tokens_per_second:,.0f}",
+        ]
+        if score.kl is not None and score.kl_interval is not None:
+            low, high = score.kl_interval
+            row += [f"{score.kl:.3g}", f"{low:.3g}-{high:.3g}", f"{score.top1_agreement:.2%}"]
+        table.add_row(Path(score.file).name, *row)
+    return table

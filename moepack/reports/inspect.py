@@ -18,7 +18,10 @@ def inspect(path: str | Path) -> dict[str, Any]:
     """The facts of a bundle, ready for JSON."""
     bundle = open_bundle(path)
     tables = bundle.calibration()
-    calibration = bundle.manifest.provenance.get("calibration", {})
+    found = bundle.manifest.provenance.get("calibration")
+    calibration = found if isinstance(found, dict) else {}
+    samples, length = (n if isinstance(n := calibration.get(k), int) else 0 for k in ("samples", "length"))
+    sources = calibration.get("sources")
     versions, loss, methods = {}, {}, {}
     for version in bundle.versions:
         column = tables.versions.index(version.name)
@@ -32,7 +35,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
         methods[version.name] = tables.made_by(version.name)
     allocation = bundle.manifest.allocation
     return {
-        "model_type": bundle.manifest.model["model_type"],
+        "model_type": bundle.manifest.model.get("model_type", "unknown"),
         "expert_dtype": bundle.manifest.model["expert_dtype"],
         "moe_layers": len(bundle.layers),
         "experts": sum(layer.experts for layer in bundle.layers),
@@ -40,8 +43,8 @@ def inspect(path: str | Path) -> dict[str, Any]:
         "versions": versions,
         "loss": loss,
         "methods": methods,
-        "calibration_tokens": calibration.get("samples", 0) * calibration.get("length", 0),
-        "calibration_sources": calibration.get("sources", []),
+        "calibration_tokens": samples * length,
+        "calibration_sources": sources if isinstance(sources, list) else [],
         "starved_experts": sum(int((t.tokens == 0).sum()) for t in tables.layers),
         "allocation": None if allocation is None else allocation.name,
         "dense_bytes": sum(
@@ -110,6 +113,6 @@ def plot(path: str | Path, out: Path) -> None:
     axes[0].set_ylabel("layer")
     step = max(1, len(tables.layers) // 12)
     axes[0].set_yticks(range(0, len(tables.layers), step), [str(t.index) for t in tables.layers[::step]])
-    figure.suptitle(f"{bundle.manifest.model['model_type']}: what each width costs each expert")
+    figure.suptitle(f"{bundle.manifest.model.get('model_type')}: what each width costs each expert")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)

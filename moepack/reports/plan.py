@@ -64,6 +64,9 @@ class Planned:
         expected_tokens_per_second: of decoding one sequence, were reading those bytes all it did.
         estimated: whether activations are an estimate from shapes.
         message: where it is not feasible, one line that says why.
+        table: [layers][experts], the placement of each; not in JSON.
+        moving: whether passes choose placements, or some are not on the device: what is served is then more than the
+            table names; not in JSON.
     """
 
     bundle: str
@@ -89,10 +92,12 @@ class Planned:
     expected_tokens_per_second: float | None
     estimated: bool
     message: str | None = None
+    table: Versions = ()
+    moving: bool = False
 
 
 def plan(
-    path: str | Path,
+    path: str | Path | Bundle,
     device_memory: int,
     device: str = "cpu",
     policy: str | None = None,
@@ -104,7 +109,7 @@ def plan(
     """Foretell what `moepack.load` with these arguments would serve.
 
     Args:
-        path: a bundle's directory.
+        path: a bundle, or its directory.
         device_memory: bytes for everything.
         device: as torch names it; it need not be here.
         policy: as in `moepack.load`.
@@ -113,7 +118,7 @@ def plan(
     Raises:
         InputError: for a policy that does not fit the bundle; not for a budget that is too small.
     """
-    bundle = open_bundle(path)
+    bundle = path if isinstance(path, Bundle) else open_bundle(path)
 
     import torch
     from transformers import AutoConfig
@@ -127,7 +132,7 @@ def plan(
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
     parsed = choose_policy(policy, bundle, [where], True)
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(bundle.path)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
     fixed = Fixed(dense, needs.kv_bytes, needs.activations)
@@ -156,16 +161,17 @@ def plan(
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
     return Planned(
-        str(path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used, kv_tokens,
-        batch, prefill_tokens, all_logits, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
-        estimated=where.type != "cpu", message=message, **facts,
+        str(bundle.path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used,
+        kv_tokens, batch, prefill_tokens, all_logits, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
+        estimated=where.type != "cpu", message=message, table=table or (),
+        moving=decided.moving, **facts,
     )  # fmt: skip
 
 
 class _Decided(NamedTuple):
     """What a budget holds: a map as it is loaded, the names of the placements in it, the best first, the staging
     buffer's bytes and the workspace's, the experts' bytes with all of them at the least, and as mapped. Or no map, and
-    the least that would do."""
+    the least that would do. `moving` as of `Planned`."""
 
     table: Versions | None
     names: tuple[str, ...]
@@ -175,12 +181,14 @@ class _Decided(NamedTuple):
     used: int
     least: int
     window: int = 0
+    moving: bool = False
 
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
     from moepack.runtime.planning.capacity import base_bytes
     from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.plan import make_plan, unchanging
+    from moepack.runtime.policies.placements import Where
 
     try:
         if not policy.is_live:
@@ -189,14 +197,15 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decid
         made = make_plan(bundle, policy.options, fixed.total, budget)
     except TooSmallError as error:
         return _Decided(None, (), 0, 0, 0, 0, error.least)
-    _, wanted = made.policy(policy)
+    chosen, wanted = made.policy(policy)
     table = tuple(
         tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)
     )
     base, growing = base_bytes(made.sizes, made.experts), made.growing()
     used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
-    names = tuple(map(str, made.ladder))
-    return _Decided(table, names, made.staging, made.workspace, base + made.demand, used, 0, made.window)
+    names, least = tuple(map(str, made.ladder)), base + made.demand
+    moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
+    return _Decided(table, names, made.staging, made.workspace, least, used, 0, made.window, moving)
 
 
 def _version(placement: str) -> str:
@@ -264,7 +273,9 @@ def read_rate(device: Any) -> float | None:
 
 def as_json(planned: Planned) -> dict[str, Any]:
     """The plan for JSON."""
-    return asdict(planned)
+    facts = asdict(planned)
+    del facts["table"], facts["moving"]
+    return facts
 
 
 def render(planned: Planned) -> tuple[Any, str]:

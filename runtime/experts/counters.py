@@ -22,6 +22,8 @@ class Counters:
         sums: float64, of the same shape, or None where nobody needs gate weights.
         mask: int64 [tokens], 0 for padding, whose routing does not count; None where all tokens are text.
         used: whether anything was added.
+        within: counters of some of the step's tokens, and which: they are told as well.
+        tokens: of the step, where there are such.
     """
 
     def __init__(self, experts: Sequence[int], gates: bool, device: torch.device) -> None:
@@ -31,6 +33,8 @@ class Counters:
             self.sums = torch.zeros(shape, dtype=torch.float64, device=device) if gates else None
         self.mask: Tensor | None = None
         self.used = False
+        self.within: list[tuple[slice, Counters]] = []
+        self.tokens = 0
         self._sent: tuple[Tensor, Tensor | None] | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -47,6 +51,9 @@ class Counters:
             gates = weights.detach().double()
             gates = gates if mask is None else gates * mask.unsqueeze(1)
             self.sums[position].scatter_add_(0, flat, gates.reshape(-1))
+        if len(index) == self.tokens:
+            for part, counters in self.within:
+                counters.add(position, index[part], weights[part])
 
     def layer(self, position: int) -> npt.NDArray[np.int64]:
         """A layer's counts so far, int64 [experts]: waits for the device."""
@@ -59,6 +66,8 @@ class Counters:
 
     def send(self) -> None:
         """The step has ended: copy its numbers out, behind its kernels."""
+        for _, counters in self.within:
+            counters.send()
         if self.counts.device.type != "cuda" or not self.used:
             return
         sums = None if self.sums is None else self.sums.to("cpu", non_blocking=True)
@@ -68,7 +77,7 @@ class Counters:
 
     def arrived(self) -> bool:
         """Whether `take` would not wait."""
-        return self._event is None or self._event.query()
+        return (self._event is None or self._event.query()) and all(c.arrived() for _, c in self.within)
 
     def take(self) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float64]]]:
         """Counts and gate sums, [experts] a layer: views that `clear` ends. Waits where they have not arrived."""
@@ -85,4 +94,4 @@ class Counters:
             if self.sums is not None:
                 self.sums.zero_()
         self.mask = self._sent = self._event = None
-        self.used = False
+        self.used, self.within, self.tokens = False, [], 0

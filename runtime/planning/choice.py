@@ -44,6 +44,28 @@ def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.devi
     return parse_policy("uniform")
 
 
+def versions_of(text: str | None, bundle: Bundle, in_budget: bool) -> tuple[str, ...]:
+    """The versions that a policy may serve of a bundle, the most precise first: what has to be fetched for it.
+
+    Args:
+        text: as a user wrote it.
+        bundle: with the versions that could be fetched; nothing of them is read.
+        in_budget: whether there is a memory budget.
+
+    Raises:
+        InputError: for a policy that does not exist, needs a budget, or does not fit the bundle.
+    """
+    policy = parse_policy(text, in_budget)
+    if policy.is_live and len(bundle.versions) > 1:
+        ladders = ladders_of(bundle, policy.options)
+        names = {p.version.name for ladder in ladders for p in ladder if p.version is not None}
+    elif policy.entry.versions is not None and not policy.entry.needs_budget:
+        names = {name for row in policy.entry.versions(bundle, policy.options, None) for name in row}
+    else:
+        names = {v.name for v in bundle.versions}  # what a budget holds decides
+    return tuple(v.name for v in bundle.versions if v.name in names)
+
+
 def check_policy(text: str, bundle: Bundle, in_budget: bool) -> None:
     """See that a policy fits a bundle, whatever the budget: before weights are read.
 

@@ -51,8 +51,9 @@ def storages(cache: Any) -> dict[int, int]:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of all storages that a cache object holds."""
-    return sum(storages(cache).values())
+    """Bytes of all storages that a cache object holds; one that counts itself says so as `held_bytes`."""
+    counted = getattr(cache, "held_bytes", None)
+    return int(counted) if counted is not None else sum(storages(cache).values())
 
 
 def tensors(cache: Any) -> Iterator[Tensor]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.policies.contract import (
@@ -45,8 +46,6 @@ class Hearing:
         placements: int,
         needs: Needs,
         device: torch.device,
-        capacity: Callable[[], Sequence[int]],
-        decide: Callable[[Event], None],
     ) -> None:
         """Nothing was heard so far.
 
@@ -55,12 +54,9 @@ class Hearing:
             placements: of the ladder.
             needs: what the policy is told.
             device: where passes count.
-            capacity: what fits now, for events.
-            decide: is handed every event.
         """
         self.sequences = Sequences()
         self._experts, self._placements, self._needs, self._device = tuple(experts), placements, needs, device
-        self._capacity, self._decide = capacity, decide
         self._order = itertools.count()
         self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # made with the capacity as of then
         self._ended: deque[tuple[int, Step]] = deque(maxlen=UNHEARD)
@@ -73,8 +69,24 @@ class Hearing:
         self._steps, self._computed = 0, 0.0
         self._loaded = [[0] * self._placements for _ in self._experts]
 
-    def counters(self) -> Counters:
-        """For a step that begins; `ended` takes them back."""
+    def counters(self, prompt: Prompt, mask: Tensor | None) -> Counters:
+        """For a step that begins; `ended` takes them back. Prompts that it packs with other sequences have their own.
+
+        Args:
+            prompt: what it reads.
+            mask: int64 [tokens], 0 for padding.
+        """
+        counters = self._take()
+        counters.mask = mask
+        if self._needs.prompts and prompt.tokens and prompt.parts:
+            start, counters.tokens = 0, prompt.length
+            for one in prompt.parts:
+                if one.tokens:
+                    counters.within.append((slice(start, start + one.length), self._take()))
+                start += one.length
+        return counters
+
+    def _take(self) -> Counters:
         try:
             return self._spare.pop()
         except IndexError:
@@ -82,10 +94,11 @@ class Hearing:
 
     def begins(self, prompt: Prompt) -> bool:
         """Note what a step that begins says of its sequence; whether it says anything."""
-        if prompt.begins:
-            self._tell(partial(SequenceBegan, time.monotonic(), tokens=prompt.tokens, sequence=prompt.sequence))
-        if prompt.decodes:
-            self._tell(partial(DecodingBegan, time.monotonic(), sequence=prompt.sequence))
+        for one in prompt.each:
+            if one.begins:
+                self._tell(partial(SequenceBegan, time.monotonic(), tokens=one.tokens, sequence=one.sequence))
+            if one.decodes:
+                self._tell(partial(DecodingBegan, time.monotonic(), sequence=one.sequence))
         return prompt.begins or prompt.decodes
 
     def ended(self, step: Step) -> None:
@@ -96,9 +109,14 @@ class Hearing:
         if self._needs.prompts:
             self._told.append((next(self._order), event))
 
-    def hear(self) -> None:
+    def hear(self, decide: Callable[[Event], None], capacity: Callable[[], Sequence[int]]) -> None:
         """Let the policy know of sequences, and add up the steps that have ended, in the order of all this: what a step
-        has counted is heard before what happens to its sequence next, however late its numbers arrive."""
+        has counted is heard before what happens to its sequence next, however late its numbers arrive.
+
+        Args:
+            decide: is handed every event.
+            capacity: what fits now, for events.
+        """
         for number in self.sequences.over():
             self._tell(partial(SequenceEnded, time.monotonic(), sequence=number))
         for _ in range(len(self._told) + len(self._ended)):  # not what comes meanwhile: there may be no end of it
@@ -108,26 +126,24 @@ class Hearing:
             except IndexError:
                 if told is None:
                     break
-                self._hear_told()
+                decide(self._told.popleft()[1](capacity()))
                 continue
             if told is not None and told[0] < order:
                 self._ended.appendleft((order, step))
-                self._hear_told()
+                decide(self._told.popleft()[1](capacity()))
                 continue
             if not step.counters.arrived():
                 self._ended.appendleft((order, step))
                 break
             if step.counters.used:
-                self._add(step)
-            step.counters.clear()
-            if len(self._spare) < UNHEARD:
-                self._spare.append(step.counters)
+                for event in self._add(step, capacity):
+                    decide(event)
+            for counters in (step.counters, *(apart for _, apart in step.counters.within)):
+                counters.clear()
+                if len(self._spare) < UNHEARD:
+                    self._spare.append(counters)
 
-    def _hear_told(self) -> None:
-        _, event = self._told.popleft()
-        self._decide(event(self._capacity()))
-
-    def _add(self, step: Step) -> None:
+    def _add(self, step: Step, capacity: Callable[[], Sequence[int]]) -> Iterator[Event]:
         counts, gates = step.counters.take()
         for chosen, new in zip(self._counts, counts, strict=True):
             chosen += new
@@ -139,12 +155,17 @@ class Hearing:
             for position, *sizes in step.demanded:
                 row = self._loaded[position]
                 row[:] = [old + new for old, new in zip(row, (0, *sizes), strict=True)]
-        if step.prompt.tokens and self._needs.prompts:
+        if not self._needs.prompts:
+            return
+        reading = [one for one in step.prompt.each if one.tokens]
+        of = [apart for _, apart in step.counters.within] if step.prompt.parts else [step.counters]
+        for one, counters in zip(reading, of, strict=bool(reading)):
+            counts, gates = counters.take()
             mine = [row.copy() for row in counts], [row.copy() for row in gates]
-            self._decide(PrefillEnded(time.monotonic(), self._capacity(), *mine, step.prompt.sequence))
+            yield PrefillEnded(time.monotonic(), capacity(), *mine, one.sequence)
 
-    def interval(self, now: float, capacity: Sequence[int]) -> None:
-        """An interval ends: the policy is told what was added up since the last one."""
+    def interval(self, now: float, capacity: Sequence[int]) -> Interval:
+        """What was added up since the last one."""
         event = Interval(now, capacity, self._counts, self._gates, self._steps, self._computed, self._loaded)
         self._clear()
-        self._decide(event)
+        return event

@@ -20,7 +20,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import Needs
-from moepack.runtime.planning.kv_cache import cache_bytes, static_length
+from moepack.runtime.planning.kv_cache import KvShape, cache_bytes, static_length
 from moepack.runtime.planning.outputs import Outputs
 
 from .arguments import cache_of, caches_in, inputs, uses_cache
@@ -69,6 +69,17 @@ class KvWatch:
     def all_logits(self) -> bool:
         """Whether a pass's logits of all tokens are held back for."""
         return self._needs.workload.all_logits
+
+    @property
+    def shape(self) -> KvShape:
+        """How a sequence's cache grows."""
+        return self._needs.kv
+
+    def fits(self, size: int, tokens: int, length: int) -> bool:
+        """Whether the budget could hold caches of `size` bytes in all and beside them a pass of `tokens` tokens whose
+        longest sequence has `length`, with every expert at its least."""
+        beside = max(0, self._needs.beside(tokens, length, 1) - self._needs.activations)
+        return size - self._needs.kv_bytes + beside <= self._reserve.most
 
     @property
     def used(self) -> int:
@@ -164,7 +175,10 @@ class KvWatch:
         self._caches[key] = reference, cache_bytes(cache)
 
     def _foretold(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
-        """Bytes and tokens of a cache after a pass."""
+        """Bytes and tokens of a cache after a pass; a cache of many sequences knows them itself."""
+        if hasattr(cache, "foretold"):
+            size, length = cache.foretold()
+            return int(size), int(length)
         kv, now = self._needs.kv, cache_bytes(cache)
         before = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         whole = static_length(cache)

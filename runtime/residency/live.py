@@ -177,9 +177,7 @@ class Live:
         self._load(wanted)
         self.device.limit(self._rate, 0 if self._blocking else FLOOR)
         self.each_round: Callable[[], None] = lambda: None
-        self.hearing = Hearing(
-            plan.experts, len(plan.ladder), self.policy.needs, devices[0], self.capacity, self._decide
-        )
+        self.hearing = Hearing(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
         self._one_at_a_time = threading.RLock()
@@ -292,8 +290,7 @@ class Live:
             if self._tables is not None:
                 table = self._tables.take(epoch, snapshots)
                 snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
-            counters = self.hearing.counters()
-            counters.mask = mask
+            counters = self.hearing.counters(prompt, mask)
             return Step(number, snapshots, counters, prompt, table, time.perf_counter())
         except BaseException:
             self.residency.end(number)
@@ -313,7 +310,7 @@ class Live:
     def _soon(self) -> None:
         """Let what was noted be heard: by the worker, or at once where there is none."""
         if self._blocking:
-            self.hearing.hear()
+            self.hearing.hear(self._decide, self.capacity)
         else:
             self.worker.wake()
 
@@ -390,11 +387,11 @@ class Live:
         """One round: let the policy see what was counted, then carry transitions on, whatever becomes of the former."""
         try:
             self.each_round()
-            self.hearing.hear()
+            self.hearing.hear(self._decide, self.capacity)
             capacity = self.capacity()
             if now - self._decided_at >= self.policy.needs.interval or capacity != self._capacity:
                 self._decided_at, self._capacity = now, capacity
-                self.hearing.interval(now, capacity)
+                self._decide(self.hearing.interval(now, capacity))
         finally:
             self.transitions.tick()
 

@@ -3,7 +3,8 @@
 A cache that a pass makes, or that is new to us, begins a sequence; so does one that was emptied. A pass without a cache
 is a sequence by itself. What a pass reads is a prompt, or a chunk of one, where the cache is empty or where it brings
 several tokens of each sequence; the first step after it that goes on by one token begins decoding, and a later prompt
-(another turn) begins it again. Caches are followed by weak references, whose callbacks take no lock. Decides nothing.
+(another turn) begins it again. A cache that packs sequences says who is in a pass (`Packed`), each with a cache of its
+own. Caches are followed by weak references, whose callbacks take no lock. Decides nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,23 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from .arguments import cache_of, caches_in, inputs
-from .steps import NO_PROMPT, Prompt
+from .steps import NO_PROMPT, Prompt, packed
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """A cache whose passes read [1, tokens]: those of several sequences, one after another."""
+
+    def sequences(self) -> Sequence[tuple[Any, int, bool]]:
+        """Of the pass that is about to begin, in its order: every sequence's own cache (`get_seq_length` says what it
+        holds), its tokens, and whether they are of its prompt."""
+        ...
 
 
 @dataclass(slots=True)
@@ -45,6 +56,9 @@ class Sequences:
         if ids is None:
             yield NO_PROMPT, lambda out: None
             return
+        if isinstance(cache, Packed):
+            yield packed([self._begin(own, 1, n, known)[0] for own, n, known in cache.sequences()]), lambda out: None
+            return
         made: list[Any] = []
         prompt, mine = self._begin(cache, int(ids.shape[0]), int(ids.shape[1]))
         try:
@@ -55,7 +69,7 @@ class Sequences:
                 if cache is None and not (made and self._follow(made[0], mine)):
                     self._over.append(mine.number)
 
-    def _begin(self, cache: Any, batch: int, tokens: int) -> tuple[Prompt, _Sequence]:
+    def _begin(self, cache: Any, batch: int, tokens: int, reads: bool = False) -> tuple[Prompt, _Sequence]:
         with self._lock:
             self._bury()
             reference, mine = self._followed.get(id(cache), (None, None))
@@ -72,10 +86,11 @@ class Sequences:
                 if cache is not None and not self._follow(cache, mine):
                     self._over.append(mine.number)
             assert mine is not None
-            reads = tokens > 1 or not length
+            reads = reads or tokens > 1 or not length
             decodes = not reads and not mine.decoding
             mine.decoding = not reads
-            return Prompt(mine.number, batch * tokens if reads else 0, begins, decodes, tokens > 1), mine
+            whole = batch * tokens
+            return Prompt(mine.number, whole if reads else 0, begins, decodes, tokens > 1, whole), mine
 
     def _follow(self, cache: Any, mine: _Sequence) -> bool:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,9 @@ class Prompt:
         begins: whether the sequence begins with it.
         decodes: whether decoding does.
         several: whether it reads several tokens of each of its texts.
+        length: tokens of the pass that are its sequence's, over the batch.
+        parts: of a pass that packs sequences, one after another: what it reads of each. The rest is then of all
+            together: sums of tokens, and whether any of them does.
     """
 
     sequence: int = 0
@@ -43,6 +47,22 @@ class Prompt:
     begins: bool = False
     decodes: bool = False
     several: bool = False
+    length: int = 0
+    parts: tuple[Prompt, ...] = ()
+
+    @property
+    def each(self) -> tuple[Prompt, ...]:
+        """What it reads, by sequence."""
+        return self.parts or (self,)
+
+
+def packed(parts: Iterable[Prompt]) -> Prompt:
+    """What a pass reads of sequences that it packs."""
+    of = tuple(parts)
+    return Prompt(
+        0, sum(p.tokens for p in of), any(p.begins for p in of), any(p.decodes for p in of),
+        any(p.several for p in of), sum(p.length for p in of), of,
+    )  # fmt: skip
 
 
 NO_PROMPT = Prompt()

@@ -1,8 +1,8 @@
 """Commands in forked children of a process that has imported everything: `python command_server.py`.
 
 One JSON object a line comes in ("arguments" of moepack, or "code" of Python, and the files "stdout" and "stderr"), one
-exit code a line goes out. A child costs no imports, which take seven seconds; what libraries read from the environment
-when they are imported is the server's.
+exit code a line goes out; a file "pid" beside them says who is at work. A child costs no imports, which take seven
+seconds; what libraries read from the environment when they are imported is the server's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import datasets  # noqa: F401
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
@@ -29,6 +30,7 @@ def child(task: dict[str, object]) -> None:
     """Run one task; never returns."""
     code = 1
     try:
+        Path(str(task["stdout"])).with_name("pid").write_text(str(os.getpid()))
         for name, descriptor in (("stdout", 1), ("stderr", 2)):
             file = os.open(str(task[name]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, descriptor)

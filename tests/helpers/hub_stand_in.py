@@ -1,7 +1,8 @@
 """A Hugging Face Hub of one process: enough of its HTTP interface for uploads, downloads and model loading.
 
-Files of repositories live in memory. Large files go through the LFS batch interface, as on the real Hub; small ones
-come inside the commit. Every request is kept in `requests`, so that tests can see what was asked for.
+Files of repositories live in memory, as they were at every commit. Large files go through the LFS batch interface, as
+on the real Hub; small ones come inside the commit. Every request is kept in `requests`, so that tests can see what was
+asked for, and the connection can be cut inside an answer or before one.
 """
 
 from __future__ import annotations
@@ -9,25 +10,67 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import socket
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 
 @dataclass
 class Hub:
-    """The server's state."""
+    """The server's state.
+
+    Attributes:
+        files: repository -> its files on main; "repository@branch" -> those on another branch.
+        history: commit -> the files of a repository then.
+        objects: uploaded large files by digest, committed or not.
+        commits: as `files`, how many commits there were.
+        requests: method and path of all.
+        fail_commits: refuse commits.
+        cut: asked before every answer with the method and the path: True ends the connection without one.
+        cut_after: path's end -> bytes of that file after which the connection ends, once.
+        ranges: first bytes that were asked for, where not the first of a file.
+        ignored: names that a .gitignore would keep out.
+    """
 
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    history: dict[str, dict[str, bytes]] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     commits: dict[str, int] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
     fail_commits: bool = False
+    cut: Callable[[str, str], bool] | None = None
+    cut_after: dict[str, int] = field(default_factory=dict)
+    ranges: list[int] = field(default_factory=list)
+    ignored: set[str] = field(default_factory=set)
+
+    def clear(self) -> None:
+        """As if it had just started."""
+        self.__init__()  # type: ignore[misc]
 
     def sha(self, repo: str) -> str:
         return hashlib.sha1(f"{repo}/{self.commits.get(repo, 0)}".encode()).hexdigest()
+
+    def at(self, repo: str, revision: str) -> tuple[str, dict[str, bytes] | None]:
+        """The commit of a branch or commit, and its files; None where there is no such revision."""
+        heads = {key: self.sha(key) for key in self.files if key.partition("@")[0] == repo}
+        for key, sha in heads.items():
+            if revision in (sha, key.partition("@")[2] or "main"):
+                return sha, self.files[key]
+        return revision, self.history.get(revision)
+
+
+def blob_id(data: bytes) -> str:
+    """What git calls a file."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".png"))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,6 +109,9 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(url.path)
         body = self._body()
         self.hub.requests.append((self.command, path))
+        if self.hub.cut is not None and self.hub.cut(self.command, path):
+            self.close_connection = True
+            return
         parts = path.strip("/").split("/")
         if path == "/api/repos/create":
             asked = json.loads(body)
@@ -81,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
         elif parts[:2] == ["api", "models"]:
             self._model("/".join(parts[2:4]), parts[4:], body)
         elif len(parts) > 4 and parts[2] == "resolve":
-            self._resolve("/".join(parts[:2]), "/".join(parts[4:]))
+            self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         else:
             self._fail(404, "RepoNotFound")
 
@@ -101,75 +147,124 @@ class Handler(BaseHTTPRequestHandler):
         return out
 
     def _model(self, repo: str, rest: list[str], body: bytes) -> None:
-        files = self.hub.files.get(repo)
-        if files is None:
+        if repo not in self.hub.files:
             self._fail(404, "RepoNotFound")
-        elif rest and rest[0] == "preupload":
-            asked = json.loads(body)["files"]
-            modes = {f["path"]: "lfs" if f["path"].endswith(".safetensors") else "regular" for f in asked}
-            self._send({"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]})
-        elif rest and rest[0] == "commit":
-            self._commit(repo, files, body)
-        elif rest and rest[0] in ("branch", "refs"):
-            self._send({"branches": [{"name": "main", "ref": "refs/heads/main", "targetCommit": self.hub.sha(repo)}],
-                        "converts": [], "tags": []})  # fmt: skip
-        elif rest and rest[0] == "tree":
+            return
+        what = rest[0] if rest else ""
+        if what == "branch":
+            self.hub.files.setdefault(f"{repo}@{rest[1]}", dict(self.hub.files[repo]))
+            self._send({})
+            return
+        if what == "refs":
+            main = {"name": "main", "ref": "refs/heads/main", "targetCommit": self.hub.sha(repo)}
+            self._send({"branches": [main], "converts": [], "tags": []})
+            return
+        sha, files = self.hub.at(repo, rest[1] if len(rest) > 1 else "main")
+        if files is None:
+            self._fail(404, "RevisionNotFound")
+        elif what == "preupload":
+            self._send({"files": [self._mode(f["path"], files) for f in json.loads(body)["files"]]})
+        elif what == "commit":
+            self._commit(repo if rest[1] == "main" else f"{repo}@{rest[1]}", files, body)
+        elif what == "tree":
             self._send([self._entry(name, data) for name, data in files.items()])
-        elif rest and rest[0] == "paths-info":
-            wanted = json.loads(body)["paths"]
+        elif what == "paths-info":
+            wanted = parse_qs(body.decode())["paths"]
             self._send([self._entry(name, data) for name, data in files.items() if name in wanted])
         else:
             siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
-            self._send({"id": repo, "modelId": repo, "sha": self.hub.sha(repo), "siblings": siblings, "tags": []})
+            self._send({"id": repo, "modelId": repo, "sha": sha, "siblings": siblings, "tags": []})
+
+    def _mode(self, name: str, files: dict[str, bytes]) -> dict[str, Any]:
+        out = {
+            "path": name,
+            "uploadMode": "lfs" if is_large(name) else "regular",
+            "shouldIgnore": name in self.hub.ignored,
+        }
+        if name in files:
+            out["oid"] = hashlib.sha256(files[name]).hexdigest() if is_large(name) else blob_id(files[name])
+        return out
 
     def _entry(self, name: str, data: bytes) -> dict[str, Any]:
-        return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+        out = {"type": "file", "path": name, "size": len(data), "oid": blob_id(data)}
+        if is_large(name):
+            out["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+        return out
 
-    def _commit(self, repo: str, files: dict[str, bytes], body: bytes) -> None:
+    def _commit(self, key: str, files: dict[str, bytes], body: bytes) -> None:
         if self.hub.fail_commits:
             self._fail(403, "Forbidden")
             return
-        for line in body.splitlines():
-            item = json.loads(line)
+        repo = key.partition("@")[0]
+        new = dict(files)
+        for item in map(json.loads, body.splitlines()):
             value = item["value"]
+            if item["key"] == "header" and value.get("parentCommit") not in (None, self.hub.sha(key)):
+                self._fail(412, "PreconditionFailed")
+                return
             if item["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
+                new[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
-                files[value["path"]] = self.hub.objects[value["oid"]]
-        self.hub.commits[repo] = self.hub.commits.get(repo, 0) + 1
-        sha = self.hub.sha(repo)
+                new[value["path"]] = self.hub.objects[value["oid"]]
+            elif item["key"] == "deletedFile":
+                del new[value["path"]]
+        self.hub.history[self.hub.sha(key)] = files
+        self.hub.files[key] = new
+        self.hub.commits[key] = self.hub.commits.get(key, 0) + 1
+        sha = self.hub.sha(key)
         self._send(
             {"success": True, "commitOid": sha, "commitUrl": f"{self._base()}/{repo}/commit/{sha}", "hookOutput": ""}
         )
 
-    def _resolve(self, repo: str, name: str) -> None:
-        files = self.hub.files.get(repo)
-        if files is None:
+    def _resolve(self, repo: str, revision: str, name: str) -> None:
+        sha, files = self.hub.at(repo, revision)
+        if repo not in self.hub.files:
             self._fail(404, "RepoNotFound")
+        elif files is None:
+            self._fail(404, "RevisionNotFound")
         elif name not in files:
             self._fail(404, "EntryNotFound")
         else:
-            data = files[name]
-            head = {
-                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-                "X-Repo-Commit": self.hub.sha(repo),
-                "Accept-Ranges": "bytes",
-            }
-            asked = self.headers.get("Range")
-            if asked:
-                first, _, last = asked.removeprefix("bytes=").partition("-")
-                end = min(int(last or len(data) - 1), len(data) - 1)
-                head["Content-Range"] = f"bytes {first}-{end}/{len(data)}"
-                self._send(data[int(first) : end + 1], 206, head)
-            else:
-                self._send(data, 200, head)
+            self._file(name, files[name], sha)
+
+    def _file(self, name: str, data: bytes, sha: str) -> None:
+        etag = hashlib.sha256(data).hexdigest() if is_large(name) else blob_id(data)
+        head = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        status, begin, asked = 200, 0, self.headers.get("Range")
+        if asked:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            begin, end = int(first), min(int(last or len(data) - 1), len(data) - 1)
+            head["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
+            status, data = 206, data[begin : end + 1]
+            if begin:
+                self.hub.ranges.append(begin)
+        found = next((k for k in self.hub.cut_after if name.endswith(k)), None)
+        if found is None or self.command == "HEAD":
+            self._send(data, status, head)
+            return
+        self.send_response(status)
+        for key, text in {"Content-Length": str(len(data)), **head}.items():
+            self.send_header(key, text)
+        self.end_headers()
+        self.wfile.write(data[: self.hub.cut_after.pop(found)])
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
 
     do_GET = do_POST = do_PUT = do_HEAD = _any
+
+
+class Server(ThreadingHTTPServer):
+    """Clients that are killed, or cut off, are no errors of its."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def serve() -> tuple[ThreadingHTTPServer, Hub, str]:
     """Start a server on a free port of the loopback; returns it, its state and its address."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
+    server = Server(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server, hub, f"http://127.0.0.1:{server.server_address[1]}"

@@ -67,6 +67,7 @@ def test_help_is_fast_and_names_every_command() -> None:
         "eval",
         "generate",
         "plan",
+        "shrink",
         "push",
         "pull",
         "doctor",

@@ -3,72 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hub_stand_in import Hub, serve
-from support import HELPERS
+from hub_client import Client
+from hub_client import client as start
+from support import tree
 
 import moepack
+from moepack.pipeline.shrink import shrink
+from moepack.reports.plan import plan
 from moepack.reports.verify import verify
 
-
-@dataclass
-class Client:
-    """Runs moepack apart from this process, pointed at the stand-in: the Hub library reads its address on import.
-
-    Every command is a child of one process that has imported everything (command_server.py).
-    """
-
-    hub: Hub
-    home: Path
-    server: subprocess.Popen[str]
-
-    def __call__(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return self._run({"arguments": [str(a) for a in arguments]})
-
-    def python(self, code: str) -> subprocess.CompletedProcess[str]:
-        return self._run({"code": code})
-
-    def _run(self, task: dict[str, object]) -> subprocess.CompletedProcess[str]:
-        assert self.server.stdin is not None and self.server.stdout is not None
-        files = {name: self.home / name for name in ("stdout", "stderr")}
-        print(json.dumps(task | {k: str(v) for k, v in files.items()}), file=self.server.stdin, flush=True)
-        code = int(self.server.stdout.readline())
-        return subprocess.CompletedProcess([], code, *(path.read_text() for path in files.values()))
+Edit = Callable[[Path, Callable[[dict], None]], None]
 
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    home = tmp_path_factory.mktemp("client")
-    server, hub, address = serve()
-    environment = {
-        **os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "HF_TOKEN": "hf_test",
-        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-    }  # fmt: skip
-    environment.pop("HF_HUB_OFFLINE", None)
-    command, pipe = [sys.executable, str(HELPERS / "command_server.py")], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment) as p:
-        yield Client(hub, home, p)
-        assert p.stdin is not None
-        p.stdin.close()
-    server.shutdown()
+    with start(tmp_path_factory.mktemp("client")) as client:
+        yield client
 
 
 @pytest.fixture
 def client(clients: Client) -> Client:
     """With an empty Hub and nothing downloaded."""
-    for state in (clients.hub.files, clients.hub.objects, clients.hub.commits, clients.hub.requests):
-        state.clear()
-    clients.hub.fail_commits = False
-    shutil.rmtree(clients.home / "hf", ignore_errors=True)
-    return clients
+    return clients.reset()
 
 
 def test_push_and_pull_whole(client: Client, bundle: Path, tmp_path: Path) -> None:
@@ -76,8 +38,8 @@ def test_push_and_pull_whole(client: Client, bundle: Path, tmp_path: Path) -> No
     assert out.returncode == 0, out.stderr
     assert json.loads(out.stdout)["repo"] == "someone/mini"
     sent = client.hub.files["someone/mini"]
-    assert set(sent) == {str(p.relative_to(bundle)) for p in bundle.rglob("*") if p.is_file()}
-    assert all(sent[name] == (bundle / name).read_bytes() for name in sent)
+    assert set(sent) == {*(str(p.relative_to(bundle)) for p in bundle.rglob("*") if p.is_file()), "losses.png"}
+    assert all(sent[name] == (bundle / name).read_bytes() for name in set(sent) - {"README.md", "losses.png"})
     out = client("pull", "someone/mini", "-o", tmp_path / "got", "--json", "-q")
     assert out.returncode == 0, out.stderr
     assert json.loads(out.stdout)["versions"] == ["bf16", "w4", "w3", "w2", "w1"]
@@ -101,15 +63,29 @@ def test_pull_some_versions_fetches_only_those(client: Client, bundle: Path, tmp
 
 
 def test_load_by_hub_id(client: Client, bundle: Path) -> None:
-    """transformers fetches config and dense tensors; the plug-in fetches the rest at the same commit."""
+    """transformers fetches config and dense tensors; the plug-in what the policy needs, at the same commit."""
     assert client("push", bundle, "someone/mini", "-q").returncode == 0
-    out = client.python(
-        "import moepack\nfrom transformers import AutoModelForCausalLM\n"
-        "print(AutoModelForCausalLM.from_pretrained('someone/mini').moepack.policy)\n"
-        "print(moepack.load('someone/mini', policy='static:w2').moepack.policy)"
-    )
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.split() == ["static", "static:w2"]
+    begin = "import moepack\nfrom transformers import AutoModelForCausalLM\n"
+    table = bundle.parent / "map.json"
+    table.write_text(json.dumps({"versions": [["w4"] * 16] * 3 + [["w3"] * 16]}))
+    asked: dict[str, set[str]] = {}
+    for call in (
+        "moepack.load('someone/mini', policy='static:w2')",
+        "AutoModelForCausalLM.from_pretrained('someone/mini', policy='static:w1')",
+        f"moepack.load('someone/mini', policy='static:{table}')",
+        "moepack.load('someone/mini', policy='hotness:hi=w4,lo=w2', device_memory='30MB')",
+        "AutoModelForCausalLM.from_pretrained('someone/mini')",
+    ):
+        client.hub.requests.clear()
+        out = client.python(f"{begin}model = {call}\nprint(model.moepack.policy)\nmodel.moepack.close()")
+        assert out.returncode == 0, out.stderr
+        got = {p.split("/")[-2] for m, p in client.hub.requests if m == "GET" and "/experts/" in p}
+        asked[out.stdout.strip()] = got
+    table.unlink()
+    assert asked == {
+        "static:w2": {"w2"}, "static:w1": {"w1"}, f"static:{table}": {"w4", "w3"},
+        "hotness:hi=w4,lo=w2": set(), "static": {"bf16"},
+    }, "what one policy fetched is there for the next"  # fmt: skip
 
 
 def test_build_from_a_hub_id(client: Client, demo_model: Path, text: Path, tmp_path: Path) -> None:
@@ -172,17 +148,224 @@ def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
     fails("not empty", "pull", "someone/mini", "-o", tmp_path / "full", "-q")
-    (damaged / "README.md").write_text("edited")
-    fails("README.md", "push", damaged, "someone/damaged", "-q")
+    (damaged / "tokenizer_config.json").write_text("edited")
+    fails("tokenizer_config.json", "push", damaged, "someone/damaged", "-q")
     assert "someone/damaged" not in client.hub.files
     client.hub.fail_commits = True
-    fails("someone/mini", "push", bundle, "someone/mini", "-q")
+    fails("someone/new", "push", bundle, "someone/new", "-q")
     client.hub.fail_commits = False
     name = "experts/w2/layer-001.safetensors"
     data = bytearray(client.hub.files["someone/mini"][name])
     data[-5] ^= 1
     client.hub.files["someone/mini"][name] = bytes(data)
     fails("pull again", "pull", "someone/mini", "-o", tmp_path / "c", "-q")
-    assert not (tmp_path / "c" / name).exists() and (tmp_path / "c" / "experts/w2/layer-002.safetensors").exists()
+    kept = tmp_path / "c" / ".pulling" / "files"
+    assert not (kept / name).exists() and (kept / "experts/w2/layer-002.safetensors").exists()
+    assert not (tmp_path / "c" / "manifest.json").exists() and not (tmp_path / "c" / "experts").exists()
     client.hub.files["someone/mini"][name] = (bundle / name).read_bytes()
     assert client("pull", "someone/mini", "-o", tmp_path / "c", "-q").returncode == 0
+
+
+# --- what is stopped, and what is there already
+
+
+def test_a_push_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: Path) -> None:
+    """At every moment the repository is no bundle, or all of one; what was sent is not sent again."""
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    expected, count = client.hub.files["someone/mini"], len(client.hub.requests)
+    client.hub.clear()
+    kills = 0
+    for at in (2, 5, 9, 14, 21, count - 3):
+        kills += client.killed_at(at, "push", bundle, "someone/mini", "-q")
+        there = client.hub.files.get("someone/mini", {})
+        assert "manifest.json" not in there or there == expected
+        if "manifest.partial.json" in there:
+            out = client("pull", "someone/mini", "-o", tmp_path / "early", "-q")
+            assert out.returncode == 2 and "a push to it has not ended" in out.stderr, out.stderr
+            assert not (tmp_path / "early").exists()
+    assert kills >= 4
+    held = set(client.hub.objects)
+    client.hub.requests.clear()
+    out = client("push", bundle, "someone/mini", "-q")
+    assert out.returncode == 0, out.stderr
+    assert client.hub.files["someone/mini"] == expected
+    assert held.isdisjoint(path.rpartition("/")[2] for method, path in client.hub.requests if method == "PUT")
+    commits = client.hub.commits["someone/mini"]
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    assert client.hub.commits["someone/mini"] == commits, "what is there needs no commit"
+
+
+def test_a_pull_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: Path) -> None:
+    """At a request, or between two moves into the target; a retry with the same command completes it."""
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    sent = client.hub.files["someone/mini"]
+    client.hub.requests.clear()
+    target, chance = tmp_path / "got", random.Random(1)
+    assert client("pull", "someone/mini", "-o", tmp_path / "whole", "-q").returncode == 0
+    count, kills = len(client.hub.requests), 0
+    for _ in range(4):
+        kills += client.killed_at(chance.randrange(8, count // 2), "pull", "someone/mini", "-o", target, "-q")
+        assert not (target / "manifest.json").exists()
+    assert kills >= 2
+    for move in (1, 5, 6, 3):
+        out = client.python(
+            "import os, signal, pathlib\nfrom moepack.hub import pull\ncount = 0\n"
+            "def planted(name):\n real = getattr(pathlib.Path, name)\n def move(*a):\n  global count\n  count += 1\n"
+            f"  if count == {move}: os.kill(os.getpid(), signal.SIGKILL)\n  return real(*a)\n return move\n"
+            "pathlib.Path.rename, pathlib.Path.replace = planted('rename'), planted('replace')\n"
+            f"pull('someone/mini', {str(target)!r})"
+        )
+        assert out.returncode == -9, out.stderr
+        assert not (target / "manifest.json").exists()
+    client.hub.requests.clear()
+    out = client("pull", "someone/mini", "-o", target, "-q")
+    assert out.returncode == 0, out.stderr
+    assert not [p for m, p in client.hub.requests if m == "GET" and "/experts/" in p], "all were there"
+    got = tree(target)
+    assert {n: d for n, d in got.items() if n != ".pulled.json"} == sent
+    assert not (target / ".pulling").exists() and verify(target) == []
+
+
+def test_a_file_that_was_cut_off_is_resumed(client: Client, bundle: Path, tmp_path: Path) -> None:
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    name = "model.safetensors"
+    client.hub.cut_after[name] = 300_000
+    pulling = (
+        "import huggingface_hub.constants as c\nfrom moepack.hub import pull\nc.DOWNLOAD_CHUNK_SIZE = 65536\n"
+        f"pull('someone/mini', {str(tmp_path / 'got')!r}, ['w1'])"
+    )
+    for _ in range(2):  # the library may have tried again by itself
+        client.python(pulling)
+    assert client.hub.ranges and max(client.hub.ranges) <= 300_000 and verify(tmp_path / "got") == []
+    assert (tmp_path / "got" / name).read_bytes() == (bundle / name).read_bytes()
+
+
+def test_a_version_is_added_from_where_the_others_came(client: Client, bundle: Path, tmp_path: Path) -> None:
+    """The repository has another build of the model by then."""
+    target, w4 = tmp_path / "got", ("pull", "someone/mini", "-o", tmp_path / "got", "--versions", "w4", "-q")
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    out = client("pull", "someone/mini", "-o", target, "--add", "w2", "-q")
+    assert out.returncode == 2 and "is no bundle that a version could be added to" in out.stderr
+    assert client(*w4).returncode == 0
+    shrink(bundle, tmp_path / "other", ["w2", "w1"])
+    out = client("push", tmp_path / "other", "someone/mini", "-q")
+    assert out.returncode == 0, out.stderr
+    assert not [n for n in client.hub.files["someone/mini"] if "/w4/" in n or "partial" in n]
+    out = client("pull", "someone/mini", "-o", target, "--add", "w2", "-q")
+    assert out.returncode == 0, out.stderr
+    assert [v.name for v in moepack.open(target).versions] == ["w4", "w2"] and verify(target) == []
+    out = client("pull", "someone/mini", "-o", target, "--versions", "w2", "--revision", "main", "-q")
+    assert out.returncode == 2 and "not this bundle" in out.stderr
+    out = client("pull", "someone/mini", "-o", tmp_path / "both", "--versions", "w2", "--add", "w1", "-q")
+    assert out.returncode == 2 and "give one of them" in out.stderr
+
+
+def test_a_budget_chooses_what_is_fetched(client: Client, bundle: Path, tmp_path: Path) -> None:
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    least = plan(bundle, 1 << 30, all_logits=False, kv_tokens=576).least_bytes
+    client.hub.requests.clear()
+    out = client("pull", "someone/mini", "-o", tmp_path / "got", "--fit", str(least), "-q", "--json")
+    assert out.returncode == 0, out.stderr
+    assert json.loads(out.stdout)["versions"] == ["w1"]
+    assert {p.split("/")[-2] for m, p in client.hub.requests if "/experts/" in p} == {"w1"}
+    out = client("pull", "someone/mini", "-o", tmp_path / "none", "--fit", "1MB", "-q")
+    assert out.returncode == 2 and f"the least that would do is {least} bytes" in out.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_repository_of_something_else_is_left_alone(
+    client: Client, bundle: Path, damaged: Path, edit_manifest: Edit
+) -> None:
+    def refused(word: str, path: Path) -> None:
+        before = dict(client.hub.files["someone/mini"])
+        out = client("push", path, "someone/mini", "-q")
+        assert out.returncode == 2 and word in out.stderr and client.hub.files["someone/mini"] == before, out.stderr
+
+    client.hub.files["someone/mini"] = {".gitattributes": b"", "config.json": b"{}"}
+    refused("holds config.json, and is no bundle", bundle)
+    client.hub.files["someone/mini"] = {"manifest.json": b"{}", "a": b""}
+    refused("is not a bundle's", bundle)
+    client.hub.files["someone/mini"] = {".gitattributes": b"", "README.md": b"---\nlicense: mit\n---\n"}
+    edit_manifest(damaged, lambda m: m["provenance"]["checkpoint"]["files"].update({"model.safetensors": "0" * 64}))
+    assert client("push", damaged, "someone/mini", "-q").returncode == 0
+    refused("holds a bundle of another model", bundle)
+    client.hub.files["someone/mini"]["manifest.partial.json"] = client.hub.files["someone/mini"].pop("manifest.json")
+    refused("holds a bundle of another model", bundle)
+
+
+def test_a_part_of_a_bundle_is_pushed_as_what_it_is(client: Client, bundle: Path, tmp_path: Path) -> None:
+    """And a branch is one of its own."""
+    part = Path(shutil.copytree(bundle, tmp_path / "part", ignore=shutil.ignore_patterns("bf16", "w3", "w1")))
+    out = client("push", part, "someone/mini", "--revision", "part", "--base-model", "some/base", "-q")
+    assert out.returncode == 0, out.stderr
+    assert client.hub.files["someone/mini"] == {}
+    out = client("pull", "someone/mini", "-o", tmp_path / "got", "--revision", "part", "-q", "--json")
+    assert out.returncode == 0 and json.loads(out.stdout)["versions"] == ["w4", "w2"], out.stderr
+    card = (tmp_path / "got" / "README.md").read_text()
+    assert "base_model: some/base" in card and "| w4 |" in card and "| w3 |" not in card
+    out = client("pull", "someone/mini", "-o", tmp_path / "more", "--revision", "part", "--versions", "w3", "-q")
+    assert out.returncode == 2 and "has no version w3: it has w4, w2" in out.stderr
+    assert client("push", bundle, "someone/mini", "--revision", "part", "-q").returncode == 0
+    out = client("pull", "someone/mini", "-o", tmp_path / "got", "--revision", "part", "--add", "w3", "-q")
+    assert out.returncode == 0, out.stderr
+
+
+# --- what a stranger's repository may hold
+
+
+def test_hostile_repositories(client: Client, bundle: Path, tmp_path: Path, edit_manifest: Edit) -> None:
+    """Nothing is written outside the target, nothing that the manifest does not name, and each ends in one line."""
+    whole = tree(bundle)
+    digest = {"size": 4, "sha256": "0" * 64}
+
+    def with_file(name: str) -> dict[str, bytes]:
+        copy = Path(shutil.copytree(bundle, tmp_path / "copy", dirs_exist_ok=True))
+        edit_manifest(copy, lambda m: m["files"].update({name: digest}))
+        return {**tree(copy), name: b"evil"}
+
+    cases = {
+        "outside": with_file("../evil"), "absolute": with_file("/tmp/evil"), "hidden": with_file(".pulling/lock"),
+        "a folder as a file": with_file("experts"), "digest": with_file("evil"), "long": with_file("e" * 300),
+        "a size": {**whole, "tokenizer.json": b"x" * 10_000_000}, "missing": {**whole} | {"gone": b""},
+        "not JSON": {**whole, "manifest.json": b"{"}, "deep": {**whole, "manifest.json": b"[" * 100_000},
+        "long manifest": {**whole, "manifest.json": bytes((64 << 20) + 1)},
+        "a link": {**whole, "config.json": b"../../x"},
+    }  # fmt: skip
+    del cases["missing"]["tokenizer.json"]
+    area = tmp_path / "area"
+    for name, files in cases.items():
+        client.reset()
+        client.hub.files["someone/mini"] = files
+        area.mkdir()
+        out = client("pull", "someone/mini", "-o", area / "got", "--versions", "w1", "-q")
+        lines = [line for line in out.stderr.splitlines() if line.strip()]
+        assert out.returncode == 2 and len(lines) == 1 and lines[0].startswith("moepack: "), (name, out.stderr)
+        assert {p.name for p in area.iterdir()} <= {"got"} and not (area / "got" / "manifest.json").exists(), name
+        shutil.rmtree(area)
+    client.reset()
+    client.hub.files["someone/mini"] = {**whole, "extra.py": b"evil", "experts/w1/extra.safetensors": b"evil"}
+    out = client("pull", "someone/mini", "-o", area, "--versions", "w1", "-q")
+    assert out.returncode == 0, out.stderr
+    assert not [n for n in tree(area) if "extra" in n]
+    (tmp_path / "elsewhere").mkdir()
+    shutil.rmtree(area / "experts")
+    (area / "experts").symlink_to(tmp_path / "elsewhere")
+    out = client("pull", "someone/mini", "-o", area, "--versions", "w1", "-q")
+    assert out.returncode == 2 and "is a link" in out.stderr and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_without_a_network_it_says_so(client: Client, bundle: Path, tmp_path: Path) -> None:
+    assert client("push", bundle, "someone/mini", "-q").returncode == 0
+    code = "from moepack.hub import pull, push\nimport huggingface_hub.constants as c\n"
+    for change in ("c.HF_HUB_OFFLINE = True", "c.ENDPOINT = 'http://127.0.0.1:9'"):
+        for begun in (False, True):  # the second has the manifest in its cache
+            if begun:
+                out = client("pull", "someone/mini", "-o", tmp_path / "some", "--versions", "w1", "-q")
+                assert out.returncode == 0, out.stderr
+                shutil.rmtree(tmp_path / "some")
+            else:
+                shutil.rmtree(client.home / "hf", ignore_errors=True)
+            template = "c.HUGGINGFACE_CO_URL_TEMPLATE = c.ENDPOINT + '/{repo_id}/resolve/{revision}/{filename}'"
+            out = client.python(f"{code}{change}\n{template}\npull('someone/mini', {str(tmp_path / 'got')!r})")
+            assert "the Hub cannot be reached" in out.stderr and "is not a moepack bundle" not in out.stderr, out.stderr
+            assert not (tmp_path / "got").exists()

@@ -11,13 +11,14 @@ import pytest
 from hub_stand_in import serve
 
 import moepack
+from moepack.generation import generate
 from moepack.hub import pull, push
 from moepack.pack import hub_name
 from moepack.pack.errors import MoepackError
 from moepack.pack.hub_name import on_hub
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.reports.evaluate import evaluate, generate
+from moepack.reports.evaluate import evaluate
 
 Point = Callable[..., None]
 

@@ -45,7 +45,8 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_in_the_wheel(unpacked: Path) -> None:
     expected = set()
     for folder in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
-        files = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".md", ".yaml", ".c", ".h", ".typed")]
+        kinds = (".py", ".md", ".yaml", ".c", ".h", ".html", ".typed")
+        files = [p for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
         inside = "" if folder == "moepack" else "moepack/"
         expected |= {f"{inside}{p.relative_to(ROOT)}" for p in files}
     found = {str(p.relative_to(unpacked)) for p in (unpacked / "moepack").rglob("*") if p.is_file()}

@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 import moepack
 from moepack.pack.errors import InputError
 from moepack.reports.plan import plan
+from moepack.runtime import snapshot as snapshots
 from moepack.runtime.plugin import MoepackConfig
 
 HOT = "hotness:hi=bf16,lo=w2"
@@ -89,18 +89,21 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
     """With transformers' part of it in a cache of its own: same token, same cache, and no request where none may be."""
     commit = "0123456789" * 4
     snapshot = tmp_path / "cache" / "models--someone--mini" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    for file in (f for f in bundle.iterdir() if f.is_file() and f.name != "manifest.json"):
-        (snapshot / file.name).symlink_to(file)
+    for file in (f for f in bundle.rglob("*") if f.is_file() and (f.parent == bundle or f.parent.name == "w2")):
+        (snapshot / file.relative_to(bundle)).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / file.relative_to(bundle)).symlink_to(file)
+    (snapshot / "experts" / "w4").mkdir()  # as a download that was stopped leaves it
+    (snapshot / "experts" / "w4" / "layer-000.safetensors").symlink_to(bundle / "experts/w4/layer-000.safetensors")
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text(commit)
     seen: list[Any] = []
+    fetch = snapshots.fetch
 
-    def stand_in(*args: Any, **kwargs: Any) -> str:
-        seen.append((args, kwargs))
-        return str(bundle)
+    def note(*args: Any) -> Any:
+        seen.append(args)
+        return fetch(*args)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
+    monkeypatch.setattr("moepack.runtime.plugin.fetch", note)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # transformers asks for more than what it needs
     if own:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -108,8 +111,9 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
         model, given = moepack.load("someone/mini", token="hf_mine", policy="static:w2"), {"token": "hf_mine"}
     else:
         given = {"token": "hf_mine", "cache_dir": str(tmp_path / "cache"), "local_files_only": True}
-        model = AutoModelForCausalLM.from_pretrained("someone/mini", **given)
-    assert model.moepack.bundle.path == bundle and seen == [(("someone/mini",), {"revision": commit, **given})]
+        model = AutoModelForCausalLM.from_pretrained("someone/mini", policy="static:w2", **given)
+    assert model.moepack.bundle.path == snapshot and seen == [("someone/mini", commit, "static:w2", False, given)]
+    assert [v.name for v in model.moepack.bundle.versions] == ["w2"], "what is there in part is not there"
 
 
 def test_programs_that_load_by_path_are_told_by_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,17 +12,19 @@ import torch
 from support import ROOT, random_matrix
 
 import moepack
+from moepack.generation import generate
 from moepack.pack.affine import decode_affine, encode_affine
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, affine_sections
-from moepack.reports.evaluate import evaluate, generate
+from moepack.reports.evaluate import evaluate
 from moepack.runtime.allocation.knapsack import greedy
 from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise, unpack
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.policies.static import static_map
+from moepack.server.sampling import Sampling
 
 
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
@@ -313,5 +315,5 @@ def test_perplexity_is_the_definition(demo_model: Path, evaluation: Path) -> Non
 def test_generation_is_transformers_own(bundle: Path, demo_model: Path) -> None:
     texts = [generate(path, "The history of", max_new_tokens=12) for path in (bundle, demo_model)]
     assert texts[0] == texts[1] and len(texts[0]) > 10
-    sampled = {generate(bundle, "The", temperature=1.0, seed=s, max_new_tokens=8) for s in (0, 0, 1)}
+    sampled = {generate(bundle, "The", sampling=Sampling(1.0, seed=s), max_new_tokens=8) for s in (0, 0, 1)}
     assert len(sampled) == 2

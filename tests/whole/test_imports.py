@@ -16,6 +16,7 @@ FLOORS = (
     "moepack",  # the face: cli, hub, hook
     "moepack.pipeline",
     "moepack.reports",
+    "moepack.server",
     "moepack.shared",  # the files of moepack/ that its other rooms use
     "calibrate",
     "quantize",
@@ -32,11 +33,12 @@ FLOORS = (
     "runtime.kernels",
     "pack",
 )
-SHARED = ("progress", "memory", "version")
+SHARED = ("progress", "memory", "version", "opening")
 # Below, and yet not to be imported: a server needs neither quantisers nor data sets.
 NEVER = {room: {"calibrate", "quantize", "recipes"} for room in FLOORS if room.startswith("runtime")}
 NEVER |= {"quantize": {r for r in FLOORS if r.startswith(("runtime", "recipes"))}}
 NEVER |= {"calibrate": NEVER["quantize"]}
+NEVER |= {"moepack.server": {"calibrate", "quantize", "recipes"}}
 STANDARD_ONLY = ("pack.spec", "pack.errors")
 Imports = dict[str, set[str]]  # module -> modules of moepack, and other packages as ".name"
 

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import moepack
 from moepack.cli import app
+from moepack.generation import NEW_TOKENS, PROMPT, generate
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.reports.evaluate import NEW_TOKENS, PROMPT, generate
 from moepack.reports.plan import plan
 from moepack.runtime.planning.exceeded import TooSmallError
 

@@ -17,11 +17,12 @@ import torch
 from support import HELPERS
 
 import moepack
+from moepack.generation import generate
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.reports.evaluate import evaluate, generate
+from moepack.reports.evaluate import evaluate
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Activations, Fixed, Workload, dense_bytes
 from moepack.runtime.planning.kv_cache import KvShape, cache_bytes

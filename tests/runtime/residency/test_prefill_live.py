@@ -132,7 +132,12 @@ def test_the_prompts_experts_are_on_the_device(bundle: Path) -> None:
     live, prompt = model.moepack.live, ids(5, 60)
     counts = []
     add = live.hearing._add
-    live.hearing._add = lambda step: (counts.append([row.copy() for row in step.counters.take()[0]]), add(step))
+
+    def noted(step: Any, capacity: Any) -> Any:
+        counts.append([row.copy() for row in step.counters.take()[0]])
+        return add(step, capacity)
+
+    live.hearing._add = noted
     decoded(model, prompt, 1)
     settle(model)
     for row, versions, prior in zip(counts[0], model.moepack.versions, live.plan.traffic, strict=True):

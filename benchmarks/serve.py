@@ -1,0 +1,249 @@
+"""Throughput, TTFT and TPOT of `moepack serve` by clients and policies, with plain `transformers serve` beside it.
+
+    python -m benchmarks.serve --bundle BUNDLE [--checkpoint MODEL] [--device-memory SIZE] [--data FILE...]
+    python -m benchmarks.serve --bundle BUNDLE --soak 480
+
+Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
+asks for one answer after another, with prompts from the files in turn. `transformers serve` has one set of sampling
+parameters for all and no `ignore_eos`: there what came is what counts, and only greedy answers are asked of either.
+`--soak SECONDS` loads one server instead, with the files changing every 30 seconds and clients that leave half-way, and
+says how its memory grew after a tenth of the time. Without arguments: the model and texts in examples/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Target, arguments, finish
+from benchmarks.load import Reply, clients, percentile, stream
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+POLICIES = ("hotness", "uniform", "lru")
+CLIENTS = (1, 4, 16, 32)
+
+
+@contextlib.contextmanager
+def moepack_serve(bundle: Path, *options: str) -> Iterator[tuple[int, int]]:
+    """A server of a bundle: its port and process."""
+    command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--name", "model", "--port", "0", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if found := re.search(r"serving model at http://[^:]+:(\d+)", line):
+                yield int(found[1]), process.pid
+                return
+        raise SystemExit(said)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextlib.contextmanager
+def transformers_serve(checkpoint: Path) -> Iterator[tuple[int, int]]:
+    """transformers' own server of a plain checkpoint, with continuous batching."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = (
+        "from transformers.cli.serve import Serve; Serve("
+        f"force_model={str(checkpoint)!r}, port={port}, device='cpu', dtype='auto', host='127.0.0.1', "
+        "continuous_batching=True, cb_use_cuda_graph=False, log_level='error')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        for _ in range(600):
+            if process.poll() is not None:
+                assert process.stderr is not None
+                raise RuntimeError(process.stderr.read().strip().splitlines()[-1])
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.2)
+        yield port, process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def texts(path: Path) -> list[str]:
+    """The documents of a file: lines of text, or of JSON whose first string counts."""
+    out = []
+    for line in path.read_text().splitlines():
+        found = json.loads(line) if path.suffix == ".jsonl" else line
+        if isinstance(found, dict):
+            found = next((v for v in found.values() if isinstance(v, str)), "")
+        if len(found) > 40:
+            out.append(str(found))
+    return out
+
+
+def asking(port: int, model: str, prompts: list[list[str]], tokens: int, length: int, own: bool) -> Any:
+    """What a client does in its turn: a prompt of the file whose turn it is."""
+
+    async def ask(number: int, turn: int) -> Reply:
+        pool = prompts[turn // 4 % len(prompts)]
+        prompt = random.Random(f"{number} {turn}").choice(pool)[:length]
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        if own:
+            body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        return await stream(port, "/v1/completions", body)
+
+    return ask
+
+
+def measured(ask: Any, count: int, seconds: float) -> dict[str, Any]:
+    """A row of the table."""
+    replies, took = asyncio.run(clients(count, seconds, ask))
+    good = [r for r in replies if r.error is None]
+    failed = [r.error for r in replies if r.error is not None]
+    row: dict[str, Any] = {"clients": count, "answers": len(good), "errors": len(failed)}
+    if failed:
+        row["error"] = str(failed[0])[:200]
+    if good:
+        row["tokens/s"] = sum(r.tokens for r in good) / took
+        for name, values in (("TTFT", [r.first * 1e3 for r in good]), ("TPOT", [r.each * 1e3 for r in good])):
+            row |= {f"{name} p50": percentile(values, 0.5), f"{name} p99": percentile(values, 0.99)}
+    return row
+
+
+def live(port: int) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/live") as answer:
+        return json.load(answer)
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process's memory that are its own."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+def soak(bundle: Path, memory: str, prompts: list[list[str]], seconds: float) -> tuple[list[Any], list[Target]]:
+    """One server under a load that shifts, for so long: memory, promotions and errors, ten times."""
+    with moepack_serve(bundle, "--policy", "hotness", "--device-memory", memory) as (port, pid):
+        began, rows = time.monotonic(), []
+        errors = 0
+
+        async def ask(number: int, turn: int) -> Reply:
+            pool = prompts[int(time.monotonic() - began) // 30 % len(prompts)]
+            chance = random.Random(f"{number} {turn}")
+            prompt = chance.choice(pool)[: chance.choice((40, 200, 800))]
+            body = {"model": "model", "prompt": prompt, "max_tokens": chance.choice((8, 32, 96)), "temperature": 0.8}
+            try:
+                patience = 0.3 if chance.random() < 0.1 else 120
+                return await asyncio.wait_for(stream(port, "/v1/completions", body), patience)
+            except TimeoutError:
+                return Reply(tokens=1, at=[0.0])  # it left half-way
+
+        for _ in range(10):
+            replies, _ = asyncio.run(clients(16, seconds / 10, ask))
+            now = live(port)
+            errors += sum(r.error is not None and "no text" not in r.error for r in replies)
+            row = {"minutes": (time.monotonic() - began) / 60, "MB": resident(pid) / 1e6, "answers": len(replies)}
+            row |= {"errors": errors, "promotions": now["counters"]["promotions"], "left": now["totals"]["cancelled"]}
+            row |= {"waits": now["counters"]["forward_waits"], "peak": now["budget"]["peak"] / now["budget"]["total"]}
+            rows.append(row)
+    growth = rows[-1]["MB"] / rows[0]["MB"] - 1
+    return rows, [
+        Target("growth of memory after a tenth of the time, %", 100 * growth, 2.0, "lower"),
+        Target("errors", errors, 0, "lower"),
+        Target("forward waits", rows[-1]["waits"], 0, "lower"),
+        Target("peak of reserved bytes by the budget", rows[-1]["peak"], 1.0, "lower"),
+        Target("promotions in the second half", rows[-1]["promotions"] - rows[4]["promotions"], 1, "higher"),
+    ]
+
+
+def compare(
+    bundle: Path, checkpoint: Path | None, memory: str, prompts: list[list[str]], options: Any
+) -> tuple[list[Any], list[Target]]:
+    """Rows by server and clients, and what the first policy is held to."""
+    rows: list[dict[str, Any]] = []
+    counts, seconds = ((1, 16), 4.0) if options.quick else (CLIENTS, options.seconds)
+    waits = peak = 0.0
+    for policy in POLICIES[: 1 if options.quick else None]:
+        with moepack_serve(bundle, "--policy", policy, "--device-memory", memory) as (port, _):
+            ask = asking(port, "model", prompts, options.tokens, options.length, True)
+            measured(ask, 4, 1.0)
+            for count in counts:
+                rows.append({"server": f"moepack, {policy}", **measured(ask, count, seconds)})
+            if policy == POLICIES[0]:
+                now = live(port)
+                waits, peak = now["counters"]["forward_waits"], now["budget"]["peak"] / now["budget"]["total"]
+    if checkpoint is not None and not options.quick:
+        try:
+            with transformers_serve(checkpoint) as (port, _):
+                ask = asking(port, str(checkpoint), prompts, options.tokens, options.length, False)
+                measured(ask, 1, 1.0)
+                for count in counts:
+                    rows.append({"server": "transformers serve", **measured(ask, count, seconds)})
+        except (ImportError, RuntimeError) as error:
+            rows.append({"server": "transformers serve", "error": str(error)[:200]})
+    first = {row["clients"]: row for row in rows if row["server"] == f"moepack, {POLICIES[0]}"}
+    return rows, [
+        Target("throughput at 16 clients by that at one", first[16]["tokens/s"] / first[1]["tokens/s"], 4.0, "higher"),
+        Target("errors", sum(row["errors"] for row in first.values()), 0, "lower"),
+        Target("forward waits", waits, 0, "lower"),
+        Target("peak of reserved bytes by the budget", peak, 1.0, "lower"),
+    ]
+
+
+def built(work: Path) -> Path:
+    """A bundle of the model in examples/."""
+    from moepack.pipeline.build import build
+    from moepack.pipeline.recipe import parse_recipe
+
+    recipe = "versions: [bf16, w4, w3, w2]\nquantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 16}\n"
+    build(
+        EXAMPLES / "mini-qwen3-moe",
+        work / "mini",
+        parse_recipe(recipe, "quick"),
+        [EXAMPLES / "text" / "calibration.jsonl"],
+    )
+    return work / "mini"
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--bundle", type=Path, help="what is served; a small one is built without it")
+    parser.add_argument("--checkpoint", type=Path, help="for transformers serve")
+    parser.add_argument("--device-memory", default="5MB", help="the budget")
+    parser.add_argument("--data", type=Path, nargs="+", default=[EXAMPLES / "text" / "evaluation.jsonl"])
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a row")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--length", type=int, default=200, help="characters of a prompt")
+    parser.add_argument("--soak", type=float, help="seconds of one long load instead")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    prompts = [texts(path) for path in options.data]
+    with tempfile.TemporaryDirectory() as work:
+        bundle = options.bundle or built(Path(work))
+        checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
+        if options.soak:
+            rows, targets = soak(bundle, options.device_memory, prompts, options.soak)
+            columns = ["minutes", "MB", "answers", "errors", "left", "promotions", "waits", "peak"]
+        else:
+            rows, targets = compare(bundle, checkpoint, options.device_memory, prompts, options)
+            timed = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+            columns = ["server", "clients", "answers", "errors", "tokens/s", *timed, "error"]
+    finish("Serving, times in ms", columns, rows, targets, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Text from a bundle or a checkpoint: prompts and chats are continued, inside the budget that the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from moepack.pack.errors import InputError
+
+from .opening import check, load_model, locate
+from .progress import Reporter
+from .server.sampling import Sampler, Sampling
+from .server.text import Stops
+
+PROMPT = 512  # tokens of a prompt that go in at once, in a budget
+NEW_TOKENS = 64  # that a prompt is continued by
+CHAT_TOKENS = 2048  # of a chat that a budget leaves room for from the start
+GREEDY = Sampling(temperature=0.0)
+Messages = Sequence[dict[str, str]]
+Tell = Callable[[str], None]
+
+
+class Session:
+    """A loaded model that continues one text after another; as a context it ends with the model's."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        policy: str | None = None,
+        device: str = "cpu",
+        dtype: str = "auto",
+        device_memory: int | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """Look at what there is; `load` loads it.
+
+        Raises:
+            InputError: when it is not there, or the policy does not fit it.
+        """
+        from moepack.calibrate.data import load_tokenizer
+
+        self._path, self._asked, self._memory = path, (policy, device, dtype, device_memory), device_memory
+        with Reporter().hub_bars():
+            self._source, self._is_bundle = locate(path)
+            check(self._source, self._is_bundle, *self._asked)
+            self.tokenizer = load_tokenizer(Path(self._source))
+        if chat_template is not None:
+            self.tokenizer.chat_template = chat_template
+        self.model: Any = None
+        self._cache: Any = None
+        self._cached: list[int] = []
+
+    def load(self, tokens: int, prompt: int, batch: int = 1, all_logits: bool = False) -> None:
+        """Load the model; a budget leaves room for `batch` sequences of `tokens`, read `prompt` at a time."""
+        self._chunk = prompt or PROMPT
+        room: dict[str, Any] = {"kv_tokens": tokens, "batch": batch, "prefill_tokens": prompt, "all_logits": all_logits}
+        with Reporter().hub_bars():
+            self.model = load_model(self._source, self._is_bundle, *self._asked, **room)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._cache = None
+        if self.model is not None and self._is_bundle:
+            self.model.moepack.close()
+
+    def text(self, prompt: str) -> list[int]:
+        """The tokens of a plain text.
+
+        Raises:
+            InputError: when there are none.
+        """
+        ids: list[int] = self.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
+        if not ids:
+            raise InputError("the prompt is empty")
+        return ids
+
+    def chat(self, messages: Messages) -> list[int]:
+        """The tokens of a chat by the model's template, up to where the answer begins.
+
+        Raises:
+            InputError: without a template, or where it does not take these messages.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InputError(f"{self._path}: its tokenizer has no chat template: give one with --chat-template")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever a template raises
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(f"{self._path}: its chat template does not take this chat: {what}") from None
+        return self.text(str(text))
+
+    def go_on(
+        self, ids: list[int], new_tokens: int, sampling: Sampling = GREEDY, stop: Sequence[str] = (),
+        tell: Tell = lambda text: None,
+    ) -> str:  # fmt: skip
+        """Continue a prompt. What an earlier one with the same beginning left in the cache is not read again.
+
+        Args:
+            ids: its tokens.
+            new_tokens: at the most.
+            sampling: how tokens are chosen; the same seed gives what `moepack serve` answers.
+            stop: texts at which the answer ends; they are not part of it.
+            tell: is given the text as it comes.
+        """
+        import torch
+        from transformers import LogitsProcessorList, StoppingCriteriaList
+        from transformers.generation.logits_process import LogitsProcessor
+        from transformers.generation.stopping_criteria import StoppingCriteria
+        from transformers.generation.streamers import TextStreamer
+
+        stops, told, ended = Stops([s for s in stop if s]), list[str](), False
+        sampler = Sampler(sampling, ids, self.model.device)
+
+        class Streamer(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                nonlocal ended
+                if ended:
+                    return
+                text, ended = stops.push(text)
+                text += stops.end() if stream_end and not ended else ""
+                if text:
+                    told.append(text)
+                    tell(text)
+
+        class Stop(StoppingCriteria):
+            def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+                return torch.full((len(input_ids),), ended, device=input_ids.device, dtype=torch.bool)
+
+        class Choose(LogitsProcessor):
+            def __call__(self, input_ids: Any, scores: Any) -> Any:
+                return torch.full_like(scores, -torch.inf).index_fill_(
+                    1, torch.tensor([sampler.choose(scores[0]).token], device=scores.device), 0.0
+                )
+
+        streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        whole = torch.tensor([ids], device=self.model.device)
+        cache, done = self._reuse(ids)
+        if self._memory is not None:
+            cache = self._prefill(whole, cache, done)
+        out = self.model.generate(
+            whole, attention_mask=torch.ones_like(whole), max_new_tokens=new_tokens, pad_token_id=0, streamer=streamer,
+            past_key_values=cache, stopping_criteria=StoppingCriteriaList([Stop()]), return_dict_in_generate=True,
+            do_sample=False, repetition_penalty=1.0, logits_processor=LogitsProcessorList([Choose()]),
+        )  # fmt: skip
+        cached = out.past_key_values.get_seq_length() if out.past_key_values is not None else 0
+        self._cache, self._cached = out.past_key_values, out.sequences[0, :cached].tolist()
+        return "".join(told)
+
+    def _reuse(self, ids: list[int]) -> tuple[Any, int]:
+        """The cache of the last text as far as a prompt begins like it, and how many tokens that is."""
+        from transformers.cache_utils import DynamicLayer
+
+        cache, self._cache = self._cache, None  # a pass that is interrupted leaves it between two states
+        done = next((n for n, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), len(self._cached))
+        done = min(done, len(ids) - 1)
+        if cache is None or not done:
+            return None, 0
+        if done < len(self._cached):
+            if any(type(layer) is not DynamicLayer for layer in getattr(cache, "layers", [None])):
+                return None, 0  # a sliding window or a state cannot go back
+            cache.crop(done - len(self._cached))
+        return cache, done
+
+    def _prefill(self, ids: Any, cache: Any, done: int) -> Any:
+        """The cache of a prompt's first tokens, put in a chunk at a time; the last chunk is left to generation."""
+        import torch
+
+        last: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        end = done + (ids.shape[1] - 1 - done) // self._chunk * self._chunk
+        with torch.inference_mode():
+            for part in ids[:, done:end].split(self._chunk, dim=1) if end > done else ():
+                cache = self.model(input_ids=part, past_key_values=cache, use_cache=True, **last).past_key_values
+        return cache
+
+
+def generate(
+    path: str | Path,
+    prompt: str,
+    policy: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    device_memory: int | None = None,
+    max_new_tokens: int = NEW_TOKENS,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
+    batch: int = 1,
+    kv_tokens: int | None = None,
+    prefill_tokens: int | None = None,
+    all_logits: bool = False,
+    messages: Messages | None = None,
+    chat_template: str | None = None,
+    tell: Tell = lambda text: None,
+) -> str:
+    """The continuation of a prompt, or the answer to `messages`.
+
+    A budget leaves room for `batch` sequences with the KV cache of `kv_tokens` tokens, or of the prompt and all new
+    ones; and for passes of `prefill_tokens` tokens, or of the prompt's, at most 512: so many of it go in at once.
+    `tell` is given the text as it comes.
+
+    Raises:
+        InputError: for an empty prompt, or a model without a chat template that is given messages.
+    """
+    with Session(path, policy, device, dtype, device_memory, chat_template) as session:
+        ids = session.text(prompt) if messages is None else session.chat(messages)
+        passes = min(len(ids), PROMPT) if prefill_tokens is None else prefill_tokens
+        session.load(len(ids) + max_new_tokens if kv_tokens is None else kv_tokens, passes, batch, all_logits)
+        return session.go_on(ids, max_new_tokens, sampling, stop, tell)

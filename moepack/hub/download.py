@@ -1,0 +1,208 @@
+"""Fetching bundles: whole, some versions, or what a budget would serve; what was stopped goes on.
+
+Fetches the files that the manifest names and no others, with the sizes that it gives, and checks their digests before
+they are the target's. Decides nothing about where they wait until then (staging.py) or what fits (reports/fitting.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from moepack.pack.errors import BundleError, InputError, Problem, TargetError
+from moepack.pack.hub_files import fetch_files
+from moepack.pack.hub_name import on_hub
+from moepack.pack.manifest import MANIFEST
+from moepack.pack.reader import Bundle, verify
+from moepack.pack.spec import version_names
+from moepack.pack.tables import TABLES
+from moepack.progress import Reporter
+from moepack.reports.fitting import Described, Fit, fitting
+
+from .errors import HubError, hub_errors
+from .remote import CARD, PUSHING, Remote, read_remote
+from .staging import Staging, read_record
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_CARD_BYTES = 16 << 20
+
+
+def pull(
+    repo: str,
+    target: str | Path,
+    versions: Sequence[str] = (),
+    revision: str | None = None,
+    reporter: Reporter | None = None,
+    add: Sequence[str] = (),
+    fit: Fit | None = None,
+) -> Path:
+    """Download a bundle, or only some of its versions, and verify it.
+
+    A pull that was stopped goes on where it was when it is run again. A target that is this bundle already is
+    completed, from the commit that it was pulled from.
+
+    Args:
+        repo: OWNER/NAME.
+        target: the bundle's directory.
+        versions: only these; all that are there without.
+        revision: a branch, tag or commit.
+        reporter: who is told of progress.
+        add: versions to add to a bundle that is there.
+        fit: in place of names: the versions that a plan for this budget serves.
+
+    Raises:
+        InputError: for a version that the bundle does not have, or a budget that holds nothing.
+        TargetError: when the target holds something else, or has no room.
+        BundleError: when the repository's manifest is not one, or what arrived is damaged.
+        HubError: when the Hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    reporter, target = reporter or Reporter(), Path(target)
+    wanted = tuple(versions) or tuple(add)
+    _check(target, versions, add, fit)
+    api = HfApi()
+    if on_hub(repo, MANIFEST, PUSHING, instead="", revision=revision) is None:
+        raise HubError(f"{repo}: is not a moepack bundle: it has no {MANIFEST}")
+    with hub_errors(repo):
+        remote = _same(api, _remote(api, repo, revision), target, revision, reporter)
+        for name in wanted:
+            _check_version(remote, name)
+        if not remote.versions:
+            raise HubError(f"{repo}: holds no version as a whole: a push to it has not ended, or lost its files")
+        _check_names(remote)
+        with Staging(target) as staging, reporter.hub_bars():
+            chosen = wanted or (_fitting(api, remote, staging, fit, reporter) if fit else remote.versions)
+            _pull(api, remote, staging, chosen, reporter)
+    return target
+
+
+def _check(target: Path, versions: Sequence[str], add: Sequence[str], fit: Fit | None) -> None:
+    if sum(map(bool, (versions, add, fit))) > 1:
+        raise InputError("--versions, --add and --fit each say which versions to fetch: give one of them")
+    for name in (*versions, *add):
+        if name not in version_names():
+            raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
+    if add and not (target / MANIFEST).is_file():
+        raise TargetError(f"{target}: is no bundle that a version could be added to: pull one with --versions")
+
+
+def _remote(api: HfApi, repo: str, revision: str | None) -> Remote:
+    remote = read_remote(api, repo, revision)
+    if remote is None:
+        raise HubError(f"{repo}: a push to it has not ended: try again later, or name an earlier --revision")
+    return remote
+
+
+def _same(api: HfApi, remote: Remote, target: Path, revision: str | None, reporter: Reporter) -> Remote:
+    """The commit to pull from, which for a bundle that is in the target is one that holds the same."""
+    mine = target / MANIFEST
+    if not mine.is_file() or mine.read_bytes() == remote.data:
+        return remote
+    record = read_record(target)
+    if revision is None and record.get("repo") == remote.repo and record.get("commit") not in (None, remote.commit):
+        earlier = read_remote(api, remote.repo, record["commit"])
+        if earlier is not None and earlier.data == mine.read_bytes():
+            reporter.note(f"{remote.repo} has changed since: pulling from commit {earlier.commit}, as before")
+            return earlier
+    raise TargetError(f"{target}: is not empty, and not this bundle: name a new directory")
+
+
+def _check_version(remote: Remote, name: str) -> None:
+    if name not in remote.versions:
+        here = f"it has {', '.join(remote.versions) or 'none'}"
+        raise InputError(f"{remote.repo}: has no version {name}: {here}")
+
+
+def _check_names(remote: Remote) -> None:
+    """Names that begin with a dot are the target's own: this program's, and other programs' settings."""
+    names = [PurePosixPath(name) for name in (*remote.manifest.files, *remote.manifest.expert_files)]
+    folders = {above for name in names for above in name.parents}
+    for name in names:
+        if any(part.startswith(".") for part in name.parts):
+            raise BundleError.single(f"{remote.repo}/{name}", "path", "a bundle has no hidden files")
+        if name in folders:
+            raise BundleError.single(f"{remote.repo}/{name}", "path", "is a file, and a folder of others")
+
+
+def _pull(api: HfApi, remote: Remote, staging: Staging, versions: Sequence[str], reporter: Reporter) -> None:
+    sizes = remote.listed([*remote.manifest.files, *(f for v in versions for f in remote.experts(v))])
+    missing = {name: size for name, size in sizes.items() if not _has(staging.target / name, size)}
+    _check_room(staging, missing)
+    _fetch(api, remote, staging.files, missing, reporter)
+    _verify(remote, staging.files, set(missing), reporter)
+    _verify(remote, staging.target, sizes.keys() - missing.keys(), reporter)
+    card = {n: remote.sizes[n] for n in CARD if n in remote.sizes and n not in sizes}
+    card = {n: size for n, size in card.items() if size <= _CARD_BYTES and not (staging.target / n).exists()}
+    fetch_files(remote.repo, card, remote.commit, local_dir=staging.files, token=api.token)
+    staging.publish([*missing, *card], remote.data, {"repo": remote.repo, "commit": remote.commit})
+
+
+def _has(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _check_room(staging: Staging, missing: Mapping[str, int]) -> None:
+    needed = sum(size for name, size in missing.items() if not _has(staging.files / name, size))
+    partly = sum(f.stat().st_size for f in staging.files.rglob("*.incomplete"))
+    free = shutil.disk_usage(staging.target).free
+    if needed - partly > free:
+        raise TargetError(f"{staging.target}: has no room: {needed - partly:,} bytes are to come, {free:,} are free")
+
+
+def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], reporter: Reporter) -> None:
+    """Download files of the manifest.
+
+    Raises:
+        BundleError: before anything is fetched, for files that are not there with the manifest's sizes.
+    """
+    problems = []
+    for name, size in sizes.items():
+        if (found := remote.sizes.get(name)) != size:
+            said = "is not there" if found is None else f"has {found} bytes"
+            problems.append(Problem(f"{remote.repo}/{name}", "size", f"{said}, the manifest says {size} bytes"))
+    if problems:
+        raise BundleError(problems)
+    reporter.stage("fetch", len(sizes))
+    fetch_files(remote.repo, sizes, remote.commit, reporter.step, local_dir=folder, token=api.token)
+
+
+def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> None:
+    """Check digests; what does not match goes.
+
+    Raises:
+        BundleError: where any did not.
+    """
+    versions = tuple(v for v in remote.manifest.versions if any(n in names for n in remote.experts(v.name)))
+    problems: list[Problem] = []
+    reporter.stage("verify digests", len(names))
+    for name, found in verify(Bundle(root, remote.manifest, versions), only=names):
+        reporter.step(name)
+        if found:
+            (root / name).unlink(missing_ok=True)
+        problems += [replace(p, message=f"{p.message}; pull again to fetch it anew") for p in found]
+    if problems:
+        raise BundleError(problems)
+
+
+def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: Fit, reporter: Reporter) -> tuple[str, ...]:
+    """The versions that a budget's plan serves: from the manifest, the tables and the configuration."""
+    names = ["config.json", TABLES]
+    for name in names:
+        if name not in remote.manifest.files:
+            raise BundleError.single(f"{remote.repo}/{name}", "missing", "not in the manifest")
+    here = all(_has(staging.target / n, remote.manifest.files[n].size) for n in names)
+    root = staging.target if here else staging.files
+    if not here:
+        _fetch(api, remote, root, remote.listed(names), Reporter())
+    _verify(remote, root, set(names), Reporter())
+    versions = tuple(v for v in remote.manifest.versions if v.name in remote.versions)
+    described = Described(root, remote.manifest, versions)
+    chosen = fitting(described, fit)
+    reporter.note(f"{fit.device_memory:,} bytes hold {chosen.text}: fetching {', '.join(chosen.versions)}")
+    return chosen.versions

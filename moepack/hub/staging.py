@@ -1,0 +1,125 @@
+"""Where a pull puts what it fetches until all of it is there and checked: a folder inside the target.
+
+The target gets whole files, then whole versions, then its manifest: a pull that is killed at any moment leaves what it
+had fetched, and a directory that is a bundle only if it was one before. Decides nothing about what is fetched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from moepack.pack.errors import InputError, TargetError
+from moepack.pack.manifest import MANIFEST
+from moepack.pack.writer import check_target, sync
+
+FOLDER = ".pulling"
+RECORD = ".pulled.json"
+
+
+class Staging:
+    """The target of a pull, locked. A context manager.
+
+    Attributes:
+        target: the bundle's directory.
+        files: where files are fetched to, under their names in the bundle.
+    """
+
+    def __init__(self, target: Path) -> None:
+        """Take hold of a target: one that is new, empty, a bundle, or a pull's that was stopped.
+
+        Raises:
+            TargetError: when it is none of these, or another pull is at work in it.
+        """
+        self.target, self._folder = target, target / FOLDER
+        self.files = self._folder / "files"
+        if not (target / MANIFEST).is_file() and not self._folder.is_dir():
+            check_target(target)
+        try:
+            if self._folder.is_symlink():
+                raise TargetError(f"{self._folder}: is a link: remove it")
+            self.files.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked()
+        except OSError as error:
+            raise TargetError(f"{target}: cannot be written: {error.strerror}") from None
+
+    def _locked(self) -> int:
+        while True:
+            lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                raise TargetError(f"{self.target}: another pull is at work here: wait for it") from None
+            if os.fstat(lock).st_nlink:  # else that of a pull that has just ended, and removed its folder
+                return lock
+            os.close(lock)
+            self.files.mkdir(parents=True, exist_ok=True)
+
+    def publish(self, names: Iterable[str], manifest: bytes, record: dict[str, str]) -> None:
+        """Move fetched files into the target: folders that it does not have as a whole, and the manifest last.
+
+        Raises:
+            TargetError: where a folder of the target is a link: what it points to is not the target's.
+        """
+        names, folders = list(names), set[Path]()
+        wanted = set(names)
+        for name in names:
+            source, goal = self.files / name, self.target / name
+            if not source.exists():
+                continue  # its folder was moved
+            for above in reversed(goal.relative_to(self.target).parents[:-1]):
+                if (self.target / above).is_symlink():
+                    raise TargetError(f"{self.target / above}: is a link, which a pull does not follow: remove it")
+            sync(source)
+            version = goal.parent if name.startswith("experts/") else None
+            if version is not None and not version.exists():
+                for file in source.parent.iterdir():
+                    if file.relative_to(self.files).as_posix() in wanted:
+                        sync(file)
+                    else:  # of another bundle, whose pull into this directory was stopped
+                        file.unlink()
+                version.parent.mkdir(parents=True, exist_ok=True)
+                source.parent.rename(version)
+            else:
+                goal.parent.mkdir(parents=True, exist_ok=True)
+                source.replace(goal)
+            folders |= {goal.parent, goal.parent.parent}
+        for folder in folders:
+            sync(folder)
+        self._write(RECORD, json.dumps(record).encode())
+        self._write(MANIFEST, manifest)
+        sync(self.target)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, name: str, data: bytes) -> None:
+        temporary = self._folder / name
+        with temporary.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(self.target / name)
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, InputError):  # refused before much was fetched: nothing is left of it
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if not any(self.target.iterdir()):
+                self.target.rmdir()
+        os.close(self._lock)
+
+
+def read_record(target: Path) -> dict[str, str]:
+    """Where a target was pulled from, `repo` and `commit`; empty where nothing says so."""
+    try:
+        found = json.loads((target / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return {k: str(found[k]) for k in ("repo", "commit") if k in found} if isinstance(found, dict) else {}

@@ -1,0 +1,218 @@
+"""Publishing a bundle: commits that a stopped push goes on from, and a manifest only where all it names is there.
+
+A repository without a manifest is no bundle. So the first commit takes an old manifest away, and what the new one does
+not name, and puts the new one there under another name; then come the files, some at a time, without those that the
+repository has; the last commit brings the manifest and the card. What the Hub has received is not sent again, whether
+or not it was committed. huggingface_hub's own large uploads commit in an order of their own: a bundle would be
+taken for whole before it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepack.pack.errors import BundleError, MissingExtraError
+from moepack.pack.manifest import MANIFEST, Manifest, parse_manifest
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import expert_file
+from moepack.pipeline.model_card import model_card
+from moepack.progress import Reporter
+from moepack.reports.inspect import plot
+from moepack.reports.verify import verify
+
+from .errors import HubError, hub_errors
+from .remote import CARD, PUSHING, files_of, is_same, read_small, sizes_of
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+FILES = 32  # of one commit, at the most
+BYTES = 16 << 30  # of one commit, or one file
+# What a new repository on the Hub may hold, and no model does.
+_EMPTY = (".gitattributes", ".gitignore", "readme.md", "license", "license.txt", "license.md", "notice", "notice.txt")
+
+
+def push(
+    path: str | Path,
+    repo: str,
+    private: bool = False,
+    revision: str | None = None,
+    reporter: Reporter | None = None,
+    base_model: str | None = None,
+) -> str:
+    """Upload a bundle, verified first; returns the address of the last commit.
+
+    A push that was stopped goes on where it was when it is run again. The card on the repository's page is made anew.
+
+    Args:
+        path: the bundle.
+        repo: OWNER/NAME; made where there is none.
+        private: whether it is made private.
+        revision: the branch to push to; made where there is none.
+        reporter: who is told of progress.
+        base_model: the Hub id of the checkpoint, for the card; without it the one that the bundle was built from, if
+            that came from the Hub.
+
+    Raises:
+        BundleError: when the bundle is damaged: nothing is uploaded then.
+        HubError: when the repository holds something else, the Hub refuses, or it cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    reporter = reporter or Reporter()
+    problems = verify(path, reporter=reporter)
+    if problems:
+        raise BundleError(problems)
+    bundle = open_bundle(path)
+    manifest = replace(bundle.manifest, files={n: e for n, e in bundle.manifest.files.items() if n not in CARD})
+    with hub_errors(repo), reporter.hub_bars():
+        api = HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        there = _look(api, repo, revision, manifest)
+        card = _card(bundle, repo, base_model, reporter)
+        return _push(api, bundle, manifest.to_json(), there, card, reporter)
+
+
+@dataclass(frozen=True, slots=True)
+class _There:
+    """What a repository holds before a push.
+
+    Attributes:
+        repo, revision: where.
+        commit: the head of the branch.
+        manifest: its manifest's bytes; None without one.
+        pushing: those of a push that was stopped.
+        listed: files that either names.
+    """
+
+    repo: str
+    revision: str | None
+    commit: str
+    manifest: bytes | None
+    pushing: bytes | None
+    listed: frozenset[str]
+
+
+def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There:
+    """See what a repository holds, and that it is this model's bundle, part of one, or nothing.
+
+    Raises:
+        HubError: when it is something else.
+    """
+    info = api.model_info(repo, revision=revision)
+    commit, found, listed = str(info.sha), dict[str, bytes](), set[str]()
+    for name in (MANIFEST, PUSHING):
+        if (read := read_small(api, repo, name, commit)) is not None:
+            try:
+                manifest = parse_manifest(read[0])
+            except BundleError:
+                raise HubError(f"{repo}: holds a {name} that is not a bundle's: name another repository") from None
+            if _model(manifest) != _model(ours):
+                what = f"{_name(manifest)}, this bundle is {_name(ours)}"
+                raise HubError(f"{repo}: holds a bundle of another model ({what}): name another repository")
+            found[name] = read[0]
+            listed |= {*manifest.files, *manifest.expert_files}
+    if not found:
+        others = [s.rfilename for s in info.siblings or () if s.rfilename.lower() not in _EMPTY]
+        if others:
+            raise HubError(f"{repo}: holds {others[0]}, and is no bundle: name another repository")
+    return _There(repo, revision, commit, found.get(MANIFEST), found.get(PUSHING), frozenset(listed))
+
+
+def _model(manifest: Manifest) -> Any:
+    """What two bundles of the same checkpoint share."""
+    checkpoint = manifest.provenance.get("checkpoint")
+    files = checkpoint.get("files") if isinstance(checkpoint, Mapping) else None
+    return dict(manifest.model), manifest.layers, files
+
+
+def _name(manifest: Manifest) -> str:
+    checkpoint = manifest.provenance.get("checkpoint")
+    name = checkpoint.get("name") if isinstance(checkpoint, Mapping) else None
+    return f"{str(name or manifest.model.get('model_type'))[:80]!r}"
+
+
+def _push(
+    api: HfApi, bundle: Bundle, manifest: bytes, there: _There, card: Mapping[str, bytes], reporter: Reporter
+) -> str:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    commit = there.commit
+
+    def send(what: str, add: Mapping[str, Path | bytes], remove: Sequence[str] = ()) -> str:
+        nonlocal commit
+        operations: list[Any] = [CommitOperationAdd(n, v if isinstance(v, bytes) else str(v)) for n, v in add.items()]
+        operations += [CommitOperationDelete(name) for name in remove]
+        made = api.create_commit(
+            there.repo, operations, commit_message=what, revision=there.revision, parent_commit=commit
+        )
+        commit = made.oid
+        return str(made.commit_url)
+
+    ours = {n: e.size for n, e in bundle.manifest.files.items() if n not in CARD}
+    for version in bundle.versions:
+        for layer in bundle.layers:
+            name = expert_file(version.name, layer.index)
+            ours[name] = bundle.manifest.expert_files[name].size
+    if there.manifest != manifest and (there.manifest is not None or there.pushing != manifest):
+        old = files_of(api, there.repo, [MANIFEST, *sorted(there.listed - ours.keys() - {*CARD})], commit)
+        send("Begin to upload a moepack bundle", {PUSHING: manifest}, list(old))
+    reporter.stage("upload", len(ours))
+    held = files_of(api, there.repo, ours, commit)
+    for group in _groups(ours):
+        for name in group:
+            reporter.step(name)
+        paths = {name: (bundle.path / name).resolve() for name in group}
+        if new := {name: path for name, path in paths.items() if not is_same(held.get(name), path)}:
+            send(f"Upload {len(new)} files: {next(iter(new))} ...", new)
+    _check(api, there, ours, commit)
+    last = {**card, MANIFEST: manifest}
+    held = files_of(api, there.repo, [*last, PUSHING], commit)
+    gone = [PUSHING] if PUSHING in held else []
+    last = {name: data for name, data in last.items() if not is_same(held.get(name), data)}
+    if last or gone:
+        return send("Upload a moepack bundle", last, gone)
+    return f"{api.endpoint}/{there.repo}/commit/{commit}"
+
+
+def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """The files in the order of the manifest, FILES or BYTES at a time."""
+    group: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if group and (len(group) == FILES or held + size > BYTES):
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += size
+    if group:
+        yield group
+
+
+def _check(api: HfApi, there: _There, ours: Mapping[str, int], commit: str) -> None:
+    """See that all of it arrived: a .gitignore in the repository keeps files out without a word."""
+    found = sizes_of(api, there.repo, ours, commit)
+    for name, size in ours.items():
+        if found.get(name) != size:
+            raise HubError(f"{there.repo}: {name} did not arrive: does the repository's .gitignore leave it out?")
+
+
+def _card(bundle: Bundle, repo: str, base_model: str | None, reporter: Reporter) -> dict[str, bytes]:
+    """The card and its picture, which needs matplotlib."""
+    import tempfile
+
+    out: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            plot(bundle.path, Path(folder, CARD[1]))
+            out[CARD[1]] = Path(folder, CARD[1]).read_bytes()
+        except MissingExtraError:
+            reporter.note("the card has no picture: matplotlib is not installed")
+    versions = [v.name for v in bundle.versions]
+    text = model_card(bundle.manifest, bundle.calibration(), versions, repo, CARD[1] if out else None, base_model)
+    return {CARD[0]: text.encode(), **out}

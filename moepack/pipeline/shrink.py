@@ -1,0 +1,153 @@
+"""A bundle with fewer versions, made of one that is there: files are linked where the file system lets them.
+
+Nothing is quantised or decoded; what is kept is checked first. The format holds a version of all experts or of none
+(pack/FORMAT.md), so that a map of one version an expert keeps every version that it names. Decides nothing about which
+versions a budget serves (reports/fitting.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moepack.pack.errors import BundleError, InputError, Problem
+from moepack.pack.manifest import MANIFEST, Allocation
+from moepack.pack.reader import Bundle, open_bundle, verify
+from moepack.pack.spec import expert_file
+from moepack.pack.writer import BundleWriter, check_target
+from moepack.progress import Reporter
+from moepack.reports.fitting import Fit, fitting
+
+from .model_card import model_card
+
+_LINKED = (".safetensors",)  # others are small, and edited by people: a link would edit both
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """What was written.
+
+    Attributes:
+        bundle: its directory.
+        versions: names, the most precise first.
+        bytes_before, bytes_after: of the files that manifests name, as far as they were there.
+        allocation: the name of the map in its manifest; None without one.
+    """
+
+    bundle: Path
+    versions: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    allocation: str | None
+
+
+def shrink(
+    path: str | Path,
+    output: str | Path,
+    versions: Sequence[str] = (),
+    fit: Fit | None = None,
+    allocation: bool = False,
+    reporter: Reporter | None = None,
+) -> Shrunk:
+    """Write a bundle that holds some of another's versions.
+
+    Args:
+        path: the bundle.
+        output: the new one's directory; must be new or empty.
+        versions: those to keep.
+        fit: keep those that a plan for this budget serves instead.
+        allocation: keep those that one map names, one version an expert, and the map: with `fit` the plan's, else the
+            one in the manifest. `static:allocation` serves it.
+        reporter: who is told of progress.
+
+    Raises:
+        InputError: when nothing, or too much, says what to keep; for a version that is not here, a manifest without a
+            map, or a budget that holds nothing.
+        BundleError: when what would be kept is damaged: nothing is written then.
+        TargetError: when the output cannot be written.
+    """
+    reporter, target = reporter or Reporter(), Path(output)
+    check_target(target)
+    bundle = open_bundle(path)
+    chosen, table = _choose(bundle, versions, fit, allocation)
+    names = [expert_file(v, layer.index) for v in chosen for layer in bundle.layers]
+    _check(bundle, {*bundle.manifest.files, *names}, reporter)
+    manifest = replace(
+        bundle.manifest,
+        versions=tuple(v for v in bundle.manifest.versions if v.name in chosen),
+        allocation=table,
+        provenance={**bundle.manifest.provenance, "shrunk": [*_before(bundle), _record(bundle, versions, fit, chosen)]},
+    )
+    reporter.stage("shrink", len(bundle.manifest.files) + len(names))
+    with BundleWriter(target) as writer:
+        for name, entry in bundle.manifest.files.items():
+            if name != "README.md":
+                reporter.step(name)
+                writer.take(name, bundle.path / name, entry, link=name.endswith(_LINKED))
+        for name in names:
+            reporter.step(name)
+            writer.adopt(name, bundle.path / name, bundle.manifest.expert_files[name])
+        card = model_card(writer.with_files(manifest), bundle.calibration(), chosen)
+        writer.path("README.md").write_text(card)
+        written = writer.finish(manifest)
+    before = _bytes(bundle, [v.name for v in bundle.versions])
+    after = _bytes(Bundle(target, written, written.versions), chosen)
+    return Shrunk(target, tuple(chosen), before, after, None if table is None else table.name)
+
+
+def _choose(
+    bundle: Bundle, versions: Sequence[str], fit: Fit | None, allocation: bool
+) -> tuple[list[str], Allocation | None]:
+    """The versions that are kept, in the bundle's order, and the map."""
+    if versions and (fit or allocation):
+        raise InputError("--versions says what to keep: give it alone, or --fit and --allocation")
+    here = [v.name for v in bundle.versions]
+    table = bundle.manifest.allocation
+    if fit is not None:
+        found = fitting(bundle, fit)
+        kept = set(found.versions)
+        if allocation:
+            if found.table is None:
+                raise InputError(f"policy {fit.policy} places experts while it serves: no map says what it needs")
+            table = Allocation(f"plan for {fit.device_memory} bytes", found.table)
+    elif allocation:
+        if table is None:
+            raise InputError(f"{bundle.path}: its manifest holds no allocation: give --fit as well, for the plan's")
+        kept = {name for row in table.versions for name in row}
+    elif versions:
+        kept = set(versions)
+    else:
+        raise InputError("nothing says what to keep: give --versions, --fit or --allocation")
+    for name in sorted(kept - set(here)):
+        raise InputError(f"{bundle.path}: has no version {name!r}: here are {', '.join(here)}")
+    if table is not None and not {name for row in table.versions for name in row} <= kept:
+        table = None  # it names what goes
+    return [name for name in here if name in kept], table
+
+
+def _check(bundle: Bundle, names: set[str], reporter: Reporter) -> None:
+    problems: list[Problem] = []
+    reporter.stage("verify digests", len(names))
+    for name, found in verify(bundle, only=names):
+        reporter.step(name)
+        problems += found
+    if problems:
+        raise BundleError(problems)
+
+
+def _before(bundle: Bundle) -> list[object]:
+    """What the manifest says of earlier times."""
+    found = bundle.manifest.provenance.get("shrunk")
+    return list(found) if isinstance(found, list) else []
+
+
+def _record(bundle: Bundle, versions: Sequence[str], fit: Fit | None, chosen: Sequence[str]) -> dict[str, object]:
+    digest = hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
+    why = "versions" if versions else f"fit {fit.device_memory}" if fit else "allocation"
+    return {"manifest_sha256": digest, "from": [v.name for v in bundle.versions], "kept": list(chosen), "by": why}
+
+
+def _bytes(bundle: Bundle, versions: Sequence[str]) -> int:
+    return sum(e.size for e in bundle.manifest.files.values()) + sum(bundle.version_bytes(v) for v in versions)

@@ -1,0 +1,121 @@
+"""Which versions of a bundle are worth having for a memory budget: those at which its plan serves experts; all that a
+policy may serve, where it places them as they are needed, or elsewhere than on the device.
+
+The arithmetic is `moepack plan`'s. It needs the manifest, the tables and the configuration, none of the weights: so it
+also says what to fetch. Decides nothing about where versions come from or go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from moepack.pack.errors import InputError
+from moepack.pack.layer_file import LayerFile
+from moepack.pack.reader import Bundle
+from moepack.runtime.planning.choice import versions_of
+from moepack.runtime.planning.paging import is_paged
+from moepack.runtime.planning.plan import ladders_of
+from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.policies.registry import parse_policy
+
+from .plan import plan
+
+if TYPE_CHECKING:
+    from moepack.runtime.policies.contract import Versions
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A budget that versions are chosen for.
+
+    Attributes:
+        device_memory: bytes for everything.
+        policy, device: as of `moepack.load`; the device need not be here.
+        kv_tokens: of the cache of one sequence; otherwise the workload is that of the command `plan`.
+    """
+
+    device_memory: int
+    policy: str | None = None
+    device: str = "cpu"
+    kv_tokens: int = 576
+
+
+def fit_of(size: str | None, policy: str | None, device: str, kv_tokens: int | None) -> Fit | None:
+    """What a command was given.
+
+    Raises:
+        InputError: for a size or a policy that is none.
+    """
+    memory = parse_size(size)
+    if memory is None:
+        return None
+    parse_policy(policy, True)
+    return Fit(memory, policy, device) if kv_tokens is None else Fit(memory, policy, device, kv_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """What a budget serves.
+
+    Attributes:
+        versions: names, the most precise first.
+        experts: how many the plan has at each.
+        table: [layers][experts], the version that the plan has each at; None where no map of versions says it.
+    """
+
+    versions: tuple[str, ...]
+    experts: tuple[int, ...]
+    table: Versions | None
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.table is None:
+            return f"experts at {', '.join(self.versions)}, as they are needed"
+        return ", ".join(f"{n:,} experts at {v}" for v, n in zip(self.versions, self.experts, strict=True))
+
+
+class Described(Bundle):
+    """A bundle whose layer files are elsewhere: extents are taken to be as large as the manifest lets them be."""
+
+    def layer_file(self, version: str, position: int) -> LayerFile:
+        """Something that knows the sizes of extents, and holds none."""
+        return cast(LayerFile, _Sizes(self, version, position))
+
+
+class _Sizes:
+    """Stands for a layer file. A lossless extent has no size that its shape tells: that of its weights bounds it, which
+    makes the staging buffer larger than it will be, by a third of an expert."""
+
+    def __init__(self, bundle: Bundle, version: str, position: int) -> None:
+        from moepack.runtime.kernels.forms import resident_size
+
+        self.layer = bundle.layers[position]
+        self._size = resident_size(self.layer.matrices, bundle.manifest.version(version))
+
+    def extent_size(self, expert: int) -> int:
+        return self._size
+
+
+def fitting(bundle: Bundle, fit: Fit) -> Fitting:
+    """The versions that `moepack plan` serves in a budget, of those that the bundle has.
+
+    Raises:
+        InputError: for a budget that does not hold the least there is, which it names; for a policy whose plan measures
+            how fast weights are brought, where they are elsewhere.
+    """
+    policy = parse_policy(fit.policy, True)
+    if isinstance(bundle, Described) and policy.is_live and any(map(is_paged, ladders_of(bundle, policy.options))):
+        needed = ",".join(versions_of(fit.policy, bundle, True))
+        raise InputError(f"policy {policy} is planned by rates that are measured on weights: fetch {needed} by name")
+    planned = plan(bundle, fit.device_memory, fit.device, fit.policy, fit.kv_tokens, all_logits=False)
+    if planned.message is not None:
+        raise InputError(planned.message)
+    counts = Counter(name for row in planned.table for name in row)
+    if planned.moving:
+        names = versions_of(fit.policy, bundle, True)
+        return Fitting(names, tuple(counts[n] for n in names), None)
+    names = tuple(v.name for v in bundle.versions if counts[v.name])
+    return Fitting(names, tuple(counts[n] for n in names), planned.table)

@@ -1,0 +1,251 @@
+"""`moepack inspect --html`: what a bundle holds on one page that needs nothing else: no scripts, no requests.
+
+The bundle's words are escaped, whatever they are, and its numbers are taken for numbers only where they are. Decides
+nothing about the facts (inspect.py) or how pictures are drawn (drawing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.tables import CalibrationTables, LayerTables
+
+from .drawing import heat_map, lines, stacked
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5c5c5c; --paper: #ffffff; --line: #d8d8d8;
+  --c0: #0072b2; --c1: #009e73; --c2: #b8860b; --c3: #d55e00; --c4: #a0517f; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --soft: #a8a8a8; --paper: #161616; --line: #3a3a3a;
+  --c0: #56b4e9; --c1: #2fc79a; --c2: #f0e442; --c3: #ff8c42; --c4: #dd9fc4; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.15rem; margin-top: 2rem; } p { max-width: 45rem; }
+.wide { overflow-x: auto; max-height: 32rem; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .75rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
+th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: var(--soft); }
+figure { margin: 1rem 0; } figcaption, .soft { color: var(--soft); font-size: .9rem; }
+svg { width: 100%; height: auto; display: block; overflow: visible; } svg text { fill: var(--soft); font-size: 12px; }
+@media (max-width: 36rem) { svg text { font-size: 17px; } }
+polyline { fill: none; stroke-width: 2; } pre { overflow-x: auto; font-size: .85rem; }
+""" + "".join(
+    f".k{i} {{ background: var(--c{i}); }} polyline.k{i} {{ background: none; stroke: var(--c{i}); }} "
+    f"rect.k{i} {{ fill: var(--c{i}); }}\n"
+    for i in range(5)
+)  # fmt: skip
+_STYLE += ".key { display: inline-block; width: .8em; height: .8em; margin-right: .3em; } .bar { height: .6rem; }\n"
+_STYLE += ".rest { background: var(--soft); }\n"
+
+
+def write_page(path: str | Path, facts: Mapping[str, Any], out: Path) -> None:
+    """Write the page.
+
+    Args:
+        path: the bundle's directory.
+        facts: what `inspect` says of it.
+        out: a file that ends in .html; it is replaced.
+
+    Raises:
+        InputError: for another kind of file.
+        BundleError: for a damaged bundle.
+    """
+    if out.suffix not in (".html", ".htm"):
+        raise InputError(f"{out}: a report is a .html")
+    bundle = open_bundle(path)
+    tables = bundle.calibration()
+    name = _object(bundle.manifest.provenance.get("checkpoint")).get("name") or Path(path).name
+    classes = {v.name: f"k{i % 5}" for i, v in enumerate(bundle.manifest.versions)}
+    parts = [
+        f"<h1>{_text(name)}</h1>",
+        _paragraph(
+            f"A moepack bundle of {facts['model_type']}: {facts['experts']:,} experts in {facts['moe_layers']:,} layers"
+            f", {facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens of "
+            f"{', '.join(map(str, facts['calibration_sources'])) or 'unknown text'}."
+        ),
+        _versions(facts, classes),
+        _losses(bundle, tables, classes),
+        _routing(tables),
+        _widths(bundle, classes),
+        _phases(bundle.manifest.provenance.get("phases")),
+        _origin(bundle.manifest.provenance),
+    ]
+    text = (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(name)}: moepack bundle</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        f'img-src data:"><style>{_STYLE}</style></head><body>{"".join(parts)}</body></html>\n'
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8", errors="replace")
+
+
+def _versions(facts: Mapping[str, Any], classes: Mapping[str, str]) -> str:
+    most = max([facts["dense_bytes"], *(v["bytes"] for v in facts["versions"].values())]) or 1
+    rows = []
+    for name, v in facts["versions"].items():
+        made = ", ".join(f"{m} {n:,}" for m, n in facts["methods"][name].items() if m != "none") or "exact"
+        cells = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", v["group_size"] or "", f"{facts['loss'][name]:.5f}")
+        rows.append([_key(name, classes), *map(_text, cells), _text(made), _bar(v["bytes"] / most, classes[name])])
+    dense = facts["dense_bytes"]
+    rows.append(["outside the experts", f"{dense:,}", "", "", "", "", _bar(dense / most, "")])
+    head = ("version", "bytes", "bits a weight", "group", "mean relative error", "made by", "size")
+    return f"<h2>Versions and sizes</h2>{_table(head, rows)}"
+
+
+def _losses(bundle: Bundle, tables: CalibrationTables, classes: Mapping[str, str]) -> str:
+    lossy = [v.name for v in bundle.versions if not v.is_lossless]
+    if not lossy:
+        return ""
+    columns = dict(zip(lossy, tables.columns(lossy), strict=True))
+    layers = [str(t.index) for t in tables.layers]
+    means = {n: [float(t.relative[:, c].mean()) for t in tables.layers] for n, c in columns.items()}
+    drawn = lines(means, layers, "Mean relative error by layer", [classes[n] for n in lossy])
+    maps = [
+        _figure(
+            heat_map(_grid(tables, lambda t, c=c: t.relative[:, c]), layers, f"Relative error at {n}"),
+            f"{n}: relative error of each expert; a row is a layer",
+        )
+        for n, c in columns.items()
+    ]
+    rows = [[layer, *(f"{means[n][i]:.5f}" for n in lossy)] for i, layer in enumerate(layers)]
+    return (
+        "<h2>What a version costs</h2>"
+        + _paragraph(
+            "Squared error of an expert's output over its square, on tokens routed to it in calibration, against its "
+            "output in the original's precision."
+        )
+        + _figure(drawn, "Mean over the experts of a layer, from the first layer to the last; logarithmic")
+        + "".join(maps)
+        + f"<details><summary>By layer</summary>{_table(('layer', *lossy), rows)}</details>"
+    )
+
+
+def _routing(tables: CalibrationTables) -> str:
+    layers = [str(t.index) for t in tables.layers]
+    rows, tenth = [], []
+    for t in tables.layers:
+        tokens = np.sort(t.tokens.astype(np.float64).clip(0))[::-1]
+        whole = tokens.sum() or 1.0
+        busy = tokens[: -(-len(tokens) // 10)].sum() / whole
+        tenth.append(busy)
+        even = whole / len(tokens)
+        rows.append(
+            [
+                str(t.index),
+                f"{tokens[0] / even:.1f}",
+                f"{busy:.1%}",
+                f"{skew(tokens):.3f}",
+                f"{int((tokens == 0).sum()):,}",
+            ]
+        )
+    head = ("layer", "busiest, times the mean", "busiest tenth's tokens", "Gini", "experts without tokens")
+    grid = _grid(tables, lambda t: t.tokens)
+    return (
+        "<h2>Where tokens go</h2>"
+        + _paragraph(
+            f"The busiest tenth of a layer's experts, rounded up, took {np.mean(tenth):.1%} of its tokens, on average."
+        )
+        + _figure(
+            heat_map(grid, layers, "Tokens routed, layers by experts"), "Calibration tokens routed to each expert"
+        )
+        + f"<details><summary>By layer</summary>{_table(head, rows)}</details>"
+    )
+
+
+def skew(tokens: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """The Gini coefficient of tokens by expert: 0 where all have as many, near 1 where one has all.
+
+    Args:
+        tokens: float64 [experts], in falling order.
+    """
+    n, whole = len(tokens), float(tokens.sum())
+    if not whole:
+        return 0.0
+    rising = tokens[::-1]
+    return float(2 * (np.arange(1, n + 1) * rising).sum() / (n * whole) - (n + 1) / n)
+
+
+def _widths(bundle: Bundle, classes: Mapping[str, str]) -> str:
+    chosen = bundle.manifest.allocation
+    if chosen is None:
+        return ""
+    names = [v.name for v in bundle.manifest.versions]
+    rows = {
+        str(layer.index): {n: row.count(n) for n in names if n in row}
+        for layer, row in zip(bundle.layers, chosen.versions, strict=True)
+    }
+    keys = " ".join(_key(n, classes) for n in names)
+    caption = f"Experts at each version, a bar a layer, under {_text(chosen.name)}: {keys}"
+    return (
+        f"<h2>Versions chosen</h2>{_figure(stacked(rows, classes, 'Experts at each version by layer'), caption, True)}"
+    )
+
+
+def _phases(found: Any) -> str:
+    """Time and memory of the build, where its record has them: a list of `name`, `seconds` and `peak_bytes`."""
+    rows = []
+    for item in found if isinstance(found, list) else ():
+        item = _object(item)
+        seconds, peak = (item.get(k) for k in ("seconds", "peak_bytes"))
+        shown = (f"{v:,}" if isinstance(v, int) and not isinstance(v, bool) else "" for v in (seconds, peak))
+        rows.append([_text(item.get("name", "")), *shown])
+    return f"<h2>The build</h2>{_table(('phase', 'seconds', 'peak bytes'), rows)}" if rows else ""
+
+
+def _origin(provenance: Mapping[str, Any]) -> str:
+    checkpoint, tools = (_object(provenance.get(k)) for k in ("checkpoint", "tools"))
+    rows = [[_text(k), _text(v)] for k, v in (("checkpoint", checkpoint.get("id")), *tools.items()) if v]
+    recipe = provenance.get("recipe")
+    text = f"<details><summary>The recipe</summary><pre>{_text(recipe)}</pre></details>" if recipe else ""
+    return f"<h2>Where it comes from</h2>{_table(('made with', ''), rows)}{text}"
+
+
+def _grid(tables: CalibrationTables, values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """[layers][experts], what is not a number where a layer has fewer experts than another."""
+    out = np.full((len(tables.layers), max(len(t.tokens) for t in tables.layers)), np.nan)
+    for row, layer in zip(out, tables.layers, strict=True):
+        found = _numbers(values, layer)
+        row[: len(found)] = found
+    return out
+
+
+def _numbers(values: Any, layer: LayerTables) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.asarray(values(layer), np.float64)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(value: Any) -> str:
+    return escape(str(value)[:20_000], quote=True)
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{_text(text)}</p>"
+
+
+def _figure(drawn: str, caption: str, is_html: bool = False) -> str:
+    return f"<figure>{drawn}<figcaption>{caption if is_html else _text(caption)}</figcaption></figure>"
+
+
+def _key(name: str, classes: Mapping[str, str]) -> str:
+    return f'<span class="key {classes.get(name, "")}"></span>{_text(name)}'
+
+
+def _bar(share: float, kind: str) -> str:
+    return f'<div class="bar {kind or "rest"}" style="width:{max(1.0, 100 * share):.0f}px"></div>'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; cells are HTML."""
+    top = "".join(f"<th>{_text(h)}</th>" for h in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,102 @@
+"""A bundle's scores on the tasks of lm-evaluation-harness, which loads, asks and scores. Decides nothing about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moepack.opening import check, load_model, locate
+from moepack.pack.errors import InputError, MissingExtraError
+from moepack.progress import Reporter
+
+
+def run_tasks(
+    path: str | Path,
+    tasks: Sequence[str],
+    policy: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    device_memory: int | None = None,
+    length: int = 2048,
+    batch: int = 1,
+    shots: int | None = None,
+    limit: int | None = None,
+    folder: Path | None = None,
+    chat: bool = False,
+    reporter: Reporter | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Score a bundle or a checkpoint.
+
+    Args:
+        path: its directory, or its Hub id.
+        tasks: names, as `lm_eval --tasks` takes them.
+        policy, device, dtype, device_memory: as of `evaluate`.
+        length: tokens of a question with its answer, at the most; a budget leaves room for them.
+        batch: questions at a time.
+        shots: examples before each; without it, what the task says.
+        limit: questions a task; without it, all.
+        folder: with tasks of one's own.
+        chat: ask through the model's chat template.
+
+    Returns:
+        Metrics and their standard errors by task, as the harness names them.
+
+    Raises:
+        InputError: for a task that does not exist, or data that cannot be had.
+        MissingExtraError: without lm-eval.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise MissingExtraError("lm-eval", "eval") from None
+    from moepack.calibrate.data import load_tokenizer
+
+    reporter = reporter or Reporter()
+    with reporter.hub_bars():
+        source, is_bundle = locate(path)
+        check(source, is_bundle, policy, device, dtype, device_memory)
+        manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
+        if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
+            manager = TaskManager(include_path=str(folder))  # with the harness's own: ten seconds
+        if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+            raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
+        reporter.stage("load", 1)
+        reporter.step(Path(path).name)
+        room = {"kv_tokens": length, "batch": batch, "prefill_tokens": length, "all_logits": True}
+        model = load_model(source, is_bundle, policy, device, dtype, device_memory, **(room if is_bundle else {}))
+        reporter.stage("tasks", len(tasks))
+        reporter.step(", ".join(tasks))
+        try:
+            asked = HFLM(
+                pretrained=model, tokenizer=load_tokenizer(Path(source)), batch_size=batch, max_length=length
+            )  # fmt: skip
+            found = simple_evaluate(
+                asked, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager,
+                apply_chat_template=chat, log_samples=False, bootstrap_iters=1000, verbosity="ERROR",
+            )  # fmt: skip
+        except (ConnectionError, FileNotFoundError) as error:
+            raise InputError(f"{', '.join(tasks)}: their data cannot be had: {str(error).splitlines()[0]}") from None
+        finally:
+            if is_bundle:
+                model.moepack.close()
+    reporter.step("done")
+    assert found is not None
+    return {name: {k: v for k, v in row.items() if k != "alias"} for name, row in found["results"].items()}
+
+
+def render(results: dict[str, dict[str, Any]], title: str) -> Any:
+    """A table for the terminal: a metric a row."""
+    from rich.table import Table
+
+    table = Table("task", "metric", "value", "standard error", title=title)
+    for task, row in results.items():
+        for metric, value in row.items():
+            name, _, kind = metric.partition(",")
+            if not kind or name.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = row.get(f"{name}_stderr,{kind}")
+            table.add_row(task, name, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "")
+    return table

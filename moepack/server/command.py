@@ -1,0 +1,188 @@
+"""`moepack serve`: load a bundle, listen, answer until a signal comes, finish what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moepack.opening import DTYPES, read_template
+from moepack.pack.errors import InputError
+from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.policies.registry import parse_policy
+
+KEY = "MOEPACK_API_KEY"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+CONNECTIONS = 1024
+# torch and oneDNN each keep a compiled product for every shape that they were asked for, 1,024 of them, and passes have
+# any number of tokens: 180 MB in 900 passes of a small model, and still growing. With 128 of each it stands still.
+HELD = 4096  # tokens of KV cache that are held back where experts cannot make room for it
+LEAST = 16  # tokens of a sequence, prompt and answer, without which there is nothing to serve
+COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """What the command was asked for; sizes as they are typed."""
+
+    bundle: str
+    policy: str | None = None
+    device_memory: str | None = None
+    device: str = "cpu"
+    dtype: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    name: str | None = None
+    chat_template: Path | None = None
+    max_sequences: int = 32
+    max_waiting: int = 256
+    step_tokens: int = 256
+    kv_tokens: int | None = None
+    max_kv_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    max_body: str = "4MiB"
+    grace: float = 30.0
+    access_log: bool = False
+
+
+def serve(asked: Serve, say: Callable[[str], None]) -> None:
+    """Serve until a signal comes. `say` is told where, once it answers.
+
+    Raises:
+        InputError: when it cannot.
+    """
+    for variable, count in COMPILED.items():  # read when torch is imported
+        os.environ.setdefault(variable, count)
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"serving needs {error.name}: pip install 'moepack[serve]'") from None
+    from .app import Options, Server
+    from .scheduler import Limits
+
+    template = read_template(asked.chat_template)
+    limits = Limits(asked.max_sequences, asked.max_waiting, asked.step_tokens)
+    limits = replace(limits, prompt=asked.max_prompt_tokens or limits.prompt)
+    limits = replace(limits, kv_tokens=asked.max_kv_tokens or limits.kv_tokens)
+    most = parse_size(asked.max_body)
+    assert most is not None
+    name = (
+        asked.name or Path(asked.bundle).resolve().name if Path(asked.bundle).exists() else asked.name or asked.bundle
+    )
+    options = Options(name, asked.host, asked.api_key or os.environ.get(KEY) or None, most, template, limits)
+    with _listening(asked.host, asked.port) as listener:
+        model, tokenizer = _load(asked)
+        try:
+            server = Server(model, tokenizer, options)
+            if (most := server.engine.most_tokens(LEAST)) < LEAST:
+                raise InputError(f"the budget holds {most} tokens of a sequence: give --kv-tokens, or a larger one")
+            address = _shown(asked.host, listener.getsockname()[1])
+            asyncio.run(run(server, listener, asked, lambda _: say(f"{name} at {address}")))
+        finally:
+            model.moepack.close()
+
+
+def _load(asked: Serve) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    from moepack.runtime.load import load
+    from moepack.runtime.planning.exceeded import BudgetExceeded
+
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    if asked.dtype not in DTYPES:
+        raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
+    dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {why}") from None
+    moves = asked.device_memory is None or parse_policy(asked.policy, True).is_live
+    held = asked.kv_tokens if asked.kv_tokens is not None else 0 if moves else HELD
+    try:
+        model = load(
+            asked.bundle, asked.device, asked.device_memory, asked.policy, dtype, kv_tokens=held,
+            prefill_tokens=asked.step_tokens, all_logits=False,
+        )  # fmt: skip
+    except BudgetExceeded as error:
+        why = f"{held} tokens of KV cache are held back, because {asked.policy} lets no expert make room: --kv-tokens"
+        raise error if moves or asked.kv_tokens is not None else InputError(f"{error} ({why} changes that)") from None
+    return model.eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that is taken before the model is loaded, and answers nothing until it is served."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise InputError(f"{host} port {port}: {error.strerror or error}") from None
+        yield listener
+    finally:
+        listener.close()
+
+
+def _shown(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callable[[Any], None]) -> None:
+    """Answer until uvicorn's server, which `ready` is given once it answers, is told to stop: then finish what runs."""
+    import uvicorn
+
+    from .guard import HEADERS, Patient
+
+    class Stopping(uvicorn.Server):
+        """uvicorn, which ends with 0 after a signal: it is how one stops a server."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            if threading.current_thread() is not threading.main_thread():  # somebody else's process
+                yield
+                return
+            before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            server.start()
+            await super().startup(sockets)
+            ready(self)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            server.scheduler.stop()
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        server.app, http=Patient, ws="none", lifespan="off", log_config=None, access_log=asked.access_log,
+        limit_concurrency=CONNECTIONS, timeout_keep_alive=int(HEADERS), h11_max_incomplete_event_size=32 << 10,
+        timeout_graceful_shutdown=max(1, int(asked.grace)), server_header=False, backlog=1024,
+    )  # fmt: skip
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    if asked.access_log:
+        logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler(sys.stderr))
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    await Stopping(config).serve([listener])
+    await asyncio.get_running_loop().run_in_executor(None, server.scheduler.close, 0.0)

@@ -1,0 +1,31 @@
+"""What a client is told when its request is refused, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """A request that is refused.
+
+    Attributes:
+        status: the HTTP status.
+        message: what is wrong, and what would do.
+        param: the field it is about, as `messages[0].content`.
+        code: a short name that programs compare.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of it."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad(param: str, message: str, code: str | None = None) -> ApiError:
+    """A field that cannot be served as it is."""
+    return ApiError(400, f"{param}: {message}", param, code)

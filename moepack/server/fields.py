@@ -1,0 +1,111 @@
+"""The fields of a request, checked one by one: what is not known, or not served, is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from .errors import ApiError, bad
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """A body as a JSON object.
+
+    Raises:
+        ApiError: for what is none.
+    """
+    try:
+        value = json.loads(raw.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not UTF-8") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+class Fields:
+    """A request's fields: each is taken once, and what is left at the end is refused. null is as good as absent."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._left = {name: value for name, value in given.items() if value is not None}
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A field as it is."""
+        return self._left.pop(name, default)
+
+    def number(self, name: str, default: float, least: float, most: float) -> float:
+        """A finite number between two, both included."""
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
+            raise bad(name, "is to be a number")
+        if not least <= value <= most:
+            raise bad(name, f"is to be from {least:g} to {most:g}, not {value:g}")
+        return float(value)
+
+    def whole(self, name: str, default: int | None, least: int, most: int = 1 << 31) -> int | None:
+        """A whole number between two, both included."""
+        value = self.take(name, default)
+        if value is None or value is default:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise bad(name, "is to be a whole number")
+        if not least <= value <= most:
+            raise bad(name, f"is to be from {least} to {most}")
+        return int(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise bad(name, "is to be true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """A string."""
+        value = self.take(name, default)
+        if value is not None and not isinstance(value, str):
+            raise bad(name, "is to be a string")
+        return value
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """An object."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, dict):
+            raise bad(name, "is to be an object")
+        return value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """A field of which nothing but these is served."""
+        value = self.take(name)
+        if value is not None and not any(value == a and type(value) is type(a) for a in allowed):
+            shown = " or ".join(json.dumps(a) for a in allowed)
+            raise bad(name, f"is not served{f' but as {shown}' if allowed else ''}", "unsupported")
+
+    def check(self, name: str, rule: Callable[[Any], bool], what: str) -> Any:
+        """A field that keeps to a rule, or None."""
+        value = self.take(name)
+        if value is not None and not rule(value):
+            raise bad(name, what)
+        return value
+
+    def end(self) -> None:
+        """Refuse what was not taken."""
+        if self._left:
+            raise bad(min(self._left), "is not served here", "unsupported")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -1,0 +1,130 @@
+"""What stands before every request: who may ask, for which host, and how much may be sent how slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+from typing import Any
+
+import h11
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .errors import ApiError
+
+OPEN = frozenset({"/", "/health"})  # without a key: the page asks for it, and watchdogs have none
+HEADERS = 10.0  # seconds in which a request's headers are to come
+BODY = 30.0  # and its body
+LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of an address, headers, bytes of those
+
+
+class Guard:
+    """ASGI middleware: the key, compared in constant time, and the names under which a local server answers."""
+
+    def __init__(self, app: ASGIApp, key: str | None, host: str) -> None:
+        """`host` is what the server listens on: if only this machine reaches that, no other name is answered, so that
+        a web page cannot come in by a name of its own that leads here."""
+        self._app, self._key = app, None if key is None else key.encode()
+        self._names = frozenset({"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}) if is_local(host) else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        if scope["type"] == "http" and (error := self._refused(scope)) is not None:
+            await JSONResponse(error.body(), error.status)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> ApiError | None:
+        if len(scope["raw_path"]) + len(scope["query_string"]) > LONGEST:
+            return ApiError(414, f"the address is longer than {LONGEST} bytes")
+        if len(scope["headers"]) > MANY or sum(len(k) + len(v) for k, v in scope["headers"]) > LONG:
+            return ApiError(431, f"there are more than {MANY} headers, or {LONG} bytes of them")
+        headers = dict(scope["headers"])
+        name = headers.get(b"host", b"").decode("latin-1")
+        if self._names is not None and _without_port(name) not in self._names:
+            return ApiError(403, "this server answers to localhost alone")
+        if self._key is None or scope["path"] in OPEN:
+            return None
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
+            return None
+        return ApiError(
+            401, "the API key is missing or wrong: send it as Authorization: Bearer KEY", None, "invalid_api_key"
+        )
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _without_port(name: str) -> str:
+    head, colon, port = name.rpartition(":")
+    return head if colon and port.isdigit() else name
+
+
+async def body(request: Request, most: int) -> bytes:
+    """A request's body.
+
+    Raises:
+        ApiError: when it is no JSON by its own word, longer than `most` bytes, or takes too long.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a form of a web page could be sent here without asking
+        raise ApiError(415, "send JSON, as Content-Type: application/json")
+    told = request.headers.get("content-length", "0")
+    if told.isdigit() and int(told[:20]) > most:
+        raise ApiError(413, f"the body is longer than {most} bytes")
+    found = bytearray()
+    try:
+        async with asyncio.timeout(BODY):
+            async for part in request.stream():
+                found += part
+                if len(found) > most:
+                    raise ApiError(413, f"the body is longer than {most} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY:g} seconds") from None
+    return bytes(found)
+
+
+class Patient(H11Protocol):
+    """uvicorn's protocol, which gives up on headers that do not come."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A client is there: its first request is to come."""
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Some of it came."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._heard()
+        elif self._late is None:
+            self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._heard()
+        super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        self._late = self.loop.call_later(HEADERS, self._close)
+
+    def _heard(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _close(self) -> None:
+        self._late = None
+        if not self.transport.is_closing():
+            self.transport.close()

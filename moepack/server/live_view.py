@@ -1,0 +1,113 @@
+"""What the page shows, as JSON: where every expert is, how busy, what the budget's bytes are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.runtime.experts.handles import LayerExperts
+
+from .engine import Engine
+from .scheduler import Scheduler
+
+
+class Heat:
+    """How often every expert was chosen since the start, counted beside whoever else observes the router."""
+
+    def __init__(self, layers: list[LayerExperts]) -> None:
+        most = max((layer.of.layer.experts for layer in layers), default=0)
+        device = layers[0].of.device if layers else torch.device("cpu")
+        self._counts = torch.zeros(len(layers), most + 1, dtype=torch.int64, device=device)
+        self._experts = [layer.of.layer.experts for layer in layers]
+        for position, layer in enumerate(layers):
+            layer.observer = partial(self._saw, position, layer.observer)
+
+    def _saw(self, position: int, before: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+        if before is not None:
+            before(hidden, index, weights)
+        flat = index.reshape(-1).clamp(max=self._experts[position])
+        self._counts[position].scatter_add_(0, flat, torch.ones_like(flat))
+
+    def counts(self) -> list[list[int]]:
+        """By layer and expert."""
+        return [row[:n] for row, n in zip(self._counts.cpu().tolist(), self._experts, strict=True)]
+
+
+class LiveView:
+    """Makes the page's JSON, at most some times a second however many pages there are."""
+
+    FRESH = 0.25  # seconds for which one answer serves all
+
+    def __init__(self, model: Any, name: str, engine: Engine, scheduler: Scheduler) -> None:
+        self._serving, self._name, self._engine, self._scheduler = model.moepack, name, engine, scheduler
+        self._heat = Heat(self._serving.layers)
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._made: tuple[float, dict[str, Any]] = (-1.0, {})
+
+    def __call__(self) -> dict[str, Any]:
+        """Everything."""
+        with self._lock:
+            at, made = self._made
+            if time.monotonic() - at > self.FRESH:
+                self._made = time.monotonic(), (made := self._make())
+            return made
+
+    def _make(self) -> dict[str, Any]:
+        serving, scheduler = self._serving, self._scheduler
+        versions = [v.name for v in serving.bundle.manifest.versions]
+        placed = serving.versions
+        kinds = sorted({kind for row in placed for kind in row}, key=lambda k: _rank(k, versions))
+        number = {kind: n for n, kind in enumerate(kinds)}
+        totals = scheduler.totals
+        return {
+            "model": self._name,
+            "policy": str(serving.policy),
+            "seconds": time.monotonic() - self._began,
+            "packed": self._engine.is_packed,
+            "kinds": kinds,
+            "layers": [layer.of.layer.index for layer in serving.layers],
+            "placed": [[number[kind] for kind in row] for row in placed],
+            "heat": self._heat.counts(),
+            "budget": self._budget(),
+            "counters": serving.counters(),
+            "health": serving.health(),
+            "running": scheduler.running,
+            "waiting": scheduler.waiting,
+            "totals": {name: getattr(totals, name) for name in totals.__slots__},
+        }
+
+    def _budget(self) -> dict[str, Any]:
+        serving, tracker = self._serving, self._serving.tracker
+        parts: dict[str, int] = defaultdict(int)
+        fixed = serving.fixed
+        for name in ("dense", "activations", "staging", "window"):
+            parts[name] = getattr(fixed, name)
+        parts["kv"] = fixed.kv
+        if tracker is None:
+            for layer in serving.layers:
+                for handle in layer.current.handles:
+                    parts[str(handle)] += handle.resident_bytes
+        else:
+            for name, size in tracker.named().items():
+                if name != "fixed":
+                    parts[name.partition("/")[0]] += size
+        return {
+            "total": serving.budget_bytes,
+            "reserved": serving.resident_bytes(),
+            "peak": serving.resident_bytes_peak,
+            "kv_used": self._engine.cache_bytes,
+            "parts": {name: size for name, size in parts.items() if size},
+        }
+
+
+def _rank(kind: str, versions: list[str]) -> tuple[int, str]:
+    """Placements in the manifest's order of versions, what is elsewhere behind what is here."""
+    at = next((n for n, version in enumerate(versions) if kind.startswith(version)), len(versions))
+    return 2 * at + (kind not in versions), kind

@@ -1,0 +1,91 @@
+"""/metrics: what Prometheus reads, in a registry of the server's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .engine import Engine
+from .jobs import Job
+from .scheduler import Scheduler
+
+FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class Metrics:
+    """What is counted as it happens, and what is read off when somebody asks."""
+
+    def __init__(self, model: Any, engine: Engine, scheduler: Scheduler) -> None:
+        self._registry = CollectorRegistry()
+        options: dict[str, Any] = {"registry": self._registry}
+        self.requests = Counter("moepack_requests", "Requests by path and status.", ("path", "status"), **options)
+        self._first = Histogram(
+            "moepack_time_to_first_token_seconds", "From a request's arrival.", buckets=FIRST, **options
+        )
+        self._each = Histogram(
+            "moepack_time_per_output_token_seconds", "After the first, a sequence's mean.", buckets=EACH, **options
+        )
+        self._registry.register(_Read(model.moepack, engine, scheduler))
+
+    def ended(self, job: Job, generated: int) -> None:
+        """A sequence was answered."""
+        if generated:
+            self._first.observe(job.first - job.submitted)
+        if generated > 1:
+            self._each.observe((job.last - job.first) / (generated - 1))
+
+    def text(self) -> bytes:
+        """In Prometheus's format."""
+        return generate_latest(self._registry)
+
+
+class _Read(Collector):
+    def __init__(self, serving: Any, engine: Engine, scheduler: Scheduler) -> None:
+        self._serving, self._engine, self._scheduler = serving, engine, scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus's client calls it."""
+        serving, scheduler = self._serving, self._scheduler
+        for name, what in _WHAT.items():
+            value = getattr(scheduler.totals, name.removeprefix("sequences_"))
+            yield CounterMetricFamily(f"moepack_{name}", what, value=value)
+        for name, value in serving.counters().items():
+            name = "transitions_cancelled" if name == "cancelled" else name
+            yield CounterMetricFamily(f"moepack_{name}", f"{name.replace('_', ' ')} since loading.", value=value)
+        gauges = {
+            "running": ("Sequences that are being answered.", scheduler.running),
+            "waiting": ("Sequences that wait.", scheduler.waiting),
+            "kv_bytes": ("Bytes of live KV caches.", self._engine.cache_bytes),
+            "resident_bytes": ("Bytes reserved on the device.", serving.resident_bytes()),
+            "resident_bytes_peak": ("The most that ever were.", serving.resident_bytes_peak),
+            "budget_bytes": ("Bytes that may be; 0 without a budget.", serving.budget_bytes or 0),
+        }
+        for name, (what, value) in gauges.items():
+            yield GaugeMetricFamily(f"moepack_{name}", what, value=value)
+        yield self._experts()
+
+    def _experts(self) -> Metric:
+        counts: dict[str, int] = {}
+        for row in self._serving.versions:
+            for kind in row:
+                counts[kind] = counts.get(kind, 0) + 1
+        family = GaugeMetricFamily("moepack_experts", "Experts by placement.", labels=["placement"])
+        for kind, count in sorted(counts.items()):
+            family.add_metric([kind], count)
+        return family
+
+
+_WHAT = {
+    "steps": "Forward passes.",
+    "prompt_tokens": "Tokens of prompts that were read.",
+    "generated_tokens": "Tokens that were generated.",
+    "sequences_finished": "Sequences that were answered.",
+    "sequences_cancelled": "Sequences whose client left.",
+    "sequences_failed": "Sequences that could not be answered.",
+    "sequences_preempted": "Times a sequence gave its cache up for others.",
+}

@@ -1,0 +1,317 @@
+"""Requests of the OpenAI interface as what they ask for. Fields that are not served are refused, none is ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import bad
+from .fields import Fields
+from .sampling import Sampling
+
+MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 128, 20
+# Of OpenAI's fields: those that change nothing about an answer, as far as it is served here.
+NEUTRAL = ("user", "safety_identifier", "prompt_cache_key")
+ONLY: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What both kinds of requests have in common.
+
+    Attributes:
+        model: the name that was asked for.
+        max_tokens: of the answer; None for as many as there is room for.
+        count: answers to every prompt.
+        stops: strings that end an answer.
+        ignores_ends: whether it goes on after a token that ends answers.
+        stream: whether it is told as it comes.
+        usage: whether a stream ends with the numbers of tokens.
+        schema: of a JSON answer; None for any text.
+    """
+
+    model: str
+    sampling: Sampling
+    max_tokens: int | None = None
+    count: int = 1
+    stops: tuple[str, ...] = ()
+    ignores_ends: bool = False
+    stream: bool = False
+    usage: bool = False
+    schema: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request for completions: `prompts` are texts or token lists."""
+
+    asked: Asked
+    prompts: tuple[str | list[int], ...]
+    echo: bool = False
+    special: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A request for an answer in a conversation.
+
+    Attributes:
+        messages: as templates read them.
+        tools: functions that the model may call.
+        template: more that the model's template is given.
+    """
+
+    asked: Asked
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+def completion(given: dict[str, Any], vocabulary: int) -> Completion:
+    """A request to /v1/completions.
+
+    Raises:
+        ApiError: naming the field that is wrong or not served.
+    """
+    fields = Fields(given)
+    prompts = _prompts(fields.take("prompt"), vocabulary)
+    echo, special = fields.flag("echo"), fields.flag("add_special_tokens", True)
+    top = fields.whole("logprobs", None, 0, MOST_TOP)
+    count = fields.whole("n", 1, 1, MOST_CHOICES) or 1
+    fields.only("best_of", 1, count)
+    fields.only("suffix", "")
+    limit = fields.whole("max_tokens", 16, 0)
+    asked = _asked(fields, top, count, limit, vocabulary)
+    fields.end()
+    if not limit and not echo:
+        raise bad("max_tokens", "is to be at least 1, or 0 with echo")
+    return Completion(asked, prompts, echo, special)
+
+
+def chat(given: dict[str, Any], vocabulary: int) -> Chat:
+    """A request to /v1/chat/completions.
+
+    Raises:
+        ApiError: naming the field that is wrong or not served.
+    """
+    fields = Fields(given)
+    messages = _messages(fields.take("messages"))
+    wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
+    if top is not None and not wanted:
+        raise bad("top_logprobs", "needs logprobs: true")
+    count = fields.whole("n", 1, 1, MOST_CHOICES) or 1
+    old, new = fields.whole("max_tokens", None, 1), fields.whole("max_completion_tokens", None, 1)
+    if None not in (old, new) and old != new:
+        raise bad("max_completion_tokens", "differs from max_tokens")
+    tools = _tools(fields)
+    template = fields.record("chat_template_kwargs") or {}
+    if reserved := {"messages", "conversation", "tools", "tokenize", "chat_template", "documents"} & template.keys():
+        raise bad(f"chat_template_kwargs.{min(reserved)}", "is not to be given there", "unsupported")
+    asked = _asked(fields, (top or 0) if wanted else None, count, new if old is None else old, vocabulary)
+    fields.end()
+    return Chat(asked, messages, tools, template)
+
+
+def _asked(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int) -> Asked:
+    model = fields.text("model")
+    if model is None:
+        raise bad("model", "is missing")
+    for name in NEUTRAL:
+        fields.text(name)
+    for name, allowed in ONLY.items():
+        fields.only(name, *allowed)
+    sampling = Sampling(
+        temperature=_temperature(fields),
+        top_p=fields.number("top_p", 1.0, 0.0, 1.0),
+        top_k=max(0, fields.whole("top_k", 0, -1) or 0),
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        seed=fields.whole("seed", None, -(1 << 63), (1 << 63) - 1),
+        presence=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        frequency=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        repetition=fields.number("repetition_penalty", 1.0, 0.01, 100.0),
+        bias=_bias(fields, vocabulary),
+        top_logprobs=top,
+    )
+    stream = fields.flag("stream")
+    usage = _usage(fields, stream)
+    stops, ignores = _stops(fields), fields.flag("ignore_eos")
+    return Asked(model, sampling, limit, count, stops, ignores, stream, usage, _schema(fields))
+
+
+def _temperature(fields: Fields) -> float:
+    value = fields.number("temperature", 1.0, 0.0, 100.0)
+    return 0.0 if value < 1e-5 else value
+
+
+def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
+    out = {}
+    for name, value in (fields.record("logit_bias") or {}).items():
+        where = f"logit_bias[{name!r}]"
+        if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= vocabulary:
+            raise bad(where, f"is no token: they go from 0 to {vocabulary - 1}")
+        out[int(name)] = Fields({where: value}).number(where, 0.0, -100.0, 100.0)
+    return out
+
+
+def _usage(fields: Fields, stream: bool) -> bool:
+    options = fields.record("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise bad("stream_options", "needs stream: true")
+    inner = Fields(options)
+    usage = inner.flag("include_usage")
+    inner.only("include_obfuscation", False)
+    inner.end()
+    return usage
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    stop = fields.take("stop")
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise bad("stop", "is to be a string, or a list of strings, none of them empty")
+    if len(stops) > MOST_STOPS or any(len(s) > 1000 for s in stops):
+        raise bad("stop", f"is to have at most {MOST_STOPS} strings, of 1000 characters each")
+    return tuple(stops)
+
+
+def _schema(fields: Fields) -> dict[str, Any] | None:
+    """The JSON schema that an answer is to have; {"type": "object"} for any object."""
+    given = fields.record("response_format")
+    if given is None:
+        return None
+    inner = Fields(given)
+    kind, outer = inner.text("type"), inner.record("json_schema")
+    if kind == "text" and outer is None:
+        return None
+    if kind == "json_object" and outer is None:
+        return {"type": "object"}
+    if kind != "json_schema" or outer is None:
+        raise bad("response_format.type", "is to be text, json_object or json_schema", "unsupported")
+    inner.end()
+    named = Fields(outer)
+    for name in ("name", "description"):
+        named.text(name)
+    named.flag("strict")
+    schema = named.record("schema")
+    named.end()
+    if schema is None:
+        raise bad("response_format.json_schema.schema", "is missing")
+    return schema
+
+
+def _is_tokens(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
+    )
+
+
+def _prompts(given: Any, vocabulary: int) -> tuple[str | list[int], ...]:
+    """A text, a list of texts, a list of tokens, or a list of those."""
+    if given is None:
+        raise bad("prompt", "is missing")
+    prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or _is_tokens(p) for p in prompts):
+        raise bad("prompt", "is to be a string, a list of strings, or one or more lists of tokens")
+    if len(prompts) > MOST_CHOICES:
+        raise bad("prompt", f"is to have at most {MOST_CHOICES} prompts")
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not all(0 <= t < vocabulary for t in prompt):
+            raise bad("prompt", f"has a token that is none: they go from 0 to {vocabulary - 1}")
+    return tuple(prompts)
+
+
+# --- chats
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or not given:
+        raise bad("messages", "is to be a list of messages")
+    return [_message(f"messages[{n}]", message) for n, message in enumerate(given)]
+
+
+def _message(where: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise bad(where, "is to be an object")
+    fields = Fields(given)
+    role = fields.text("role")
+    if role not in ROLES:
+        raise bad(f"{where}.role", f"is to be one of {', '.join(ROLES)}")
+    out: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    content = _content(f"{where}.content", fields.take("content"))
+    calls = fields.take("tool_calls") if role == "assistant" else None
+    if content is None and calls is None:
+        raise bad(f"{where}.content", "is missing")
+    out["content"] = content if content is not None else ""
+    if calls is not None:
+        out["tool_calls"] = _calls(f"{where}.tool_calls", calls)
+    if role == "tool":
+        out["tool_call_id"] = fields.text("tool_call_id") or ""
+    if (name := fields.text("name")) is not None:
+        out["name"] = name
+    if role == "assistant":  # what answers of this interface carry, and clients send back
+        fields.only("refusal")
+        fields.only("annotations", [])
+        fields.only("audio")
+    try:
+        fields.end()
+    except Exception as error:
+        raise bad(f"{where}.{getattr(error, 'param', '')}", "is not served here", "unsupported") from None
+    return out
+
+
+def _content(where: str, given: Any) -> str | None:
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise bad(where, "is to be a string, or a list of parts")
+    texts = []
+    for n, part in enumerate(given):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise bad(f"{where}[{n}].type", "only text is served", "unsupported")
+        if not isinstance(part.get("text"), str):
+            raise bad(f"{where}[{n}].text", "is to be a string")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(where: str, given: Any) -> list[dict[str, Any]]:
+    """Calls of an earlier answer, with their arguments as an object: so templates read them."""
+    from .fields import parse_json
+
+    out = []
+    for n, call in enumerate(given if isinstance(given, list) else [None]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(f"{where}[{n}]", "is to be a call of a function")
+        arguments = function.get("arguments", "{}")
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments.encode())
+            except Exception:
+                raise bad(f"{where}[{n}].function.arguments", "is to be a JSON object") from None
+        made = {"name": function["name"], "arguments": arguments}
+        out.append({"id": str(call.get("id", "")), "type": "function", "function": made})
+    return out
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]]:
+    tools, choice = fields.take("tools"), fields.take("tool_choice")
+    if tools is not None and not isinstance(tools, list):
+        raise bad("tools", "is to be a list")
+    for n, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(f"tools[{n}]", 'is to be {"type": "function", "function": {"name": ...}}')
+    if choice not in (None, "auto", "none"):
+        raise bad("tool_choice", 'is not served but as "auto" or "none"', "unsupported")
+    return [] if choice == "none" else tools or []

@@ -1,0 +1,385 @@
+"""Sequences packed into one forward pass, without padding: their caches, and the attention that keeps them apart.
+
+A pass reads [1, tokens]: some tokens of every running sequence, one after another. All but attention works token by
+token; there every sequence reads its own cache alone, so what the others hold changes nothing in it. Decides nothing
+about who runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
+
+NAME = "moepack_rows"  # transformers knows the attention by it
+GRAIN = 32  # tokens to which a row's room is rounded up
+AHEAD = 64  # tokens of room beyond those that are needed
+# What models hand to their attention and this one needs not: masks and windows follow from the rows.
+IGNORED = frozenset(
+    [
+        "dropout",
+        "is_causal",
+        "sliding_window",
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "output_router_logits",
+        "cache_position",
+        "logits_to_keep",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    ]
+)
+
+
+class NotPackable(Exception):
+    """A model does with its cache what this attention does not know."""
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What a row holds of one layer: keys and values (or a latent's two parts) [1, heads, room, dim], up to `end`."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    end: int = 0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Row:
+    """A sequence's cache.
+
+    Attributes:
+        parts: by layer.
+        wanted: tokens of room that it takes with its first pass, at the least.
+        length: tokens in it.
+        room: tokens for which its full layers have memory.
+    """
+
+    parts: list[_Part]
+    wanted: int = 0
+    length: int = 0
+    room: int = 0
+
+    def get_seq_length(self) -> int:
+        """As of transformers' caches."""
+        return self.length
+
+    def room_for(self, tokens: int) -> int:
+        """Tokens of room that it will have once it holds `tokens`: some ahead, so that few passes copy it."""
+        if tokens <= self.room:
+            return self.room
+        ahead = max(AHEAD, tokens // 8) if self.room else 0
+        return -(-max(tokens + ahead, self.wanted * (not self.room)) // GRAIN) * GRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What tokens of a row take, in bytes.
+
+    Attributes:
+        full: a token of all layers that forget nothing.
+        windowed: (bytes a token, tokens kept) of the other layers together, by window.
+    """
+
+    full: int
+    windowed: tuple[tuple[int, int], ...] = ()
+
+    def bytes(self, room: int, step: int) -> int:
+        """Bytes of a row with room for so many tokens, where passes read `step` tokens at the most."""
+        return self.full * room + sum(size * min(room, window - 1 + step) for size, window in self.windowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A row's part in a pass: `count` tokens of it, from `start` on of those of the pass, after which it has `room`;
+    whether they are of its prompt."""
+
+    row: Row
+    start: int
+    count: int
+    room: int
+    is_prompt: bool
+
+
+class Rows(Cache):
+    """The caches of all packed sequences, as one cache that models know how to call.
+
+    The budget's watch (runtime/residency/kv_reserve.py) asks it for its bytes: `held_bytes` now, and `foretold` for the
+    pass that is about to begin. Policies are told of its sequences (runtime/residency/sequences.py), each by its row.
+
+    Attributes:
+        rows: of all sequences.
+        began: whether the last pass got as far as writing into rows.
+    """
+
+    def __init__(self, windows: Sequence[int | None], shape: Shape | None, step: int) -> None:
+        """For a model.
+
+        Args:
+            windows: by layer, how many tokens a query sees, or None for all.
+            shape: what tokens take; None where nobody counts.
+            step: tokens of the largest pass.
+        """
+        layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
+        super().__init__(layers=layers)
+        self.windows, self.shape, self.step = tuple(windows), shape, step
+        self.rows: list[Row] = []
+        self.began = False
+        self._turns: list[Turn] = []
+        self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
+
+    # --- rows
+
+    def add(self, wanted: int) -> Row:
+        """A sequence joins, without tokens yet; its first pass makes room for `wanted`."""
+        row = Row([_Part() for _ in self.windows], wanted)
+        self.rows.append(row)
+        return row
+
+    def remove(self, row: Row) -> None:
+        """A sequence leaves; its memory goes at once."""
+        self.rows.remove(row)
+        row.parts = []
+
+    def row_bytes(self, room: int) -> int:
+        """Bytes of a row of so much room."""
+        return 0 if self.shape is None else self.shape.bytes(room, self.step)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that all rows hold."""
+        return sum(self.row_bytes(row.room) for row in self.rows)
+
+    def after(self, parts: Sequence[tuple[Row, int]]) -> int:
+        """The most bytes that rows hold while a pass reads so many tokens of each of these."""
+        grown = [(row.room, row.room_for(row.length + count)) for row, count in parts]
+        more = sum(self.row_bytes(room) - self.row_bytes(before) for before, room in grown)
+        copied = max((self.row_bytes(before) for before, room in grown if room > before), default=0)
+        return self.held_bytes + more + copied // max(1, len(self.windows))
+
+    def foretold(self) -> tuple[int, int]:
+        """Bytes while the pass that is about to begin runs, and tokens of its longest row after it."""
+        parts = [(turn.row, turn.count) for turn in self._turns]
+        return self.after(parts), max((row.length + count for row, count in parts), default=0)
+
+    def sequences(self) -> list[tuple[Row, int, bool]]:
+        """Who is in the pass that is about to begin: rows, their tokens, and whether those are of prompts."""
+        return [(turn.row, turn.count, turn.is_prompt) for turn in self._turns]
+
+    @contextmanager
+    def passing(self, parts: Sequence[tuple[Row, int, bool]]) -> Iterator[None]:
+        """Around a pass that reads so many tokens of each of these rows, of a prompt or not, in this order.
+
+        Where it fails after it began, its rows are worth nothing: `began` says so.
+        """
+        start, self.began = 0, False
+        for row, count, is_prompt in parts:
+            self._turns.append(Turn(row, start, count, row.room_for(row.length + count), is_prompt))
+            start += count
+        _mine.rows = self
+        try:
+            yield
+            for turn in self._turns:
+                turn.row.length += turn.count
+                turn.row.room = turn.room
+        finally:
+            _mine.rows, self._turns, self._passed = None, [], [None] * len(self.windows)
+
+    # --- what models call
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a layer's new states [1, heads, tokens, dim] apart, each row's behind what it has."""
+        self.began = True
+        for turn in self._turns:
+            self._append(turn, layer, keys, values)
+        self._passed[layer] = keys, values
+        return keys, values
+
+    def _append(self, turn: Turn, layer: int, keys: Tensor, values: Tensor) -> None:
+        row, count, window = turn.row, turn.count, self.windows[layer]
+        part, span = row.parts[layer], slice(turn.start, turn.start + turn.count)
+        end = part.end + count
+        if part.keys is None or end > part.keys.shape[2]:
+            size = turn.room if window is None else min(turn.room, window - 1 + self.step)
+            keep = part.end if window is None else min(part.end, window - 1)
+            part.keys = _moved(part.keys, part.end, keep, size, keys)
+            part.values = _moved(part.values, part.end, keep, size, values)
+            end = keep + count
+        assert part.values is not None
+        part.keys[:, :, end - count : end] = keys[:, :, span]
+        part.values[:, :, end - count : end] = values[:, :, span]
+        part.end = end
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
+        """Every row's queries over its own keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
+        layer, expand = module.layer_idx, getattr(module, "expand_kv", None)
+        passed = self._passed[layer]
+        if passed is None or (expand is None and key is not passed[0]):
+            raise NotPackable(f"{type(module).__name__} changes what its cache returns")
+        out = []
+        for turn in self._turns:
+            part = turn.row.parts[layer]
+            assert part.keys is not None and part.values is not None
+            k, v = part.keys[:, :, : part.end], part.values[:, :, : part.end]
+            if expand is not None:
+                k, v = expand(k, v)
+            q = query[:, :, turn.start : turn.start + turn.count]
+            out.append(_attend(q, k, v, scaling, self.windows[layer], sinks))
+        return torch.cat(out, dim=1)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row."""
+        return max((row.length for row in self.rows), default=0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Never used for a mask: there is none."""
+        return query_length, 0
+
+
+class _Layer:
+    """A layer of `Rows`, where models ask for one."""
+
+    is_sliding = is_linear = is_dummy = False
+    is_compileable = False
+
+    def __init__(self, rows: Rows, number: int) -> None:
+        self._rows, self._number = weakref.ref(rows), number  # a circle would keep the rows' memory
+
+    def _of(self) -> Rows:
+        rows = self._rows()
+        assert rows is not None
+        return rows
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The new states, as they came: `attend` reads the rows."""
+        return self._of().store(self._number, keys, values)
+
+    def get_seq_length(self) -> int:
+        """Tokens of the longest row."""
+        return self._of().get_seq_length()
+
+
+def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> Tensor:
+    """Room for `size` tokens, with the last `keep` of `old`'s first `end`."""
+    new = like.new_empty(1, like.shape[1], size, like.shape[3])
+    if old is not None and keep:
+        new[:, :, :keep] = old[:, :, end - keep : end]
+    return new
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, sinks: Tensor | None) -> Tensor:
+    """One sequence: its last queries [1, heads, n, dim] over its keys [1, kv heads, length, dim]."""
+    n, length, heads = q.shape[2], k.shape[2], k.shape[1]
+    mask = None
+    if n == 1 and window is not None and length > window:
+        k, v = k[:, :, -window:], v[:, :, -window:]
+    elif n > 1 and (length > n or (window is not None and length > window)):
+        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril_(length - n)
+        if window is not None:
+            mask = mask.triu_(length - n - window + 1)
+    if sinks is not None:
+        return _with_sinks(q, k, v, scaling, mask, sinks)
+    if n == 1:  # heads that share keys are queries of one head: nothing is repeated
+        out = scaled_dot_product_attention(q.reshape(1, heads, -1, q.shape[3]), k, v, scale=scaling)
+        return out.reshape(1, 1, -1, v.shape[3])
+    grouped = q.shape[1] != heads
+    if grouped and mask is not None:
+        k, v = (t.repeat_interleave(q.shape[1] // heads, dim=1) for t in (k, v))
+        grouped = False
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None, sinks: Tensor) -> Tensor:
+    """With a learnt logit a head that takes its share of the softmax and adds nothing (gpt-oss), as transformers'
+    eager attention computes it."""
+    n, length, repeats = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
+    scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    if mask is None and n > 1:
+        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril_()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(1, -1, n, 1)], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    probabilities = torch.nn.functional.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1].to(v.dtype)
+    return torch.matmul(probabilities, v).transpose(1, 2)
+
+
+_mine = threading.local()
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, None]:
+    """The attention of a packed pass, as transformers calls it."""
+    rows: Rows | None = getattr(_mine, "rows", None)
+    if rows is None:
+        raise NotPackable("a pass that is not packed came to the attention of packed ones")
+    scaling, sinks = given.pop("scaling", None), given.pop("s_aux", None)
+    unknown = [n for n, value in given.items() if n not in IGNORED and value is not None and value is not False]
+    if unknown:
+        raise NotPackable(f"{type(module).__name__} gives its attention {', '.join(unknown)}")
+    return rows.attend(module, query, key, scaling, sinks), None
+
+
+def _no_mask(**_: Any) -> None:
+    """Rows need none."""
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """By layer, how many tokens a query sees, or None for all.
+
+    Raises:
+        NotPackable: for layers that keep something else than keys and values, and positions that depend on the pass.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if odd := kinds - {"full_attention", "sliding_attention"}:
+        raise NotPackable(f"its layers are of {', '.join(sorted(odd))}")
+    for rope in _ropes(getattr(text, "rope_parameters", None) or {}):
+        if rope in ("dynamic", "longrope"):
+            raise NotPackable(f"its positions ({rope}) depend on the longest sequence of a pass")
+    out: list[int | None] = []
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) is DynamicLayer:
+            out.append(None)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            out.append(int(layer.sliding_window))
+        else:
+            raise NotPackable(f"its cache has a {type(layer).__name__}")
+    if len(out) != text.num_hidden_layers:
+        raise NotPackable("its cache has not a layer for each of the model's")
+    return out
+
+
+def _ropes(parameters: Any) -> Iterator[str]:
+    if isinstance(parameters, dict):
+        for name, value in parameters.items():
+            if name in ("rope_type", "type"):
+                yield str(value)
+            elif isinstance(value, dict):
+                yield from _ropes(value)

@@ -1,0 +1,77 @@
+"""Conversations as prompts, through the model's own chat template, and tool calls out of what it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from typing import Any
+
+from .errors import ApiError, bad
+from .parse import Chat
+from .tokens import Tokens
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # Hermes, Qwen and those who follow them
+
+
+class Templates:
+    """A model's chat template."""
+
+    def __init__(self, tokens: Tokens, template: str | None = None) -> None:
+        """`template` takes the place of the tokenizer's own."""
+        self._tokens = tokens
+        if template is not None:
+            tokens.tokenizer.chat_template = template
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is one."""
+        return bool(self._tokens.tokenizer.chat_template)
+
+    def render(self, asked: Chat) -> list[int]:
+        """A conversation as the tokens of a prompt.
+
+        Raises:
+            ApiError: when there is no template, or it refuses.
+        """
+        tokenizer = self._tokens.tokenizer
+        if not self.is_there:
+            raise ApiError(
+                400,
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
+                "messages",
+                "no_chat_template",
+            )
+        if asked.tools and not self._reads_calls():
+            raise bad("tools", "this model's template does not say how it calls tools", "unsupported")
+        try:
+            text = tokenizer.apply_chat_template(
+                asked.messages, tools=asked.tools or None, tokenize=False, add_generation_prompt=True, **asked.template
+            )
+        except Exception as error:  # whatever a template raises: it is a program
+            why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+            raise bad("messages", f"the chat template refuses them: {why}") from None
+        return self._tokens.encode(str(text), False, "messages")
+
+    def _reads_calls(self) -> bool:
+        template = self._tokens.tokenizer.chat_template
+        return "<tool_call>" in (template if isinstance(template, str) else json.dumps(template))
+
+    @staticmethod
+    def calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+        """An answer's text without its tool calls, and those; what cannot be read as one stays text."""
+        calls: list[dict[str, Any]] = []
+
+        def found(match: re.Match[str]) -> str:
+            try:
+                call = json.loads(match[1])
+                made = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return match[0]
+            if not isinstance(made["name"], str):
+                return match[0]
+            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": made})
+            return ""
+
+        rest = _CALL.sub(found, text)
+        return (rest.strip() if calls else text), calls

@@ -1,0 +1,77 @@
+"""A tokenizer as the server uses it: text to tokens and back, and single tokens as a client is shown them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from typing import Any
+
+from .errors import bad
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokens:
+    """Every method may be called from any thread.
+
+    Attributes:
+        tokenizer: transformers' own.
+        ends: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
+        self.tokenizer = tokenizer
+        named = getattr(generation_config, "eos_token_id", None)
+        ids = [named] if isinstance(named, int) else list(named or ())
+        if tokenizer.eos_token_id is not None:
+            ids.append(tokenizer.eos_token_id)
+        self.ends = frozenset(int(i) for i in ids)
+        self._lock = threading.Lock()  # a fast tokenizer changes its settings while it encodes
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        self._plain = self._fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._bytes = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
+
+    def encode(self, text: str, special: bool, param: str) -> list[int]:
+        """Text as tokens; `special`: with those that a text begins or ends with."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise bad(param, "not a text: it holds half of a surrogate pair") from None
+        with self._lock:
+            return list(self.tokenizer(text, add_special_tokens=special).input_ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Tokens as text, without special ones."""
+        if self._plain:
+            return str(self._fast.decode(tokens, skip_special_tokens=True))  # type: ignore[union-attr]
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def raw(self, token: int) -> bytes:
+        """The bytes of one token, special or not; a token that has no text has none."""
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return b""
+        if token in self.tokenizer.all_special_ids or token in self.tokenizer.added_tokens_decoder:
+            return str(name).encode()
+        if self._bytes:
+            return bytes(_byte_of().get(c, 63) for c in name)
+        if found := _BYTE.fullmatch(name):
+            return bytes.fromhex(found[1])
+        return str(name).replace("\u2581", " ").encode()
+
+    def shown(self, token: int) -> str:
+        """One token as text; one that is no text by itself as its bytes."""
+        raw = self.raw(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+@functools.cache
+def _byte_of() -> dict[str, int]:
+    """The bytes behind the letters of a byte-level vocabulary (GPT-2): printable ones stand for themselves."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in set(kept)]
+    return {chr(b): b for b in kept} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -1,0 +1,90 @@
+"""Files of a repository on the Hub, several at a time; one bar counts their bytes, and an interruption waits for none.
+
+Asks for the names it is given and for no list: a repository may hold any number of others. It is in this folder for the
+reason that hub_name.py is.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WORKERS = 8
+
+
+def fetch_files(
+    repo: str,
+    sizes: Mapping[str, int],
+    commit: str,
+    each: Callable[[str], object] = lambda name: None,
+    **options: Any,
+) -> None:
+    """Download files of a commit; what was begun before goes on.
+
+    Args:
+        repo: the repository's name.
+        sizes: names, and how many bytes are expected: for the bar.
+        commit: 40 hexadecimal digits.
+        each: called with the name of each file that is there.
+        options: further ones of `huggingface_hub.hf_hub_download`.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    if not sizes:
+        return
+    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+    stopped = threading.Event()
+    for name in sizes:
+        todo.put(name)
+    counted: dict[str, Any] = {"total": sum(sizes.values()), "unit": "B", "unit_scale": True}
+    with tqdm(desc=f"{len(sizes)} files of {repo}", **counted) as bar:  # type: ignore[no-untyped-call]
+
+        def work() -> None:
+            while not stopped.is_set():
+                try:
+                    name = todo.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    hf_hub_download(repo, name, revision=commit, tqdm_class=_part_of(bar, stopped), **options)
+                    done.put((name, None))
+                except BaseException as error:
+                    done.put((name, error))
+
+        for _ in range(min(WORKERS, len(sizes))):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            for _ in sizes:
+                name, error = done.get()
+                if error is not None:
+                    raise error
+                each(name)
+        finally:
+            stopped.set()
+
+
+def _part_of(bar: Any, stopped: threading.Event) -> Any:
+    """What huggingface_hub takes for the bar of one file: it moves that of all, until that is closed."""
+
+    class Part:
+        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
+            self.update(initial)
+
+        def __enter__(self) -> Part:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def update(self, n: float | None = 1) -> None:
+            if not stopped.is_set():
+                bar.update(n)
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_, **__: None
+
+    return Part

@@ -1,0 +1,66 @@
+"""A bundle in the Hub's cache: what a policy serves of it is fetched, and nothing else.
+
+Works on a commit, of which transformers has fetched its own part. Decides nothing about policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moepack.pack.errors import BundleError, InputError
+from moepack.pack.hub_files import fetch_files
+from moepack.pack.manifest import MANIFEST, MAX_BYTES, Manifest, parse_manifest
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import expert_file
+from moepack.runtime.planning.choice import versions_of
+
+
+def fetch(name: str, commit: str, policy: str | None, in_budget: bool, options: Mapping[str, Any]) -> Bundle:
+    """Complete the snapshot of a bundle by what a policy needs, and open it.
+
+    Versions that a download left unfinished count as absent. Where nothing may be fetched, those that are here are all
+    there is.
+
+    Args:
+        name: the repository's.
+        commit: of it.
+        policy: as of `moepack.load`.
+        in_budget: whether there is a memory budget.
+        options: token, cache_dir, local_files_only and force_download, as huggingface_hub takes them.
+
+    Raises:
+        InputError: for a repository that is no bundle, or a policy that does not fit it.
+        BundleError: for a manifest that is not one.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        file = Path(hf_hub_download(name, MANIFEST, revision=commit, **options))
+    except LocalEntryNotFoundError:
+        raise InputError(f"{name}: its {MANIFEST} is not in the cache, and cannot be fetched now") from None
+    except EntryNotFoundError:
+        raise InputError(f"{name}: not a bundle: it has no {MANIFEST}; a push to it may not have ended") from None
+    if file.stat().st_size > MAX_BYTES:
+        raise BundleError.single(f"{name}/{MANIFEST}", "size", f"more than {MAX_BYTES} bytes")
+    manifest, root = parse_manifest(file.read_bytes()), file.parent
+    if options.get("local_files_only") or constants.HF_HUB_OFFLINE:
+        return open_bundle(root, skip_partial=True)
+    first = {expert_file(v.name, manifest.layers[0].index): v for v in manifest.versions}
+    found = HfApi(token=options.get("token")).get_paths_info(name, list(first), revision=commit)
+    there = {first[f.path].name for f in found if f.path in first}  # a bundle may be published in part
+    could = Bundle(root, manifest, tuple(v for v in manifest.versions if v.name in there))
+    if not could.versions:
+        raise BundleError.single(name, "missing", "no version of the experts is there")
+    sizes = {n: e.size for n, e in manifest.files.items()}
+    for version in versions_of(policy, could, in_budget):
+        sizes |= _sizes(manifest, version)
+    fetch_files(name, {n: size for n, size in sizes.items() if not (root / n).exists()}, commit, **options)
+    return open_bundle(root, skip_partial=True)
+
+
+def _sizes(manifest: Manifest, version: str) -> dict[str, int]:
+    names = (expert_file(version, layer.index) for layer in manifest.layers)
+    return {name: manifest.expert_files[name].size for name in names}

@@ -1,0 +1,130 @@
+"""A server in this process, on a thread of its own: the bundle of the demo model, under `hotness` in a budget."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moepack
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("uvicorn")
+
+from moepack.server.app import Options, Server
+from moepack.server.command import Serve, run
+from moepack.server.scheduler import Limits
+
+TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}</tools>"
+    '<tool_call>{"name": ...}</tool_call>\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'tool' and not loop.index0 %}{{ raise_exception('a tool cannot begin') }}"
+    "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+NAME, BUDGET = "mini", 5_000_000
+
+
+@dataclass
+class Running:
+    """A server that answers."""
+
+    port: int
+    server: Server
+    model: Any
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> Any:
+        openai = pytest.importorskip("openai")
+        given = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        return openai.OpenAI(**given)
+
+    def idle(self, seconds: float = 10.0) -> None:
+        """Wait until nobody is answered."""
+        until = time.monotonic() + seconds
+        scheduler = self.server.scheduler
+        while scheduler.running or scheduler.waiting:
+            assert time.monotonic() < until, "sequences are left"
+            time.sleep(0.01)
+
+
+def begin(model: Any, tokenizer: Any, options: Options) -> tuple[Running, Callable[[], None]]:
+    """Serve on a free port until the function is called."""
+    server = Server(model, tokenizer, options)
+    listener = socket.socket()
+    listener.bind((options.host, 0))
+    found = Running(listener.getsockname()[1], server, model)
+    answering: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    asked = Serve("", grace=1.0)
+    thread = threading.Thread(target=lambda: asyncio.run(run(server, listener, asked, answering.put)), daemon=True)
+    thread.start()
+    uvicorn = answering.get(timeout=30)
+
+    def end() -> None:
+        uvicorn.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+    return found, end
+
+
+@pytest.fixture(scope="session")
+def tokenizer(bundle: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(bundle)
+
+
+@pytest.fixture(scope="session")
+def options() -> Options:
+    return Options(NAME, template=TEMPLATE, limits=Limits(sequences=8, waiting=300, step_tokens=64), body=1 << 16)
+
+
+@pytest.fixture(scope="session")
+def running(bundle: Path, tokenizer: Any, options: Options) -> Iterator[Running]:
+    model = moepack.load(
+        bundle, policy="hotness:interval=0.2", device_memory=BUDGET, prefill_tokens=64, all_logits=False
+    )
+    found, end = begin(model, tokenizer, options)
+    try:
+        yield found
+    finally:
+        end()
+        model.moepack.close()
+
+
+@pytest.fixture(scope="session")
+def client(exact: Running) -> Any:
+    """OpenAI's client of the server whose answers do not change: no version does."""
+    return exact.client()
+
+
+@pytest.fixture(scope="session")
+def exact(bundle: Path, tokenizer: Any, options: Options) -> Iterator[Running]:
+    """Another one, without a budget: every expert at bf16, in float32, where a batch changes next to nothing."""
+    model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
+    found, end = begin(model, tokenizer, options)
+    try:
+        yield found
+    finally:
+        end()
+        model.moepack.close()
+
+
+@pytest.fixture(scope="session")
+def plain(demo_model: Path) -> Any:
+    """The checkpoint of that one, in plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)

@@ -1,0 +1,114 @@
+"""The card and what travels beside the weights: licence, templates, tokenizers, processors, a model's own code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from support import tree
+
+import moepack
+from moepack.calibrate.checkpoint import companions
+from moepack.pipeline.build import build
+from moepack.pipeline.model_card import carried, hub_id, model_card
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.verify import verify
+
+RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\nversions: [bf16, w2]\n"
+TRAVELS = {
+    "LICENSE": "the licence", "NOTICE.txt": "notice", "USE_POLICY.md": "policy", "chat_template.jinja": "{{ x }}",
+    "additional_chat_templates/tools.jinja": "{{ y }}", "preprocessor_config.json": "{}", "processor_config.json": "{}",
+    "video_preprocessor_config.json": "{}", "qwen.tiktoken": "IQ== 0\n", "vocab.txt": "a\n", "spiece.model": "x",
+}  # fmt: skip
+STAYS = {"optimizer.pt": "x", "trainer_state.json": "{}", ".env": "secret", "notes.txt": "x", "original/a.json": "{}"}
+CARD = """---
+license: other
+license_name: model-licence
+license_link: LICENSE
+language: [en, de]
+widget: [{text: hi}]
+---
+# A model
+"""
+
+
+def facts(card: str) -> dict:
+    return dict(yaml.safe_load(card.split("---\n")[1]))
+
+
+@pytest.fixture
+def checkpoint(demo_model: Path, tmp_path: Path) -> Path:
+    """As the Hub's cache has it."""
+    path = tmp_path / "hub" / "models--some--mini-moe" / "snapshots" / ("0" * 40)
+    shutil.copytree(demo_model, path)
+    for name, text in {**TRAVELS, **STAYS, "README.md": CARD, "tokenization_mini.py": "x = 1\n"}.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(text)
+    return path
+
+
+def test_companions_travel_and_the_card_carries_the_licence(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    assert "tokenization_mini.py" not in companions(checkpoint)
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["tokenization_mini.Mini", None]}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    build(checkpoint, tmp_path / "b", parse_recipe(RECIPE, "r"), [text])
+    made = tree(tmp_path / "b")
+    assert {n: made[n].decode() for n in TRAVELS} == TRAVELS and "tokenization_mini.py" in made
+    assert not set(STAYS) & set(made)
+    assert verify(tmp_path / "b", checkpoint) == []
+    manifest = moepack.open(tmp_path / "b").manifest
+    assert set(TRAVELS) < set(manifest.files) and "README.md" not in manifest.files, "a card is edited on its page"
+    found = facts(made["README.md"].decode())
+    assert found == {
+        "library_name": "moepack", "pipeline_tag": "text-generation", "license": "other",
+        "license_name": "model-licence", "license_link": "LICENSE", "language": ["en", "de"],
+        "base_model": "some/mini-moe", "base_model_relation": "quantized",
+        "tags": ["moepack", "mixture-of-experts", "quantized", "qwen3_moe"],
+    }  # fmt: skip
+    for words in ("| bf16 | lossless |", "| w2 | 2 bits, groups of", "128 calibration tokens", "[LICENSE](LICENSE)"):
+        assert words in made["README.md"].decode(), words
+
+
+def test_the_card_has_the_bundles_numbers(bundle: Path) -> None:
+    opened = moepack.open(bundle)
+    text = model_card(opened.manifest, opened.calibration(), ["w4", "w1"], "me/mini", "losses.png")
+    on_disk = sum(p.stat().st_size for p in (bundle / "experts" / "w4").iterdir()) / 1e6
+    assert f"| w4 | 4 bits, groups of 64 | {on_disk:,.1f} MB | 4.38 |" in text and "| w2 |" not in text
+    assert 'moepack.load("me/mini", policy="static:w1")' in text and "](losses.png)" in text
+    assert "base_model" not in facts(text) and facts(text)["license"] == "apache-2.0", "as its checkpoint's card says"
+
+
+def test_hostile_words_stay_words(bundle: Path, damaged: Path, edit_manifest: Callable[..., None]) -> None:
+    evil = "x\n---\n# owned ![](http://x) <script> | [a](b)"
+
+    def change(m: dict) -> None:
+        m["model"]["model_type"] = evil
+        m["provenance"] = {
+            "checkpoint": {"name": evil, "id": evil, "card": {"license": evil, "language": [3], "tags": ["x"]}},
+            "calibration": {"sources": [evil], "samples": [], "length": evil},
+        }
+
+    edit_manifest(damaged, change)
+    opened = moepack.open(damaged)
+    text = model_card(opened.manifest, opened.calibration(), ["w2"])
+    head, body = text[4:].split("\n---\n", 1)
+    found = yaml.safe_load(head)
+    assert found["base_model"] == found["license"] == evil and found["tags"][-1] != evil and "language" not in found
+    assert "<script>" not in body.replace("\\<script\\>", "") and "\n# owned" not in body and "![](" not in body
+
+
+def test_a_checkpoints_card(tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    assert carried(card) == {}
+    for text in ("", "no head", "---\n[broken\n---\n", "---\n- list\n---\n", "---\n" + "[" * 5000 + "\n---\n"):
+        card.write_text(text)
+        assert carried(card) == {}
+    card.write_text("---\r\nlicense: apache-2.0\r\nlanguage: 3\r\n---\r\n")
+    assert carried(card) == {"license": "apache-2.0"}
+    assert hub_id(tmp_path) is None
+    assert hub_id(Path("/c/models--Qwen--Qwen3-30B-A3B/snapshots/abc")) == "Qwen/Qwen3-30B-A3B"

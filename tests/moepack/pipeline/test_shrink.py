@@ -1,0 +1,118 @@
+"""shrink: fewer versions, the same bytes, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support import tree
+
+import moepack
+from moepack.pack.errors import BundleError, InputError, TargetError
+from moepack.pipeline.shrink import shrink
+from moepack.reports.fitting import Described, Fit, fitting
+from moepack.reports.plan import plan
+from moepack.reports.verify import verify
+
+
+def test_versions_that_are_kept_are_the_same_bytes(bundle: Path, tmp_path: Path) -> None:
+    done = shrink(bundle, tmp_path / "small", ["w2", "w4"])
+    before, after = tree(bundle), tree(tmp_path / "small")
+    assert done.versions == ("w4", "w2") and done.allocation is None, "its map names w3"
+    assert verify(tmp_path / "small") == []
+    assert {n.split("/")[1] for n in after if n.startswith("experts/")} == {"w4", "w2"}
+    changed = {n for n in after if after[n] != before.get(n)}
+    assert changed == {"manifest.json", "README.md"}
+    gone = sum(len(data) for name, data in before.items() if name.split("/")[1:2] in (["bf16"], ["w3"], ["w1"]))
+    assert done.bytes_before - done.bytes_after == gone
+    note = json.loads(after["manifest.json"])["provenance"]["shrunk"]
+    assert [(x["from"], x["kept"]) for x in note] == [(["bf16", "w4", "w3", "w2", "w1"], ["w4", "w2"])]
+    assert moepack.load(tmp_path / "small").moepack.versions[0][0] == "w4"
+    again = shrink(tmp_path / "small", tmp_path / "smaller", ["w2"])
+    assert again.versions == ("w2",)
+    note = json.loads((tmp_path / "smaller" / "manifest.json").read_text())["provenance"]["shrunk"]
+    assert [x["kept"] for x in note] == [["w4", "w2"], ["w2"]]
+
+
+def test_weights_are_linked_and_what_people_edit_is_copied(bundle: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"  # as the Hub's: every file a link
+    for name in tree(bundle):
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
+        (cache / name).symlink_to(bundle / name)
+    shrink(cache, tmp_path / "small", ["w2"])
+    for name, linked in (
+        ("experts/w2/layer-001.safetensors", True),
+        ("model.safetensors", True),
+        ("config.json", False),
+    ):
+        made = tmp_path / "small" / name
+        assert not made.is_symlink() and made.samefile(bundle / name) == linked
+
+
+def test_the_map_of_the_manifest_stays_with_its_versions(bundle: Path, tmp_path: Path) -> None:
+    table = moepack.open(bundle).manifest.allocation
+    assert table is not None
+    named = {name for row in table.versions for name in row}
+    done = shrink(bundle, tmp_path / "small", allocation=True)
+    assert set(done.versions) == named < {"bf16", "w4", "w3", "w2", "w1"}
+    assert moepack.open(tmp_path / "small").manifest.allocation == table
+    model = moepack.load(tmp_path / "small", policy="static:allocation")
+    assert model.moepack.versions == table.versions
+
+
+def test_a_budget_chooses_what_the_plan_serves(bundle: Path, tmp_path: Path) -> None:
+    """By the plan's arithmetic, whether or not the weights are here; the plan of what is kept is the same."""
+    least = plan(bundle, 1 << 30, all_logits=False, kv_tokens=576).least_bytes
+    sizes = [least, least + 400_000, 1 << 30]
+    found = [fitting(moepack.open(bundle), Fit(size)) for size in sizes]
+    assert found[0].versions == ("w1",) and found[0].experts == (64,)
+    assert len(found[1].versions) > 1 and sum(found[1].experts) == 64
+    assert found[2].versions == ("bf16",)
+    opened = moepack.open(bundle)
+    without = Path(shutil.copytree(bundle, tmp_path / "described", ignore=shutil.ignore_patterns("experts")))
+    described = Described(without, opened.manifest, opened.versions)
+    assert [fitting(described, Fit(size)).versions for size in sizes] == [f.versions for f in found]
+    with pytest.raises(InputError, match="the least that would do is"):
+        fitting(described, Fit(sizes[0] - 1))
+    for policy, names in (
+        ("importance:hi=w4,lo=w2", ("w4", "w2")), ("lru:hi=w4,lo=w1", ("w4", "w1")), ("paged", ("bf16",)),
+        ("prefill:hi=w3,bits=2", ("w3", "w2", "w1")),
+    ):  # fmt: skip
+        moving = Fit(1 << 30, policy)
+        assert fitting(opened, moving).versions == names, f"{policy}: what it may need, whatever it begins with"
+        if policy == "paged":
+            with pytest.raises(InputError, match="measured on weights: fetch bf16 by name"):
+                fitting(described, moving)
+        else:
+            assert fitting(described, moving).versions == names
+        with pytest.raises(InputError, match="no map"):
+            shrink(bundle, tmp_path / "none", fit=moving, allocation=True)
+    done = shrink(bundle, tmp_path / "small", fit=Fit(sizes[1]), allocation=True)
+    assert done.versions == found[1].versions and done.allocation == f"plan for {sizes[1]} bytes"
+    kept = moepack.open(tmp_path / "small").manifest.allocation
+    assert kept is not None and kept.versions == found[1].table
+    small = plan(tmp_path / "small", sizes[1], policy="static:allocation", all_logits=False, kv_tokens=576)
+    assert small.feasible and small.table == found[1].table
+
+
+def test_nothing_is_written_where_it_is_refused(damaged: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    for words, options in (
+        ("nothing says what to keep", {}),
+        ("no version 'w9'", {"versions": ["w9"]}),
+        ("give it alone", {"versions": ["w2"], "allocation": True}),
+    ):
+        with pytest.raises(InputError, match=words):
+            shrink(damaged, tmp_path / "small", **options)  # type: ignore[arg-type]
+    file = damaged / "experts/w2/layer-001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BundleError, match="digest"):
+        shrink(damaged, tmp_path / "small", ["w2"])
+    with pytest.raises(TargetError, match="not empty"):
+        shrink(damaged, damaged, ["w4"])
+    assert sorted(tmp_path.iterdir()) == before
+    assert shrink(damaged, tmp_path / "small", ["w4"]).versions == ("w4",), "what goes may be damaged"

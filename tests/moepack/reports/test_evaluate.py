@@ -1,0 +1,109 @@
+"""Scores of tokens, their intervals, and divergence from a bundle's own bf16."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+import moepack
+from moepack.calibrate.data import document_windows, load_tokenizer, windows
+from moepack.pack.errors import InputError
+from moepack.reports import scoring
+from moepack.reports.evaluate import evaluate
+from moepack.reports.intervals import Estimate, clustered
+from moepack.reports.scoring import token_scores
+
+
+def test_the_interval_by_hand() -> None:
+    """Sums 2, 4 and 9 over 1, 2 and 3 tokens: mean 2.5; deviations -0.5, -1 and 1.5; error sqrt(3/2 3.5) / 6."""
+    got = clustered([2, 4, 9], [1, 2, 3])
+    half = 4.31 * math.sqrt(1.5 * 3.5) / 6
+    assert got.mean == 2.5 and got.low == pytest.approx(2.5 - half) and got.high == pytest.approx(2.5 + half)
+    assert clustered([3], [2]) == Estimate(1.5, -math.inf, math.inf)
+    assert clustered([0, 0], [1, 1]).exp() == Estimate(1, 1, 1)
+
+
+def test_the_interval_covers() -> None:
+    """Documents of unlike lengths and means: 19 of 20 intervals hold the true mean, and those over tokens would not."""
+    rng, held, tokens_held = random.Random(0), 0, 0
+    for _ in range(400):
+        sums, counts, values = [], [], []
+        for _ in range(25):
+            level, n = rng.gauss(3, 1), rng.randint(5, 60)
+            mine = [rng.gauss(level, 1) for _ in range(n)]
+            sums, counts, values = [*sums, sum(mine)], [*counts, n], [*values, *mine]
+        got = clustered(sums, counts)
+        held += got.low <= 3 <= got.high
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        tokens_held += abs(statistics.fmean(values) - 3) <= 1.96 * error
+    assert 0.92 <= held / 400 <= 0.98 and tokens_held / 400 < 0.7
+
+
+def test_documents_are_known_by_their_tokens(bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in ("one two", "three", "four five six")))
+    tokenizer = load_tokenizer(bundle)
+    ids, of = document_windows(str(file), tokenizer, 2, 100)
+    whole = [
+        (token, n)
+        for n, text in enumerate(("one two", "three", "four five six"))
+        for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    ]
+    assert list(zip(ids.flatten().tolist(), of.flatten().tolist(), strict=True)) == whole[: ids.numel()]
+    assert torch.equal(windows(str(file), tokenizer, 2, 100), ids)
+
+
+@pytest.mark.parametrize("room", [1, 1 << 26])
+def test_scores_are_those_of_whole_logits(bundle: Path, room: int) -> None:
+    ids = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
+    best = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
+    low = moepack.load(bundle, policy="static:w2", dtype=torch.float32)
+    with torch.inference_mode():
+        kept = token_scores(best, ids, room)
+        got = token_scores(low, ids, room, kept.hidden)
+        p, q = (torch.log_softmax(m(ids, use_cache=False).logits[:, :-1].double(), -1) for m in (best, low))
+    kl = (p.exp() * (p - q)).sum(-1)
+    assert got.kl is not None and got.agrees is not None
+    torch.testing.assert_close(got.kl, kl, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(got.nll, -q.gather(2, ids[:, 1:, None])[..., 0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(got.agrees, (p.argmax(-1) == q.argmax(-1)).double()) and 0 < got.agrees.mean() < 1
+    assert kept.kl is None and float(kl.mean()) > 1e-3
+
+
+def test_divergence_of_bf16_from_itself_is_nothing(bundle: Path, evaluation: Path) -> None:
+    options = {"length": 64, "samples": 12, "kl": True}
+    same = evaluate(bundle, [str(evaluation)], "static:bf16", **options)
+    assert same.kl == 0 and same.top1_agreement == 1 and same.kl_interval == (0, 0)
+    low = evaluate(bundle, [str(evaluation), str(evaluation)], "static:w1", **options)
+    assert low.kl is not None and low.kl_interval is not None and low.kl_interval[0] > 0.01
+    assert low.kl_interval[0] < low.kl < low.kl_interval[1] and low.top1_agreement is not None
+    assert low.files[0].kl == low.files[1].kl == pytest.approx(low.kl)
+    low_end, high_end = low.files[0].perplexity_interval
+    assert low_end < low.files[0].perplexity < high_end
+    plain = evaluate(bundle, [str(evaluation)], "static:w1", length=64, samples=12)
+    assert plain.kl is None and plain.perplexity == pytest.approx(low.perplexity)
+
+
+def test_what_cannot_be_compared_is_refused(bundle: Path, demo_model: Path, evaluation: Path) -> None:
+    with pytest.raises(InputError, match="not a bundle: a divergence"):
+        evaluate(demo_model, [str(evaluation)], length=64, samples=4, kl=True)
+
+
+def test_a_head_that_cannot_run_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perplexity from all logits at once; a divergence is refused."""
+    ids = torch.randint(1, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
+    model = moepack.load(bundle, dtype=torch.float32)
+    with torch.inference_mode():
+        want = token_scores(model, ids, 1)
+        monkeypatch.setattr(type(model), "_supports_logits_to_keep", lambda self: False)
+        got = token_scores(model, ids, 1)
+        torch.testing.assert_close(got.nll, want.nll, rtol=1e-4, atol=1e-4)
+        assert got.hidden is None
+        with pytest.raises(InputError, match="no comparison"):
+            scoring.token_scores(model, ids, 1, want.hidden)

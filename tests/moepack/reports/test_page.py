@@ -1,0 +1,133 @@
+"""The report on one page: what it says, and that a hostile bundle gets no word of its own into it."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moepack.pack.errors import InputError
+from moepack.reports.drawing import heat_map, lines, png, stacked
+from moepack.reports.inspect import inspect
+from moepack.reports.page import skew, write_page
+
+Edit = Callable[[Path, Callable[[dict], None]], None]
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page; every element that is opened must be closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def page_of(bundle: Path, out: Path) -> tuple[str, Page]:
+    write_page(bundle, inspect(bundle), out)
+    text = out.read_text()
+    return text, Page(text)
+
+
+def test_it_says_what_inspect_says(bundle: Path, tmp_path: Path) -> None:
+    facts = inspect(bundle)
+    text, page = page_of(bundle, tmp_path / "new" / "report.html")
+    for name, v in facts["versions"].items():
+        assert name in page.words and f"{v['bytes']:,}" in page.words and f"{facts['loss'][name]:.5f}" in page.words
+    named = ("Versions chosen", "Where tokens go", "What a version costs")
+    heads = [word for word in page.words if word in named]
+    assert heads == ["What a version costs", "Where tokens go", "Versions chosen"]
+    bars = [attrs for tag, attrs in page.tags if tag == "rect"]
+    assert len({attrs["y"] for attrs in bars}) == facts["moe_layers"]
+    assert "The build" not in page.words, "its record has no times"
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+    with pytest.raises(InputError, match=r"a report is a \.html"):
+        write_page(bundle, facts, tmp_path / "report.pdf")
+
+
+def test_it_needs_nothing_from_outside(bundle: Path, tmp_path: Path) -> None:
+    _, page = page_of(bundle, tmp_path / "report.html")
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "a", "img", "object"})
+    for _, attrs in page.tags:
+        for value in (attrs.get("href"), attrs.get("src")):
+            assert value is None or value.startswith("data:image/png;base64,")
+    rule = next(a["content"] for t, a in page.tags if t == "meta" and "http-equiv" in a)
+    assert rule == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def test_hostile_words_stay_words(damaged: Path, edit_manifest: Edit, tmp_path: Path) -> None:
+    evil = "</title><script>alert(1)</script><img src=x onerror='a'>\"&\ud800"
+
+    def change(m: dict) -> None:
+        m["model"]["model_type"] = evil
+        m["allocation"]["name"] = evil
+        m["provenance"] = {
+            "checkpoint": {"name": evil, "id": [evil]}, "recipe": evil, "tools": {evil: evil},
+            "calibration": {"sources": [evil, 3], "samples": evil, "length": None},
+            "phases": [{"name": evil, "seconds": evil, "peak_bytes": 12345}, 7, evil],
+        }  # fmt: skip
+
+    edit_manifest(damaged, change)
+    text, page = page_of(damaged, tmp_path / "report.html")
+    assert "<script" not in text and "<img" not in text and "onerror='" not in text
+    assert sum("alert(1)" in word for word in page.words) >= 6 and "12,345" in page.words
+    for odd in ("text", [], 3, {"sources": "x"}):
+        edit_manifest(damaged, lambda m, odd=odd: m.update(provenance=dict.fromkeys(
+            ("checkpoint", "calibration", "phases", "recipe", "tools", "shrunk"), odd)))  # fmt: skip
+        page_of(damaged, tmp_path / "report.html")
+
+
+def test_skew() -> None:
+    """By hand: even is 0; one of four has all is 3/4; 3, 1 is 1/4."""
+    assert skew(np.array([5.0, 5, 5, 5])) == pytest.approx(0)
+    assert skew(np.array([8.0, 0, 0, 0])) == pytest.approx(0.75)
+    assert skew(np.array([3.0, 1])) == pytest.approx(0.25)
+    assert skew(np.zeros(3)) == 0
+
+
+def test_pictures() -> None:
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+    data = png(pixels)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", data[16:24]) == (3, 2)
+    size = struct.unpack(">I", data[33:37])[0]
+    rows = zlib.decompress(data[41 : 41 + size])
+    assert rows == b"\0" + bytes(range(12)) + b"\0" + bytes(range(12, 24))
+    image = pytest.importorskip("PIL.Image")
+    assert (np.asarray(image.open(io.BytesIO(data))) == pixels).all()
+    odd = np.array([[np.nan, np.inf, -1.0, 0.0], [1e-30, 1.0, 2.0, 4.0]])
+    for values in (odd, np.full((2, 2), np.nan), np.zeros((1, 1))):
+        assert "nan" not in heat_map(values, ["<0>", "1"][: len(values)], '"t"').replace("data:image", "")
+    drawn = lines({"w2": [0.01, 1.0], "w1": [float("nan"), 0.0]}, ["0", "1"], "t", ["k0", "k1"])
+    assert re.findall(r'points="([^"]+)"', drawn) == ["60.0,200.0 570.0,12.0", "570.0,200.0"]
+    bars = stacked({"0": {"a": 1, "b": 3}}, {"a": "k0", "b": "k1"}, "t")
+    assert re.findall(r'width="([\d.]+)"', bars) == ["149.5", "448.5"]
+
+
+def test_a_thousand_layers_are_a_small_page() -> None:
+    """What grows with experts is a picture's pixels."""
+    values = np.random.default_rng(0).random((58, 256))
+    assert len(heat_map(values, [str(i) for i in range(58)], "t")) < 90_000

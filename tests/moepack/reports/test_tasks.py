@@ -1,0 +1,51 @@
+"""Tasks of lm-evaluation-harness, asked of a bundle: one of our own, as the data of others are not to be had here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moepack.pack.errors import InputError
+from moepack.reports.tasks import render, run_tasks
+
+pytest.importorskip("lm_eval")
+
+TASK = """
+task: choices
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [
+        {"question": f"One and {n} is", "choices": [f" {n + 1}", " a very long answer of no use"], "answer": n % 2}
+        for n in range(8)
+    ]
+    (tmp_path / "choices.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "choices.yaml").write_text(TASK.format(file=tmp_path / "choices.jsonl"))
+    return tmp_path
+
+
+def test_a_task_is_asked_in_a_budget_and_without(bundle: Path, folder: Path) -> None:
+    free = run_tasks(bundle, ["choices"], "static:bf16", folder=folder, length=64)
+    # Short answers are more likely than long ones, so that half of the questions come out right.
+    assert free["choices"]["acc,none"] == 0.5
+    held = run_tasks(bundle, ["choices"], "hotness", device_memory=20_000_000, folder=folder, length=64, limit=4)
+    assert held["choices"]["acc,none"] == 0.5 and held["choices"]["sample_len"] == 4
+    assert render(free, "bundle").row_count == 1
+
+
+def test_a_task_that_does_not_exist(bundle: Path, folder: Path) -> None:
+    with pytest.raises(InputError, match="no task nothing_such: `lm_eval ls tasks`"):
+        run_tasks(bundle, ["choices", "nothing_such"], folder=folder)

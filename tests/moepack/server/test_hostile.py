@@ -1,0 +1,248 @@
+"""What is sent here to do harm gets a 4xx or is dropped, and an honest client is answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from server_fixtures import NAME, Running
+
+from moepack.server import guard
+from moepack.server.fields import parse_json
+
+HONEST = {"model": NAME, "prompt": "The history of", "max_tokens": 2, "temperature": 0}
+
+
+def send(running: Running, raw: bytes, seconds: float = 20.0) -> bytes:
+    """All that comes back for these bytes, until the server closes."""
+    with socket.create_connection(("127.0.0.1", running.port), timeout=seconds) as peer:
+        peer.sendall(raw)
+        out = b""
+        while part := peer.recv(1 << 16):
+            out += part
+        return out
+
+
+def post(running: Running, body: bytes, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of a request."""
+    given = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    request = urllib.request.Request(running.url + path, body, given)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def get(running: Running, path: str, **headers: str) -> int:
+    request = urllib.request.Request(running.url + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.fixture(autouse=True)
+def honest(running: Running) -> Any:
+    yield
+    status, answer = post(running, json.dumps(HONEST).encode())
+    assert status == 200 and answer["choices"][0]["text"]
+
+
+ELSEWHERE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://127.0.0.1/"}}}
+BODIES = {
+    "nothing": b"",
+    "no JSON": b"{",
+    "a list": b"[]",
+    "not UTF-8": b'{"model": "\xff\xfe"}',
+    "nested": b"[" * 60_000,
+    "nested objects": b'{"a":' * 12_000,
+    "a number of 60,000 digits": b'{"max_tokens": ' + b"9" * 60_000 + b"}",
+    "NaN": json.dumps({**HONEST, "temperature": float("nan")}).encode(),
+    "Infinity": json.dumps({**HONEST, "top_p": float("inf")}).encode(),
+    "1e999": json.dumps({**HONEST, "temperature": 1}).replace(': 1}', ': 1e999}').encode(),
+    "half a surrogate pair": json.dumps({**HONEST, "prompt": "\ud800"}).encode(),
+    "a key of 50,000 letters": json.dumps({**HONEST, "x" * 50_000: 1}).encode(),
+    "many prompts": json.dumps({**HONEST, "prompt": ["a"] * 10_000}).encode(),
+    "a huge bias": json.dumps({**HONEST, "logit_bias": {"1" * 5000: 1}}).encode(),
+    "bias of no number": json.dumps({**HONEST, "logit_bias": {"1": "x"}}).encode(),
+    "true for a number": json.dumps({**HONEST, "max_tokens": True}).encode(),
+    "a schema from elsewhere": json.dumps({**HONEST, "response_format": ELSEWHERE}).encode(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(running: Running, name: str) -> None:
+    status, answer = post(running, BODIES[name])
+    assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+    assert len(answer["error"]["message"]) < 60_000
+
+
+def test_bodies_that_are_too_long(running: Running) -> None:
+    """By their own word, and by what comes when they do not say."""
+    assert post(running, b" " * ((1 << 16) + 1))[0] == 413
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
+    answer = send(running, head + b"Content-Length: 99999999999999999999\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
+    assert send(running, head + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk + b"0\r\n\r\n").startswith(
+        b"HTTP/1.1 413 "
+    )
+
+
+CLOSE = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    (
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),  # TLS
+        (CLOSE + b"X: " + b"y" * 100_000 + b"\r\n\r\n", b"4"),
+        (CLOSE + b"X: y\r\n" * 20_000 + b"\r\n", b"4"),
+        (CLOSE + b"X: y\r\n" * 150 + b"\r\n", b"431"),
+        (b"GET /" + b"a" * 5_000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\nX\r\n\r\n", b"400"),
+        (b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"405"),
+    ),
+)
+def test_what_is_no_http(running: Running, raw: bytes, status: bytes) -> None:
+    try:
+        answer = send(running, raw)
+    except ConnectionError:
+        return  # dropped while it was still sending
+    assert not answer or answer.startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(
+    "path",
+    (
+        "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/page.html", "/static/..%2f..%2fetc/passwd",
+        "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/live/../live%00",
+        "/v1/completions/",        "/.git/config", "/\\..\\..", "/docs", "/openapi.json",
+    ),
+)  # fmt: skip
+def test_paths(running: Running, path: str) -> None:
+    answer = send(running, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 400 ", b"HTTP/1.1 307 ")) and b"root:" not in answer
+
+
+def test_a_web_page_cannot_use_it(running: Running) -> None:
+    """No form, which a browser sends to any address unasked; no name that leads here; no permission across origins."""
+    body = json.dumps(HONEST).encode()
+    assert post(running, body, Content_Type="text/plain")[0] == 415
+    assert post(running, body, Content_Type="application/x-www-form-urlencoded")[0] == 415
+    assert post(running, body, Host="evil.example")[0] == 403
+    assert post(running, body, Host="localhost.evil.example:80")[0] == 403
+    for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "localhost:1"):
+        assert post(running, body, Host=host)[0] == 200
+    head = (
+        b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n"
+    )
+    assert b"access-control" not in send(running, head + b"Access-Control-Request-Method: POST\r\n\r\n").lower()
+
+
+def test_clients_that_are_slow(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers letter by letter, nothing at all, a body that stops, a second request that never ends."""
+    monkeypatch.setattr(guard, "HEADERS", 0.5)
+    monkeypatch.setattr(guard, "BODY", 0.5)
+    began = time.monotonic()
+    assert send(running, b"") == b""
+    assert send(running, b"GET / HTT") == b""
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as peer:
+        for letter in b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 400:
+            try:
+                peer.sendall(bytes([letter]))
+            except OSError:
+                break
+            time.sleep(0.005)
+        else:
+            pytest.fail("it listened for two seconds")
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
+    assert send(running, head + b'Content-Length: 100\r\n\r\n{"mod').startswith(b"HTTP/1.1 408 ")
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        peer.sendall(b"GET /hea")
+        while peer.recv(1 << 16):
+            pass
+    assert time.monotonic() - began < 9, "it waited for uvicorn's own ten seconds"
+
+
+def test_a_send_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moepack.server import answer
+
+    monkeypatch.setattr(answer, "PATIENCE", 0.05)
+
+    async def never(message: Any) -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(answer._sent(never, {"type": "http.response.body"}))
+
+
+def test_a_client_that_does_not_read(running: Running) -> None:
+    """It asks for much and takes nothing: others are answered, and its own answers end."""
+    running.idle()
+    body = json.dumps(
+        {**HONEST, "max_tokens": 100, "n": 4, "stream": True, "ignore_eos": True, "logprobs": 20}
+    ).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.connect(("127.0.0.1", running.port))
+        peer.sendall(head.encode() + body)
+        time.sleep(0.2)
+        assert post(running, json.dumps(HONEST).encode())[0] == 200
+        running.idle(30)
+
+
+def test_a_key(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = running.server.app
+    monkeypatch.setattr(app, "_key", b"secret")
+    body = json.dumps(HONEST).encode()
+    for given in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "secret"},
+        {"Authorization": "Basic secret"},
+    ):
+        status, answer = post(running, body, **given)
+        assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+        assert [get(running, path, **given) for path in ("/live", "/metrics", "/v1/models")] == [401] * 3
+        assert [get(running, path, **given) for path in ("/", "/health")] == [200] * 2
+    assert post(running, body, Authorization="Bearer secret")[0] == 200
+    assert get(running, "/live", Authorization="bearer secret") == 200
+    monkeypatch.setattr(app, "_key", None)
+
+
+def test_json_that_is_an_object() -> None:
+    assert parse_json(b'{"a": [1, "\xc3\xa9"]}') == {"a": [1, "é"]}
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bytes, bytes]] = []
+    real: Callable[[bytes, bytes], bool] = guard.hmac.compare_digest
+    monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: (seen.append((a, b)), real(a, b))[1])
+    asked = guard.Guard(None, "key", "0.0.0.0")  # type: ignore[arg-type]
+    scope = {
+        "type": "http",
+        "path": "/live",
+        "raw_path": b"/live",
+        "query_string": b"",
+        "headers": [(b"authorization", b"Bearer nope"), (b"host", b"any")],
+    }
+    assert asked._refused(scope) is not None and seen == [(b"nope", b"key")]

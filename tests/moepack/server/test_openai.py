@@ -1,0 +1,360 @@
+"""The OpenAI interface as its official client sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server_fixtures import NAME, Running
+
+openai = pytest.importorskip("openai")
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPT = "The history of"
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
+SAID = [{"role": "user", "content": "Tell me a story"}]
+
+
+def complete(client: Any, **given: Any) -> Any:
+    return client.completions.create(**{**GREEDY, "prompt": PROMPT, "max_tokens": 12, **given})
+
+
+def test_greedy_is_what_the_model_says(exact: Running, plain: Any, tokenizer: Any) -> None:
+    out = complete(exact.client(), logprobs=1)
+    assert out.object == "text_completion" and out.id.startswith("cmpl-") and out.model == NAME
+    assert out.choices[0].finish_reason == "length"
+    assert out.usage.prompt_tokens == 3 and out.usage.completion_tokens == 12 and out.usage.total_tokens == 15
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    wanted = plain.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert out.choices[0].text == tokenizer.decode(wanted[0, 3:])
+    with torch.inference_mode():
+        logs = torch.log_softmax(plain(wanted).logits[0, 2:-1], -1)
+    best = logs.gather(1, wanted[0, 3:, None])[:, 0]
+    assert out.choices[0].logprobs.token_logprobs == pytest.approx(best.tolist(), abs=1e-4)
+
+
+def test_beside_others_an_answer_is_what_it_is_alone(exact: Running, plain: Any, tokenizer: Any) -> None:
+    """Greedy, in float32: token by token that of plain transformers, for prompts that are read in pieces as well."""
+    words = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
+    prompts = [" ".join((words * 12)[n : n + 1 + 9 * n]) for n in range(12)]
+    found: dict[int, str] = {}
+    client = exact.client()
+
+    def one(n: int) -> None:
+        found[n] = complete(client, prompt=prompts[n], max_tokens=30, extra_body={"ignore_eos": True}).choices[0].text
+
+    steps = exact.server.scheduler.totals.steps
+    _together(one, 12)
+    assert exact.server.scheduler.totals.steps - steps < 12 * 30 / 3  # they did share passes
+    for n, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        wanted = plain.generate(
+            ids, max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        assert found[n] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True), prompt
+
+
+def _together(one: Any, count: int) -> None:
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
+def test_a_stream_says_the_same(client: Any) -> None:
+    whole = complete(client)
+    pieces = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    assert "".join(p.choices[0].text for p in pieces if p.choices) == whole.choices[0].text
+    assert [p.choices[0].finish_reason for p in pieces if p.choices][-1] == "length"
+    assert sum(p.usage is not None for p in pieces) == 1 and pieces[-1].choices == []
+    assert pieces[-1].usage == whole.usage and len({p.id for p in pieces}) == 1
+    assert all(p.usage is None for p in complete(client, stream=True))
+
+
+def test_chat(client: Any) -> None:
+    out = client.chat.completions.create(**GREEDY, messages=SAID, max_completion_tokens=8)
+    assert out.object == "chat.completion" and out.choices[0].message.role == "assistant"
+    assert out.choices[0].finish_reason == "length" and out.usage.completion_tokens == 8
+    rendered = complete(
+        client, prompt="user: Tell me a story\nassistant:", max_tokens=8, extra_body={"add_special_tokens": False}
+    )
+    assert rendered.choices[0].text == out.choices[0].message.content
+    pieces = list(client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=8, stream=True))
+    assert pieces[0].choices[0].delta.role == "assistant" and pieces[-1].choices[0].finish_reason == "length"
+    assert "".join(p.choices[0].delta.content or "" for p in pieces) == out.choices[0].message.content
+    assert {p.object for p in pieces} == {"chat.completion.chunk"}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "a story"}]}]
+    again = client.chat.completions.create(**GREEDY, messages=parts, max_tokens=8)
+    assert again.choices[0].message.content == out.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_stop_strings_are_never_shown(client: Any, stream: bool) -> None:
+    """One that begins in a token and ends in another, from every place of the answer."""
+    text = complete(client, max_tokens=24).choices[0].text
+    for at in range(2, len(text) - 4, 5):
+        stop = text[at : at + 4]
+        cut = text[: text.index(stop)]
+        out = complete(client, max_tokens=24, stop=["never there", stop], stream=stream)
+        pieces = list(out) if stream else [out]
+        assert "".join(p.choices[0].text for p in pieces) == cut
+        assert pieces[-1].choices[0].finish_reason == "stop"
+    late = complete(client, max_tokens=24, stop=text[-3:] + "and more, which does not come")
+    assert late.choices[0].text == text and late.choices[0].finish_reason == "length"
+
+
+def test_seeds(client: Any) -> None:
+    def say(seed: int | None, **more: Any) -> str:
+        return str(complete(client, temperature=1.0, seed=seed, max_tokens=16, **more).choices[0].text)
+
+    assert say(7) == say(7)
+    assert len({say(n) for n in range(6)}) > 1 and len({say(None) for _ in range(4)}) > 1
+    assert say(7, top_p=0.0) == say(8, extra_body={"top_k": 1}) == say(9, extra_body={"min_p": 1.0})
+    assert say(7, top_p=0.0) == complete(client, max_tokens=16).choices[0].text
+
+
+def test_several_answers(client: Any) -> None:
+    out = complete(client, n=3, temperature=1.0, seed=5, prompt=[PROMPT, "def f("], max_tokens=10)
+    assert [c.index for c in out.choices] == [0, 1, 2, 3, 4, 5]
+    assert len({c.text for c in out.choices}) > 3
+    assert out.usage.prompt_tokens < 20 and out.usage.completion_tokens <= 60
+    pieces = list(complete(client, n=3, temperature=1.0, seed=5, max_tokens=10, stream=True))
+    texts = ["".join(p.choices[0].text for p in pieces if p.choices[0].index == n) for n in range(3)]
+    assert texts == [c.text for c in out.choices[:3]]
+    chats = client.chat.completions.create(model=NAME, messages=SAID, n=2, seed=1, max_tokens=10)
+    assert len(chats.choices) == 2 and chats.choices[0].message.content != chats.choices[1].message.content
+
+
+def test_prompts_of_every_kind(client: Any, tokenizer: Any) -> None:
+    ids = tokenizer(PROMPT).input_ids
+    for prompt in (ids, [ids], [PROMPT]):
+        assert complete(client, prompt=prompt).choices[0].text == complete(client).choices[0].text
+    assert len(complete(client, prompt=[ids, ids[:1]]).choices) == 2
+
+
+def test_logprobs(client: Any, tokenizer: Any) -> None:
+    out = complete(client, logprobs=3, max_tokens=6).choices[0]
+    found = out.logprobs
+    assert "".join(found.tokens) == out.text and len(found.token_logprobs) == 6
+    assert all(
+        len(top) == 3 and max(top.values()) == one
+        for top, one in zip(found.top_logprobs, found.token_logprobs, strict=True)
+    )
+    assert [out.text[a:][: len(t)] for a, t in zip(found.text_offset, found.tokens, strict=True)] == found.tokens
+    said = client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=5, logprobs=True, top_logprobs=2)
+    content = said.choices[0].logprobs.content
+    assert "".join(c.token for c in content) == said.choices[0].message.content
+    assert all(bytes(c.bytes).decode() == c.token and len(c.top_logprobs) == 2 for c in content)
+    pieces = list(client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=5, logprobs=True, stream=True))
+    streamed = [c for p in pieces if p.choices[0].logprobs for c in p.choices[0].logprobs.content]
+    assert [c.token for c in streamed] == [c.token for c in content]
+
+
+def test_echo_scores_the_prompt(exact: Running, plain: Any, tokenizer: Any) -> None:
+    """What lm-eval asks for: of a prompt longer than a step, every token's probability given those before it."""
+    client = exact.client()
+    text = " ".join(["The history of the world is a story of people and of places."] * 12)
+    ids = tokenizer(text).input_ids
+    assert len(ids) > 2 * 64
+    out = complete(client, prompt=text, echo=True, logprobs=1, max_tokens=1).choices[0]
+    found = out.logprobs
+    assert out.text.startswith(text) and len(found.tokens) == len(ids) + 1
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    with torch.inference_mode():
+        logs = torch.log_softmax(plain(torch.tensor([ids])).logits[0], -1)
+    wanted = [float(logs[n, token]) for n, token in enumerate(ids[1:])]
+    assert found.token_logprobs[1:-1] == pytest.approx(wanted, abs=1e-4)
+    best = logs.argmax(-1).tolist()[:-1]
+    assert [
+        max(t.values()) == s for t, s in zip(found.top_logprobs[1:-1], found.token_logprobs[1:-1], strict=True)
+    ] == [b == i for b, i in zip(best, ids[1:], strict=True)]
+    alone = complete(client, prompt=text, echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert alone.text == text and len(alone.logprobs.tokens) == len(ids)
+    assert complete(client, echo=True, max_tokens=2).choices[0].text.startswith(PROMPT)
+
+
+def test_penalties_and_bias(client: Any, tokenizer: Any) -> None:
+    plain = complete(client, max_tokens=40).choices[0].text
+
+    def repeats(text: str) -> int:
+        ids = tokenizer(text).input_ids
+        return len(ids) - len(set(ids))
+
+    for more in ({"presence_penalty": 2.0, "frequency_penalty": 2.0}, {"extra_body": {"repetition_penalty": 5.0}}):
+        assert repeats(complete(client, max_tokens=40, **more).choices[0].text) < repeats(plain)
+    token = tokenizer(" the").input_ids[0]
+    assert complete(client, max_tokens=4, logit_bias={token: 100}).choices[0].text == " the the the the"
+    assert " the" not in complete(client, max_tokens=40, logit_bias={token: -100}).choices[0].text
+
+
+def test_json_answers(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    for seed in range(3):
+        out = client.chat.completions.create(
+            model=NAME, messages=SAID, seed=seed, max_tokens=100, response_format=wanted
+        )
+        found = json.loads(out.choices[0].message.content)
+        assert out.choices[0].finish_reason == "stop" and set(found) == {"name", "age"} and 0 <= found["age"] <= 99
+    out = client.chat.completions.create(
+        **GREEDY, messages=SAID, max_tokens=200, response_format={"type": "json_object"}
+    )
+    assert out.choices[0].message.content.startswith("{")
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError, match="response_format: this schema cannot be kept to"):
+        client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=4, response_format=bad)
+
+
+def test_tools_go_through_the_template(client: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    without = client.chat.completions.create(**GREEDY, messages=SAID, max_tokens=2)
+    out = client.chat.completions.create(**GREEDY, messages=SAID, tools=[tool], max_tokens=2)
+    assert out.usage.prompt_tokens > without.usage.prompt_tokens
+    none = client.chat.completions.create(**GREEDY, messages=SAID, tools=[tool], tool_choice="none", max_tokens=2)
+    assert none.usage.prompt_tokens == without.usage.prompt_tokens
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    said = [
+        *SAID,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sun"},
+    ]
+    assert client.chat.completions.create(**GREEDY, messages=said, tools=[tool], max_tokens=2).choices
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    (
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"best_of": 4}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias['99999999']"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [99999999]}, "prompt"),
+        ({"extra_body": {"beam_width": 4}}, "beam_width"),
+        ({"extra_body": {"prompt": {"a": 1}}}, "prompt"),
+        ({"extra_body": {"top_k": 1.5}}, "top_k"),
+    ),
+)
+def test_what_is_not_served_is_refused_by_name(client: Any, given: dict[str, Any], field: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, **given)
+    assert caught.value.param == field and caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    (
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "mood": "y"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),  # the template's own refusal
+        ({"tools": [{"type": "magic"}]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"store": True}, "store"),
+    ),
+)
+def test_chats_likewise(client: Any, given: dict[str, Any], field: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{**GREEDY, "messages": SAID, "max_tokens": 2, **given})
+    assert caught.value.param == field
+
+
+def test_the_example(running: Running) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "client.py"), running.url, NAME]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "models: mini" in out and "\n0 (" in out and "\n2 (" in out and "'The': -\n" in out
+
+
+def test_models_and_errors(running: Running) -> None:
+    client = running.client()
+    assert [m.id for m in client.models.list()] == [NAME] and client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="'other' is not here: 'mini' is"):
+        complete(client, model="other")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    context = running.server.scheduler.limits.context
+    with pytest.raises(openai.BadRequestError, match=f"this server takes {context - 1} at the most") as caught:
+        complete(client, prompt=[5] * context)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=r"\d+ tokens of a sequence is the most .* which leaves \d+"):
+        complete(client, max_tokens=context)
+    scheduler = running.server.scheduler
+    most = scheduler.most_answer(3)
+    assert 3 + most < context, "the budget is the limit here"
+    with pytest.raises(openai.BadRequestError, match=f"the memory budget holds {most + 3} tokens of a sequence"):
+        complete(client, prompt=[5] * (most + 4))
+
+
+def test_a_client_that_vanishes_frees_its_slot(running: Running) -> None:
+    client = running.client()
+    running.idle()
+    before = running.server.scheduler.totals.cancelled
+    stream = complete(client, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert running.server.scheduler.running == 1
+    stream.close()
+    running.idle(5)
+    assert running.server.scheduler.totals.cancelled == before + 1
+    impatient = running.client(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):  # not a stream
+        complete(impatient, max_tokens=400, n=8, extra_body={"ignore_eos": True})
+    running.idle(5)
+    assert running.server.scheduler.totals.cancelled > before + 1
+
+
+def test_many_at_once_keep_to_the_budget(running: Running) -> None:
+    """60 clients that open at once, over prompts of all lengths: every answer whole, and as it is alone."""
+    client = running.client()
+    words = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
+    prompts = [" ".join(words[: 1 + n % len(words)] * (1 + n % 5)) for n in range(60)]
+    found: dict[int, Any] = {}
+
+    def one(n: int) -> None:
+        pieces = list(complete(client, prompt=prompts[n], max_tokens=20, stream=True, extra_body={"ignore_eos": True}))
+        found[n] = pieces[-1].choices[0].finish_reason
+
+    moved = running.model.moepack.counters()["promotions"]
+    _together(one, 60)
+    assert found == dict.fromkeys(range(60), "length")
+    serving = running.model.moepack
+    assert serving.resident_bytes_peak <= serving.budget_bytes
+    assert serving.counters()["forward_waits"] == 0
+    until = time.monotonic() + 10
+    while serving.counters()["promotions"] <= moved:
+        assert time.monotonic() < until, "nothing was promoted"
+        complete(client)

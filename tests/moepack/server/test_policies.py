@@ -1,0 +1,221 @@
+"""Every policy under the server: requests at once are answered, each as alone where no version changes; and every
+sequence of a packed pass is heard of by itself."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import least, wait_for
+from server_fixtures import Options, Running, begin
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.runtime.policies import registry
+from moepack.runtime.policies.contract import (
+    DecodingBegan,
+    DeviceOptions,
+    Entry,
+    Event,
+    Key,
+    Needs,
+    PrefillEnded,
+    SequenceBegan,
+    SequenceEnded,
+    Setting,
+    Wanted,
+    read_options,
+)
+from moepack.runtime.policies.prefill import Prefill
+from moepack.runtime.residency.sequences import Sequences
+from moepack.server.command import HELD, Serve, serve
+from moepack.server.engine import Engine, Item
+from moepack.server.rows import Rows
+
+PROMPTS = ("The history of the town", "def f(x):", "Tom has 3 apples and", "In the year")
+TOP_K, STEP = 2, 16
+ATTENTION = "importance:hi=w4,lo=w2"  # reads attention weights, which packed passes do not show
+
+
+def answer(server: Running, prompt: str, tokens: int = 12) -> str:
+    asked = {"model": "mini", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return str(json.load(reply)["choices"][0]["text"])
+
+
+@contextmanager
+def served(bundle: Path, tokenizer: Any, options: Options, policy: str) -> Iterator[Running]:
+    room: dict[str, Any] = {"prefill_tokens": 64, "all_logits": False, "kv_tokens": 256, "dtype": torch.float32}
+    if policy.startswith("static"):
+        model = moepack.load(bundle, policy=policy, dtype=torch.float32)
+    else:
+        budget = least(bundle, policy, **room) + 1_500_000
+        model = moepack.load(bundle, policy=policy, device_memory=budget, **room)
+    server, end = begin(model, tokenizer, options)
+    try:
+        yield server
+    finally:
+        end()
+        model.moepack.close()
+
+
+@pytest.mark.parametrize(
+    "policy, changes",
+    [
+        ("static:w4", False), ("uniform", False), ("random", False), ("hotness:interval=0.05", True),
+        ("lru:hi=bf16,lo=w2", True), ("lru:lo=absent", False), (ATTENTION, True), (f"{ATTENTION},by=counts", True),
+        ("prefill:hi=bf16,k=4,bits=3", True), ("paged", False),
+    ],
+)  # fmt: skip
+def test_requests_at_once_are_answered_as_alone(
+    policy: str, changes: bool, bundle: Path, tokenizer: Any, options: Options
+) -> None:
+    with served(bundle, tokenizer, options, policy) as server:
+        alone = [answer(server, prompt) for prompt in PROMPTS]
+        for _ in range(2):
+            with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+                together = list(pool.map(lambda prompt: answer(server, prompt), PROMPTS))
+            assert all(together)
+            assert changes or together == alone
+        totals, serving = server.server.scheduler.totals, server.model.moepack
+        assert (totals.finished, totals.failed) == (3 * len(PROMPTS), 0)
+        assert server.server.engine.is_packed == (policy != ATTENTION)
+        if serving.budget_bytes is not None:
+            assert serving.resident_bytes_peak <= serving.budget_bytes
+        if serving.live is not None:
+            wait_for(lambda: not any(read() for read, _ in serving.live.hearing.sequences._followed.values()))
+
+
+# --- what policies are told
+
+
+class Listener:
+    """Hears everything, wants nothing."""
+
+    needs = Needs(interval=0.02, prompts=True, gates=True)
+    heard: list[Any]
+
+    def __init__(self, setting: Setting, options: DeviceOptions) -> None:
+        Listener.heard = self.mine = []
+
+    def decide(self, event: Event) -> Wanted | None:
+        if isinstance(event, SequenceBegan | PrefillEnded | DecodingBegan | SequenceEnded):
+            self.mine.append(event)
+        return None
+
+    def worth(self, key: Key) -> float:
+        return 0.0
+
+
+@pytest.fixture
+def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    entry = Entry("listener", "listener", lambda text: read_options(DeviceOptions, text), True, make=Listener)
+    monkeypatch.setattr(registry, "ENTRIES", (*registry.ENTRIES, entry))
+    budget = least(bundle, "listener") + 1_000_000
+    model = moepack.load(bundle, policy="listener", device_memory=budget, kv_tokens=128)
+    yield Engine(model, STEP)
+    model.moepack.close()
+
+
+def told(engine: Engine, until: Callable[[list[Any]], bool]) -> list[Any]:
+    live = engine._model.moepack.live
+    wait_for(lambda: until(Listener.heard) and not live.hearing._told and not live.hearing._ended)
+    return list(Listener.heard)
+
+
+def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -> None:
+    """Three that overlap, one with its prompt in two chunks, of which the last has one token: each has its own events,
+    and the counts of its own prompt are those of the same prompt read alone."""
+    prompts = [list(range(5, 5 + n)) for n in (7, 9, 3)]
+    a, b, c = (engine.add(16) for _ in prompts)
+    engine.run([Item(a, prompts[0], is_prompt=True), Item(b, prompts[1][:8], 0, is_prompt=True)])
+    engine.run([Item(a, [1]), Item(b, prompts[1][8:], is_prompt=True), Item(c, prompts[2], is_prompt=True)])
+    engine.run([Item(a, [2]), Item(b, [3]), Item(c, [4])])
+    engine.remove(a)
+    engine.run([Item(b, [5]), Item(c, [6])])
+    engine.remove(b)
+    engine.remove(c)
+    events = told(engine, lambda all: sum(isinstance(e, SequenceEnded) for e in all) == 3)
+    names = {
+        n: [type(e).__name__ + str(getattr(e, "tokens", "")) for e in events if e.sequence == n] for n in (1, 2, 3)
+    }
+    whole = ["PrefillEnded", "DecodingBegan", "SequenceEnded"]
+    assert names == {
+        1: ["SequenceBegan7", *whole], 2: ["SequenceBegan8", "PrefillEnded", *whole], 3: ["SequenceBegan3", *whole],
+    }  # fmt: skip
+    packed = [e for n in (1, 2, 3) for e in events if isinstance(e, PrefillEnded) and e.sequence == n]
+    assert [[int(row.sum()) for row in e.counts] for e in packed] == [[TOP_K * n] * 4 for n in (7, 8, 1, 3)]
+    Listener.heard.clear()
+    for prompt in prompts:
+        slot = engine.add(16)
+        engine.run([Item(slot, prompt[:8], is_prompt=True)])
+        if prompt[8:]:
+            engine.run([Item(slot, prompt[8:], is_prompt=True)])
+        engine.remove(slot)
+    alone = [e for e in told(engine, lambda all: len(all) == 10) if isinstance(e, PrefillEnded)]
+    for mine, right in zip(packed, alone, strict=True):
+        assert mine.counts[0].tolist() == right.counts[0].tolist(), "the first layer routes by the token alone"
+        for row, other in zip(mine.gates[:1], right.gates[:1], strict=True):
+            assert row == pytest.approx(other, rel=2e-2, abs=2e-3), "bfloat16's order"
+
+
+def test_a_row_that_is_read_again_is_a_sequence_of_its_own() -> None:
+    """Its cache was given up: all that was known of it went with it."""
+    rows, sequences = Rows([None], None, 8), Sequences()
+
+    def reads(*parts: tuple[Any, int, bool]) -> list[tuple[int, int, bool, bool]]:
+        with rows.passing(parts), sequences.reading({"input_ids": torch.zeros(1, 4), "past_key_values": rows}) as found:
+            return [(p.sequence, p.tokens, p.begins, p.decodes) for p in found[0].each]
+
+    row, other = rows.add(8), rows.add(8)
+    assert reads((row, 3, True), (other, 1, True)) == [(1, 3, True, False), (2, 1, True, False)]
+    assert reads((row, 1, True), (other, 1, False)) == [(1, 1, False, False), (2, 0, False, True)]
+    assert reads((row, 1, False), (other, 1, False)) == [(1, 0, False, True), (2, 0, False, False)]
+    rows.remove(row)
+    del row
+    assert sequences.over() == [1]
+    again = rows.add(8)
+    assert reads((other, 1, False), (again, 5, True)) == [(2, 0, False, False), (3, 5, True, False)]
+
+
+def test_prefill_places_by_the_prompts_of_those_who_decode(
+    bundle: Path, tokenizer: Any, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While two are answered the importance is the mean of both prompts' (policies/prefill.py)."""
+    seen: list[int] = []
+    merged = Prefill._merged
+
+    def counting(self: Prefill) -> Any:
+        seen.append(len(self._decoding()))
+        return merged(self)
+
+    monkeypatch.setattr(Prefill, "_merged", counting)
+    with served(bundle, tokenizer, options, "prefill:hi=bf16,k=4,bits=3") as server:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda prompt: answer(server, prompt, 60), PROMPTS[:2]))
+        policy = server.model.moepack.live.policy
+        wait_for(lambda: not policy._sequences)
+    assert seen == [1, 2] or seen[0] == 2
+
+
+def test_what_cannot_be_served_is_refused_by_name(bundle: Path) -> None:
+    tight = least(bundle, "uniform", kv_tokens=0, prefill_tokens=256, all_logits=False) + 10_000
+    for policy, memory, held, words in (
+        ("hotnes", "5MB", None, "policy 'hotnes' is unknown.*did you mean hotness"),
+        ("prefill", None, None, "prefill: needs a memory budget"),
+        ("importance:hi=w9", "5MB", None, "no version 'w9'"),
+        ("uniform", str(tight), None, f"{HELD} tokens of KV cache are held back.*--kv-tokens"),
+        ("uniform", str(tight), 0, "holds 0 tokens of a sequence: give --kv-tokens"),
+    ):
+        with pytest.raises(InputError, match=words):
+            serve(Serve(str(bundle), policy, memory, port=0, kv_tokens=held), lambda where: pytest.fail("it serves"))

@@ -1,0 +1,195 @@
+"""Packed passes: every family's answers are those of plain transformers; rows hold the bytes that they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import save_tiny
+
+from moepack.runtime.planning.kv_cache import KvShape, storages
+from moepack.server import rows as rows_module
+from moepack.server.engine import Engine, Item, Slot
+from moepack.server.rows import NotPackable, Rows, Shape, windows_of
+
+NEW, STEP = 12, 16
+LENGTHS = (3, 40, 17, 1)
+PACKED = ("qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
+
+
+def model_of(family: str, folder: Path, **extra: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(save_tiny(family, folder / family, dtype=torch.float32, **extra)).eval()
+
+
+def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    torch.manual_seed(1)
+    return [torch.randint(1, 4096, (n,)).tolist() for n in lengths]
+
+
+def answers(engine: Engine, prompts: list[list[int]], apart: int = 2, chunk: int = STEP) -> list[tuple[list[int], Any]]:
+    """Greedy answers, each sequence joining `apart` steps after the one before it, prompts in chunks."""
+    tokens, logits = [list(p) for p in prompts], [[] for _ in prompts]
+    slots: list[Slot | None] = [None] * len(prompts)
+    step = 0
+    while any(len(row) < NEW for row in logits):
+        items, who = [], []
+        for n, row in enumerate(logits):
+            if step < apart * n or len(row) == NEW:
+                continue
+            slot = slots[n] = slots[n] or engine.add(len(prompts[n]))
+            part = tokens[n][slot.length : slot.length + chunk]
+            items.append(Item(slot, part, int(slot.length + len(part) == len(tokens[n]))))
+            who.append(n)
+        step += 1
+        for n, found in zip(who, engine.run(items), strict=True):
+            if found is not None:
+                logits[n].append(found[0])
+                tokens[n].append(int(found[0].argmax()))
+                if len(logits[n]) == NEW:
+                    engine.remove(slots[n])
+    return [(row[len(p) :], torch.stack(x)) for row, p, x in zip(tokens, prompts, logits, strict=True)]
+
+
+def plain_answers(model: Any, prompts: list[list[int]]) -> list[tuple[list[int], Any]]:
+    out = []
+    for prompt in prompts:
+        made = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True, eos_token_id=None,
+        )  # fmt: skip
+        out.append((made.sequences[0, len(prompt) :].tolist(), torch.cat(made.logits)))
+    return out
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) -> None:
+    """Sliding windows and sinks (gpt_oss), latents (deepseek), grouped heads; logits to what float32's order makes."""
+    model = model_of(family, tmp_path)
+    wanted = plain_answers(model, prompts_of())
+    engine = Engine(model, STEP)
+    found = answers(engine, prompts_of())
+    assert engine.is_packed
+    for (tokens, logits), (right, plain) in zip(found, wanted, strict=True):
+        assert tokens == right
+        torch.testing.assert_close(logits, plain, atol=5e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "why"),
+    (
+        ("qwen3_next", {}, "linear_attention"),
+        (
+            "phimoe",
+            {"rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+                "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.0, "long_mscale": 1.2,
+            }},
+            "longrope",
+        ),
+    ),
+)  # fmt: skip
+def test_what_cannot_be_packed_is_served_one_by_one(
+    family: str, extra: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(family, tmp_path, **extra)
+    wanted = plain_answers(model, prompts_of())
+    engine = Engine(model, STEP)
+    assert not engine.is_packed and why in str(engine.why_not_packed)
+    assert "each has forward passes of its own" in caplog.text
+    assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
+
+
+def test_a_model_that_changes_its_cache_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: an attention that doubles its keys after its cache. The first pass says so; then each has its own."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as code
+
+    model = model_of("qwen3_moe", tmp_path)
+    forward = code.ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def doubled(name: str, default: Any) -> Any:
+        inner = forward(name, default)
+        return lambda module, q, k, v, *a, **given: inner(module, q, 2 * k, v, *a, **given)
+
+    monkeypatch.setattr(
+        type(code.ALL_ATTENTION_FUNCTIONS), "get_interface", lambda _, name, default: doubled(name, default)
+    )
+    wanted = plain_answers(model, prompts_of())
+    engine = Engine(model, STEP)
+    with pytest.raises(NotPackable, match="changes what its cache returns"):
+        answers(engine, prompts_of())
+    assert not engine.is_packed
+    assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
+
+
+def test_the_comparison_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: queries that see one key too few."""
+    model = model_of("qwen3_moe", tmp_path)
+    wanted = plain_answers(model, prompts_of())
+    inner = rows_module._attend
+    monkeypatch.setattr(
+        rows_module, "_attend",
+        lambda q, k, v, *rest: inner(q, k[:, :, 1:], v[:, :, 1:], *rest) if k.shape[2] > 4 else inner(q, k, v, *rest),
+    )  # fmt: skip
+    assert [tokens for tokens, _ in answers(Engine(model, STEP), prompts_of())] != [tokens for tokens, _ in wanted]
+
+
+@pytest.mark.parametrize(("family", "windows"), (("qwen3_moe", [None, None]), ("gpt_oss", [32, None])))
+def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_path: Path) -> None:
+    """To the byte, after every step; what is foretold is never less than what is there while the pass runs."""
+    model = model_of(family, tmp_path)
+    assert windows_of(model.config) == windows
+    heads, dim = 2, 16
+    token = 2 * heads * dim * 4  # keys and values in float32
+    shape = Shape(token, ((token, 32),)) if family == "gpt_oss" else Shape(2 * token)
+    engine = Engine(model, STEP)
+    engine._rows = rows = Rows(windows, shape, STEP)
+    slots = [rows.add(n) for n in (20, 3)]
+    places = [Slot(row) for row in slots]
+    for step in range(90):
+        items = [Item(place, [5] * (STEP if n == 0 and step < 2 else 1)) for n, place in enumerate(places)]
+        after = rows.after([(i.slot.row, len(i.tokens)) for i in items])
+        engine.run(items)
+        held = sum(storages([(p.keys, p.values) for row in slots for p in row.parts]).values())
+        assert held <= rows.held_bytes <= after
+        assert held == rows.held_bytes or family == "gpt_oss"  # a window's memory grows when it is full
+        assert all(row.length <= row.room < row.length + 160 for row in slots)
+    engine._rows.remove(slots[0])
+    assert rows.held_bytes == shape.bytes(slots[1].room, STEP)
+
+
+def test_bytes_by_hand() -> None:
+    assert Shape(10).bytes(100, 8) == 1000
+    assert Shape(10, ((4, 32),)).bytes(20, 8) == 280  # the window is not full yet
+    assert Shape(10, ((4, 32),)).bytes(100, 8) == 1000 + 4 * (31 + 8)
+
+
+def test_the_shape_is_read_from_what_was_measured(tmp_path: Path) -> None:
+    engine = Engine(model_of("gpt_oss", tmp_path), STEP)
+
+    class Watch:
+        shape = KvShape(((0, 64, 64 * 31), (0, 64, 64 * 31), (8, 0, None), (0, 64, None), (0, 64, None)))
+
+    engine._watch = Watch()
+    assert engine._shape() == Shape(128, ((128, 32),))
+
+
+def test_a_cache_is_gone_when_its_last_row_is(tmp_path: Path) -> None:
+    """Without waiting for a collection of circles: the budget counts it while it lives."""
+    import gc
+    import weakref
+
+    engine = Engine(model_of("qwen3_moe", tmp_path), STEP)
+    gc.collect()
+    gc.disable()
+    try:
+        slot = engine.add(4)
+        engine.run([Item(slot, [1, 2, 3])])
+        left = weakref.ref(engine._rows)
+        engine.remove(slot)
+        assert left() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,362 @@
+"""Who runs when: chunks, room, the youngest giving way, cancelling, failing, stopping. The engine is arithmetic."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from moepack.runtime.planning.exceeded import BudgetExceeded
+from moepack.server.engine import Item, Slot
+from moepack.server.errors import ApiError
+from moepack.server.jobs import Event, Job
+from moepack.server.rows import NotPackable
+from moepack.server.sampling import Sampling
+from moepack.server.scheduler import SCORED, Limits, Scheduler
+
+WORDS = 50
+
+
+class Words:
+    """A tokenizer: token n is "n "."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(f"{t} " for t in tokens)
+
+
+@dataclass
+class Machine:
+    """An engine whose next token is the sum of all tokens before, so that a lost or doubled one shows."""
+
+    room: int = 1 << 30  # tokens of all caches together
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    passes: list[list[tuple[int, int]]] = field(default_factory=list)  # (tokens, length before) of every item
+    caches: dict[int, list[int]] = field(default_factory=dict)
+    most_held: int = 0
+    before: Callable[[list[Item]], None] = lambda items: None
+    is_packed = True
+    gate: threading.Event | None = None
+
+    def add(self, wanted: int) -> Slot:
+        slot = Slot()
+        self.caches[id(slot)] = []
+        slot.cache = slot
+        return slot
+
+    def remove(self, slot: Slot) -> None:
+        self.caches.pop(id(slot), None)
+        slot.length = 0
+
+    def held(self) -> int:
+        return sum(len(tokens) for tokens in self.caches.values())
+
+    def fits(self, items: Any, joining: Any = ()) -> bool:
+        return self.held() + sum(len(i.tokens) for i in items) + sum(joining) <= self.room
+
+    def holds(self, tokens: int) -> bool:
+        return tokens <= self.room
+
+    def most_tokens(self, most: int) -> int:
+        return min(most, self.room)
+
+    def run(self, items: list[Item]) -> list[Any]:
+        if self.gate is not None:
+            self.gate.wait(20)
+        self.before(items)
+        self.passes.append([(len(i.tokens), i.slot.length) for i in items])
+        out = []
+        for item in items:
+            cache = self.caches[id(item.slot)]
+            assert len(cache) == item.slot.length
+            rows = []
+            for token in item.tokens:
+                cache.append(token)
+                rows.append(torch.nn.functional.one_hot(torch.tensor(sum(cache) % WORDS), WORDS).float() * 9)
+            item.slot.length += len(item.tokens)
+            out.append(torch.stack(rows[-item.wanted :]) if item.wanted else None)
+        self.most_held = max(self.most_held, self.held())
+        return out
+
+
+def expected(prompt: list[int], count: int) -> str:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(sum(tokens) % WORDS)
+    return Words().decode(tokens[len(prompt) :])
+
+
+@dataclass
+class Bench:
+    """A scheduler over a machine, and what it told."""
+
+    machine: Machine
+    limits: Limits
+    events: dict[int, list[Event]] = field(default_factory=dict)
+    jobs: list[Job] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.machine, Words(), self.limits, self._post)  # type: ignore[arg-type]
+        self.scheduler.start()
+
+    def _post(self, events: list[tuple[Job, Event]]) -> None:
+        for job, event in events:
+            job.tell(event)
+
+    def job(self, prompt: list[int], count: int, **more: Any) -> Job:
+        mine = self.events.setdefault(len(self.jobs), [])
+        sampling = more.pop("sampling", Sampling(temperature=0))
+        self.jobs.append(Job(prompt, count, sampling, mine.append, **more))
+        return self.jobs[-1]
+
+    def ask(self, prompt: list[int], count: int, **more: Any) -> list[Event]:
+        job = self.job(prompt, count, **more)
+        self.scheduler.submit([job])
+        return self.events[len(self.jobs) - 1]
+
+    def ended(self, seconds: float = 10) -> None:
+        until = time.monotonic() + seconds
+        left = [n for n, job in enumerate(self.jobs) if not job.cancelled]
+        while any(not e or (e[-1].finish is None and e[-1].error is None) for e in (self.events[n] for n in left)):
+            assert time.monotonic() < until, self.events
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def bench() -> Any:
+    made: list[Bench] = []
+
+    def call(machine: Machine | None = None, **limits: Any) -> Bench:
+        given = {"sequences": 4, "waiting": 20, "step_tokens": 8, "context": 1000, **limits}
+        made.append(Bench(machine or Machine(), Limits(**given)))
+        return made[-1]
+
+    yield call
+    for one in made:
+        if one.machine.gate is not None:
+            one.machine.gate.set()
+        one.scheduler.close(0.0)
+
+
+def text(events: list[Event]) -> str:
+    assert events[-1].error is None, events[-1].error
+    return "".join(e.text for e in events)
+
+
+def test_many_are_answered_together(bench: Any) -> None:
+    b = bench(Machine(gate=threading.Event()))
+    told = [b.ask([n + 1] * (n + 1), 10) for n in range(7)]
+    b.machine.gate.set()
+    b.ended()
+    for n, events in enumerate(told):
+        assert text(events) == expected([n + 1] * (n + 1), 10) and events[-1].finish == "length"
+    assert max(len(p) for p in b.machine.passes) == 4 and b.machine.held() == 0
+    assert len(b.machine.passes) < 40  # 70 tokens one by one would be 70 passes
+    assert b.scheduler.totals.finished == 7 and b.scheduler.totals.generated_tokens == 70
+    assert b.scheduler.totals.prompt_tokens == sum(range(1, 8))
+
+
+def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
+    """It is read in what a step leaves beside one token of everybody else; every pass goes on with those."""
+    b = bench(Machine(gate=threading.Event(), before=lambda items: time.sleep(0.005)))
+    b.ask([1], 60)
+    b.machine.gate.set()
+    while not b.events[0]:
+        time.sleep(0.001)
+    told = b.ask(list(range(40)), 3)
+    b.ended()
+    reading = [p for p in b.machine.passes if len(p) == 2 and p[1][0] > 1]
+    assert [p[1] for p in reading] == [(7, 0), (7, 7), (7, 14), (7, 21), (7, 28), (5, 35)]
+    assert all(p[0][0] == 1 for p in reading) and all(sum(n for n, _ in p) <= 8 for p in b.machine.passes)
+    assert text(told) == expected(list(range(40)), 3) and text(b.events[0]) == expected([1], 60)
+
+
+def test_the_youngest_gives_way_and_is_read_again(bench: Any) -> None:
+    """Room for 60 tokens, three of up to 45: never more is held, and every answer is what it is alone."""
+    b = bench(Machine(room=60, gate=threading.Event()), step_tokens=16)
+    told = [b.ask([n + 1] * 5, 40) for n in range(3)]
+    b.machine.gate.set()
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(3)]
+    assert b.machine.most_held <= 60 and b.scheduler.totals.preempted == 0  # they wait for their turn
+    b = bench(Machine(room=100, gate=threading.Event()), step_tokens=16)
+    told = [b.ask([n + 1] * 5, 80) for n in range(2)]
+    b.machine.gate.set()
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1] * 5, 80) for n in range(2)]
+    assert b.machine.most_held <= 100 and b.scheduler.totals.preempted >= 1
+    assert b.scheduler.totals.generated_tokens == 160  # none was sampled twice
+
+
+def test_caches_have_a_limit_of_their_own(bench: Any) -> None:
+    """So that experts keep what is left: 60 tokens of all sequences, of which each would be 45."""
+    b = bench(Machine(gate=threading.Event()), step_tokens=16, kv_tokens=60)
+    told = [b.ask([n + 1] * 5, 40) for n in range(3)]
+    b.machine.gate.set()
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(3)]
+    assert 45 <= b.machine.most_held <= 60 and b.scheduler.most_answer(20) == 40
+
+
+def test_what_can_never_fit_is_refused_with_what_would(bench: Any) -> None:
+    scheduler = bench(Machine(room=100)).scheduler
+    assert scheduler.most_answer(30) == 70
+    with pytest.raises(ApiError, match="the memory budget holds 100 tokens of a sequence") as caught:
+        scheduler.most_answer(100)
+    assert caught.value.status == 400
+    assert bench(context=50).scheduler.most_answer(30) == 20
+    with pytest.raises(ApiError, match="has 50 tokens: this server takes 49 at the most"):
+        bench(context=50).scheduler.most_answer(50)
+    with pytest.raises(ApiError, match="takes 20 at the most"):
+        bench(prompt=20).scheduler.most_answer(21)
+
+
+def test_a_full_queue(bench: Any) -> None:
+    b = bench(Machine(gate=threading.Event()), sequences=1, waiting=3)
+    b.ask([1], 5)
+    while not b.scheduler.running:
+        time.sleep(0.001)
+    for _ in range(3):
+        b.ask([2], 5)
+    with pytest.raises(ApiError) as caught:
+        b.scheduler.submit([b.job([3], 5)])
+    assert caught.value.status == 429
+    b.jobs.pop()
+    b.machine.gate.set()
+    b.ended()
+
+
+def test_whom_nobody_waits_for_leaves_before_the_next_step(bench: Any) -> None:
+    b = bench(Machine(gate=threading.Event()))
+    b.ask([1], 900)
+    b.ask([2], 5)
+    b.jobs[0].cancelled = True
+    b.machine.gate.set()
+    b.ended()
+    until = time.monotonic() + 5
+    while b.scheduler.running:
+        assert time.monotonic() < until
+    assert b.scheduler.totals.cancelled == 1 and b.machine.held() == 0 and len(b.machine.passes) < 20
+
+
+def test_ends_and_stop_strings(bench: Any) -> None:
+    b = bench()
+    whole = expected([3, 4], 10).split()
+    told = b.ask([3, 4], 10, ends=frozenset({int(whole[4])}))
+    at = whole.index(whole[4])
+    b.ended()
+    assert text(told).split() == whole[:at] and told[-1].finish == "stop" and told[-1].generated == at + 1
+    told = b.ask([3, 4], 10, stops=(f"{whole[2]} {whole[3]}",), sampling=Sampling(temperature=0, top_logprobs=1))
+    b.ended()
+    assert text(told).split() == whole[:2] and told[-1].finish == "stop"
+    assert [s.token for e in told for s in e.scored] == [int(t) for t in whole[:2]]  # none of what was cut off
+
+
+def test_probabilities_of_a_prompt(bench: Any) -> None:
+    """Of one longer than a step, while others run: every token's, given those before it; in slices, to save memory."""
+    b = bench(step_tokens=64)
+    prompt = [n * 7 % 31 for n in range(150)]
+    b.ask([1], 50)
+    told = b.ask(prompt, 1, wants_prompt=True, sampling=Sampling(temperature=0, top_logprobs=1))
+    b.ended()
+    found = next(e.prompt for e in told if e.prompt)
+    assert [s.token for s in found] == prompt and found[0].logprob is None
+    for n in range(1, len(prompt)):
+        assert found[n].top[0][0] == sum(prompt[:n]) % WORDS
+    assert max(count for p in b.machine.passes for count, _ in p) == SCORED
+    alone = b.ask(prompt, 0, wants_prompt=True, sampling=Sampling(temperature=0, top_logprobs=0))
+    b.ended()
+    assert [s.logprob for s in alone[-1].prompt] == [s.logprob for s in found]
+    assert alone[-1].generated == 0 and alone[-1].finish == "length"
+
+
+def test_a_budget_that_refuses_is_asked_for_less(bench: Any) -> None:
+    """Refused passes of more than three tokens: prompts go in smaller pieces, and nothing is lost."""
+    machine = Machine()
+
+    def refuse(items: list[Item]) -> None:
+        if sum(len(i.tokens) for i in items) > 3:
+            raise BudgetExceeded("too much")
+
+    machine.before = refuse
+    b = bench(machine)
+    told = [b.ask([n + 1] * 20, 5) for n in range(5)]
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1] * 20, 5) for n in range(5)]
+
+    def always(items: list[Item]) -> None:
+        raise BudgetExceeded("never")
+
+    machine.before = always
+    told = [b.ask([1] * 9, 5), b.ask([2], 5)]
+    b.ended()
+    assert all(e[-1].error is not None and "never" in str(e[-1].error) for e in told) and machine.held() == 0
+
+
+def test_a_pass_that_fails_fails_its_sequences_alone(bench: Any) -> None:
+    machine = Machine()
+    broken: list[bool] = [True]
+
+    def fail(items: list[Item]) -> None:
+        if broken:
+            raise OSError("the disk is gone")
+
+    machine.before = fail
+    b = bench(machine)
+    told = b.ask([1], 5)
+    b.ended()
+    assert told[-1].error is not None and told[-1].error.status == 500  # type: ignore[attr-defined]
+    assert not b.scheduler.health()["ok"] and "the disk is gone" in str(b.scheduler.health()["error"])
+    broken.clear()
+    told = b.ask([1], 5)
+    b.ended()
+    assert text(told) == expected([1], 5) and b.scheduler.health()["ok"]
+
+
+def test_a_model_that_cannot_be_packed_after_all_is_read_again(bench: Any) -> None:
+    machine = Machine()
+    once: list[bool] = [True]
+
+    def fail(items: list[Item]) -> None:
+        if once:
+            once.clear()
+            machine.caches.clear()
+            raise NotPackable("no")
+
+    machine.before = fail
+    b = bench(machine)
+    told = [b.ask([n + 1] * 3, 5) for n in range(3)]
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1] * 3, 5) for n in range(3)]
+
+
+def test_stopping_finishes_what_runs_and_drops_what_waits(bench: Any) -> None:
+    machine = Machine(gate=threading.Event())
+    b = bench(machine, sequences=1)
+    told = [b.ask([1], 30), b.ask([2], 30)]
+    while not b.scheduler.running:
+        time.sleep(0.001)
+    b.scheduler.stop()
+    machine.gate.set()
+    b.ended()
+    assert text(told[0]) == expected([1], 30)
+    assert told[1][-1].error.status == 503 and b.scheduler.close(5.0)  # type: ignore[union-attr]
+    with pytest.raises(ApiError, match="stopping"):
+        b.scheduler.submit([b.job([1], 1)])
+    b.jobs.pop()
+
+
+def test_a_grace_that_ends(bench: Any) -> None:
+    machine = Machine()
+    machine.before = lambda items: time.sleep(0.05)
+    b = bench(machine)
+    told = b.ask([1], 900)
+    while not told:
+        time.sleep(0.001)
+    began = time.monotonic()
+    assert not b.scheduler.close(0.2)
+    assert time.monotonic() - began < 5 and told[-1].error.status == 503  # type: ignore[union-attr]

@@ -1,0 +1,166 @@
+"""Health, metrics, the page and its JSON."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_fixtures import NAME, Running
+
+PROMPT = "The history of"
+
+
+def fetch(running: Running, path: str) -> Any:
+    with urllib.request.urlopen(running.url + path, timeout=20) as answer:
+        return answer.headers, answer.read()
+
+
+def complete(running: Running, **given: Any) -> Any:
+    return running.client().completions.create(model=NAME, prompt=PROMPT, temperature=0, **given)
+
+
+def test_live(running: Running) -> None:
+    """Every number against what the model and the budget say themselves, before and after an answer."""
+    running.idle()
+    time.sleep(0.3)
+    before = json.loads(fetch(running, "/live")[1])
+    complete(running, max_tokens=10, extra_body={"ignore_eos": True})
+    running.idle()
+    time.sleep(0.3)
+    after = json.loads(fetch(running, "/live")[1])
+    serving = running.model.moepack
+    assert after["model"] == NAME and after["policy"].startswith("hotness") and after["packed"] is True
+    shape = [len(row) for row in after["placed"]]
+    assert shape == [16] * 4 == [len(row) for row in after["heat"]] and len(after["layers"]) == 4
+    assert {after["kinds"][n] for row in after["placed"] for n in row} == set(after["kinds"])
+    # 3 tokens of the prompt and 9 of the answer were read (the last one was not), each by two experts in every layer
+    more = [sum(b) - sum(a) for a, b in zip(before["heat"], after["heat"], strict=True)]
+    assert more == [(3 + 9) * 2] * 4
+    assert after["totals"]["generated_tokens"] - before["totals"]["generated_tokens"] == 10
+    assert after["totals"]["prompt_tokens"] - before["totals"]["prompt_tokens"] == 3
+    assert after["totals"]["finished"] - before["totals"]["finished"] == 1
+    budget = after["budget"]
+    assert budget["total"] == serving.budget_bytes and budget["reserved"] <= budget["peak"] <= budget["total"]
+    assert sum(budget["parts"].values()) == pytest.approx(budget["reserved"], abs=200_000)  # versions change meanwhile
+    assert budget["kv_used"] == 0 and after["running"] == after["waiting"] == 0 and after["chats"] is True
+
+
+def test_heat_is_beside_the_policys_own_counts(running: Running) -> None:
+    """The policy still hears of every token."""
+    live = running.model.moepack.live
+    heard: list[int] = []
+    decide = live._decide
+
+    def listening(event: Any) -> None:
+        heard.append(sum(int(row.sum()) for row in getattr(event, "counts", ())))
+        decide(event)
+
+    live._decide = listening
+    try:
+        complete(running, max_tokens=10, extra_body={"ignore_eos": True})
+        time.sleep(0.7)
+    finally:
+        live._decide = decide
+    assert sum(heard) == (3 + 9) * 2 * 4
+
+
+def test_metrics(running: Running) -> None:
+    complete(running, max_tokens=5)
+    running.idle()
+    headers, raw = fetch(running, "/metrics")
+    found = dict(re.findall(r"^(moepack_\w+(?:\{[^}]*\})?) ([-+.e\d]+)$", raw.decode(), re.M))
+    totals, serving = running.server.scheduler.totals, running.model.moepack
+    assert headers["content-type"].startswith("text/plain")
+    assert float(found["moepack_generated_tokens_total"]) == totals.generated_tokens
+    assert float(found["moepack_sequences_finished_total"]) == totals.finished
+    assert float(found["moepack_budget_bytes"]) == serving.budget_bytes
+    assert float(found["moepack_promotions_total"]) <= serving.counters()["promotions"]
+    assert float(found["moepack_forward_waits_total"]) == 0
+    assert float(found["moepack_time_to_first_token_seconds_count"]) >= 1
+    assert float(found['moepack_requests_total{path="/v1/completions",status="200"}']) >= 1
+    assert sum(float(v) for k, v in found.items() if k.startswith("moepack_experts{")) == 4 * 16
+
+
+def test_health(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(fetch(running, "/health")[1])["status"] == "ok"
+    monkeypatch.setattr(running.server.scheduler, "_error", "OSError: the disk is gone")
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        fetch(running, "/health")
+    assert caught.value.code == 503 and json.load(caught.value)["status"] == "failing"
+
+
+def test_the_page_needs_nothing_from_elsewhere(running: Running) -> None:
+    headers, page = fetch(running, "/")
+    policy, text = headers["content-security-policy"], page.decode()
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    for tag in ("script", "style"):
+        inner = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'" in policy
+    assert not re.findall(r"https?://|src=|innerHTML|\son\w+=|style=", text) and text.count("<script") == 1
+    assert len(page) < 30_000 and headers["x-content-type-options"] == "nosniff"
+
+
+def chromium() -> str:
+    names = (os.environ.get("CHROME", ""), "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+    found = [path for name in names if name and (path := shutil.which(name))]
+    if not found:
+        pytest.skip("no Chromium here: set CHROME to one")
+    return found[0]
+
+
+ARGUMENTS = ("--no-sandbox", "--no-zygote", "--single-process", "--disable-dev-shm-usage", "--disable-gpu")
+
+
+def until(done: Any, page: Any) -> None:
+    """The page's policy forbids what the browser's driver waits with."""
+    for _ in range(200):
+        if done():
+            return
+        page.wait_for_timeout(100)
+    pytest.fail("it did not come")
+
+
+@pytest.mark.parametrize(("width", "scheme"), ((1200, "light"), (390, "dark")))
+def test_the_page_in_a_browser(running: Running, width: int, scheme: Any, tmp_path: Path) -> None:
+    """It draws what is served, says what the model says, fits its window, and has nothing to complain of."""
+    api = pytest.importorskip("playwright.sync_api")
+    path = chromium()
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=[*ARGUMENTS])
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        page.goto(running.url)
+        until(lambda: page.evaluate("document.querySelectorAll('#tiles b').length > 0 && past.length > 2"), page)
+        page.fill("#prompt", "Tell me a story")
+        page.fill("#most", "12")
+        page.fill("#temperature", "0")
+        page.click("#go")
+        until(lambda: page.evaluate("document.querySelector('#go').disabled === false && chat.length === 2"), page)
+        said = [{"role": "user", "content": "Tell me a story"}]
+        whole = running.client().chat.completions.create(model=NAME, messages=said, max_tokens=12, temperature=0)
+        assert page.inner_text("#answer").endswith(str(whole.choices[0].message.content).rstrip())
+        assert page.inner_text("#model") == NAME and "hotness" in page.inner_text("#policy")
+        assert sum(int(n) for n in re.findall(r": (\d+)", page.inner_text("#kinds"))) == 4 * 16
+        assert "of a budget of" in page.inner_text("#memory")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it is wider than its window"
+        colours = page.evaluate(
+            "(() => { const c = document.querySelector('#placed'), d = c.getContext('2d')"
+            ".getImageData(0, 0, c.width, c.height).data, s = new Set();"
+            "for (let i = 0; i < d.length; i += 4) if (d[i + 3]) s.add(d.slice(i, i + 3).join());"
+            "return s.size; })()"
+        )
+        kinds = page.evaluate("now.kinds.length")
+        picture = page.screenshot(path=tmp_path / "page.png", full_page=True)
+        browser.close()
+    assert colours == kinds and len(picture) > 20_000 and wrong == []

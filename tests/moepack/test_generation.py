@@ -1,0 +1,190 @@
+"""Text as it comes: stop strings, chats, what an interrupted answer leaves."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moepack
+from moepack.calibrate.data import load_tokenizer
+from moepack.chat import Here, There, talk
+from moepack.generation import GREEDY, Session, generate
+from moepack.pack.errors import InputError
+from moepack.server.sampling import Sampling
+from moepack.server.text import Stops
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def stopped(text: str, stops: list[str], cuts: list[int]) -> tuple[str, list[str]]:
+    told: list[str] = []
+    out, ended = Stops(stops), False
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        if not ended:
+            shown, ended = out.push(text[start:end])
+            told.append(shown)
+    return "".join([*told, "" if ended else out.end()]), told
+
+
+def test_stop_strings_are_never_told_however_the_text_is_cut() -> None:
+    rng = random.Random(0)
+    for _ in range(3000):
+        text = "".join(rng.choice("abc") for _ in range(rng.randint(0, 12)))
+        stops = ["".join(rng.choice("abc") for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(0, 3))]
+        cuts = sorted(rng.randint(0, len(text)) for _ in range(rng.randint(0, 5)))
+        ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+        want = text[: min(ends)[1]] if ends else text
+        got, told = stopped(text, stops, cuts)
+        assert got == want and want.startswith("".join(told)), (text, stops, cuts)
+
+
+def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle: Path) -> None:
+    told: list[str] = []
+    text = generate(bundle, "The history of", policy="static:w4", max_new_tokens=16, tell=told.append)
+    model, tokenizer = moepack.load(bundle, policy="static:w4"), load_tokenizer(bundle)
+    ids = tokenizer("The history of", return_tensors="pt").input_ids
+    out = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
+    assert text == "".join(told) == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert len(told) > 3
+    word = text.split()[3]
+    assert (
+        generate(bundle, "The history of", policy="static:w4", max_new_tokens=16, stop=(word,))
+        == (text[: text.index(word)])
+    )
+
+
+def test_sampling_options_do_something(bundle: Path) -> None:
+    def made(**options: Any) -> str:
+        how = Sampling(**{"temperature": 0.0, "seed": 0, **options})
+        return generate(bundle, "The", max_new_tokens=12, sampling=how)
+
+    greedy = made()
+    assert made(temperature=1.0, top_k=1) == made(temperature=1.0, min_p=1.0) == greedy
+    assert made(temperature=1.0, seed=1) == made(temperature=1.0, seed=1) != made(temperature=1.0, seed=2)
+    assert made(repetition=50.0) != greedy
+
+
+class Spy:
+    """Counts the tokens that passes read."""
+
+    def __init__(self, model: Any) -> None:
+        self.tokens = 0
+        model.get_input_embeddings().register_forward_hook(self._saw)
+
+    def _saw(self, module: Any, args: Any, out: torch.Tensor) -> None:
+        self.tokens += out.shape[1]
+
+
+def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> None:
+    def answers(fresh: bool) -> tuple[list[str], int]:
+        with Session(bundle, "static:w4", chat_template=TEMPLATE) as session:
+            session.load(512, 64)
+            spy, here, told = Spy(session.model), Here(session, 8, GREEDY, ("\n",)), list[str]()
+
+            class Fresh:
+                def answer(self, messages: Any, tell: Any) -> str:
+                    if fresh:
+                        session._cache = None
+                    return here.answer(messages, tell)
+
+            talk(
+                Fresh(), lines=["one and two", "", "three", "/reset", "one and two", "/quit", "never"], tell=told.append
+            )
+            return "".join(told).split("\n"), spy.tokens
+
+    kept, fresh = answers(False), answers(True)
+    assert kept[0] == fresh[0] and kept[0][0] == kept[0][2], "after /reset as at first"
+    assert kept[1] < fresh[1]
+
+
+def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle: Path) -> None:
+    with Session(bundle, "hotness", device_memory=20_000_000, chat_template=TEMPLATE) as session:
+        session.load(256, 16)
+        here, seen = Here(session, 6, GREEDY), list[list[Any]]()
+
+        class Interrupted:
+            def answer(self, messages: Any, tell: Any) -> str:
+                seen.append(list(messages))
+
+                def stop(text: str) -> None:
+                    if len(seen) == 1:
+                        raise KeyboardInterrupt
+
+                return here.answer(messages, stop)
+
+        talk(Interrupted(), system="Be short.", lines=["one", "two"], tell=lambda text: None)
+        assert [m["content"] for m in seen[1]] == ["Be short.", "two"]
+        assert session.model.moepack.counters()["worker_failures"] == 0
+
+
+def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle: Path) -> None:
+    prompt = "The history of the town " * 20
+    with Session(bundle, "static:w4", device_memory=40_000_000) as session:
+        session.load(256, 16)
+        held = session.go_on(session.text(prompt), 8)
+    assert held == generate(bundle, prompt, policy="static:w4", max_new_tokens=8)
+
+
+def test_what_cannot_chat_says_so(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="no chat template: give one with --chat-template"):
+        generate(bundle, "hi", messages=[{"role": "user", "content": "hi"}])
+    with pytest.raises(InputError, match=r"does not take this chat: .*no system"):
+        generate(
+            bundle, "", messages=[{"role": "user", "content": "hi"}], chat_template="{{ raise_exception('no system') }}"
+        )  # fmt: skip
+    with pytest.raises(InputError, match=r"http://127.0.0.1:9: .*refused"):
+        talk(There("http://127.0.0.1:9", None, 4, GREEDY), lines=["hi"], tell=lambda text: None)
+
+
+def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from moepack.cli import main
+
+    def run(*arguments: str, stdin: str = "") -> str:
+        monkeypatch.setattr(sys, "argv", ["moepack", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code, capsys.readouterr().err
+        return str(capsys.readouterr().out)
+
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    text = run("generate", str(bundle), "--prompt", "The history of", "--max-new-tokens", "4")
+    assert text.startswith("The history of") and text.endswith("\n")
+    answer = run(
+        "generate", str(bundle), "-p", "hi", "--chat", "--chat-template", str(template), "--max-new-tokens", "4"
+    )
+    options = ("--chat-template", str(template), "--max-new-tokens", "4", "--temperature", "0")
+    assert run("chat", str(bundle), *options, stdin="hi\n") == answer
+
+
+def test_a_chat_with_a_server(bundle: Path) -> None:
+    """The same words as here, by the official protocol; what the server refuses is said in its own words."""
+    pytest.importorskip("uvicorn")
+    from server_fixtures import begin
+
+    from moepack.server.app import Options
+
+    model = moepack.load(bundle, policy="static:bf16")
+    server, end = begin(model, load_tokenizer(bundle), Options("mini", key="secret", template=TEMPLATE))
+    try:
+        how = Sampling(temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
+        lines, there, here = ["one and two", "three"], list[str](), list[str]()
+        talk(There(f"{server.url}/v1/", "secret", 8, how, ("\n",)), "Be short.", lines, there.append)
+        with Session(bundle, "static:bf16", chat_template=TEMPLATE) as session:
+            session.load(256, 64)
+            talk(Here(session, 8, how, ("\n",)), "Be short.", lines, here.append)
+        assert "".join(there) == "".join(here) and len("".join(here)) > 10
+        for key, new, words in (("wrong", 8, "key"), ("secret", 1 << 20, "max_tokens|tokens of a sequence")):
+            with pytest.raises(InputError, match=words):
+                talk(There(server.url, key, new, how), lines=lines, tell=lambda text: None)
+    finally:
+        end()
+        model.moepack.close()

@@ -497,6 +497,12 @@ def serve(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     access_log: Annotated[bool, typer.Option("--access-log", help="Print a line a request.")] = False,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=1, help="Copies on Ray Serve, each with the budget to itself.")
+    ] = 1,
+    address: Annotated[
+        str | None, typer.Option("--address", help="Of the Ray cluster for them: ray://HOST:10001; else this machine.")
+    ] = None,
 ) -> None:
     """Answer the OpenAI interface over HTTP, with a page that shows what is served."""
     from .server.command import Serve
@@ -505,6 +511,7 @@ def serve(
     asked = Serve(
         bundle, policy, device_memory, device, dtype, host, port, api_key, name, chat_template, max_sequences,
         max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace, access_log,
+        replicas, address,
     )  # fmt: skip
     run(asked, lambda where: typer.echo(f"moepack: serving {where}", err=True))
 

@@ -127,11 +127,12 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    from moepack.runtime.load import load
+    from moepack.runtime.load import check_bundle, load
     from moepack.runtime.planning.exceeded import BudgetExceeded
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
+    check_bundle(asked.bundle)
     if asked.dtype not in DTYPES:
         raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
     dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)

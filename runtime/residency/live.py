@@ -29,12 +29,13 @@ from moepack.pack.spec import Version
 from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.devices.migration import FLOOR
+from moepack.runtime.devices.torch_cuda import is_gpu
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Pages, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.kernels.forms import resident_size
-from moepack.runtime.paging.address_space import CpuAddressSpace
+from moepack.runtime.paging.opening import gpu_rates, open_filler
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
@@ -84,7 +85,7 @@ UNHEARD = 64  # steps whose counts wait for the worker: of more, those of the ol
 def _device(
     device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
 ) -> Device:
-    if device.type == "cpu":
+    if not is_gpu(device):
         return CpuDevice(plan.staging, on_event)
     from moepack.runtime.devices.cuda import open_cuda
 
@@ -93,7 +94,7 @@ def _device(
     coded = [v for v in on_device if not _version(plan, v).is_lossless]
     largest = max([staging, *(row[v] for row in plan.sizes for v in coded)])
     served = [_version(plan, v).name for v in on_device if v < last]
-    return open_cuda(store, served, device, largest, staging, buffers, on_event, host)
+    return open_cuda(store, served, device, largest, staging, buffers, on_event, host, plan.granule)
 
 
 def _second_buffer(plan: Plan) -> tuple[Plan, int]:
@@ -175,9 +176,10 @@ class Live:
         """
         if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
-        self._can_shrink = devices[0].type == "cpu"
-        if plan.window and not self._can_shrink:
-            raise InputError(f"policy {policy}: experts are paged on a CPU alone so far, not on {devices[0]}")
+        self._on_gpu = is_gpu(devices[0])
+        self._can_shrink = not self._on_gpu or bool(plan.window)
+        if plan.granule:
+            plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
         plan, buffers = (plan, 1) if self._can_shrink else _second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
         self.policy, wanted = plan.policy(policy)
@@ -198,8 +200,8 @@ class Live:
         try:
             if any(p.where is Where.HOST for p in plan.ladder):
                 _check_host(bundle, plan, host_memory)
-                threads = host_threads or (max(1, torch.get_num_threads() // 2) if self._can_shrink else None)
-                self.tier = HostTier(threads, host_rate, None if self._can_shrink else CudaLink())
+                threads = host_threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
+                self.tier = HostTier(threads, host_rate, CudaLink() if self._on_gpu else None)
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
             self._end_streams()
@@ -210,7 +212,7 @@ class Live:
     def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
         """Make the pools, load, and let passes read."""
         plan = self.plan
-        if not self._can_shrink and any(p.where is Where.HOST for p in plan.ladder):
+        if self._on_gpu and any(p.where is Where.HOST for p in plan.ladder):
             self._host_device = CpuDevice(plan.staging, self.worker.wake)
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
@@ -220,7 +222,7 @@ class Live:
             layer.of.tier = self.tier
             layer.of.makes_up_for_absent = self._makes_up
         self._epoch = 0
-        self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if devices[0].type != "cpu" else None
+        self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
         pools = self._pools()
         self.residency = Residency(
             plan.experts, plan.base, lambda p, v: pools.get((v, plan.blocks[p][v])), self._fetch, self._make,
@@ -281,12 +283,11 @@ class Live:
         """Reserve the window: addresses for every expert, blocks for two layers' of them."""
         version = next(_version(self.plan, v) for v, p in enumerate(self.plan.ladder) if p.where in PAGED)
         layers = [layer.of.layer for layer in self.layers]
-        size = window_size(layers, version)
+        size = window_size(layers, version, self.plan.granule)
+        forms = [(x.of.layer, x.of.lossless_forms(version)) for x in self.layers]
         self.paging = Paging(
-            CpuAddressSpace([(x.matrices, x.experts) for x in layers], version),
-            Window([size.blocks] * len(size.sizes), len(layers)),
-            [(x.of.layer, x.of.lossless_forms(version)) for x in self.layers],
-            partial(self.store.stored, version.name), self.plan.staging, self.device.mark,
+            open_filler(self.device, forms, version, partial(self.store.stored, version.name), self.plan.staging),
+            Window([size.blocks] * len(size.sizes), len(layers)), len(layers), self.device.mark,
             getattr(self.policy, "looks_ahead", True),
         )  # fmt: skip
         for position, layer in enumerate(self.layers):
@@ -334,7 +335,7 @@ class Live:
             described, packed = _version(self.plan, version), None
             if tensor is not None:
                 stored = self.store.stored(described.name, *key)
-                packed = self.paging.over(*key, tensor[: stored.size], stored.where)
+                packed = self.paging.filler.over(*key, tensor[: stored.size], stored.where)
             return layer.of.over(described, self.paging.space.extent(*key), placement.where, packed)
         if tensor is None:
             return NOTHING
@@ -412,8 +413,8 @@ class Live:
             raise
 
     def _end(self, step: Step) -> None:
-        if step.ahead is not None and self.paging is not None:
-            self.paging.let_go(step.ahead)
+        if self.paging is not None:
+            self.paging.end(step)
         step.seconds = time.perf_counter() - step.began - step.waited
         if step.table is not None and self._tables is not None:
             self._tables.give(step.table)
@@ -593,7 +594,7 @@ class Live:
 
     def _end_streams(self, wait: bool = True) -> None:
         if self.paging is not None:
-            self.paging.close()
+            self.paging.close(wait)
         for device in (self.device, self._host_device):
             if device is not None:
                 device.close(wait)
@@ -605,4 +606,5 @@ class Live:
         """End the streams and close the files; once no step reads them, forget what keeps the experts' memory."""
         self._end_streams(wait)
         self.each_round = lambda: None
-        self.residency.let_go([layer.let_go for layer in self.layers])
+        forget = [self.paging.forget] if self.paging is not None and self._on_gpu else []
+        self.residency.let_go([*(layer.let_go for layer in self.layers), *forget])

@@ -180,7 +180,7 @@ class _Decided(NamedTuple):
 
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: torch.device) -> _Decided:
-    from moepack.runtime.devices.torch_cuda import is_gpu
+    from moepack.runtime.devices import torch_cuda
     from moepack.runtime.planning.capacity import base_bytes
     from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.plan import make_plan, unchanging
@@ -189,7 +189,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
         if not policy.is_live:
             versions, experts = unchanging(bundle, policy, fixed, budget)
             return _Decided(versions, tuple(v.name for v in bundle.versions), 0, 0, experts, experts, 0)
-        made = make_plan(bundle, policy.options, fixed.total, budget, is_gpu(device))
+        made = make_plan(bundle, policy.options, fixed.total, budget, torch_cuda.is_gpu(device))
     except TooSmallError as error:
         return _Decided(None, (), 0, 0, 0, 0, error.least)
     _, wanted = made.policy(policy)

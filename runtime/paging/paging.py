@@ -1,11 +1,10 @@
 """Expert paging: each layer's run has its pages bound, its bytes loaded, and lets them go (fluxmoe, Algorithm 1).
 
 Of few active experts only those are loaded, when their layer is reached: on a CPU by the threads that then multiply by
-them, on a GPU by the stream that does. A step that needs most of a layer's experts
-(a prompt) has the next layer's loaded by two threads of their own while this one runs, gate and up projections before
-down projections. What is not in device memory those two threads read. How bytes get to their places is
-cpu_filler.py's and gpu_filler.py's matter, which pages are where window.py's, which placement an expert has the
-policy's.
+them, on a GPU by the stream that does. A step that needs most of a layer's experts (a prompt) has the next layer's
+loaded by two threads of their own while this one runs, gate and up projections before down projections. What is not in
+device memory those two threads read. How bytes get to their places is cpu_filler.py's and gpu_filler.py's matter, which
+pages are where window.py's, which placement an expert has the policy's.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def gpu_block(sizes: Sequence[int], granule: int) -> int:
 
 
 def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 0) -> WindowSize:
-    """The window of these layers; with `granule` on a GPU, whose blocks are whole experts in pieces of so many bytes."""
+    """The window of these layers; with `granule` on a GPU, whose blocks are whole experts in such pieces."""
     experts = [x.experts for x in layers]
     blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
     if granule:

@@ -29,7 +29,7 @@ from moepack.pack.spec import Version
 from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.devices.migration import FLOOR
-from moepack.runtime.devices.torch_cuda import is_gpu
+from moepack.runtime.devices import torch_cuda
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Pages, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
@@ -85,7 +85,7 @@ UNHEARD = 64  # steps whose counts wait for the worker: of more, those of the ol
 def _device(
     device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
 ) -> Device:
-    if not is_gpu(device):
+    if not torch_cuda.is_gpu(device):
         return CpuDevice(plan.staging, on_event)
     from moepack.runtime.devices.cuda import open_cuda
 
@@ -176,7 +176,7 @@ class Live:
         """
         if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
-        self._on_gpu = is_gpu(devices[0])
+        self._on_gpu = torch_cuda.is_gpu(devices[0])
         self._can_shrink = not self._on_gpu or bool(plan.window)
         if plan.granule:
             plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)

@@ -122,12 +122,44 @@ class Plan:
         return total
 
     def divided(self) -> Plan:
-        """The same for memory that is cut into blocks once and for all: as many of each as calibration would have."""
+        """The same for memory that is cut into blocks once and for all: as many of each as calibration would have.
+
+        Where experts are loaded on demand, first blocks at the best placement for all experts of any one layer; layers
+        whose experts are of one size share them.
+
+        Raises:
+            TooSmallError: when the budget does not hold those, of layers of different sizes.
+        """
+        if self.demand:
+            return replace(self, most=self._divided_cache())
         most = []
         for ladder, tokens, room in zip(self.ladders(), self.traffic, self.capacity(), strict=True):
             placed = ladder.fill(np.array(tokens, np.float64), room)
             most.append(tuple(np.bincount(placed, minlength=len(self.ladder)).tolist()))
         return replace(self, most=tuple(most))
+
+    def _divided_cache(self) -> tuple[tuple[int, ...], ...]:
+        left, sizes = sum(self.capacity()), [row[0] for row in self.growing()]
+        if left >= sum(n * size for n, size in zip(self.experts, sizes, strict=True)):
+            return tuple((n, *[0] * self.base) for n in self.experts)
+        largest = {size: max(n for n, s in zip(self.experts, sizes, strict=True) if s == size) for size in set(sizes)}
+        short = sum(n * size for size, n in largest.items()) - left
+        if short > 0:
+            least = self.budget + short
+            raise TooSmallError(
+                f"a budget of {self.budget} bytes does not hold all experts of a layer of each size: the least that would "
+                f"do is {least} bytes",
+                least,
+            )
+        counts = []
+        for ladder, tokens in zip(self.ladders(), self.traffic, strict=True):
+            placed = ladder.fill(np.array(tokens, np.float64), -short // len(self.experts))
+            counts.append(np.bincount(placed, minlength=len(self.ladder)).tolist())
+        for size, n in largest.items():
+            alike = [p for p, s in enumerate(sizes) if s == size]
+            room = sum(self.experts[p] for p in alike) - sum(counts[p][0] for p in alike)
+            counts[alike[0]][0] += min(n, room)
+        return tuple(map(tuple, counts))
 
     def policy(self, policy: Policy) -> tuple[LivePolicy, Wanted]:
         """A policy that changes placements, made for this plan, and what it wants before any token."""

@@ -66,6 +66,9 @@ class Device(Protocol):
     def memory(self, size: int) -> Memory:
         """Set aside `size` bytes. Called while a model is loaded and never after."""
 
+    def host_memory(self, size: int) -> Memory:
+        """The same of the host, for experts that the host runs."""
+
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> Event:

@@ -79,6 +79,10 @@ class CpuDevice(Migration):
         """Anonymous pages."""
         return CpuMemory(size)
 
+    def host_memory(self, size: int) -> Memory:
+        """Anonymous pages."""
+        return CpuMemory(size)
+
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> HostEvent:

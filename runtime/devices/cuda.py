@@ -25,15 +25,17 @@ from moepack.pack.lossless import directory_size
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.experts.packed_gpu import GpuPacked, Part, parts_of
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.store.cudart import Cudart
+from moepack.runtime.store.cudart import Cudart, HostCalls
 from moepack.runtime.store.files import BackingStore, Stored
 from moepack.runtime.store.host_limit import host_limits
 from moepack.runtime.store.pinned import Held, HostStore
 
 from .contract import Event, Memory
+from .cpu import CpuMemory
 from .driver import Driver, MappingCalls
 from .mapped import MappedMemory
 from .migration import Going, HostEvent, Migration
+from .registered import Refusal, RegisteredMemory
 from .torch_cuda import Gpu, GpuEvent, TorchGpu
 
 log = logging.getLogger("moepack.runtime")
@@ -113,6 +115,7 @@ class CudaDevice(Migration):
         gpu: Gpu | None = None,
         calls: MappingCalls | None = None,
         granule: int = 0,
+        pins: HostCalls | None = None,
     ) -> None:
         """Set the buffers aside.
 
@@ -125,6 +128,7 @@ class CudaDevice(Migration):
             host: extents in pinned memory; started by `serve`, closed with the device.
             gpu: what makes the calls.
             calls, granule: of memory that is mapped.
+            pins: what pins memory of experts that the host runs.
         """
         gpu = gpu if gpu is not None else TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
@@ -134,6 +138,8 @@ class CudaDevice(Migration):
         self._host = self.pinned = host
         self.calls, self.granule = calls, granule
         self._mapped: list[MappedMemory] = []
+        self._pins, self._refusal = pins, Refusal()
+        self._registered: list[RegisteredMemory] = []
         self._parts: dict[int, tuple[Part, ...]] = {}
         self._free = [
             _Slot(gpu.pinned(size), gpu.memory(staging), gpu.pinned(4 * MATRICES).view(torch.int32))
@@ -147,6 +153,13 @@ class CudaDevice(Migration):
             self._mapped.append(MappedMemory(size, self.calls, self._gpu.over, self.granule))
             return self._mapped[-1]
         return CudaMemory(self._gpu.memory(max(align(size, PAGE), PAGE)))
+
+    def host_memory(self, size: int) -> Memory:
+        """Memory that is pinned while it is taken; ordinary where nothing pins."""
+        if self._pins is None:
+            return CpuMemory(size)
+        self._registered.append(RegisteredMemory(size, self._pins, self._refusal))
+        return self._registered[-1]
 
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
@@ -288,6 +301,8 @@ class CudaDevice(Migration):
         super().close(wait)
         if self._host is not None:
             self._host.close()
+        for memory in self._registered:
+            memory.close()
 
 
 def read_heads(source: Stored, out: Buffer, layer: ExpertLayer) -> None:
@@ -324,6 +339,7 @@ def open_cuda(
     With `granule` its memory is mapped in pieces of so many bytes."""
     gpu = TorchGpu(device)
     host: HostStore | None = None
+    calls: Cudart | None = None
     try:
         calls = Cudart(gpu.device.index)
     except OSError as error:
@@ -333,5 +349,6 @@ def open_cuda(
         host = HostStore(store, versions, calls, limit)
     driver = Driver(gpu.device.index) if granule else None
     return CudaDevice(
-        largest, device, on_event, staging=staging, slots=slots, host=host, gpu=gpu, calls=driver, granule=granule
-    )
+        largest, device, on_event, staging=staging, slots=slots, host=host, gpu=gpu, calls=driver, granule=granule,
+        pins=calls,
+    )  # fmt: skip

@@ -27,7 +27,7 @@ from moepack.pack.errors import BundleError, InputError, MoepackError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.runtime.devices.contract import Device
-from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
+from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.experts.counters import Counters
@@ -275,7 +275,7 @@ class Live:
                     assert plan.most is not None
                     spare = plan.spare_blocks if number == plan.base else 0
                     blocks = sum(plan.most[p][number] for p in mine) + spare
-                memory = CpuMemory(size * blocks) if on_host else self.device.memory(size * blocks)
+                memory = (self.device.host_memory if on_host else self.device.memory)(size * blocks)
                 pools[number, size] = Pool(f"{placement}/{size}", size, blocks, tracker, memory, on_host)
         return pools
 

@@ -147,8 +147,8 @@ class Plan:
         if short > 0:
             least = self.budget + short
             raise TooSmallError(
-                f"a budget of {self.budget} bytes does not hold all experts of a layer of each size: the least that would "
-                f"do is {least} bytes",
+                f"a budget of {self.budget} bytes does not hold all experts of a layer of each size: the least that "
+                f"would do is {least} bytes",
                 least,
             )
         counts = []

@@ -65,8 +65,8 @@ class MixedCache:
         all_of_them: bool = True,
     ) -> Changes:
         """Get a layer's experts; others leave for them, the least recently used first. What was foreseen for the layer
-        and is not asked for leaves before those. Where the blocks of a placement do not suffice for the layer alone, the
-        least important are served at another: a better one, else a lesser one.
+        and is not asked for leaves before those. Where the blocks of a placement do not suffice for the layer alone,
+        the least important are served at another: a better one, else a lesser one.
 
         Args:
             layer: its position.

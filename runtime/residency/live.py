@@ -26,10 +26,10 @@ from torch import Tensor
 from moepack.pack.errors import BundleError, InputError, MoepackError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
+from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.migration import FLOOR
-from moepack.runtime.devices import torch_cuda
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Pages, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier

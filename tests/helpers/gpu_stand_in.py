@@ -55,7 +55,7 @@ def install(monkeypatch: pytest.MonkeyPatch, patience: int = 3, decodes_by: Any 
     monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
     monkeypatch.setattr(cuda, "Driver", lambda index: driver.Driver(0, made.bindings))
     monkeypatch.setattr(planning, "GRANULE", GRANULE)
-    monkeypatch.setattr(live, "gpu_rates", lambda *args: RATES, raising=False)
+    monkeypatch.setattr(live, "gpu_rates", lambda *args: RATES)
     kernels(monkeypatch)
     real = gpu_module.product
 

@@ -502,4 +502,6 @@ def test_planted_a_cache_that_knows_bytes_alone_has_more() -> None:
             self.cache = MixedCache(ALIKE)
 
     with pytest.raises(AssertionError, match="more than there are blocks"):
-        run_state_machine_as_test(Planted, settings=settings(QUICK, phases=(Phase.generate,), report_multiple_bugs=False))
+        run_state_machine_as_test(
+            Planted, settings=settings(QUICK, phases=(Phase.generate,), report_multiple_bugs=False)
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,6 @@ from moepack.runtime.experts.handles import Snapshot
 
 from .address_space import AddressSpace, Page
 from .window import Compute, Filled, Run
-
-if TYPE_CHECKING:
-    from .paging import Pages, Paging
 
 
 class Filler(Protocol):
@@ -28,10 +25,8 @@ class Filler(Protocol):
     def chosen(self, index: Tensor) -> npt.NDArray[np.int64]:
         """The router's choice on the host. Where it has to come there, whatever this thread issued before has ended."""
 
-    def pages(
-        self, paging: Paging, run: Run, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
-    ) -> Pages:
-        """One run's pages, as the forward pass asks for them."""
+    def pages(self, paging: Any, run: Run, snapshot: Snapshot, position: int, active: Sequence[int], step: Any) -> Any:
+        """One run's `Pages` (paging.py), as the forward pass asks for them."""
 
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> Any:
         """What decodes an expert's extent to its pages."""

@@ -469,11 +469,9 @@ def test_layers_of_other_sizes_have_blocks_of_their_own() -> None:
 class Blocks(RuleBasedStateMachine):
     """A cache over divided memory: whatever is asked for, no placement has more experts than blocks."""
 
-    most: Any = [(3, 1, 0), (1, 2, 0)]
-
     def __init__(self) -> None:
         super().__init__()
-        self.cache, self.told = MixedCache(ALIKE, most=self.most), dict[Key, int]()
+        self.cache, self.told = MixedCache(ALIKE, most=[(3, 1, 0), (1, 2, 0)]), dict[Key, int]()
 
     def heard(self, changes: Mapping[Key, int]) -> None:
         """An answer is carried out: what leaves goes first, then blocks are taken one after another."""

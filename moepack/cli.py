@@ -506,8 +506,11 @@ def serve(
 ) -> None:
     """Answer the OpenAI interface over HTTP, with a page that shows what is served."""
     from .server.command import Serve
-    from .server.command import serve as run
 
+    if replicas > 1 or address is not None:
+        from .server.replicas import serve as run
+    else:
+        from .server.command import serve as run
     asked = Serve(
         bundle, policy, device_memory, device, dtype, host, port, api_key, name, chat_template, max_sequences,
         max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace, access_log,

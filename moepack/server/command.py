@@ -68,7 +68,20 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     Raises:
         InputError: when it cannot.
     """
-    for variable, count in COMPILED.items():  # read when torch is imported
+    prepare()
+    options = options_of(asked)
+    with listening(asked.host, asked.port) as listener, opened(asked, options) as server:
+        address = shown(asked.host, listener.getsockname()[1])
+        asyncio.run(run(server, listener, asked, lambda _: say(f"{options.name} at {address}")))
+
+
+def prepare() -> None:
+    """Bound what libraries keep of passes; before torch is imported.
+
+    Raises:
+        InputError: when what serving needs is not installed.
+    """
+    for variable, count in COMPILED.items():
         os.environ.setdefault(variable, count)
     try:
         import prometheus_client  # noqa: F401
@@ -76,15 +89,6 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise InputError(f"serving needs {error.name}: pip install 'moepack[serve]'") from None
-    if asked.replicas > 1 or asked.address is not None:
-        from .replicas import serve as on_ray
-
-        on_ray(asked, say)
-        return
-    options = options_of(asked)
-    with listening(asked.host, asked.port) as listener, opened(asked, options) as server:
-        address = shown(asked.host, listener.getsockname()[1])
-        asyncio.run(run(server, listener, asked, lambda _: say(f"{options.name} at {address}")))
 
 
 def options_of(asked: Serve) -> Options:

@@ -24,7 +24,7 @@ from typing import Any
 from moepack.cluster import connect
 from moepack.pack.errors import InputError, MissingExtraError
 
-from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, run, shown
+from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, prepare, run, shown
 
 BEGINNING = 64  # characters of a prompt by which it is sent where such prompts went
 PREFIXES = 512  # beginnings that a replica is known for; of more the oldest are forgotten
@@ -228,6 +228,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         InputError: when it cannot; replicas say why.
         MissingExtraError: without Ray Serve.
     """
+    prepare()
     options = options_of(asked)
     cpus = max(asked.replicas, os.cpu_count() or 1)
     ray, started = connect(asked.address, num_cpus=cpus)

@@ -6,6 +6,7 @@ checked when they are asked for, digests of everything by `verify`. Decides noth
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Container, Iterator
 from pathlib import Path
 
@@ -96,6 +97,8 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     root = Path(path)
     manifest_path = root / MANIFEST
     try:
+        if not manifest_path.is_file():  # a pipe or a device has no end
+            raise OSError
         if manifest_path.stat().st_size > MAX_BYTES:
             raise BundleError.single(str(root), "size", f"{MANIFEST} has more than {MAX_BYTES} bytes")
         data = manifest_path.read_bytes()
@@ -113,12 +116,14 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     problems = []
     for name, entry in _expected_files(manifest, present):
         try:
-            size = (root / name).stat().st_size
-        except OSError:
+            found = (root / name).stat()
+        except (OSError, ValueError):
             problems.append(Problem(f"{root}/{name}", "missing", "listed in the manifest, not there"))
             continue
-        if size != entry.size:
-            problems.append(Problem(f"{root}/{name}", "size", f"{size} bytes, the manifest says {entry.size}"))
+        if not stat.S_ISREG(found.st_mode):
+            problems.append(Problem(f"{root}/{name}", "kind", "not a file"))
+        elif found.st_size != entry.size:
+            problems.append(Problem(f"{root}/{name}", "size", f"{found.st_size} bytes, the manifest says {entry.size}"))
     if not present:
         problems.append(Problem(str(root), "missing", "no version of the experts is here"))
     if problems:

@@ -18,6 +18,7 @@ from .errors import BundleError
 from .spec import align
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors format
+MAX_RANK = 64  # dimensions of a tensor
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -89,7 +90,8 @@ def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise _bad(location, "header", f"tensor {name} lacks dtype, shape or data_offsets") from None
-    if not all(type(v) is int and 0 <= v < 1 << 48 for v in (*shape, begin, end)) or dtype not in ITEM_BYTES:
+    in_range = all(type(v) is int and 0 <= v < 1 << 48 for v in (*shape, begin, end)) and len(shape) <= MAX_RANK
+    if not in_range or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _bad(location, "header", f"tensor {name} has a dtype, shape or offset out of range")
     expected = ITEM_BYTES[dtype]
     for d in shape:

@@ -631,8 +631,10 @@ def _root(
 def main() -> None:
     """The console script: runs a command and turns the errors that a user can act on into one line."""
     from .progress import quiet_libraries
+    from .startup import leave_out
 
     quiet_libraries()
+    leave_out(next(iter(sys.argv[1:]), ""))
     try:
         app()
     except MoepackError as error:

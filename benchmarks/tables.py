@@ -343,7 +343,21 @@ def alpha() -> str:
 
 def paged() -> str:
     """Paged experts at a large layer's shape."""
-    rows = results("paged")["rows"]
+    return _as_is("paged")
+
+
+def serving() -> str:
+    """Servers by clients."""
+    return _as_is("serve")
+
+
+def start() -> str:
+    """From the start of a command to its first token."""
+    return _as_is("start")
+
+
+def _as_is(name: str) -> str:
+    rows = results(name)["rows"]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[f"{v:.4g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns] for row in rows]
     return table(columns, cells)
@@ -389,7 +403,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for f in (
         summary, quality, allocation, quantisers, build, true_size, codec, kernels, whole_model, shapes, residency,
         tpot, overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged,
-        hostile, soak,
+        hostile, soak, serving, start,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -1,7 +1,7 @@
 """What a command that serves leaves out of its process before anything is imported.
 
 transformers imports these wherever it finds them, for other ways to quantise and for losses; no bundle needs them, and
-they are a third of the time from the start of such a command to its first token (`python -m benchmarks.start`).
+importing them takes a second of such a command's start (`python -m benchmarks.start`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import MANIFEST
+from moepack.pack.manifest import CONFIG, MANIFEST
+from moepack.pack.reader import open_bundle
 from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size, read_tier
 from moepack.runtime.policies.registry import parse_policy
 
@@ -86,6 +87,8 @@ def load(
         held = on_hub(str(bundle), MANIFEST, revision=revision, token=token) is not None
     if not held:
         raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
+    if path.exists():  # before transformers reads what is there
+        open_bundle(path).check(CONFIG)
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest import CONFIG
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables
 
@@ -121,9 +122,7 @@ def plan(
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
 
     import torch
-    from transformers import AutoConfig
 
-    import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
 
@@ -132,7 +131,7 @@ def plan(
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
     parsed = choose_policy(policy, bundle, [where], True)
-    config = AutoConfig.from_pretrained(bundle.path)
+    config = _config(bundle)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
     fixed = Fixed(dense, needs.kv_bytes, needs.activations)
@@ -166,6 +165,20 @@ def plan(
         estimated=where.type != "cpu", message=message, table=table or (),
         moving=decided.moving, **facts,
     )  # fmt: skip
+
+
+def _config(bundle: Bundle) -> Any:
+    """The model's configuration, its digest checked."""
+    from transformers import AutoConfig
+
+    import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
+
+    bundle.check(CONFIG)
+    try:
+        return AutoConfig.from_pretrained(bundle.path)
+    except Exception as error:  # which classes its validation raises depends on transformers' version
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{bundle.path}/{CONFIG}: cannot be read: {why}") from None
 
 
 class _Decided(NamedTuple):

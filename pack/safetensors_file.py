@@ -93,10 +93,12 @@ def parse_header(head: bytes, file_size: int, location: str) -> Header:
 
 
 def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
-    try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    except (KeyError, TypeError, ValueError):  # ValueError: not two offsets
-        raise _bad(location, "header", f"tensor {name} lacks dtype, shape or data_offsets") from None
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _bad(location, "header", f"tensor {name} has not exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        raise _bad(location, "header", f"tensor {name} has a shape or data_offsets that are no lists of numbers")
+    begin, end = offsets
     numbers = (*shape, begin, end)
     if not all(type(v) is int and 0 <= v < 1 << 48 for v in numbers) or str(dtype) not in ITEM_BYTES or len(shape) > 64:
         raise _bad(location, "header", f"tensor {name} has a dtype, shape or offset out of range")
@@ -105,7 +107,7 @@ def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
         expected *= d
     if end - begin != expected:
         raise _bad(location, "offsets", f"tensor {name} of {expected} bytes spans {end - begin}")
-    return TensorEntry(dtype, shape, base + begin, base + end)
+    return TensorEntry(dtype, tuple(shape), base + begin, base + end)
 
 
 def make_header(

@@ -142,7 +142,7 @@ class Victim:
         with safe_open(self.path / TABLES, framework="np") as f:
             arrays, metadata = {n: f.get_tensor(n).copy() for n in f.keys()}, dict(f.metadata())  # noqa: SIM118
         change(arrays, metadata)
-        self.rewrite(TABLES, save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, metadata))
+        self.rewrite(TABLES, save({n: np.array(a, order="C") for n, a in arrays.items()}, metadata))
 
 
 def read_all(path: Path, plan: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Bundles edited by somebody who means harm: `python -m benchmarks.hostile BUNDLE --count 100000`.
 
-One random edit at a time of a copy: the manifest's fields, signed again, or its bytes; headers of layer files, of tables
-and of dense tensors; extents; files replaced by links, pipes and folders. Each must end in a refusal of one line that a
-terminal only prints, or in a bundle whose values can all be read; never in a traceback, and within SECONDS. The suite
-runs hundreds (tests/pack/test_hostile.py), with an edit for every rule of FORMAT.md.
+One random edit at a time of a copy: the manifest's fields, signed again, or its bytes; headers of layer files, of
+tables and of dense tensors; extents; files replaced by links, pipes and folders. Each must end in a refusal of one line
+that a terminal only prints, or in a bundle whose values can all be read; never in a traceback, and within SECONDS. The
+suite runs hundreds (tests/pack/test_hostile.py), with an edit for every rule of FORMAT.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from moepack.reports.inspect import inspect, render
 SECONDS = 20  # an edit that takes longer hangs
 VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 7, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 63, 1 << 80, -(1 << 63), 2.0, -0.5, 1e300,
-    float("nan"), float("inf"), "", "a", "\x1b[31mred", "\x00", "\ud800", "../../etc/passwd", "/etc/passwd", "bf16", "w4",
-    "w9", "0" * 64, "x" * 3000, [], {}, [[]], [None], {"a": {}}, "\u202e", "a\nb", "a,b", "1", "nan",
+    float("nan"), float("inf"), "", "a", "\x1b[31mred", "\x00", "\ud800", "../../etc/passwd", "/etc/passwd", "bf16",
+    "w4", "w9", "0" * 64, "x" * 3000, [], {}, [[]], [None], {"a": {}}, "\u202e", "a\nb", "a,b", "1", "nan",
 )  # fmt: skip
 Change = Callable[[Any], Any]
 
@@ -127,7 +127,7 @@ class Victim:
         room = np.frombuffer(data, np.uint8)[begin:end]
         change(room)
         digests = header["__metadata__"]["sha256"].split(",")
-        digests[expert] = hashlib.sha256(room).hexdigest()
+        digests[expert] = hashlib.sha256(room.data).hexdigest()
         header["__metadata__"]["sha256"] = ",".join(digests)
         text = json.dumps(header, separators=(",", ":")).encode()
         data[8 : 8 + length] = text + b" " * (length - len(text))
@@ -263,7 +263,7 @@ def _manifest_bytes(victim: Victim, rng: random.Random) -> None:
 
 
 def _layer_file(victim: Victim, rng: random.Random) -> str:
-    return rng.choice(sorted(n for n in victim.manifest["files"] if n.startswith("experts/")))
+    return rng.choice(sorted(str(n) for n in victim.manifest["files"] if n.startswith("experts/")))
 
 
 def _layer_header(victim: Victim, rng: random.Random) -> None:

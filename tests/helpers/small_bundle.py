@@ -83,8 +83,9 @@ def write_small_bundle(path: Path) -> Path:
         (writer.root / "config.json").write_text(
             json.dumps({"model_type": "qwen3_moe", "quantization_config": {"quant_method": "moepack"}})
         )
+        tripwire = f"{LAYERS[0].module}.down_proj"
         (writer.root / "model.safetensors").write_bytes(
-            make_header({"a.weight": ("BF16", (4, 2)), f"{LAYERS[0].module}.down_proj": ("BF16", (1,)), "b": ("F32", ())}, {})
+            make_header({"a.weight": ("BF16", (4, 2)), tripwire: ("BF16", (1,)), "b": ("F32", ())}, {})
             + np.arange(8, dtype=np.uint16).tobytes() + bytes(2) + np.float32(1.5).tobytes()
         )  # fmt: skip
         for name in (TABLES, "config.json", "model.safetensors"):

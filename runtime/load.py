@@ -87,12 +87,14 @@ def load(
         held = on_hub(str(bundle), MANIFEST, revision=revision, token=token) is not None
     if not held:
         raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
-    if path.exists():  # before transformers reads what is there
-        open_bundle(path).check(CONFIG)
+    opened = open_bundle(path) if path.exists() else None
+    if opened is not None:
+        opened.check(CONFIG)  # before transformers reads it
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Workload
     from moepack.runtime.store.read_ahead import loading_report
 
@@ -102,10 +104,8 @@ def load(
     check_device(device)
     if torch.get_default_device().type == "meta":
         raise InputError("moepack.load loads weights, which torch.device('meta') does not hold: call it outside")
-    try:
-        config = AutoConfig.from_pretrained(bundle, revision=revision, token=token)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{bundle}: its config cannot be read: {str(error).splitlines()[0]}") from None
+    manifest = None if opened is None else opened.manifest
+    config = read_config(bundle, manifest, revision=revision, token=token)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != METHOD:
         raise InputError(f"{bundle}: its config does not say it is a moepack bundle")
     config.quantization_config.update(

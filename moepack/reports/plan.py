@@ -123,7 +123,9 @@ def plan(
 
     import torch
 
+    import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
     from moepack.runtime.planning.choice import choose_policy
+    from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
 
     try:
@@ -131,7 +133,8 @@ def plan(
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
     parsed = choose_policy(policy, bundle, [where], True)
-    config = _config(bundle)
+    bundle.check(CONFIG)
+    config = read_config(bundle.path, bundle.manifest)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
     fixed = Fixed(dense, needs.kv_bytes, needs.activations)
@@ -165,20 +168,6 @@ def plan(
         estimated=where.type != "cpu", message=message, table=table or (),
         moving=decided.moving, **facts,
     )  # fmt: skip
-
-
-def _config(bundle: Bundle) -> Any:
-    """The model's configuration, its digest checked."""
-    from transformers import AutoConfig
-
-    import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
-
-    bundle.check(CONFIG)
-    try:
-        return AutoConfig.from_pretrained(bundle.path)
-    except Exception as error:  # which classes its validation raises depends on transformers' version
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"{bundle.path}/{CONFIG}: cannot be read: {why}") from None
 
 
 class _Decided(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 from moepack.pack.errors import InputError, printable
 from moepack.pack.manifest import CONFIG, Manifest
 
+TOP_K = ("num_experts_per_tok", "num_experts_per_token")  # experts of a token, by families' names for it
 _SHOWN = 300  # characters of transformers' own words
 
 
@@ -36,6 +37,12 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
         raise InputError(f"{bundle}: its config cannot be read: {why}") from None
     if not isinstance(config.dtype, torch.dtype | None):
         raise InputError(f"{bundle}: its config has no dtype that torch knows")
-    if manifest is not None and isinstance(layers, int) and layers > manifest.model["decoder_layers"]:
+    if manifest is None:
+        return config
+    most = max(layer.experts for layer in manifest.layers)
+    for name in TOP_K:
+        if (k := getattr(config.get_text_config(), name, None)) is not None and not (type(k) is int and 1 <= k <= most):
+            raise InputError(f"{bundle}: its {CONFIG} has {name} {str(k)[:40]!r}, its layers have {most} experts")
+    if isinstance(layers, int) and layers > manifest.model["decoder_layers"]:
         raise InputError(f"{bundle}: its {CONFIG} has {layers} layers, its manifest {manifest.model['decoder_layers']}")
     return config

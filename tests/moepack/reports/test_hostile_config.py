@@ -15,9 +15,8 @@ from support import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.hostile import Victim, in_time, one_line
-
 import moepack
+from benchmarks.hostile import Victim, in_time, one_line
 from moepack.pack.errors import MoepackError
 from moepack.reports.plan import plan
 

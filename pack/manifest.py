@@ -323,7 +323,7 @@ def _files(check: _Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str,
     expert_files: dict[str, ExpertFileEntry] = {}
     for path, item in check.object("files", value).items():
         at = f"files[{_show(path)}]"
-        if not safe_path(path) or path == MANIFEST:
+        if not safe_path(path) or path.casefold() == MANIFEST:
             check.wrong(at, "path", "not a relative path as the format allows them")
         is_experts = path.startswith("experts/")
         digest_key = "header_sha256" if is_experts else "sha256"

@@ -224,7 +224,7 @@ PATHS = (
     "", ".", "..", "/etc/passwd", "../evil", "a/../b", "a/./b", "a//b", "a/", "./a", "a\\b", "C:x", "a*b", 'a"b', "a|b",
     "a\nb", "a\x1b[31m", "a\x7fb", "\u202eb", ".hidden", "a/.git/b", "a.", "a ", " a", "x" * 256, "é" * 128,
     "a/" * 512 + "a",
-    "e\u0301", "\ud800", "CONFIG.json", "config.json/a", "Experts", "experts",
+    "e\u0301", "\ud800", "CONFIG.json", "Manifest.json", "config.json/a", "Experts", "experts",
 )  # fmt: skip
 MANIFESTS |= {f"a path {path[:20]!r}": (listed(path), "path") for path in PATHS}
 

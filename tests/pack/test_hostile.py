@@ -837,7 +837,7 @@ def test_printable() -> None:
     assert problem.location == "/b\\x07/x" and len(problem.message) == 1000
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(RANDOM)), st.randoms(use_true_random=False))
 def test_random_edits_end_in_a_line(copied: Victim, kind: str, rng: Any) -> None:
     try:

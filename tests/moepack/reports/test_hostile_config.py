@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
-
-sys.path.insert(0, str(ROOT))
+from hostile_edits import Victim, in_time, one_line
 
 import moepack
-from benchmarks.hostile import Victim, in_time, one_line
 from moepack.pack.errors import MoepackError
 from moepack.reports.plan import plan
 

@@ -1,14 +1,13 @@
-"""Bundles edited by somebody who means harm: `python -m benchmarks.hostile BUNDLE --count 100000`.
+"""Edits of a copy of a bundle by somebody who means harm: by hand, signed again, and random.
 
 One random edit at a time of a copy: the manifest's fields, signed again, or its bytes; headers of layer files, of
 tables and of dense tensors; extents; files replaced by links, pipes and folders. Each must end in a refusal of one line
-that a terminal only prints, or in a bundle whose values can all be read; never in a traceback, and within SECONDS. The
-suite runs hundreds (tests/pack/test_hostile.py), with an edit for every rule of FORMAT.md.
+that a terminal only prints, or in a bundle whose values can all be read; never in a traceback, and within SECONDS. `python
+-m benchmarks.hostile` makes others, several at a time, in processes of their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -17,7 +16,6 @@ import shutil
 import signal
 import struct
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -327,7 +325,7 @@ def attack(source: Path, count: int, seed: int = 0) -> dict[str, Counter[str]]:
     """Edit a bundle `count` times; how many edits of each kind were refused, and accepted.
 
     Raises:
-        AssertionError: for an edit that ends in anything else, with the seed that repeats it.
+        AssertionError: for an edit that ends in anything else, with the number that repeats it.
     """
     out: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as room:
@@ -339,23 +337,7 @@ def attack(source: Path, count: int, seed: int = 0) -> dict[str, Counter[str]]:
                 KINDS[kind](victim, rng)
                 out[kind]["refused" if refusal(victim.path) else "accepted"] += 1
             except Exception as error:
-                raise AssertionError(f"{kind}, --seed {number} --count 1: {type(error).__name__}: {error}") from error
+                raise AssertionError(f"{kind}, number {number}: {type(error).__name__}: {error}") from error
             finally:
                 victim.restore()
     return out
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    began = time.perf_counter()
-    for kind, counts in attack(options.bundle, options.count, options.seed).items():
-        print(f"{kind:<22} {counts['refused']:>7,} refused {counts['accepted']:>7,} accepted")
-    print(f"{options.count:,} edits in {time.perf_counter() - began:.0f} s: none hangs, none ends in a traceback")
-
-
-if __name__ == "__main__":
-    main()

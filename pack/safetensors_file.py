@@ -20,6 +20,7 @@ from .errors import BundleError, Kind
 from .spec import align
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors format
+MAX_RANK = 64  # dimensions of a tensor
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -100,7 +101,8 @@ def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
         raise _bad(location, "header", f"tensor {name} has a shape or data_offsets that are no lists of numbers")
     begin, end = offsets
     numbers = (*shape, begin, end)
-    if not all(type(v) is int and 0 <= v < 1 << 48 for v in numbers) or str(dtype) not in ITEM_BYTES or len(shape) > 64:
+    in_range = all(type(v) is int and 0 <= v < 1 << 48 for v in numbers) and len(shape) <= MAX_RANK
+    if not in_range or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _bad(location, "header", f"tensor {name} has a dtype, shape or offset out of range")
     expected = ITEM_BYTES[dtype]
     for d in shape:

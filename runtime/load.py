@@ -80,14 +80,8 @@ def load(
     budget, pinned = parse_size(device_memory), parse_size(host_memory)  # what can be refused at once is
     rate, threads = read_tier(host_rate, host_threads)
     parse_policy(policy, budget is not None or bool(os.environ.get(DEVICE_MEMORY)))
-    path = Path(bundle)
-    if path.exists():
-        held = (path / MANIFEST).is_file()
-    else:
-        held = on_hub(str(bundle), MANIFEST, revision=revision, token=token) is not None
-    if not held:
-        raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
-    opened = open_bundle(path) if path.exists() else None
+    check_bundle(bundle, revision, token)
+    opened = open_bundle(bundle) if Path(bundle).exists() else None
     if opened is not None:
         opened.check(CONFIG)  # before transformers reads it
 
@@ -121,6 +115,21 @@ def load(
         options["attn_implementation"] = attn_implementation
     with _loading, loading_report(progress):
         return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
+
+
+def check_bundle(bundle: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
+    """See that a name is a bundle's, on disk or on the Hub; nothing is read of it.
+
+    Raises:
+        InputError: when it is not.
+    """
+    path = Path(bundle)
+    if path.exists():
+        held = (path / MANIFEST).is_file()
+    else:
+        held = on_hub(str(bundle), MANIFEST, revision=revision, token=token) is not None
+    if not held:
+        raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
 
 
 def check_device(device: str) -> None:

@@ -47,6 +47,7 @@ SLOW = (
     "runtime/residency/test_worker", "runtime/residency/test_sequences", "runtime/residency/test_prefill_live",
     "runtime/paging/test_paging", "runtime/policies/test_every_policy", "runtime/residency/test_under",
     "runtime/residency/test_residency.py::test_planted", "runtime/residency/test_residency.py::test_invariants",
+    "runtime/residency/test_on_gpu",
     "runtime/downstream", "runtime/test_compile", "runtime/test_downstream", "runtime/test_generation",
     "runtime/test_load", "runtime/test_passes", "whole/test_encodings", "whole/test_examples", "whole/test_families",
     "whole/test_quality", "whole/test_imports.py::test_the_runtime",

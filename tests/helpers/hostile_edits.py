@@ -2,8 +2,8 @@
 
 One random edit at a time of a copy: the manifest's fields, signed again, or its bytes; headers of layer files, of
 tables and of dense tensors; extents; files replaced by links, pipes and folders. Each must end in a refusal of one line
-that a terminal only prints, or in a bundle whose values can all be read; never in a traceback, and within SECONDS. `python
--m benchmarks.hostile` makes others, several at a time, in processes of their own.
+that a terminal only prints, or in a bundle whose values can all be read; never in a traceback, and within SECONDS.
+`python -m benchmarks.hostile` makes others, several at a time, in processes of their own.
 """
 
 from __future__ import annotations

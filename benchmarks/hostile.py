@@ -39,6 +39,7 @@ from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.lossless import LosslessMatrix, encode_lossless
 from moepack.pack.manifest import MANIFEST, Manifest
 from moepack.pack.reader import open_bundle, verify
+from moepack.pack.safetensors_file import make_header
 from moepack.pack.spec import ExpertLayer, Matrix, Version, affine_payload, expert_file
 from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
@@ -77,13 +78,19 @@ def whole(target: Path) -> None:
     """A bundle with everything that can be changed, of a few pages."""
     numbers = np.random.default_rng(0)
     with BundleWriter(target) as writer:
-        writer.path("config.json").write_text(json.dumps({"model_type": "qwen3_moe", "architectures": ["X"]}))
-        save_file({"model.norm.weight": np.ones(8, np.float32)}, writer.path("model.safetensors"))
+        config: dict[str, Any] = {"model_type": "qwen3_moe", "architectures": ["X"]}
+        config["quantization_config"] = {"quant_method": "moepack"}
+        writer.path("config.json").write_text(json.dumps(config))
+        dense = {"model.norm.weight": ("F32", (8,))} | {f"{x.module}.down_proj": ("BF16", (1,)) for x in LAYERS}
+        writer.path("model.safetensors").write_bytes(make_header(dense, {}) + bytes(32 + 2 * len(LAYERS)))
         tables: dict[str, Any] = {}
         for layer in LAYERS:
             shape = (layer.experts, len(VERSIONS))
             found = {"tokens": np.full(2, 7), "gate_sum": np.ones(2, np.float32), "method": np.zeros(shape, np.uint8)}
             found |= {name: np.full(shape, 0.1, np.float32) for name in ("mse", "relative", "gated")}
+            found |= {f"{half}_counts": np.ones((3, 2), np.int32) for half in ("prefill", "decode")}
+            found |= {"prefill_gates": np.ones((3, 2), np.float32), "coactivation": np.eye(2, dtype=np.int64)}
+            found["reuse"] = np.full((), 0.5, np.float32)
             tables |= {f"layers.{layer.index}.{name}": value for name, value in found.items()}
             for version in VERSIONS:
                 path = target.with_name(f"{version.name}-{layer.index}")

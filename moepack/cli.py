@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moepack.pack.errors import MoepackError
+from moepack.pack.errors import MoepackError, printable
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import usages
 
@@ -648,5 +648,5 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    typer.echo(f"moepack: {message}", err=True)
+    typer.echo(f"moepack: {printable(message, keep=chr(10))}", err=True)
     sys.exit(2)

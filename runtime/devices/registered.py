@@ -49,6 +49,7 @@ class RegisteredMemory(CpuMemory):
 
     def take(self, start: int, size: int) -> None:
         """Pin these bytes, before anything stands there."""
+        super().take(start, size)
         if self._refusal.is_known:
             return
         try:

@@ -91,6 +91,9 @@ def use_openmp(wanted: bool = True) -> bool:
 
 _library.moepack_affine_threads.argtypes = [_pointer]
 _library.moepack_affine_threads.restype = None
+_norm = _library.moepack_affine_norm
+_norm.argtypes = [_pointer] * 3 + [_word] * 4 + [ctypes.c_double]
+_norm.restype = None
 _library.moepack_affine_kept.restype = _library.moepack_affine_holds.restype = _word
 _library.moepack_affine_release.restype = None
 use_level()
@@ -350,6 +353,22 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
         out.data_ptr(),
     )
     _library.moepack_affine_combine(ctypes.byref(call))
+
+
+def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tensor:
+    """x [..., cols] over its root mean square by row, times weight [cols]; all BF16, contiguous, on the CPU.
+
+    Args:
+        x: the rows.
+        weight: by column.
+        form: 0: rounded before the weight; 1: after it; 2: the weight is 1 + weight, in float32.
+        epsilon: added to the mean square.
+    """
+    out, cols = torch.empty_like(x), x.shape[-1]
+    if weight.shape != (cols,):
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit rows of {cols}")
+    _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // cols, cols, cols, form, epsilon)
+    return out
 
 
 def read(addresses: npt.NDArray[np.uint64], size: int, threads: int | None = None) -> None:

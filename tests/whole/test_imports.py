@@ -23,6 +23,7 @@ FLOORS = (
     "recipes",
     "runtime",  # the entrances: load, attach, plugin, serving, step_hooks, trace
     "runtime.residency",
+    "runtime.dense",
     "runtime.paging",
     "runtime.devices",
     "runtime.store",

@@ -217,7 +217,7 @@ def _set(*path: object) -> Callable[[object], Callable[[dict], None]]:
 EXPERT_FILE = "experts/w4/layer-000.safetensors"
 BAD_MANIFESTS: dict[str, tuple[Callable[[dict], None], str]] = {
     "other format": (_set("format")("zip"), "format"),
-    "later version": (_set("format_version")(3), "format-version"),
+    "later version": (_set("format_version")(4), "format-version"),
     "earlier version": (_set("format_version")(1), "format-version"),
     "missing key": (lambda d: d.pop("provenance"), "keys"),
     "unknown key": (_set("more")(1), "keys"),

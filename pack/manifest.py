@@ -25,6 +25,7 @@ from .spec import (
     MAX_EXTENT,
     MAX_LAYERS,
     PAGE,
+    READABLE,
     ExpertLayer,
     Matrix,
     Version,
@@ -82,7 +83,10 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a bundle holds. `provenance` is free-form: strings, integers, lists and objects of them."""
+    """What a bundle holds. `provenance` is free-form: strings, integers, lists and objects of them.
+
+    `format_version` is that of a manifest that was read; what is written anew has the latest.
+    """
 
     model: Mapping[str, Any]
     layers: tuple[ExpertLayer, ...]
@@ -91,6 +95,7 @@ class Manifest:
     expert_files: Mapping[str, ExpertFileEntry]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     allocation: Allocation | None = None
+    format_version: int = FORMAT_VERSION
 
     def version(self, name: str) -> Version:
         """The version of that name; KeyError where the bundle does not describe it."""
@@ -104,7 +109,7 @@ class Manifest:
         files = {k: asdict(v) for k, v in self.files.items()} | {k: asdict(v) for k, v in self.expert_files.items()}
         document = {
             "format": FORMAT_NAME,
-            "format_version": FORMAT_VERSION,
+            "format_version": self.format_version,
             "model": dict(self.model),
             "layers": [asdict(layer) for layer in self.layers],
             "versions": [asdict(v) for v in self.versions],
@@ -188,11 +193,12 @@ def parse_manifest(data: bytes) -> Manifest:
         raise BundleError.single(MANIFEST, "json", f"cannot be parsed: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
         raise BundleError.single(MANIFEST, "format", "not a moepack manifest")
-    if document.get("format_version") != FORMAT_VERSION:
+    number = document.get("format_version")
+    if type(number) is not int or number not in READABLE:
         raise BundleError.single(
             MANIFEST,
             "format-version",
-            f"format version {_show(document.get('format_version'))}; this moepack reads {FORMAT_VERSION}",
+            f"format version {_show(number)}; this moepack reads {' and '.join(map(str, READABLE))}",
         )
     try:
         canonical = _canonical(document)
@@ -211,7 +217,7 @@ def parse_manifest(data: bytes) -> Manifest:
         ["format", "format_version", "model", "layers", "versions", "files", "provenance", "allocation"],
     )
     layers = _layers(check, document.get("layers"))
-    versions = _versions(check, document.get("versions"))
+    versions = _versions(check, document.get("versions"), version_names(number))
     files, expert_files = _files(check, document.get("files"))
     if not check.problems:
         _layer_files(check, layers, versions, expert_files)
@@ -224,6 +230,7 @@ def parse_manifest(data: bytes) -> Manifest:
         expert_files,
         check.object("provenance", document.get("provenance")),
         _allocation(check, document.get("allocation"), layers, versions),
+        number,
     )
     if check.problems:
         raise BundleError(check.problems)
@@ -287,19 +294,19 @@ def _shapes(first: Matrix, down: Matrix) -> str:
     return ""
 
 
-def _versions(check: _Checker, value: Any) -> tuple[Version, ...]:
+def _versions(check: _Checker, value: Any, known: Sequence[str]) -> tuple[Version, ...]:
     out: list[Version] = []
-    for i, item in enumerate(check.items("versions", value, len(version_names()))):
+    for i, item in enumerate(check.items("versions", value, len(known))):
         at = f"versions[{i}]"
         item = check.object(at, item, ["name", "encoding", "bits", "group_size", "zero"])
-        name = check.text(f"{at}.name", item.get("name"), version_names())
+        name = check.text(f"{at}.name", item.get("name"), known)
         size, sizes = item.get("group_size"), encoding_of(name).group_sizes
         expected = Version.of(name, size if size in sizes else max(sizes, default=0))
         if _canonical(item) != _canonical(asdict(expected)):  # true is 1, and no integer
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {_show(item)}")
         out.append(expected)
     names = [v.name for v in out]
-    if names != [n for n in version_names() if n in names] or not names:
+    if names != [n for n in known if n in names] or not names:
         check.wrong("versions", "order", f"not a list from most to least precise without repeats: {names}")
     return tuple(out)
 

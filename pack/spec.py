@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORMAT_NAME = "moepack"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # what is written
+READABLE = (2, 3)  # what is read: 2 differs in the encodings that it has
 PAGE = 4096  # extents start on it: direct I/O, host registration and file mapping all work in pages
 SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
 BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector there is
@@ -46,6 +47,7 @@ class Encoding:
         planes: bits of a code (1, 2, 4 or 8) by plane, least significant first; none for the lossless encoding.
         zero: "stored", "midpoint" (half the greatest code, not stored), or "none" for the lossless encoding.
         group_sizes: how many columns may share a scale and a zero point; none for the lossless encoding.
+        since: the first version of the format that has it.
     """
 
     name: str
@@ -54,21 +56,23 @@ class Encoding:
     planes: tuple[int, ...]
     zero: str
     group_sizes: tuple[int, ...]
+    since: int = FORMAT_VERSION
 
 
 # From the most to the least precise. One bit has no room for a zero point: its levels are -scale/2 and +scale/2.
 ENCODINGS: tuple[Encoding, ...] = (
-    Encoding(LOSSLESS, "exponent-huffman", 16, (), "none", ()),
-    Encoding("w4", "affine", 4, (4,), "stored", GROUPS),
-    Encoding("w3", "affine", 3, (2, 1), "stored", GROUPS),
-    Encoding("w2", "affine", 2, (2,), "stored", GROUPS),
-    Encoding("w1", "affine", 1, (1,), "midpoint", GROUPS),
+    Encoding(LOSSLESS, "exponent-huffman", 16, (), "none", (), 2),
+    Encoding("w8", "affine", 8, (8,), "stored", GROUPS),
+    Encoding("w4", "affine", 4, (4,), "stored", GROUPS, 2),
+    Encoding("w3", "affine", 3, (2, 1), "stored", GROUPS, 2),
+    Encoding("w2", "affine", 2, (2,), "stored", GROUPS, 2),
+    Encoding("w1", "affine", 1, (1,), "midpoint", GROUPS, 2),
 )
 
 
-def version_names() -> tuple[str, ...]:
-    """The names in ENCODINGS, from the most to the least precise."""
-    return tuple(e.name for e in ENCODINGS)
+def version_names(format_version: int = FORMAT_VERSION) -> tuple[str, ...]:
+    """The names in ENCODINGS that a version of the format has, from the most to the least precise."""
+    return tuple(e.name for e in ENCODINGS if e.since <= format_version)
 
 
 def encoding_of(name: str) -> Encoding:

@@ -134,7 +134,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "an escape of a letter": (replaced('"moepack"', '"m\\u006fepack"'), "canonical"),
     "not signed": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": "0" * 64})), "digest"),
     "a digest that is no text": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": 1})), "digest"),
-    "a later version": (put("format_version")(3), "format-version"),
+    "a later version": (put("format_version")(4), "format-version"),
+    "w8 in version 2": (put("format_version")(2), "value"),
+    "a version that is true": (put("format_version")(True), "format-version"),
     "a version with a point": (put("format_version")(2.0), "json"),
     "a number with a point": (put("layers", 0, "experts")(3.0), "json"),
     "a number with a point in the provenance": (put("provenance")({"a": [1.5]}), "json"),
@@ -182,9 +184,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a version twice": (signs(lambda d: d["versions"].insert(1, d["versions"][1])), "order"),
     "another encoding": (put("versions", 1, "encoding")("gguf"), "encoding"),
     "other bits": (put("versions", 1, "bits")(5), "encoding"),
-    "bits that are true": (put("versions", 4, "bits")(True), "encoding"),
+    "bits that are true": (put("versions", 5, "bits")(True), "encoding"),
     "another group": (put("versions", 1, "group_size")(48), "encoding"),
-    "another zero": (put("versions", 4, "zero")("stored"), "encoding"),
+    "another zero": (put("versions", 5, "zero")("stored"), "encoding"),
     "a file of no list": (put("files")([]), "type"),
     "an entry of no object": (put("files", CONFIG)([]), "type"),
     "an entry with more": (put("files", CONFIG, "mode")(1), "keys"),
@@ -548,14 +550,14 @@ TABLE_EDITS |= {
     "a column less": (table("layers.1.mse", lambda a: a[:, :4]), "tables"),
     "windows that differ": (table("layers.1.decode_counts", lambda a: a[:1]), "tables"),
     "no columns named": (named("versions", None), "tables"),
-    "a column w9": (named("versions", "bf16,w4,w3,w2,w9"), "tables"),
-    "a column twice": (named("versions", "bf16,w4,w4,w2,w1"), "tables"),
-    "columns out of order": (named("versions", "w4,bf16,w3,w2,w1"), "tables"),
+    "a column w9": (named("versions", "bf16,w8,w4,w3,w2,w9"), "tables"),
+    "a column twice": (named("versions", "bf16,w8,w4,w4,w2,w1"), "tables"),
+    "columns out of order": (named("versions", "w4,bf16,w8,w3,w2,w1"), "tables"),
     "no column of w1": (
         lambda v: v.tables(
             lambda a, m: (
-                m.update(versions="bf16,w4,w3,w2"),
-                [a.update({k: x[:, :4]}) for k, x in a.items() if x.shape == (3, 5)],
+                m.update(versions="bf16,w8,w4,w3,w2"),
+                [a.update({k: x[:, :5]}) for k, x in a.items() if x.shape == (3, 6)],
             )
         ), "tables",
     ),
@@ -630,6 +632,12 @@ ALLOWED: dict[str, Do] = {
         lambda d: (
             d["versions"].pop(), d.update(allocation=None),
             [d["files"].pop(n) for n in list(d["files"]) if n.startswith("experts/w1/")],
+        )
+    ),
+    "version 2": lambda v: v.sign(
+        lambda d: (
+            d.update(format_version=2, allocation=None), d["versions"].pop(1),
+            [d["files"].pop(n) for n in list(d["files"]) if n.startswith("experts/w8/")],
         )
     ),
     "a scale below zero": scaled(0xBF80),

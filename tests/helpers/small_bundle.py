@@ -1,5 +1,5 @@
 """A bundle by hand, a quarter of a second to write: shapes that leave room for padding everywhere, biases, a raw tile,
-escapes with patches, five versions, dense matrices in three. No model serves it."""
+escapes with patches, every version, dense matrices in three. No model serves it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moepack.pack.writer import BundleWriter
 EXPERTS, WINDOWS = 3, 2
 MATRICES = (Matrix("gate_up", 18, 37, True), Matrix("down", 37, 9, True))
 LAYERS = tuple(ExpertLayer(i, f"model.layers.{i}.mlp.experts", EXPERTS, MATRICES) for i in (1, 4))
-VERSIONS = tuple(Version.of(name, 32) for name in ("bf16", "w4", "w3", "w2", "w1"))
+VERSIONS = tuple(Version.of(name, 32) for name in ("bf16", "w8", "w4", "w3", "w2", "w1"))
 DENSE = (
     DenseMatrix(1, "model.layers.1.self_attn.q_proj", Matrix("weight", 18, 37, True)),
     DenseMatrix(1, "model.layers.1.self_attn.o_proj", Matrix("weight", 37, 18)),

@@ -135,10 +135,9 @@ def without_dense(document: Any) -> None:
     document["allocation"].pop("dense")
 
 
-def in_second(document: Any) -> None:
-    """Format 2, which knows no versions of dense matrices: their files go."""
+def all_without_dense(document: Any) -> None:
+    """The same, and its files go."""
     without_dense(document)
-    document["format_version"] = 2
     for name in [n for n in document["files"] if n.startswith("dense/")]:
         document["files"].pop(name)
 
@@ -159,6 +158,8 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "not signed": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": "0" * 64})), "digest"),
     "a digest that is no text": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": 1})), "digest"),
     "a later version": (put("format_version")(4), "format-version"),
+    "w8 in version 2": (put("format_version")(2), "value"),
+    "a version that is true": (put("format_version")(True), "format-version"),
     "a version with a point": (put("format_version")(2.0), "json"),
     "a number with a point": (put("layers", 0, "experts")(3.0), "json"),
     "a number with a point in the provenance": (put("provenance")({"a": [1.5]}), "json"),
@@ -206,9 +207,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a version twice": (signs(lambda d: d["versions"].insert(1, d["versions"][1])), "order"),
     "another encoding": (put("versions", 1, "encoding")("gguf"), "encoding"),
     "other bits": (put("versions", 1, "bits")(5), "encoding"),
-    "bits that are true": (put("versions", 4, "bits")(True), "encoding"),
+    "bits that are true": (put("versions", 5, "bits")(True), "encoding"),
     "another group": (put("versions", 1, "group_size")(48), "encoding"),
-    "another zero": (put("versions", 4, "zero")("stored"), "encoding"),
+    "another zero": (put("versions", 5, "zero")("stored"), "encoding"),
     "a file of no list": (put("files")([]), "type"),
     "an entry of no object": (put("files", CONFIG)([]), "type"),
     "an entry with more": (put("files", CONFIG, "mode")(1), "keys"),
@@ -274,9 +275,6 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
         signs(lambda d: d["files"][Q1].update(payload=d["files"][Q1]["payload"] + 1)), "size"
     ),
     "dense: in format 2": (put("format_version")(2), "keys"),
-    "format 2 with w8": (
-        signs(lambda d: (in_second(d), d["versions"].insert(1, {**d["versions"][1], "name": "w8", "bits": 8}))), "value"
-    ),
     "an allocation of fewer dense matrices": (signs(lambda d: d["allocation"]["dense"].pop()), "count"),
     "an allocation of a dense matrix to no version": (put("allocation", "dense", 0)("w3"), "value"),
     "an allocation of dense matrices that have no versions": (signs(lambda d: d.pop("dense")), "keys"),
@@ -645,14 +643,14 @@ TABLE_EDITS |= {
     "a column less": (table("layers.1.mse", lambda a: a[:, :4]), "tables"),
     "windows that differ": (table("layers.1.decode_counts", lambda a: a[:1]), "tables"),
     "no columns named": (named("versions", None), "tables"),
-    "a column w9": (named("versions", "bf16,w4,w3,w2,w9"), "tables"),
-    "a column twice": (named("versions", "bf16,w4,w4,w2,w1"), "tables"),
-    "columns out of order": (named("versions", "w4,bf16,w3,w2,w1"), "tables"),
+    "a column w9": (named("versions", "bf16,w8,w4,w3,w2,w9"), "tables"),
+    "a column twice": (named("versions", "bf16,w8,w4,w4,w2,w1"), "tables"),
+    "columns out of order": (named("versions", "w4,bf16,w8,w3,w2,w1"), "tables"),
     "no column of w1": (
         lambda v: v.tables(
             lambda a, m: (
-                m.update(versions="bf16,w4,w3,w2"),
-                [a.update({k: x[:, :4]}) for k, x in a.items() if x.shape == (3, 5)],
+                m.update(versions="bf16,w8,w4,w3,w2"),
+                [a.update({k: x[:, :5]}) for k, x in a.items() if x.shape == (3, 6)],
             )
         ), "tables",
     ),
@@ -716,8 +714,7 @@ ALLOWED: dict[str, Do] = {
     "headers that are signed again": lambda v: [v.header(n, lambda d: d) for n in (W4, Q8, TABLES, DENSE)],
     "extents that are signed again": lambda v: [v.extent(n, 1, lambda room: None) for n in (BF16, W4)],
     "tables that are signed again": lambda v: v.tables(lambda a, m: None),
-    "format 2": signs(in_second),
-    "format 3 without versions of dense matrices": signs(lambda d: (in_second(d), d.update(format_version=3))),
+    "no versions of dense matrices in the manifest": signs(all_without_dense),
     "no version w8 of dense matrices": lambda v: v.replace("dense/w8", str),
     "no bf16 version of dense matrices": lambda v: v.replace("dense/bf16", str),
     "an allocation without dense matrices": signs(lambda d: d["allocation"].pop("dense")),
@@ -732,6 +729,12 @@ ALLOWED: dict[str, Do] = {
         lambda d: (
             d["versions"].pop(), d.update(allocation=None),
             [d["files"].pop(n) for n in list(d["files"]) if n.startswith("experts/w1/")],
+        )
+    ),
+    "version 2": lambda v: v.sign(
+        lambda d: (
+            all_without_dense(d), d.update(format_version=2, allocation=None), d["versions"].pop(1),
+            [d["files"].pop(n) for n in list(d["files"]) if n.startswith("experts/w8/")],
         )
     ),
     "a scale below zero": scaled(0xBF80),

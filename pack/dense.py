@@ -1,4 +1,4 @@
-"""The tensors outside the experts, by name, to NumPy or torch.
+"""The tensors outside the experts that have no versions, by name, to NumPy or torch.
 
 The files' headers are checked when it is opened, a file's digest before the first of its tensors is given. Decides
 nothing about what a model does with them.
@@ -68,6 +68,9 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
         if found is None or (found.entry.dtype, found.entry.shape) != ("BF16", (1,)):
             raise self._bad(DENSE, f"has no tensor {tripwire}, BF16 [1]: plain transformers would load it")
         self._places.pop(HINT, None)
+        for name in (f"{d.module}.{part}" for d in manifest.dense for part in ("weight", "bias")):
+            if name in self._places:
+                raise self._bad(self._places[name].file, f"has {name}, which has versions and stands with them")
 
     def _bad(self, name: str, message: str) -> BundleError:
         return BundleError.single(f"{self._root}/{name}", "tables", message)

@@ -1,4 +1,5 @@
-"""Layer files: the extents of one version of one layer, as a safetensors file whose data are whole pages.
+"""Layer files: the extents of one version of one layer, as a safetensors file whose data are whole pages. They hold
+experts, or dense matrices; what differs is said by the layer.
 
 Written front to back with the header last, so that one extent at a time is in memory. Read through a file mapping:
 an extent is a view, no bytes are copied. FORMAT.md, "Layer files".
@@ -20,27 +21,28 @@ from .errors import BundleError, Kind
 from .files import open_file
 from .manifest import ExpertFileEntry
 from .safetensors_file import Header, make_header, parse_header
-from .spec import MAX_EXTENT, PAGE, ExpertLayer, Version, affine_extent_size, align, extent_name
+from .spec import MAX_EXTENT, PAGE, DenseLayer, ExpertLayer, Version, affine_extent_size, align
 
-_FORMAT = "moepack.experts/1"
+Layer = ExpertLayer | DenseLayer
 _DIGITS = 15  # of a byte offset, at the most: what a header is sized for before the offsets are known
 
 
-def _metadata(version: str, layer: int, digests: list[str]) -> dict[str, str]:
-    return {"format": _FORMAT, "layer": str(layer), "sha256": ",".join(digests), "version": version}
+def _metadata(version: str, layer: Layer, digests: list[str]) -> dict[str, str]:
+    form = f"moepack.{layer.kind}/1"
+    return {"format": form, "layer": layer.label, "sha256": ",".join(digests), "version": version}
 
 
-def header_size(version: str, layer: ExpertLayer) -> int:
+def header_size(version: str, layer: Layer) -> int:
     """Bytes of a layer file before its first extent, whole pages; it does not depend on the extents' sizes."""
-    names = {extent_name(e): ("U8", (1,)) for e in range(layer.experts)}
-    longest = make_header(names, _metadata(version, layer.index, ["0" * 64] * layer.experts))
-    return align(len(longest) + 3 * _DIGITS * layer.experts, PAGE)
+    names = {layer.extent_name(e): ("U8", (1,)) for e in range(layer.extents)}
+    longest = make_header(names, _metadata(version, layer, ["0" * 64] * layer.extents))
+    return align(len(longest) + 3 * _DIGITS * layer.extents, PAGE)
 
 
 class LayerFileWriter:
     """Writes one layer file. Use as a context manager: what is not closed properly is removed."""
 
-    def __init__(self, path: Path, version: str, layer: ExpertLayer) -> None:
+    def __init__(self, path: Path, version: str, layer: Layer) -> None:
         self._path, self._version, self._layer = path, version, layer
         self._temporary = path.with_name(path.name + ".partial")
         self._sizes: list[int] = []
@@ -53,9 +55,9 @@ class LayerFileWriter:
         self._file.seek(self._header_size)
 
     def add(self, extent: Buffer, payload: int) -> None:
-        """Write the next expert's extent, whole pages, of which `payload` bytes are not padding."""
-        if len(extent) % PAGE or len(self._sizes) == self._layer.experts:
-            raise ValueError("an extent is whole pages, and a layer has no more extents than experts")
+        """Write the next extent, whole pages, of which `payload` bytes are not padding."""
+        if len(extent) % PAGE or len(self._sizes) == self._layer.extents:
+            raise ValueError("an extent is whole pages, and a layer has no more extents than experts or matrices")
         self._file.write(extent.data)
         self._sizes.append(len(extent))
         self._digests.append(hashlib.sha256(extent.data).hexdigest())
@@ -73,10 +75,10 @@ class LayerFileWriter:
             self._temporary.unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        if len(self._sizes) != self._layer.experts:
-            raise ValueError(f"{len(self._sizes)} extents written, the layer has {self._layer.experts} experts")
-        names = {extent_name(e): ("U8", (size,)) for e, size in enumerate(self._sizes)}
-        header = make_header(names, _metadata(self._version, self._layer.index, self._digests), self._header_size)
+        if len(self._sizes) != self._layer.extents:
+            raise ValueError(f"{len(self._sizes)} extents written, the layer has {self._layer.extents}")
+        names = {self._layer.extent_name(e): ("U8", (size,)) for e, size in enumerate(self._sizes)}
+        header = make_header(names, _metadata(self._version, self._layer, self._digests), self._header_size)
         if len(header) != self._header_size:
             raise ValueError("the reserved header is too small")
         self._file.seek(0)
@@ -102,7 +104,7 @@ class LayerFile:
         BundleError: when the file is not what the manifest and the format say.
     """
 
-    def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: ExpertLayer) -> None:
+    def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: Layer) -> None:
         self.location, self.version, self.layer = f"{root}/{name}", version, layer
         file = open_file(root, name)
         try:
@@ -127,44 +129,44 @@ class LayerFile:
     def _check(self, header: Header) -> None:
         layer, version, meta = self.layer, self.version, header.metadata
         digests = meta.get("sha256", "").split(",")
-        if len(digests) != layer.experts or dict(meta) != _metadata(version.name, layer.index, digests):
+        if len(digests) != layer.extents or dict(meta) != _metadata(version.name, layer, digests):
             raise self._bad("header", "its metadata do not belong to this layer and version")
         self.digests = digests
         spans: list[tuple[int, int]] = []
-        for e in range(layer.experts):
-            t = header.tensors.get(extent_name(e))
-            if t is None or t.dtype != "U8" or len(t.shape) != 1 or len(header.tensors) != layer.experts:
-                raise self._bad("header", f"expert {e} is missing or not a byte string, or others are there")
+        for e in range(layer.extents):
+            t, where = header.tensors.get(layer.extent_name(e)), layer.place(e)
+            if t is None or t.dtype != "U8" or len(t.shape) != 1 or len(header.tensors) != layer.extents:
+                raise self._bad("header", f"{where} is missing or not a byte string, or others are there")
             if t.begin % PAGE or t.end % PAGE or (spans and t.begin != spans[-1][1]):
-                raise self._bad("alignment", f"the extent of expert {e} is not whole pages in order")
+                raise self._bad("alignment", f"the extent of {where} is not whole pages in order")
             if t.end - t.begin >= MAX_EXTENT:
-                raise self._bad("overflow", f"the extent of expert {e} has {t.end - t.begin} bytes")
-            if not version.is_lossless and t.end - t.begin != affine_extent_size(layer.matrices, version):
-                raise self._bad("size", f"the extent of expert {e} has {t.end - t.begin} bytes")
+                raise self._bad("overflow", f"the extent of {where} has {t.end - t.begin} bytes")
+            if not version.is_lossless and t.end - t.begin != affine_extent_size(layer.extent_matrices(e), version):
+                raise self._bad("size", f"the extent of {where} has {t.end - t.begin} bytes")
             spans.append((t.begin, t.end))
         self._spans = spans
 
-    def extent(self, expert: int, check_digest: bool = True) -> Buffer:
-        """A read-only view of an expert's extent.
+    def extent(self, number: int, check_digest: bool = True) -> Buffer:
+        """A read-only view of an extent: an expert's, or a matrix'.
 
         Raises:
             BundleError: when its bytes do not match their digest.
         """
-        begin, end = self._spans[expert]
+        begin, end = self._spans[number]
         view = self._bytes[begin:end]
-        if check_digest and hashlib.sha256(view.data).hexdigest() != self.digests[expert]:
-            raise BundleError.single(self.place(expert), "digest", "its bytes do not match their digest")
+        if check_digest and hashlib.sha256(view.data).hexdigest() != self.digests[number]:
+            raise BundleError.single(self.place(number), "digest", "its bytes do not match their digest")
         return view
 
-    def place(self, expert: int) -> str:
-        """Where an expert's extent stands, in words."""
-        return f"{self.location}: layer {self.layer.index}, expert {expert}, version {self.version.name}"
+    def place(self, number: int) -> str:
+        """Where an extent stands, in words."""
+        return f"{self.location}: {self.layer.place(number)}, version {self.version.name}"
 
-    def extent_size(self, expert: int) -> int:
-        """Bytes of an expert's extent, padding included."""
-        begin, end = self._spans[expert]
+    def extent_size(self, number: int) -> int:
+        """Bytes of an extent, padding included."""
+        begin, end = self._spans[number]
         return end - begin
 
-    def offset(self, expert: int) -> int:
-        """Where an expert's extent begins in the file, in bytes."""
-        return self._spans[expert][0]
+    def offset(self, number: int) -> int:
+        """Where an extent begins in the file, in bytes."""
+        return self._spans[number][0]

@@ -17,19 +17,26 @@ from typing import Any
 from . import strict_json
 from .errors import BundleError, Kind, Problem
 from .spec import (
+    DENSE_SINCE,
     EXPERT_DTYPES,
     FORMAT_NAME,
     FORMAT_VERSION,
+    MAX_DENSE,
     MAX_DIM,
     MAX_EXPERTS,
     MAX_EXTENT,
     MAX_LAYERS,
     PAGE,
+    READABLE,
+    DenseLayer,
+    DenseMatrix,
     ExpertLayer,
     Matrix,
     Version,
     affine_extent_size,
     affine_payload,
+    dense_file,
+    dense_layers,
     encoding_of,
     expert_file,
     version_names,
@@ -45,6 +52,7 @@ MAX_PATH = 1024  # bytes of a path
 CONFIG, TABLES, DENSE, DENSE_INDEX = (
     "config.json", "calibration.safetensors", "model.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
+PACKED = ("experts/", "dense/")  # folders whose files' headers hold the digests of what is in them
 CARD = ("README.md", "losses.png")  # what a page on the Hub shows; the manifest does not list it
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -61,7 +69,8 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFileEntry:
-    """A layer file. Its header's digest stands here, and the header holds the digest of each extent.
+    """A layer file, of experts or of dense matrices. Its header's digest stands here, and the header holds those of the
+    extents.
 
     `payload` is the bytes of its extents without alignment padding.
     """
@@ -74,15 +83,22 @@ class ExpertFileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A version for every expert: `versions[layer position][expert]`, and how it came about."""
+    """A version for every expert: `versions[layer position][expert]`, and how it came about; and where dense matrices
+    were chosen with them, a version for each of those, else None."""
 
     name: str
     versions: tuple[tuple[str, ...], ...]
+    dense: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a bundle holds. `provenance` is free-form: strings, integers, lists and objects of them."""
+    """What a bundle holds. `provenance` is free-form: strings, integers, lists and objects of them.
+
+    `format_version` is that of a manifest that was read; what is written anew has the latest. `dense` are the matrices
+    outside the experts that have versions, in model order, and `dense_versions` these; both are empty without any.
+    `expert_files` are the layer files, those of dense matrices as well.
+    """
 
     model: Mapping[str, Any]
     layers: tuple[ExpertLayer, ...]
@@ -91,6 +107,25 @@ class Manifest:
     expert_files: Mapping[str, ExpertFileEntry]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     allocation: Allocation | None = None
+    format_version: int = FORMAT_VERSION
+    dense: tuple[DenseMatrix, ...] = ()
+    dense_versions: tuple[Version, ...] = ()
+
+    @property
+    def dense_layers(self) -> tuple[DenseLayer, ...]:
+        """`dense` by layer, in its order."""
+        return dense_layers(self.dense)
+
+    def dense_files(self, version: str) -> tuple[str, ...]:
+        """The files of a version of the dense matrices."""
+        return tuple(dense_file(version, layer.index) for layer in self.dense_layers)
+
+    def dense_version(self, name: str) -> Version:
+        """The version of the dense matrices of that name; KeyError where there is none."""
+        for v in self.dense_versions:
+            if v.name == name:
+                return v
+        raise KeyError(name)
 
     def version(self, name: str) -> Version:
         """The version of that name; KeyError where the bundle does not describe it."""
@@ -104,16 +139,27 @@ class Manifest:
         files = {k: asdict(v) for k, v in self.files.items()} | {k: asdict(v) for k, v in self.expert_files.items()}
         document = {
             "format": FORMAT_NAME,
-            "format_version": FORMAT_VERSION,
+            "format_version": self.format_version,
             "model": dict(self.model),
             "layers": [asdict(layer) for layer in self.layers],
             "versions": [asdict(v) for v in self.versions],
             "files": files,
             "provenance": dict(self.provenance),
-            "allocation": asdict(self.allocation) if self.allocation else None,
+            "allocation": _document(self.allocation) if self.allocation else None,
         }
+        if self.dense:
+            matrices = [{"layer": d.layer, "module": d.module, **_shape(d.matrix)} for d in self.dense]
+            document["dense"] = {"matrices": matrices, "versions": [asdict(v) for v in self.dense_versions]}
         document["sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
         return _canonical(document)
+
+
+def _document(allocation: Allocation) -> dict[str, Any]:
+    return {k: v for k, v in asdict(allocation).items() if k != "dense" or v is not None}
+
+
+def _shape(matrix: Matrix) -> dict[str, Any]:
+    return {"rows": matrix.rows, "cols": matrix.cols, "bias": matrix.bias}
 
 
 def _canonical(document: Any) -> bytes:
@@ -188,11 +234,12 @@ def parse_manifest(data: bytes) -> Manifest:
         raise BundleError.single(MANIFEST, "json", f"cannot be parsed: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
         raise BundleError.single(MANIFEST, "format", "not a moepack manifest")
-    if document.get("format_version") != FORMAT_VERSION:
+    number = document.get("format_version")
+    if type(number) is not int or number not in READABLE:
         raise BundleError.single(
             MANIFEST,
             "format-version",
-            f"format version {_show(document.get('format_version'))}; this moepack reads {FORMAT_VERSION}",
+            f"format version {_show(number)}; this moepack reads {' and '.join(map(str, READABLE))}",
         )
     try:
         canonical = _canonical(document)
@@ -205,17 +252,16 @@ def parse_manifest(data: bytes) -> Manifest:
     if digest != hashlib.sha256(without).hexdigest():
         raise BundleError.single(MANIFEST, "digest", "its digest does not match: damaged or edited")
     check = _Checker()
-    check.object(
-        "top level",
-        document,
-        ["format", "format_version", "model", "layers", "versions", "files", "provenance", "allocation"],
-    )
+    keys = ["format", "format_version", "model", "layers", "versions", "files", "provenance", "allocation"]
+    has_dense = number >= DENSE_SINCE and "dense" in document
+    check.object("top level", document, [*keys, "dense"] if has_dense else keys)
     layers = _layers(check, document.get("layers"))
-    versions = _versions(check, document.get("versions"))
-    files, expert_files = _files(check, document.get("files"))
+    versions = _versions(check, "versions", document.get("versions"), version_names(number))
+    dense, dense_versions = _dense(check, document["dense"]) if has_dense else ((), ())
+    files, expert_files = _files(check, document.get("files"), PACKED if number >= DENSE_SINCE else PACKED[:1])
     if not check.problems:
-        _layer_files(check, layers, versions, expert_files)
-    model = _model(check, document.get("model"), layers)
+        _layer_files(check, layers, versions, dense_layers(dense), dense_versions, expert_files)
+    model = _model(check, document.get("model"), layers, dense)
     manifest = Manifest(
         model,
         layers,
@@ -223,14 +269,17 @@ def parse_manifest(data: bytes) -> Manifest:
         files,
         expert_files,
         check.object("provenance", document.get("provenance")),
-        _allocation(check, document.get("allocation"), layers, versions),
+        _allocation(check, document.get("allocation"), layers, versions, dense, dense_versions),
+        number,
+        dense,
+        dense_versions,
     )
     if check.problems:
         raise BundleError(check.problems)
     return manifest
 
 
-def _model(check: _Checker, value: Any, layers: Sequence[ExpertLayer]) -> dict[str, Any]:
+def _model(check: _Checker, value: Any, layers: Sequence[ExpertLayer], dense: Sequence[DenseMatrix]) -> dict[str, Any]:
     model = check.object("model", value)
     for key in ("model_type", "architecture"):
         check.matching(f"model.{key}", model.get(key), _NAME, "a name of letters, digits, '.', '_' and '-'")
@@ -238,6 +287,9 @@ def _model(check: _Checker, value: Any, layers: Sequence[ExpertLayer]) -> dict[s
     count = check.integer("model.decoder_layers", model.get("decoder_layers"), 1, MAX_LAYERS)
     if layers and layers[-1].index >= count and not check.problems:
         check.wrong("model.decoder_layers", "count", f"{count}, and layer {layers[-1].index} has experts")
+    last = max((d.layer for d in dense if d.layer is not None), default=0)
+    if last >= count and not check.problems:
+        check.wrong("model.decoder_layers", "count", f"{count}, and layer {last} has dense matrices")
     return model
 
 
@@ -251,12 +303,8 @@ def _layers(check: _Checker, value: Any) -> tuple[ExpertLayer, ...]:
         for k, m in enumerate(check.items(f"{at}.matrices", item.get("matrices"), 2)):
             here = f"{at}.matrices[{k}]"
             m = check.object(here, m, ["name", "rows", "cols", "bias"])
-            if not isinstance(m.get("bias"), bool):
-                check.wrong(f"{here}.bias", "type", "not true or false")
             name = check.text(f"{here}.name", m.get("name"), ["down"] if k else ["gate_up", "up"])
-            rows = check.integer(f"{here}.rows", m.get("rows"), 1, MAX_DIM)
-            cols = check.integer(f"{here}.cols", m.get("cols"), 1, MAX_DIM)
-            matrices.append(Matrix(name, rows, cols, m.get("bias") is True))
+            matrices.append(_matrix(check, here, m, name))
         if len(matrices) != 2:
             check.wrong(f"{at}.matrices", "count", f"{len(matrices)} matrices, not 2")
         elif wrong := _shapes(*matrices):
@@ -287,20 +335,58 @@ def _shapes(first: Matrix, down: Matrix) -> str:
     return ""
 
 
-def _versions(check: _Checker, value: Any) -> tuple[Version, ...]:
+def _dense(check: _Checker, value: Any) -> tuple[tuple[DenseMatrix, ...], tuple[Version, ...]]:
+    document = check.object("dense", value, ["matrices", "versions"])
+    out: list[DenseMatrix] = []
+    modules: set[str] = set()
+    for i, item in enumerate(check.items("dense.matrices", document.get("matrices"), MAX_DENSE)):
+        at = f"dense.matrices[{i}]"
+        item = check.object(at, item, ["layer", "module", "rows", "cols", "bias"])
+        layer = item.get("layer")
+        if layer is not None:
+            layer = check.integer(f"{at}.layer", layer, 0, MAX_LAYERS - 1)
+        if out and _order(layer) < _order(out[-1].layer):
+            check.wrong(f"{at}.layer", "order", f"{_show(layer)} does not come after {_show(out[-1].layer)}")
+        module = check.matching(f"{at}.module", item.get("module"), _MODULE, "a module's name")
+        if module in modules:
+            check.wrong(f"{at}.module", "value", f"{module} stands twice")
+        modules.add(module)
+        matrix = _matrix(check, at, item, "weight")
+        if matrix.weights * 2 + 64 * PAGE > MAX_EXTENT:
+            check.wrong(at, "overflow", f"a matrix of this shape passes {MAX_EXTENT} bytes")
+        out.append(DenseMatrix(layer, module, matrix))
+    if not out:
+        check.wrong("dense.matrices", "count", "no matrix has versions")
+    return tuple(out), _versions(check, "dense.versions", document.get("versions"), version_names())
+
+
+def _order(layer: int | None) -> int:
+    """By which dense matrices stand: what is outside the layers comes last."""
+    return MAX_LAYERS if layer is None else layer
+
+
+def _matrix(check: _Checker, at: str, item: Mapping[str, Any], name: str) -> Matrix:
+    if not isinstance(item.get("bias"), bool):
+        check.wrong(f"{at}.bias", "type", "not true or false")
+    rows = check.integer(f"{at}.rows", item.get("rows"), 1, MAX_DIM)
+    cols = check.integer(f"{at}.cols", item.get("cols"), 1, MAX_DIM)
+    return Matrix(name, rows, cols, item.get("bias") is True)
+
+
+def _versions(check: _Checker, where: str, value: Any, known: Sequence[str]) -> tuple[Version, ...]:
     out: list[Version] = []
-    for i, item in enumerate(check.items("versions", value, len(version_names()))):
-        at = f"versions[{i}]"
+    for i, item in enumerate(check.items(where, value, len(known))):
+        at = f"{where}[{i}]"
         item = check.object(at, item, ["name", "encoding", "bits", "group_size", "zero"])
-        name = check.text(f"{at}.name", item.get("name"), version_names())
+        name = check.text(f"{at}.name", item.get("name"), known)
         size, sizes = item.get("group_size"), encoding_of(name).group_sizes
         expected = Version.of(name, size if size in sizes else max(sizes, default=0))
         if _canonical(item) != _canonical(asdict(expected)):  # true is 1, and no integer
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {_show(item)}")
         out.append(expected)
     names = [v.name for v in out]
-    if names != [n for n in version_names() if n in names] or not names:
-        check.wrong("versions", "order", f"not a list from most to least precise without repeats: {names}")
+    if names != [n for n in known if n in names] or not names:
+        check.wrong(where, "order", f"not a list from most to least precise without repeats: {names}")
     return tuple(out)
 
 
@@ -319,22 +405,24 @@ def _safe_part(part: str) -> bool:
     return 0 < len(part.encode(errors="replace")) <= MAX_NAME and part[0] not in ". " and part[-1] not in ". "
 
 
-def _files(check: _Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str, ExpertFileEntry]]:
+def _files(
+    check: _Checker, value: Any, packed: Sequence[str]
+) -> tuple[dict[str, FileEntry], dict[str, ExpertFileEntry]]:
     files: dict[str, FileEntry] = {}
     expert_files: dict[str, ExpertFileEntry] = {}
     for path, item in check.object("files", value).items():
         at = f"files[{_show(path)}]"
         if not safe_path(path) or path.casefold() == MANIFEST:
             check.wrong(at, "path", "not a relative path as the format allows them")
-        is_experts = path.startswith("experts/")
-        digest_key = "header_sha256" if is_experts else "sha256"
-        item = check.object(at, item, ["size", digest_key, *(["header_size", "payload"] if is_experts else [])])
+        is_packed = path.startswith(tuple(packed))
+        digest_key = "header_sha256" if is_packed else "sha256"
+        item = check.object(at, item, ["size", digest_key, *(["header_size", "payload"] if is_packed else [])])
         found = len(check.problems)
         size = check.integer(f"{at}.size", item.get("size"), 0, MAX_SIZE)
         digest = check.text(f"{at}.{digest_key}", item.get(digest_key))
         if not _HEX.fullmatch(digest):
             check.wrong(at, "digest", "not a SHA-256 in lower-case hexadecimal")
-        if is_experts:
+        if is_packed:
             most = size if found == len(check.problems) else MAX_SIZE
             header = check.integer(f"{at}.header_size", item.get("header_size"), 8, min(most, MAX_FILE_HEADER))
             payload = check.integer(f"{at}.payload", item.get("payload"), 0, max(most - header, 0))
@@ -369,9 +457,13 @@ def _layer_files(
     check: _Checker,
     layers: Sequence[ExpertLayer],
     versions: Sequence[Version],
+    dense: Sequence[DenseLayer],
+    dense_versions: Sequence[Version],
     entries: Mapping[str, ExpertFileEntry],
 ) -> None:
-    expected = {expert_file(v.name, layer.index): (v, layer) for v in versions for layer in layers}
+    expected: dict[str, tuple[Version, ExpertLayer | DenseLayer]] = {}
+    expected |= {expert_file(v.name, layer.index): (v, layer) for v in versions for layer in layers}
+    expected |= {dense_file(v.name, layer.index): (v, layer) for v in dense_versions for layer in dense}
     for path in sorted(set(expected) - set(entries)):
         check.wrong("files", "missing", f"{path} is not listed")
     for path in sorted(set(entries) - set(expected)):
@@ -380,28 +472,50 @@ def _layer_files(
         entry = entries.get(path)
         if entry is None or version.is_lossless:
             continue
-        extent, payload = affine_extent_size(layer.matrices, version), affine_payload(layer.matrices, version)
-        if entry.size - entry.header_size != layer.experts * extent or entry.payload != layer.experts * payload:
-            check.wrong(f"files[{_show(path)}]", "size", f"not {layer.experts} extents of {extent} bytes")
+        extents, payload = _affine_bytes(layer, version)
+        if entry.size - entry.header_size != extents or entry.payload != payload:
+            check.wrong(f"files[{_show(path)}]", "size", f"not {layer.extents} extents of {extents} bytes in all")
+
+
+def _affine_bytes(layer: ExpertLayer | DenseLayer, version: Version) -> tuple[int, ...]:
+    """Bytes of a layer's affine extents, and what of them is no padding."""
+    if isinstance(layer, ExpertLayer):  # of one shape
+        return tuple(layer.experts * size(layer.matrices, version) for size in (affine_extent_size, affine_payload))
+    each = [(m.matrix,) for m in layer.matrices]
+    return tuple(sum(size(m, version) for m in each) for size in (affine_extent_size, affine_payload))
 
 
 def _allocation(
-    check: _Checker, value: Any, layers: Sequence[ExpertLayer], versions: Sequence[Version]
+    check: _Checker,
+    value: Any,
+    layers: Sequence[ExpertLayer],
+    versions: Sequence[Version],
+    dense: Sequence[DenseMatrix],
+    dense_versions: Sequence[Version],
 ) -> Allocation | None:
     if value is None:
         return None
-    item = check.object("allocation", value, ["name", "versions"])
+    item = check.object("allocation", value)
+    has_dense = bool(dense) and "dense" in item
+    item = check.object("allocation", value, ["name", "versions", *(["dense"] if has_dense else [])])
     names = [v.name for v in versions]
     table = check.items("allocation.versions", item.get("versions"), MAX_LAYERS)
     if len(table) != len(layers):
         check.wrong("allocation.versions", "count", f"{len(table)} layers, not {len(layers)}")
     out = []
     for i, (row, layer) in enumerate(zip(table, layers, strict=False)):
-        at = f"allocation.versions[{i}]"
-        row = check.items(at, row, layer.experts)
-        if len(row) != layer.experts:
-            check.wrong(at, "count", f"{len(row)} experts, not {layer.experts}")
-        for bad in sorted({_show(v) for v in row if v not in names}):
-            check.wrong(at, "value", f"{bad} is not a version of this bundle")
-        out.append(tuple(str(v) for v in row))
-    return Allocation(check.line("allocation.name", item.get("name")), tuple(out))
+        out.append(_chosen(check, f"allocation.versions[{i}]", row, layer.experts, names))
+    chosen = None
+    if has_dense:
+        chosen = _chosen(check, "allocation.dense", item["dense"], len(dense), [v.name for v in dense_versions])
+    return Allocation(check.line("allocation.name", item.get("name")), tuple(out), chosen)
+
+
+def _chosen(check: _Checker, at: str, value: Any, count: int, names: Sequence[str]) -> tuple[str, ...]:
+    """One version's name for each of `count` experts or matrices."""
+    row = check.items(at, value, count)
+    if len(row) != count:
+        check.wrong(at, "count", f"{len(row)} names, not {count}")
+    for bad in sorted({_show(v) for v in row if v not in names}):
+        check.wrong(at, "value", f"{bad} is not a version of this bundle")
+    return tuple(str(v) for v in row)

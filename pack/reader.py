@@ -7,9 +7,11 @@ checked when they are asked for, digests of everything by `verify`, and with the
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from .affine import Buffer
@@ -31,9 +33,9 @@ from .manifest import (
     Manifest,
     parse_manifest,
 )
-from .spec import ExpertLayer, Version, expert_file
+from .spec import DenseLayer, ExpertLayer, Version, dense_file, expert_file
 from .tables import TABLES, CalibrationTables, read_tables
-from .values import Expert
+from .values import DenseValues, Expert
 
 _CONFIG_BYTES = 64 << 20
 
@@ -45,11 +47,22 @@ class Bundle:
         path: its directory.
         manifest: its manifest; `manifest.versions` is what was built.
         versions: what is here, from most to least precise: a version may be absent, but only as a whole.
+        dense_versions: the same of the dense matrices; empty for a bundle in which these have none.
+        dense_layers: the manifest's dense matrices, by layer.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, versions: tuple[Version, ...]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        versions: tuple[Version, ...],
+        dense_versions: tuple[Version, ...] | None = None,
+    ) -> None:
         self.path, self.manifest, self.versions = path, manifest, versions
+        self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
+        self.dense_layers: tuple[DenseLayer, ...] = manifest.dense_layers
         self._open: dict[tuple[str, int], LayerFile] = {}
+        self._open_dense: dict[tuple[str, int | None], LayerFile] = {}
 
     @property
     def layers(self) -> tuple[ExpertLayer, ...]:
@@ -70,6 +83,42 @@ class Bundle:
             entry = self.manifest.expert_files[name]
             self._open[key] = LayerFile(self.path, name, entry, self.manifest.version(version), layer)
         return self._open[key]
+
+    def dense_file(self, version: str, layer: DenseLayer) -> LayerFile:
+        """The file of a layer's dense matrices; kept open."""
+        key = (version, layer.index)
+        if key not in self._open_dense:
+            name = dense_file(version, layer.index)
+            entry, described = self.manifest.expert_files[name], self.manifest.dense_version(version)
+            self._open_dense[key] = LayerFile(self.path, name, entry, described, layer)
+        return self._open_dense[key]
+
+    def dense_place(self, number: int) -> tuple[DenseLayer, int]:
+        """The layer of a dense matrix, by its number in the manifest's list, and its number there."""
+        layer = self.dense_layers[bisect.bisect_right(self.dense_layers, number, key=lambda x: x.first) - 1]
+        return layer, number - layer.first
+
+    def dense_matrix(self, version: str, module: str) -> DenseValues:
+        """One dense matrix in one version, its digest checked: `.numpy()` and `.torch()` are its weight and bias.
+
+        Args:
+            version: its name, one of `dense_versions`.
+            module: the Linear's name in the transformers model, as in `manifest.dense`.
+
+        Raises:
+            InputError: when the bundle does not have it.
+            BundleError: when it is damaged.
+        """
+        here = [v.name for v in self.dense_versions]
+        if version not in here:
+            known = f"here are {', '.join(here)}" if here else "they are as in the checkpoint"
+            raise InputError(f"{self.path}: has no version {version!r} of dense matrices: {known}")
+        for number, described in enumerate(self.manifest.dense):
+            if described.module == module:
+                layer, at = self.dense_place(number)
+                file = self.dense_file(version, layer)
+                return DenseValues(described, file.version, file.extent(at), file.place(at))
+        raise InputError(f"{self.path}: {module!r} is no dense matrix with versions")
 
     def extent(self, version: str, position: int, expert: int, check_digest: bool = True) -> Buffer:
         """A read-only view of one extent; its digest is checked first.
@@ -105,7 +154,8 @@ class Bundle:
         return Expert(described, file.version, file.extent(expert), file.place(expert))
 
     def dense(self, check_digests: bool = True) -> DenseTensors:
-        """The tensors outside the experts: a mapping of their names to shapes, with `.numpy(name)`, `.torch(name)`.
+        """The tensors outside the experts, but for the dense matrices that have versions: a mapping of their names to
+        shapes, with `.numpy(name)`, `.torch(name)`.
 
         Args:
             check_digests: whether the digest of a file is checked before the first of its tensors is given.
@@ -145,6 +195,10 @@ class Bundle:
         """Bytes of a version's files as stored."""
         return sum(self.manifest.expert_files[expert_file(version, layer.index)].size for layer in self.layers)
 
+    def dense_bytes(self, version: str) -> int:
+        """Bytes of the files of a version of the dense matrices."""
+        return sum(self.manifest.expert_files[name].size for name in self.manifest.dense_files(version))
+
     def bits_per_weight(self, version: str) -> float:
         """Bits an expert weight takes: codes with their tables, scales and indexes, without alignment padding."""
         files = (self.manifest.expert_files[expert_file(version, layer.index)] for layer in self.layers)
@@ -177,11 +231,15 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     except BundleError as error:
         raise BundleError([Problem(f"{root}/{p.location}", p.kind, p.message) for p in error.problems]) from None
     enough, is_there = (all, os.path.exists) if skip_partial else (any, os.path.lexists)
-    present = tuple(
-        v for v in manifest.versions if enough(is_there(root / expert_file(v.name, x.index)) for x in manifest.layers)
-    )
+
+    def here(names: Iterable[str]) -> bool:
+        return enough(is_there(root / name) for name in names)
+
+    layers = manifest.layers
+    present = tuple(v for v in manifest.versions if here(expert_file(v.name, x.index) for x in layers))
+    dense = tuple(v for v in manifest.dense_versions if here(manifest.dense_files(v.name)))
     problems: list[Problem] = []
-    for name, entry in _expected_files(manifest, present):
+    for name, entry in _expected_files(manifest, present, dense):
         try:
             size = size_of(root, name)
         except BundleError as error:
@@ -191,15 +249,20 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
             problems.append(Problem(f"{root}/{name}", "size", f"{size} bytes, the manifest says {entry.size}"))
     if not present:
         problems.append(Problem(str(root), "missing", "no version of the experts is here"))
+    if manifest.dense and not dense:
+        problems.append(Problem(str(root), "missing", "no version of the dense matrices is here"))
     if problems:
         raise BundleError(problems)
-    return Bundle(root, manifest, present)
+    return Bundle(root, manifest, present, dense)
 
 
 def _expected_files(
-    manifest: Manifest, present: tuple[Version, ...]
+    manifest: Manifest, present: tuple[Version, ...], dense: tuple[Version, ...]
 ) -> Iterator[tuple[str, FileEntry | ExpertFileEntry]]:
     yield from manifest.files.items()
+    for version in dense:
+        for name in manifest.dense_files(version.name):
+            yield name, manifest.expert_files[name]
     for version in present:
         for layer in manifest.layers:
             name = expert_file(version.name, layer.index)
@@ -234,7 +297,12 @@ def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple
         for position, layer in enumerate(bundle.layers):
             name = expert_file(version.name, layer.index)
             if only is None or name in only:
-                yield name, _verify_layer(bundle, version, position)
+                yield name, _verify_layer(bundle, name, partial(bundle.layer_file, version.name, position))
+    for version in bundle.dense_versions:
+        for dense in bundle.dense_layers:
+            name = dense_file(version.name, dense.index)
+            if only is None or name in only:
+                yield name, _verify_layer(bundle, name, partial(bundle.dense_file, version.name, dense))
 
 
 def _check_digest(bundle: Bundle, name: str) -> list[Problem]:
@@ -271,20 +339,21 @@ def _check_config(bundle: Bundle) -> None:
         raise BundleError.single(where, "value", "its quantization_config is not that of a bundle")
 
 
-def _verify_layer(bundle: Bundle, version: Version, position: int) -> list[Problem]:
+def _verify_layer(bundle: Bundle, name: str, opened: Callable[[], LayerFile]) -> list[Problem]:
     problems: list[Problem] = []
     try:
-        file = bundle.layer_file(version.name, position)
+        file = opened()
     except BundleError as error:
         return list(error.problems)
-    matrices, payload = file.layer.matrices, 0
-    for expert in range(file.layer.experts):
+    version, payload = file.version, 0
+    for number in range(file.layer.extents):
 
-        def wrong(kind: Kind, message: str, where: str = file.place(expert)) -> None:
+        def wrong(kind: Kind, message: str, where: str = file.place(number)) -> None:
             problems.append(Problem(where, kind, message))
 
+        matrices = file.layer.extent_matrices(number)
         try:
-            extent = file.extent(expert)
+            extent = file.extent(number)
             if version.is_lossless:
                 decode_lossless(matrices, extent)
                 payload += lossless_payload(matrices, extent)
@@ -296,7 +365,7 @@ def _verify_layer(bundle: Bundle, version: Version, position: int) -> list[Probl
             problems.extend(error.problems)
         except CodecError as error:
             wrong("codec", str(error))
-    listed = bundle.manifest.expert_files[expert_file(version.name, file.layer.index)].payload
+    listed = bundle.manifest.expert_files[name].payload
     if version.is_lossless and not problems and payload != listed:
         problems.append(Problem(file.location, "size", f"a payload of {payload} bytes, the manifest says {listed}"))
     return problems

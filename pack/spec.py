@@ -6,10 +6,13 @@ document that carries these descriptors. Every size is in bytes, every offset co
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 FORMAT_NAME = "moepack"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # what is written
+READABLE = (2, 3)  # what is read: 2 has neither all encodings nor versions of dense matrices
+DENSE_SINCE = 3  # the first version of the format in which dense matrices have versions
 PAGE = 4096  # extents start on it: direct I/O, host registration and file mapping all work in pages
 SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
 BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector there is
@@ -27,6 +30,7 @@ EXPERT_DTYPES = {
 MAX_DIM = 1 << 24  # rows or columns of a matrix
 MAX_EXPERTS = 1 << 16
 MAX_LAYERS = 1 << 12
+MAX_DENSE = 1 << 16  # dense matrices that have versions
 MAX_EXTENT = (1 << 32) - PAGE  # offsets inside an extent are 32 bits wide
 
 
@@ -46,6 +50,7 @@ class Encoding:
         planes: bits of a code (1, 2, 4 or 8) by plane, least significant first; none for the lossless encoding.
         zero: "stored", "midpoint" (half the greatest code, not stored), or "none" for the lossless encoding.
         group_sizes: how many columns may share a scale and a zero point; none for the lossless encoding.
+        since: the first version of the format that has it.
     """
 
     name: str
@@ -54,21 +59,23 @@ class Encoding:
     planes: tuple[int, ...]
     zero: str
     group_sizes: tuple[int, ...]
+    since: int = FORMAT_VERSION
 
 
 # From the most to the least precise. One bit has no room for a zero point: its levels are -scale/2 and +scale/2.
 ENCODINGS: tuple[Encoding, ...] = (
-    Encoding(LOSSLESS, "exponent-huffman", 16, (), "none", ()),
-    Encoding("w4", "affine", 4, (4,), "stored", GROUPS),
-    Encoding("w3", "affine", 3, (2, 1), "stored", GROUPS),
-    Encoding("w2", "affine", 2, (2,), "stored", GROUPS),
-    Encoding("w1", "affine", 1, (1,), "midpoint", GROUPS),
+    Encoding(LOSSLESS, "exponent-huffman", 16, (), "none", (), 2),
+    Encoding("w8", "affine", 8, (8,), "stored", GROUPS),
+    Encoding("w4", "affine", 4, (4,), "stored", GROUPS, 2),
+    Encoding("w3", "affine", 3, (2, 1), "stored", GROUPS, 2),
+    Encoding("w2", "affine", 2, (2,), "stored", GROUPS, 2),
+    Encoding("w1", "affine", 1, (1,), "midpoint", GROUPS, 2),
 )
 
 
-def version_names() -> tuple[str, ...]:
-    """The names in ENCODINGS, from the most to the least precise."""
-    return tuple(e.name for e in ENCODINGS)
+def version_names(format_version: int = FORMAT_VERSION) -> tuple[str, ...]:
+    """The names in ENCODINGS that a version of the format has, from the most to the least precise."""
+    return tuple(e.name for e in ENCODINGS if e.since <= format_version)
 
 
 def encoding_of(name: str) -> Encoding:
@@ -121,6 +128,93 @@ class ExpertLayer:
     def expert_weights(self) -> int:
         """Weights of one expert."""
         return sum(m.weights for m in self.matrices)
+
+    kind = "experts"  # of its files: their folder, and the format that their metadata name
+
+    @property
+    def extents(self) -> int:
+        """Extents of one of its files: one an expert."""
+        return self.experts
+
+    @property
+    def label(self) -> str:
+        """What metadata of its files call it."""
+        return str(self.index)
+
+    def extent_matrices(self, extent: int) -> tuple[Matrix, ...]:
+        """What an extent holds."""
+        return self.matrices
+
+    def extent_name(self, extent: int) -> str:
+        """An extent's name in its file."""
+        return extent_name(extent)
+
+    def place(self, extent: int) -> str:
+        """An extent in words."""
+        return f"layer {self.index}, expert {extent}"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrix:
+    """A weight matrix outside the experts that has versions: y = W x + b, as torch's Linear has it.
+
+    Attributes:
+        layer: the decoder layer's index; None for one outside the layers.
+        module: the Linear's name in the transformers model.
+        matrix: its shape; `name` is "weight".
+    """
+
+    layer: int | None
+    module: str
+    matrix: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """The dense matrices of one decoder layer, or of all that is outside them: what one file holds of a version.
+
+    Attributes:
+        index: the decoder layer's; None outside.
+        first: the number of its first matrix in the manifest's list.
+        matrices: they follow one another in that list.
+    """
+
+    index: int | None
+    first: int
+    matrices: tuple[DenseMatrix, ...]
+
+    kind = "dense"
+
+    @property
+    def extents(self) -> int:
+        """Extents of one of its files: one a matrix."""
+        return len(self.matrices)
+
+    @property
+    def label(self) -> str:
+        """What its files and their metadata call it."""
+        return "head" if self.index is None else str(self.index)
+
+    def extent_matrices(self, extent: int) -> tuple[Matrix, ...]:
+        """What an extent holds."""
+        return (self.matrices[extent].matrix,)
+
+    def extent_name(self, extent: int) -> str:
+        """An extent's name in its file."""
+        return f"dense.{self.first + extent:05d}"
+
+    def place(self, extent: int) -> str:
+        """An extent in words."""
+        return self.matrices[extent].module
+
+
+def dense_layers(matrices: tuple[DenseMatrix, ...]) -> tuple[DenseLayer, ...]:
+    """The manifest's list by layer, in its order."""
+    out: list[DenseLayer] = []
+    for index, group in itertools.groupby(matrices, key=lambda m: m.layer):
+        first = out[-1].first + out[-1].extents if out else 0
+        out.append(DenseLayer(index, first, tuple(group)))
+    return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +345,8 @@ def expert_file(version: str, layer: int) -> str:
 def extent_name(expert: int) -> str:
     """The name of an expert's extent inside its layer file."""
     return f"expert.{expert:05d}"
+
+
+def dense_file(version: str, layer: int | None) -> str:
+    """The path inside the bundle of a file of dense matrices; `layer` None is what is outside the decoder layers."""
+    return f"dense/{version}/{'head' if layer is None else f'layer-{layer:03d}'}.safetensors"

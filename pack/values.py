@@ -1,4 +1,4 @@
-"""An expert of a bundle as arrays of numbers: what a version's weights are, for NumPy or torch.
+"""An expert or a dense matrix of a bundle as arrays of numbers: what a version's weights are, for NumPy or torch.
 
 The values are FORMAT.md's, by the reference decoders; kernels compute with the same ones. Decides nothing about
 serving.
@@ -6,17 +6,17 @@ serving.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .affine import AffineMatrix, Buffer, bf16_to_float32, decode_affine
+from .affine import AffineMatrix, Bf16Bits, Buffer, bf16_to_float32, decode_affine
 from .errors import BundleError, CodecError
 from .lossless import LosslessMatrix, decode_lossless
-from .spec import ExpertLayer, Version
+from .spec import DenseMatrix, ExpertLayer, Matrix, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,12 +44,7 @@ class Expert:
         Raises:
             BundleError: when a lossless extent does not decode.
         """
-        if not self.version.is_lossless:
-            return decode_affine(self.layer.matrices, self.version, self.extent)
-        try:
-            return decode_lossless(self.layer.matrices, self.extent)
-        except CodecError as error:
-            raise BundleError.single(self.where, "codec", str(error)) from None
+        return _decode(self.layer.matrices, self.version, self.extent, self.where)
 
     def numpy(self) -> dict[str, NDArray[np.float32]]:
         """Weights "gate_up" (or "up") and "down", float32 [rows, cols], used as W @ x, and where there are any their
@@ -58,15 +53,7 @@ class Expert:
         Raises:
             BundleError: as `decode`.
         """
-        out: dict[str, NDArray[np.float32]] = {}
-        for m, value in zip(self.layer.matrices, self.decode(), strict=True):
-            if isinstance(value, LosslessMatrix):
-                out[m.name] = bf16_to_float32(value.weight)
-            else:
-                out[m.name] = value.dequantise(self.version)
-            if value.bias is not None:
-                out[f"{m.name}.bias"] = bf16_to_float32(value.bias)
-        return out
+        return {name: _numpy(part, self.version) for name, part in _parts(self._names(), self.decode())}
 
     def torch(self) -> dict[str, Tensor]:
         """The same on the CPU: bfloat16 of the lossless version and of biases, to the bit, and float32 of others, whose
@@ -75,17 +62,77 @@ class Expert:
         Raises:
             BundleError: as `decode`.
         """
-        import torch
+        return {name: _torch(part, self.version) for name, part in _parts(self._names(), self.decode())}
 
-        def exact(bits: NDArray[np.uint16]) -> Tensor:
-            return torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+    def _names(self) -> list[tuple[str, str]]:
+        return [(m.name, f"{m.name}.bias") for m in self.layer.matrices]
 
-        out: dict[str, Tensor] = {}
-        for m, value in zip(self.layer.matrices, self.decode(), strict=True):
-            if isinstance(value, LosslessMatrix):
-                out[m.name] = exact(value.weight)
-            else:
-                out[m.name] = torch.from_numpy(value.dequantise(self.version))
-            if value.bias is not None:
-                out[f"{m.name}.bias"] = exact(value.bias)
-        return out
+
+@dataclass(frozen=True, slots=True)
+class DenseValues:
+    """One dense matrix in one version, still packed.
+
+    Attributes:
+        described: its module and shape.
+        version: which one it is.
+        extent: its bytes, uint8 [size], read-only.
+        where: its place, for messages.
+    """
+
+    described: DenseMatrix
+    version: Version
+    extent: Buffer
+    where: str
+
+    def decode(self) -> AffineMatrix | LosslessMatrix:
+        """The matrix as it is stored; see `Expert.decode`."""
+        return _decode((self.described.matrix,), self.version, self.extent, self.where)[0]
+
+    def numpy(self) -> dict[str, NDArray[np.float32]]:
+        """ "weight", float32 [rows, cols], used as W @ x, and where there is one "bias", float32 [rows]; exact.
+
+        Raises:
+            BundleError: when a lossless extent does not decode.
+        """
+        return {name: _numpy(part, self.version) for name, part in _parts([_LINEAR], [self.decode()])}
+
+    def torch(self) -> dict[str, Tensor]:
+        """The same on the CPU, of the dtypes that `Expert.torch` has.
+
+        Raises:
+            BundleError: as `numpy`.
+        """
+        return {name: _torch(part, self.version) for name, part in _parts([_LINEAR], [self.decode()])}
+
+
+_LINEAR = ("weight", "bias")
+_Value = AffineMatrix | LosslessMatrix
+
+
+def _decode(matrices: tuple[Matrix, ...], version: Version, extent: Buffer, where: str) -> Sequence[_Value]:
+    if not version.is_lossless:
+        return decode_affine(matrices, version, extent)
+    try:
+        return decode_lossless(matrices, extent)
+    except CodecError as error:
+        raise BundleError.single(where, "codec", str(error)) from None
+
+
+def _parts(names: Sequence[tuple[str, str]], values: Sequence[_Value]) -> Iterator[tuple[str, AffineMatrix | Bf16Bits]]:
+    """Weights and biases by their names; BF16 as bits."""
+    for (weight, bias), value in zip(names, values, strict=True):
+        yield weight, value.weight if isinstance(value, LosslessMatrix) else value
+        if value.bias is not None:
+            yield bias, value.bias
+
+
+def _numpy(part: AffineMatrix | Bf16Bits, version: Version) -> NDArray[np.float32]:
+    return part.dequantise(version) if isinstance(part, AffineMatrix) else bf16_to_float32(part)
+
+
+def _torch(part: AffineMatrix | Bf16Bits, version: Version) -> Tensor:
+    import torch
+
+    if isinstance(part, AffineMatrix):
+        return torch.from_numpy(part.dequantise(version))
+    return torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16)

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from .errors import TargetError
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
+from .spec import FORMAT_VERSION
 
 
 def check_target(target: Path) -> None:
@@ -103,7 +104,9 @@ class BundleWriter:
 
     def with_files(self, manifest: Manifest) -> Manifest:
         """A manifest whose files are those that were added."""
-        return replace(manifest, files=dict(self._files), expert_files=dict(self._expert_files))
+        return replace(
+            manifest, files=dict(self._files), expert_files=dict(self._expert_files), format_version=FORMAT_VERSION
+        )
 
     def finish(self, manifest: Manifest) -> Manifest:
         """Write the manifest (its files are replaced by those that were added) and make the bundle appear."""

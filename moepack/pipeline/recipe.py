@@ -25,6 +25,10 @@ WEIGHTED = ("milp", "greedy")  # the allocators that read a weighted loss
 WEIGHTS = ("gates", "tokens", "none")
 
 
+# What a recipe makes that names none: experts at 8 bits are seldom worth their bytes beside those at 4.
+DEFAULT_VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
+
+
 @dataclass(frozen=True, slots=True)
 class Quantize:
     """How experts are quantised; see `moepack.quantize.expert_batch.Settings`."""
@@ -71,7 +75,7 @@ class Allocate:
 class Recipe:
     """A validated recipe, and the text it came from."""
 
-    versions: tuple[str, ...] = field(default_factory=version_names)
+    versions: tuple[str, ...] = DEFAULT_VERSIONS
     quantize: Quantize = field(default_factory=Quantize)
     calibration: Calibration = field(default_factory=Calibration)
     allocation: Allocate | None = None
@@ -118,7 +122,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     top = _mapping(where, {} if document is None else document, ["versions", "quantize", "calibration", "allocation"])
-    versions = tuple(_list(f"{where}: versions", top.get("versions", list(version_names())), version_names()))
+    versions = tuple(_list(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)), version_names()))
     if not versions or len(set(versions)) != len(versions):
         raise InputError(f"{where}: versions: name each version once, and at least one")
     at = f"{where}: quantize"

@@ -23,6 +23,7 @@ typedef struct {
 static inline int known(const Form *f) {
     switch (f->bits) {
     case 16: return 1;
+    case 8:
     case 4:
     case 3:
     case 2:

@@ -32,6 +32,8 @@ typedef struct {
 #define DROP(w, n) _mm256_srli_epi32(w, n)
 #define LOOKUP(t, w) look_up_avx2(t, w)
 #define CODE4(w) _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(w, _mm256_set1_epi32(15))), _mm256_set1_ps(7.5f))
+#define CODE8(w) \
+    _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(w, _mm256_set1_epi32(255))), _mm256_set1_ps(127.5f))
 #define BF16(p) \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define STOREB(p, v) store_bf16_avx2(p, v)

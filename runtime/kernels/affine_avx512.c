@@ -31,6 +31,8 @@
 #define CODE4(w) \
     _mm512_permutexvar_ps(w, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, \
                                             4.5f, 5.5f, 6.5f, 7.5f))
+#define CODE8(w) \
+    _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(w, _mm512_set1_epi32(255))), _mm512_set1_ps(127.5f))
 #define BF16(p) \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define STOREB2(p, v, w) store_bf16_avx512(p, v, w)

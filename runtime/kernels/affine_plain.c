@@ -26,6 +26,7 @@
 #define DROP(w, n) ((w) >> (n))
 #define LOOKUP(t, w) ((t)[(w) & 15])
 #define CODE4(w) ((float)(int)((w) & 15) - 7.5f)
+#define CODE8(w) ((float)(int)((w) & 255) - 127.5f)
 #define BF16(p) widen(*(p))
 #define STOREB(p, v) (*(p) = narrow(v))
 #define STOREB2(p, v, w) (STOREB(p, v), STOREB((p) + 1, w))

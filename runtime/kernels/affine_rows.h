@@ -7,7 +7,7 @@
  *   ADD, SUB, MUL, FMA, NFMA, SUM    a + b, a - b, a * b, a * b + c, c - a * b, the sum of the lanes
  *   DROP(words, n)                   words shifted right by n bits
  *   LOOKUP(table, words)             table[word & 15]
- *   CODE4(words)                     (word & 15) - 7.5
+ *   CODE4(words), CODE8(words)       (word & 15) - 7.5, (word & 255) - 127.5
  *   BF16(at), BYTES(at)              L BF16 numbers or bytes as floats
  *   STOREB(at, v), STOREB2(at, v, w) a store of L floats, or of twice L, rounded to BF16
  *   RB, TB                           vectors of rows, and activations, that one pass holds in registers
@@ -15,7 +15,8 @@
  *
  * The inner step of a packed product is a look-up: the 16 values that 4 bits of codes can add to a sum are a LUT, made once
  * an activation, and 4 bits of 16 rows fetch from it in one permutation: 64 one-bit or 32 two-bit weights in three
- * instructions. 4-bit codes fetch the code itself and multiply. Codes count from the middle of their range, so that a zero
+ * instructions. 4-bit codes fetch the code itself and multiply; 8-bit codes
+ * are made numbers. Codes count from the middle of their range, so that a zero
  * point corrects little: scale * (sum code * x - zero * sum x).
  */
 
@@ -70,21 +71,22 @@ static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5
 static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
 
 /* Words [from, to) of one plane of R vectors of rows, against T activations. `values` has a LUT for each 4 bits of a
- * row, or, of 4-bit codes, the activation itself; `all` is how many words a row has. */
+ * row, or, of codes of `codes` bits, the activation itself; `all` is how many words a row has. */
 INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
                         int64_t all, const float *const *values, const uint8_t *ahead, F acc[RB][TB]) {
+    const int each = codes == 8 ? 8 : 4, fields = 32 / each; /* bits at a time */
     for (int64_t w = from; w < to; w++) {
         I v[RB];
         const uint32_t *soon = w + LEAD < all ? words[0] + (w + LEAD) * BLOCK
                                               : (const uint32_t *)ahead + (w + LEAD - all) * BLOCK;
         UNROLL for (int r = 0; r < R; r++) v[r] = LOADI(words[r] + w * BLOCK);
         UNROLL for (int r = 0; r < R; r++) STREAM(soon + (words[r] - words[0]));
-        UNROLL for (int i = 0; i < 8; i++) {
+        UNROLL for (int i = 0; i < fields; i++) {
             if (codes) {
                 F c[RB];
-                UNROLL for (int r = 0; r < R; r++) c[r] = CODE4(v[r]);
+                UNROLL for (int r = 0; r < R; r++) c[r] = codes == 8 ? CODE8(v[r]) : CODE4(v[r]);
                 UNROLL for (int t = 0; t < T; t++) {
-                    F x = SET(values[t][w * 8 + i]);
+                    F x = SET(values[t][w * fields + i]);
                     UNROLL for (int r = 0; r < R; r++) acc[r][t] = FMA(c[r], x, acc[r][t]);
                 }
             } else {
@@ -93,8 +95,8 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
                     UNROLL for (int r = 0; r < R; r++) acc[r][t] = ADD(acc[r][t], LOOKUP(table, v[r]));
                 }
             }
-            if (i < 7) {
-                UNROLL for (int r = 0; r < R; r++) v[r] = DROP(v[r], 4);
+            if (i < fields - 1) {
+                UNROLL for (int r = 0; r < R; r++) v[r] = DROP(v[r], each);
             }
         }
     }
@@ -120,7 +122,7 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
         UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
     }
     UNROLL for (int t = 0; t < T; t++) {
-        values[t] = bits == 4 ? x[t]->x : bits == 1 ? x[t]->quads : x[t]->pairs;
+        values[t] = bits >= 4 ? x[t]->x : bits == 1 ? x[t]->quads : x[t]->pairs;
         quads[t] = x[t]->quads;
         sums[t] = x[t]->sums[f->group / 64];
     }
@@ -129,7 +131,7 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
         F acc[RB][TB];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SET(0.0f);
         int64_t to = (g + 1) * step < low_words ? (g + 1) * step : low_words;
-        NAME(plane)(bits == 4, R, T, low, g * step, to, low_words, values, ahead->low, acc);
+        NAME(plane)(bits >= 4 ? bits : 0, R, T, low, g * step, to, low_words, values, ahead->low, acc);
         if (bits == 3) {
             to = (g + 1) * high_step < high_words ? (g + 1) * high_step : high_words;
             NAME(plane)(0, R, T, high, g * high_step, to, high_words, quads, ahead->high, acc);
@@ -185,6 +187,7 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     case 2: PACKED(2, R, T); break; \
     case 3: PACKED(3, R, T); break; \
     case 4: PACKED(4, R, T); break; \
+    case 8: PACKED(8, R, T); break; \
     }
 
 /* Rows [row, end), at most UNIT and beginning on a block, for T activations; results go to their slots. */
@@ -308,7 +311,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
         for (; c < end; c++) {
             F value[2];
             UNROLL for (int r = 0; r < R; r++) {
-                F code = bits == 4 ? CODE4(w[r]) : bits == 1 ? LOOKUP(ones, w[r]) : LOOKUP(twos, w[r]);
+                F code = bits == 8 ? CODE8(w[r]) : bits == 4 ? CODE4(w[r]) : bits == 1 ? LOOKUP(ones, w[r]) : LOOKUP(twos, w[r]);
                 w[r] = DROP(w[r], p);
                 if (bits == 3) {
                     code = FMA(LOOKUP(ones, h[r]), SET(4.0f), code);
@@ -335,6 +338,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
     case 2: NAME(unpack)(2, R, m, row + r, at); break; \
     case 3: NAME(unpack)(3, R, m, row + r, at); break; \
     case 4: NAME(unpack)(4, R, m, row + r, at); break; \
+    case 8: NAME(unpack)(8, R, m, row + r, at); break; \
     }
 
 /* Rows [row, row + n), n a multiple of 16: two vectors at a time, which of BF16 fill a line. */

@@ -107,7 +107,7 @@ def _group(  # type: ignore[no-untyped-def]
         w = tl.load(weights + at, mask=here[:, None] & (k < cols)[None, :], other=0.0)
         return tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
     else:
-        tl.static_assert((BITS >= 1) & (BITS <= 4), "an encoding that this kernel does not know")
+        tl.static_assert((BITS == 8) | ((BITS >= 1) & (BITS <= 4)), "an encoding that this kernel does not know")
         if BITS == 3:
             codes = _plane(base, low, cols, row, here, g, 2, GROUP, ROWS)
             codes = codes + 4 * _plane(base, high, cols, row, here, g, 1, GROUP, ROWS)

@@ -60,6 +60,10 @@ INLINE __m512i fields(int at, int apart) {
     return _mm512_set1_epi64((int64_t)(a | b << 16 | (a + 32) % 64 << 32 | (b + 32) % 64 << 48));
 }
 
+INLINE __m512 byte_code(__m512i w) { /* (w & 255) - 127.5, which has 8 significant bits, as BF16 has */
+    return _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(w, _mm512_set1_epi32(255))), _mm512_set1_ps(127.5f));
+}
+
 /* Codes of 16 rows, steps [from, from + n), counted from the middle of their range, which BF16 holds exactly, into tiles B
  * that lie 2 tiles apart. A word of B holds two following columns of a row: one multishift makes both indices, one
  * permutation looks both up. It reads five bits of an index, of which the upper ones belong to the codes after it: the LUT
@@ -81,6 +85,12 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
             _mm_prefetch((const char *)(low + (word + 24) * BLOCK), _MM_HINT_T0);
             UNROLL for (int i = 0; i < 16 / p; i++) {
                 const int pair = k * (16 / p) + i;
+                if (bits == 8) { /* no table holds 256: halves of floats, whose lower ones are 0 */
+                    __m512i even = _mm512_castps_si512(byte_code(_mm512_srli_epi32(w, 16 * i)));
+                    __m512i odd = _mm512_castps_si512(byte_code(_mm512_srli_epi32(w, 16 * i + 8)));
+                    _mm512_storeu_si512(out + 64 * pair, _mm512_or_si512(_mm512_srli_epi32(even, 16), odd));
+                    continue;
+                }
                 __m512i at = _mm512_multishift_epi64_epi8(fields(2 * p * i, p), w);
                 if (bits == 3) {
                     __m512i above = _mm512_multishift_epi64_epi8(fields(2 * pair + 62, 1), h);
@@ -126,7 +136,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             UNROLL for (int i = 0; i < 16 / words; i++) {
                 __m512 v[2];
                 UNROLL for (int j = 0; j < 2; j++) {
-                    __m512 code = _mm512_permutexvar_ps(w, codes);
+                    __m512 code = bits == 8 ? byte_code(w) : _mm512_permutexvar_ps(w, codes);
                     if (bits == 3) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far)), h = _mm512_srli_epi32(h, 1);
                     w = _mm512_srli_epi32(w, p);
                     v[j] = _mm512_fmsub_ps(by, code, less);
@@ -147,6 +157,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             case 2: name(2, m, f, base, row, from, n, out); break; \
             case 3: name(3, m, f, base, row, from, n, out); break; \
             case 4: name(4, m, f, base, row, from, n, out); break; \
+            case 8: name(8, m, f, base, row, from, n, out); break; \
             } \
     }
 

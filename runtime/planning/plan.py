@@ -244,7 +244,7 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
         return 0
     if placement.where is Where.PACKED:
         file = bundle.layer_file(placement.version.name, position)
-        return align(max(file.extent_size(e) for e in range(file.layer.experts)), PAGE)
+        return align(max(file.extent_size(e) for e in range(file.layer.extents)), PAGE)
     return align(resident_size(bundle.layers[position].matrices, placement.version), PAGE)
 
 
@@ -293,7 +293,7 @@ def staging_bytes(bundle: Bundle, version: Version) -> int:
     if not version.is_lossless:
         return 0
     files = [bundle.layer_file(version.name, p) for p in range(len(bundle.layers))]
-    return align(max(f.extent_size(e) for f in files for e in range(f.layer.experts)), PAGE)
+    return align(max(f.extent_size(e) for f in files for e in range(f.layer.extents)), PAGE)
 
 
 def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int | None) -> tuple[Versions, int]:

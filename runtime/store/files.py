@@ -22,11 +22,13 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.files import open_file
+from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import expert_file
+from moepack.pack.spec import dense_file, expert_file
 
 from .read_ahead import Ahead, Place, Report
 
+DENSE = -1  # stands for a layer's position in the place of a dense matrix
 CHUNK = 1 << 20  # bytes read, and added to the digest, at a time: they are still in cache when they are digested
 
 
@@ -66,7 +68,7 @@ class Stored:
         size: its bytes.
         sha256: their digest, in hexadecimal.
         where: file, layer, expert and version, for errors.
-        place: version, layer position, expert.
+        place: version, layer position, expert; of a dense matrix version, DENSE, its number.
         ahead: who may have read it already.
         checked: whether its digest need not be checked again, and notes that it was.
     """
@@ -158,7 +160,7 @@ class BackingStore:
         self._checked = None if checks_again else Checked()
         self._lock = threading.RLock()  # a finalizer may close on the thread that is inside
         self._closed = False
-        self._files: dict[tuple[str, int], int] = {}
+        self._files: dict[str, int] = {}
         self._ahead: Ahead | None = None
         weakref.finalize(self, _close, self._files)
 
@@ -169,23 +171,40 @@ class BackingStore:
             BundleError: when the file is missing or damaged.
         """
         with self._lock:
-            if self._closed:
-                raise InputError(f"{self.bundle.path}: this store was closed")
+            self._check_open()
             described = self.bundle.layer_file(version, position)
-            layer = self.bundle.layers[position]
-            key, name = (version, position), expert_file(version, layer.index)
-            if key not in self._files:
-                self._files[key] = open_file(self.bundle.path, name)
-            return Stored(
-                self._files[key],
-                described.offset(expert),
-                described.extent_size(expert),
-                described.digests[expert],
-                described.place(expert),
-                (version, position, expert),
-                self._ahead,
-                self._checked,
-            )
+            name = expert_file(version, self.bundle.layers[position].index)
+            return self._stored(described, name, expert, (version, position, expert))
+
+    def dense(self, version: str, number: int) -> Stored:
+        """Where the extent of a dense matrix stands; its number is that in the manifest's list. As `stored`."""
+        with self._lock:
+            self._check_open()
+            layer, at = self.bundle.dense_place(number)
+            described = self.bundle.dense_file(version, layer)
+            return self._stored(described, dense_file(version, layer.index), at, (version, DENSE, number))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError(f"{self.bundle.path}: this store was closed")
+
+    def _stored(self, described: LayerFile, name: str, number: int, place: Place) -> Stored:
+        if name not in self._files:
+            self._files[name] = open_file(self.bundle.path, name)
+        return Stored(
+            self._files[name],
+            described.offset(number),
+            described.extent_size(number),
+            described.digests[number],
+            described.place(number),
+            place,
+            self._ahead,
+            self._checked,
+        )
+
+    def _at(self, place: Place) -> Stored:
+        version, position, number = place
+        return self.dense(version, number) if position == DENSE else self.stored(version, position, number)
 
     @contextlib.contextmanager
     def reading_ahead(self, wanted: Iterable[Place], report: Report | None = None) -> Iterator[None]:
@@ -198,8 +217,8 @@ class BackingStore:
         sizes = []
         for place in wanted:
             with contextlib.suppress(BundleError):  # who asks for it will see
-                sizes.append((place, self.stored(*place).size))
-        ahead = Ahead(sizes, lambda place: self.stored(*place).load(), report)
+                sizes.append((place, self._at(place).size))
+        ahead = Ahead(sizes, lambda place: self._at(place).load(), report)
         self._ahead = ahead
         ahead.start()
         try:
@@ -215,6 +234,6 @@ class BackingStore:
             _close(self._files)
 
 
-def _close(files: dict[tuple[str, int], int]) -> None:
+def _close(files: dict[str, int]) -> None:
     while files:
         os.close(files.popitem()[1])

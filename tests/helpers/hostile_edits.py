@@ -95,7 +95,7 @@ class Victim:
         """Replace a file, and have the manifest say so. Of a layer file the header's digest alone is the manifest's."""
         self.write(name, data)
         entry: dict[str, Any] = {"size": len(data)}
-        if name.startswith("experts/"):
+        if name.startswith(("experts/", "dense/")):
             head = min(8 + struct.unpack("<Q", data[:8])[0], len(data)) if len(data) >= 8 else 0
             entry |= {"header_size": head, "header_sha256": hashlib.sha256(data[:head]).hexdigest()}
         else:
@@ -112,7 +112,7 @@ class Victim:
         text = change(json.loads(data[8 : 8 + length]))
         text = text if isinstance(text, bytes) else json.dumps(text, separators=(",", ":")).encode(errors="replace")
         text += b" " * (length - len(text))
-        if name.startswith("experts/"):
+        if name.startswith(("experts/", "dense/")):
             text += b" " * (-(len(text) + 8) % 4096)
         self.rewrite(name, struct.pack("<Q", len(text)) + text + data[8 + length :])
 
@@ -121,7 +121,8 @@ class Victim:
         data = bytearray((self.path / name).read_bytes())
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
-        begin, end = (8 + length + at for at in header[f"expert.{expert:05d}"]["data_offsets"])
+        names = sorted(n for n in header if n != "__metadata__")
+        begin, end = (8 + length + at for at in header[names[expert]]["data_offsets"])
         room = np.frombuffer(data, np.uint8)[begin:end]
         change(room)
         digests = header["__metadata__"]["sha256"].split(",")
@@ -167,6 +168,9 @@ def read_all(path: Path, plan: bool = False) -> None:
     for version in bundle.versions:
         for layer in (bundle.layers[0], bundle.layers[-1]):
             bundle.expert(version.name, layer.index, layer.experts - 1).numpy()
+    for version in bundle.dense_versions:
+        for described in bundle.manifest.dense:
+            bundle.dense_matrix(version.name, described.module).numpy()
     dense = bundle.dense()
     dense.numpy(next(iter(dense)))
 
@@ -261,7 +265,7 @@ def _manifest_bytes(victim: Victim, rng: random.Random) -> None:
 
 
 def _layer_file(victim: Victim, rng: random.Random) -> str:
-    return rng.choice(sorted(str(n) for n in victim.manifest["files"] if n.startswith("experts/")))
+    return rng.choice(sorted(str(n) for n in victim.manifest["files"] if n.startswith(("experts/", "dense/"))))
 
 
 def _layer_header(victim: Victim, rng: random.Random) -> None:
@@ -295,8 +299,8 @@ def _numbers(victim: Victim, rng: random.Random) -> None:
 
 
 def _file(victim: Victim, rng: random.Random) -> None:
-    name = rng.choice([*sorted(victim.manifest["files"]), MANIFEST, "experts", "experts/w4"])
-    if name not in (MANIFEST, "experts", "experts/w4") and rng.random() < 0.4:
+    name = rng.choice([*sorted(victim.manifest["files"]), MANIFEST, "experts", "experts/w4", "dense", "dense/w8"])
+    if name in victim.manifest["files"] and rng.random() < 0.4:
         victim.rewrite(name, flipped((victim.path / name).read_bytes(), rng))
         return
     target = rng.choice(["/etc/passwd", "/dev/zero", str(victim.path / "README.md"), "nowhere", str(victim.path), "."])

@@ -63,7 +63,7 @@ def affine_values(extent: bytes, layer: dict, version: dict) -> list[list[list[f
         groups = -(-cols // size)
         codes = [[0] * cols for _ in range(rows)]
         shift = 0
-        for p in {4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
+        for p in {8: [8], 4: [4], 3: [2, 1], 2: [2], 1: [1]}[bits]:
             plane = blocks(4, rows, -(-cols * p // 32))
             for r in range(rows):
                 string = sum(w << 32 * i for i, w in enumerate(plane[r]))

@@ -1,5 +1,5 @@
 """A bundle by hand, a quarter of a second to write: shapes that leave room for padding everywhere, biases, a raw tile,
-escapes with patches, five versions. No model serves it."""
+escapes with patches, every version, dense matrices in three. No model serves it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,58 @@ from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.lossless import LosslessMatrix, encode_lossless
 from moepack.pack.manifest import Allocation, Manifest
 from moepack.pack.safetensors_file import make_header
-from moepack.pack.spec import ExpertLayer, Matrix, Version, affine_payload, expert_file
+from moepack.pack.spec import (
+    DenseMatrix,
+    ExpertLayer,
+    Matrix,
+    Version,
+    affine_payload,
+    dense_file,
+    dense_layers,
+    expert_file,
+)
 from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
 
 EXPERTS, WINDOWS = 3, 2
 MATRICES = (Matrix("gate_up", 18, 37, True), Matrix("down", 37, 9, True))
 LAYERS = tuple(ExpertLayer(i, f"model.layers.{i}.mlp.experts", EXPERTS, MATRICES) for i in (1, 4))
-VERSIONS = tuple(Version.of(name, 32) for name in ("bf16", "w4", "w3", "w2", "w1"))
+VERSIONS = tuple(Version.of(name, 32) for name in ("bf16", "w8", "w4", "w3", "w2", "w1"))
+DENSE = (
+    DenseMatrix(1, "model.layers.1.self_attn.q_proj", Matrix("weight", 18, 37, True)),
+    DenseMatrix(1, "model.layers.1.self_attn.o_proj", Matrix("weight", 37, 18)),
+    DenseMatrix(5, "model.layers.5.mlp.up_proj", Matrix("weight", 20, 70)),
+    DenseMatrix(None, "lm_head", Matrix("weight", 50, 33)),
+)
+DENSE_VERSIONS = tuple(Version.of(name, 32) for name in ("bf16", "w8", "w4"))
 
 
-def lossless(seed: int) -> list[LosslessMatrix]:
+def lossless(seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> list[LosslessMatrix]:
     """Weights like a trained matrix's, with a few rare exponents, which are escapes; every third expert's are any bits,
     in raw tiles."""
     rng = np.random.default_rng(seed)
     out = []
-    for m in MATRICES:
+    for m in matrices:
         values = rng.normal(0, 0.02, (m.rows, m.cols)).astype(np.float32)
         values.reshape(-1)[rng.choice(values.size, 5, replace=False)] = [1e30, 1e-30, 1e20, 0.0, 1e10]
         bias = rng.normal(0, 1, m.rows).astype(np.float32)
         weight, bits = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (values, bias))
         if seed % 3 == 0:
             weight = rng.integers(0, 1 << 16, weight.shape).astype(np.uint16)
-        out.append(LosslessMatrix(weight, bits))
+        out.append(LosslessMatrix(weight, bits if m.bias else None))
     return out
 
 
-def affine(version: Version, seed: int) -> list[AffineMatrix]:
+def affine(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> list[AffineMatrix]:
     """Random codes."""
-    return [random_matrix(m, version, seed + i) for i, m in enumerate(MATRICES)]
+    return [random_matrix(m, version, seed + i) for i, m in enumerate(matrices)]
+
+
+def extent(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> tuple[np.ndarray, int]:
+    """An extent, and its payload."""
+    if version.is_lossless:
+        return encode_lossless(matrices, lossless(seed, matrices))
+    return encode_affine(matrices, version, affine(version, seed, matrices)), affine_payload(matrices, version)
 
 
 def statistics(index: int) -> dict[str, np.ndarray]:
@@ -70,12 +93,15 @@ def write_small_bundle(path: Path) -> Path:
                 name = expert_file(version.name, layer.index)
                 with LayerFileWriter(path.with_name("made") / name, version.name, layer) as file:
                     for e in range(EXPERTS):
-                        seed = 100 * layer.index + e
-                        if version.is_lossless:
-                            file.add(*encode_lossless(MATRICES, lossless(seed)))
-                        else:
-                            extent = encode_affine(MATRICES, version, affine(version, seed))
-                            file.add(extent, affine_payload(MATRICES, version))
+                        file.add(*extent(version, 100 * layer.index + e))
+                assert file.entry is not None
+                writer.adopt(name, path.with_name("made") / name, file.entry)
+        for version in DENSE_VERSIONS:
+            for dense in dense_layers(DENSE):
+                name = dense_file(version.name, dense.index)
+                with LayerFileWriter(path.with_name("made") / name, version.name, dense) as file:
+                    for e, m in enumerate(dense.matrices):
+                        file.add(*extent(version, 1000 + dense.first + e, (m.matrix,)))
                 assert file.entry is not None
                 writer.adopt(name, path.with_name("made") / name, file.entry)
         tables = {f"layers.{x.index}.{k}": v for x in LAYERS for k, v in statistics(x.index).items()}
@@ -92,7 +118,11 @@ def write_small_bundle(path: Path) -> Path:
             writer.add(name)
         model = {"model_type": "qwen3_moe", "architecture": "Qwen3MoeForCausalLM", "expert_dtype": "BF16"}
         table = tuple(tuple(v.name for v in VERSIONS[:EXPERTS]) for _ in LAYERS)
+        chosen = Allocation("by hand", table, ("w4", "bf16", "w8", "w8"))
         writer.finish(
-            Manifest({**model, "decoder_layers": 6}, LAYERS, VERSIONS, {}, {}, {}, Allocation("by hand", table))
-        )
+            Manifest(
+                {**model, "decoder_layers": 6}, LAYERS, VERSIONS, {}, {}, {}, chosen,
+                dense=DENSE, dense_versions=DENSE_VERSIONS,
+            )
+        )  # fmt: skip
     return path

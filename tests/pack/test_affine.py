@@ -66,7 +66,7 @@ def test_planes_round_trip(planes: tuple[int, ...], rows: int, cols: int, seed: 
     assert np.array_equal(join_planes(split_planes(codes, planes), planes, rows, cols), codes)
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bias", [False, True])
 def test_extent_round_trip(bits: int, group_size: int, bias: bool) -> None:
@@ -86,7 +86,7 @@ def test_extent_round_trip(bits: int, group_size: int, bias: bool) -> None:
     assert not extent[~covered].any() and covered.sum() == affine_payload(matrices, version)
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 def test_values_are_exact_in_float32(bits: int) -> None:
     """The promise that lets every kernel agree: float32 and float64 give the same number."""
     version = Version.of(f"w{bits}", 32)
@@ -105,7 +105,7 @@ def test_bits_per_weight_are_what_the_format_says() -> None:
     """4 bits in groups of 64: 4 + 16/64 for the scale + 8/64 for the zero; 1 bit has no zero."""
     matrices = (Matrix("gate_up", 128, 256), Matrix("down", 256, 64))
     weights = sum(m.weights for m in matrices)
-    for bits, expected in ((4, 4.375), (3, 3.375), (2, 2.375), (1, 1.25)):
+    for bits, expected in ((8, 8.375), (4, 4.375), (3, 3.375), (2, 2.375), (1, 1.25)):
         assert 8 * affine_payload(matrices, Version.of(f"w{bits}", 64)) / weights == expected
 
 

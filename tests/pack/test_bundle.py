@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile_edits import signed
 from safetensors import safe_open
 
 from moepack.pack.errors import BundleError, TargetError
@@ -183,7 +184,9 @@ def test_target_must_be_writable(tmp_path: Path) -> None:
 def test_manifest_round_trip(bundle: Path) -> None:
     data = (bundle / "manifest.json").read_bytes()
     manifest = parse_manifest(data)
-    assert manifest.to_json() == data
+    assert manifest.to_json() == data and manifest.format_version == 3
+    older = signed({**json.loads(data), "format_version": 2})
+    assert parse_manifest(older).format_version == 2 and parse_manifest(older).to_json() == older
     assert [v.name for v in manifest.versions] == ["bf16", "w4", "w3", "w2", "w1"]
     assert manifest.allocation is not None and len(manifest.allocation.versions) == 4
 
@@ -217,7 +220,7 @@ def _set(*path: object) -> Callable[[object], Callable[[dict], None]]:
 EXPERT_FILE = "experts/w4/layer-000.safetensors"
 BAD_MANIFESTS: dict[str, tuple[Callable[[dict], None], str]] = {
     "other format": (_set("format")("zip"), "format"),
-    "later version": (_set("format_version")(3), "format-version"),
+    "later version": (_set("format_version")(4), "format-version"),
     "earlier version": (_set("format_version")(1), "format-version"),
     "missing key": (lambda d: d.pop("provenance"), "keys"),
     "unknown key": (_set("more")(1), "keys"),

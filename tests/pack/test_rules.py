@@ -26,7 +26,16 @@ from hostile_edits import KINDS as RANDOM
 from hostile_edits import Victim, attack, canonical, one_line, read_all, refusal, signed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_bundle import LAYERS, MATRICES, VERSIONS, affine, lossless, write_small_bundle
+from small_bundle import DENSE as DENSE_MATRICES
+from small_bundle import (
+    DENSE_VERSIONS,
+    LAYERS,
+    MATRICES,
+    VERSIONS,
+    affine,
+    lossless,
+    write_small_bundle,
+)
 from support import ROOT
 
 from moepack.cli import main
@@ -38,6 +47,7 @@ from moepack.pack.spec import affine_sections
 
 Do = Callable[[Victim], object]
 BF16, W4, W3, W1 = (f"experts/{v}/layer-001.safetensors" for v in ("bf16", "w4", "w3", "w1"))
+Q1, Q8, HEAD = "dense/bf16/layer-001.safetensors", "dense/w8/layer-001.safetensors", "dense/w4/head.safetensors"
 MANIFEST, CONFIG, DENSE, TABLES = "manifest.json", "config.json", "model.safetensors", "calibration.safetensors"
 
 
@@ -119,6 +129,19 @@ def encoded(encoding: str) -> Do:
     return lambda v: v.write(MANIFEST, signed(dict(v.manifest)).decode().encode(encoding))
 
 
+def without_dense(document: Any) -> None:
+    """As if no dense matrix had versions; its files stay listed."""
+    document.pop("dense")
+    document["allocation"].pop("dense")
+
+
+def all_without_dense(document: Any) -> None:
+    """The same, and its files go."""
+    without_dense(document)
+    for name in [n for n in document["files"] if n.startswith("dense/")]:
+        document["files"].pop(name)
+
+
 MODEL = put("model")
 ROWS, COLS = (lambda m, value, k=k: put("layers", 0, "matrices", m, k)(value) for k in ("rows", "cols"))
 MANIFESTS: dict[str, tuple[Do, str]] = {
@@ -134,7 +157,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "an escape of a letter": (replaced('"moepack"', '"m\\u006fepack"'), "canonical"),
     "not signed": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": "0" * 64})), "digest"),
     "a digest that is no text": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": 1})), "digest"),
-    "a later version": (put("format_version")(3), "format-version"),
+    "a later version": (put("format_version")(4), "format-version"),
+    "w8 in version 2": (put("format_version")(2), "value"),
+    "a version that is true": (put("format_version")(True), "format-version"),
     "a version with a point": (put("format_version")(2.0), "json"),
     "a number with a point": (put("layers", 0, "experts")(3.0), "json"),
     "a number with a point in the provenance": (put("provenance")({"a": [1.5]}), "json"),
@@ -182,9 +207,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a version twice": (signs(lambda d: d["versions"].insert(1, d["versions"][1])), "order"),
     "another encoding": (put("versions", 1, "encoding")("gguf"), "encoding"),
     "other bits": (put("versions", 1, "bits")(5), "encoding"),
-    "bits that are true": (put("versions", 4, "bits")(True), "encoding"),
+    "bits that are true": (put("versions", 5, "bits")(True), "encoding"),
     "another group": (put("versions", 1, "group_size")(48), "encoding"),
-    "another zero": (put("versions", 4, "zero")("stored"), "encoding"),
+    "another zero": (put("versions", 5, "zero")("stored"), "encoding"),
     "a file of no list": (put("files")([]), "type"),
     "an entry of no object": (put("files", CONFIG)([]), "type"),
     "an entry with more": (put("files", CONFIG, "mode")(1), "keys"),
@@ -216,6 +241,43 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "an allocation of fewer experts": (signs(lambda d: d["allocation"]["versions"][0].pop()), "count"),
     "an allocation to no version": (put("allocation", "versions", 0, 0)("w9"), "value"),
     "an allocation to a list": (put("allocation", "versions", 0, 0)([]), "value"),
+    "dense: null": (put("dense")(None), "type"),
+    "dense: a key more": (put("dense", "x")(1), "keys"),
+    "dense: a key less": (signs(lambda d: d["dense"].pop("versions")), "keys"),
+    "dense: no matrices": (put("dense", "matrices")([]), "count"),
+    "dense: matrices that are an object": (put("dense", "matrices")({}), "type"),
+    "dense: a matrix with more": (put("dense", "matrices", 0, "name")("weight"), "keys"),
+    "dense: a layer past the limit": (put("dense", "matrices", 0, "layer")(4096), "range"),
+    "dense: a layer that is true": (put("dense", "matrices", 0, "layer")(True), "range"),
+    "dense: layers that fall": (put("dense", "matrices", 1, "layer")(0), "order"),
+    "dense: what is outside first": (put("dense", "matrices", 0, "layer")(None), "order"),
+    "dense: a layer that the model does not have": (put("model", "decoder_layers")(5), "count"),
+    "dense: one module twice": (put("dense", "matrices", 3, "module")("model.layers.5.mlp.up_proj"), "value"),
+    "dense: a module that is no name": (put("dense", "matrices", 3, "module")("lm head"), "text"),
+    "dense: no rows": (put("dense", "matrices", 3, "rows")(0), "range"),
+    "dense: columns past the limit": (put("dense", "matrices", 3, "cols")((1 << 24) + 1), "range"),
+    "dense: a matrix past 4 GiB": (
+        signs(lambda d: d["dense"]["matrices"][3].update(rows=1 << 16, cols=1 << 15)), "overflow"
+    ),
+    "dense: a bias that is a number": (put("dense", "matrices", 3, "bias")(0), "type"),
+    "dense: no versions": (put("dense", "versions")([]), "order"),
+    "dense: versions out of order": (signs(lambda d: d["dense"]["versions"].reverse()), "order"),
+    "dense: an unknown version": (put("dense", "versions", 1, "name")("w9"), "value"),
+    "dense: other bits": (put("dense", "versions", 1, "bits")(7), "encoding"),
+    "dense: a file less": (signs(lambda d: d["files"].pop(HEAD)), "missing"),
+    "dense: a file more": (
+        signs(lambda d: d["files"].update({"dense/w8/layer-003.safetensors": d["files"][Q8]})), "unexpected"
+    ),
+    "dense: files, and no matrices": (signs(without_dense), "unexpected"),
+    "dense: the size of w8": (put("files", Q8, "size")(1 << 20), "size"),
+    "dense: the payload of w8": (signs(lambda d: d["files"][Q8].update(payload=d["files"][Q8]["payload"] - 1)), "size"),
+    "dense: the payload of bf16": (
+        signs(lambda d: d["files"][Q1].update(payload=d["files"][Q1]["payload"] + 1)), "size"
+    ),
+    "dense: in format 2": (put("format_version")(2), "keys"),
+    "an allocation of fewer dense matrices": (signs(lambda d: d["allocation"]["dense"].pop()), "count"),
+    "an allocation of a dense matrix to no version": (put("allocation", "dense", 0)("w3"), "value"),
+    "an allocation of dense matrices that have no versions": (signs(lambda d: d.pop("dense")), "keys"),
     "an allocation's name with an escape": (put("allocation", "name")("\x1b]0;x\x07"), "text"),
 }  # fmt: skip
 PATHS = (
@@ -279,6 +341,11 @@ FILES: dict[str, tuple[Do, str]] = {
     "no tables": (lambda v: v.replace(TABLES, str), "missing"),
     "part of a version": (lambda v: v.replace(W4, str), "missing"),
     "no version": (lambda v: v.replace("experts", str), "missing"),
+    "part of a version of dense matrices": (lambda v: v.replace(Q8, str), "missing"),
+    "no version of dense matrices": (lambda v: v.replace("dense", str), "missing"),
+    "a file of dense matrices that is a link": (to_itself(Q8, "../q8"), "link"),
+    "a folder of dense matrices that is a link": (to_itself("dense/w8", "../folder8"), "link"),
+    "a file of dense matrices a pipe": (lambda v: v.replace(Q8, os.mkfifo), "file-type"),
     "a short file": (longer(W4, -4096), "size"),
     "a long file": (longer(DENSE, 1), "size"),
     "a byte of the config": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes().replace(b"q", b"Q")), "digest"),
@@ -372,6 +439,19 @@ HEADERS: dict[str, tuple[Do, str]] = {
     "digests in capitals": (
         headed(W4, lambda d: (d[META].update(sha256=d[META]["sha256"].upper()), d)[1]), "digest"
     ),
+    "dense matrices: another layer": (head(HEAD, META, "layer")("1"), "header"),
+    "dense matrices: another version": (head(Q8, META, "version")("w4"), "header"),
+    "dense matrices: the format of experts": (head(Q8, META, "format")("moepack.experts/1"), "header"),
+    "dense matrices: another number": (texted(HEAD, b"dense.00003", b"dense.00000"), "header"),
+    "dense matrices: the name of an expert": (texted(HEAD, b"dense.00003", b"expert.00003"), "header"),
+    "dense matrices: a digest less": (
+        headed(Q8, lambda d: (d[META].update(sha256=d[META]["sha256"][65:]), d)[1]), "header"
+    ),
+    "dense matrices: an extent of a page less": (
+        headed(Q1, lambda d: (d["dense.00000"].update(shape=[0], data_offsets=[0, 0]), d)[1]), "offsets"
+    ),
+    "dense: a weight that has versions": (texted(DENSE, b'"a.weight"', b'"lm_head.weight"'), "tables"),
+    "dense: a bias that has versions": (texted(DENSE, b'"b"', b'"lm_head.bias"'), "tables"),
     "tables: a name twice": (texted(TABLES, b'"layers.4.mse"', b'"layers.1.mse"'), "header"),
     "dense: a name twice": (texted(DENSE, b'"a.weight"', b'"b"'), "header"),
     "dense: no tripwire": (texted(DENSE, b"down_proj", b"down_porj"), "tables"),
@@ -467,7 +547,22 @@ def moved(part: int, by: int) -> Do:
     return lambda v: v.extent(BF16, 1, lambda room: room[8 * part : 8 * part + 4].view("<u4").__iadd__(by))
 
 
+Q8_SECTIONS = affine_sections((DENSE_MATRICES[0].matrix,), DENSE_VERSIONS[1])
 EXTENTS: dict[str, tuple[Do, str]] = {
+    "a byte of a dense matrix that is not signed": (
+        lambda v: v.write(Q8, (v.path / Q8).read_bytes()[:-1] + b"\x01"), "digest"
+    ),
+    "a dense scale that is NaN": (
+        lambda v: v.extent(Q8, 0, lambda r: r[(o := Q8_SECTIONS[1].offset) : o + 2].view("<u2").__setitem__(0, 0x7FC0)),
+        "number",
+    ),
+    "a dense row past the last": (at(Q8, Q8_SECTIONS[0].end - 1, 1), "padding"),
+    "a dense column past the last": (at(Q8, Q8_SECTIONS[0].offset + 4 * 9 * 16 + 3, 1), "padding"),
+    "the end of a dense page": (at(HEAD, -1, 1), "padding"),
+    "bf16: an offset of a dense matrix that leaves": (
+        lambda v: v.extent(Q1, 0, lambda r: r[:4].view("<u4").__iadd__(1 << 20)), "codec"
+    ),
+    "bf16: the end of a dense page": (at(Q1, -1, 1, 1), "padding"),
     "a byte that is not signed": (
         lambda v: v.write(W4, (v.path / W4).read_bytes()[:-1] + b"\x01"), "digest"
     ),
@@ -548,14 +643,14 @@ TABLE_EDITS |= {
     "a column less": (table("layers.1.mse", lambda a: a[:, :4]), "tables"),
     "windows that differ": (table("layers.1.decode_counts", lambda a: a[:1]), "tables"),
     "no columns named": (named("versions", None), "tables"),
-    "a column w9": (named("versions", "bf16,w4,w3,w2,w9"), "tables"),
-    "a column twice": (named("versions", "bf16,w4,w4,w2,w1"), "tables"),
-    "columns out of order": (named("versions", "w4,bf16,w3,w2,w1"), "tables"),
+    "a column w9": (named("versions", "bf16,w8,w4,w3,w2,w9"), "tables"),
+    "a column twice": (named("versions", "bf16,w8,w4,w4,w2,w1"), "tables"),
+    "columns out of order": (named("versions", "w4,bf16,w8,w3,w2,w1"), "tables"),
     "no column of w1": (
         lambda v: v.tables(
             lambda a, m: (
-                m.update(versions="bf16,w4,w3,w2"),
-                [a.update({k: x[:, :4]}) for k, x in a.items() if x.shape == (3, 5)],
+                m.update(versions="bf16,w8,w4,w3,w2"),
+                [a.update({k: x[:, :5]}) for k, x in a.items() if x.shape == (3, 6)],
             )
         ), "tables",
     ),
@@ -616,9 +711,13 @@ def test_there_is_an_edit_of_every_kind() -> None:
 
 ALLOWED: dict[str, Do] = {
     "a manifest that is signed again": signs(lambda d: None),
-    "headers that are signed again": lambda v: [v.header(n, lambda d: d) for n in (W4, TABLES, DENSE)],
+    "headers that are signed again": lambda v: [v.header(n, lambda d: d) for n in (W4, Q8, TABLES, DENSE)],
     "extents that are signed again": lambda v: [v.extent(n, 1, lambda room: None) for n in (BF16, W4)],
     "tables that are signed again": lambda v: v.tables(lambda a, m: None),
+    "no versions of dense matrices in the manifest": signs(all_without_dense),
+    "no version w8 of dense matrices": lambda v: v.replace("dense/w8", str),
+    "no bf16 version of dense matrices": lambda v: v.replace("dense/bf16", str),
+    "an allocation without dense matrices": signs(lambda d: d["allocation"].pop("dense")),
     "files that nothing lists": lambda v: v.write("notes.txt", b"\x1b[31m"),
     "a link that nothing lists": lambda v: v.replace("notes", lambda p: p.symlink_to("/etc/passwd")),
     "no version w4": lambda v: v.replace("experts/w4", str),
@@ -630,6 +729,12 @@ ALLOWED: dict[str, Do] = {
         lambda d: (
             d["versions"].pop(), d.update(allocation=None),
             [d["files"].pop(n) for n in list(d["files"]) if n.startswith("experts/w1/")],
+        )
+    ),
+    "version 2": lambda v: v.sign(
+        lambda d: (
+            all_without_dense(d), d.update(format_version=2, allocation=None), d["versions"].pop(1),
+            [d["files"].pop(n) for n in list(d["files"]) if n.startswith("experts/w8/")],
         )
     ),
     "a scale below zero": scaled(0xBF80),
@@ -748,6 +853,36 @@ def test_an_expert_that_is_damaged_is_not_given(victim: Victim) -> None:
     victim.write(W4, (victim.path / W4).read_bytes()[:-1] + b"\x01")
     with pytest.raises(BundleError, match="expert 2, version w4: its bytes do not match"):
         open_bundle(victim.path).expert("w4", 1, 2)
+
+
+def test_dense_matrices_are_the_values_that_were_packed(small: Path) -> None:
+    import torch
+
+    bundle = open_bundle(small)
+    assert bundle.manifest.dense == DENSE_MATRICES and bundle.dense_versions == DENSE_VERSIONS
+    for number, described in enumerate(DENSE_MATRICES):
+        shape = (described.matrix,)
+        for version in DENSE_VERSIONS:
+            got = bundle.dense_matrix(version.name, described.module)
+            if version.is_lossless:
+                want = lossless(1000 + number, shape)[0]
+                weight = got.torch()["weight"]
+                assert np.array_equal(weight.view(torch.int16).numpy().view(np.uint16), want.weight)
+            else:
+                packed = affine(version, 1000 + number, shape)[0]
+                assert np.array_equal(got.numpy()["weight"], packed.dequantise(version))
+                assert got.torch()["weight"].dtype == torch.float32
+            assert got.numpy().keys() == ({"weight", "bias"} if described.matrix.bias else {"weight"})
+    for wrong, message in ((("w3", "lm_head"), "here are bf16, w8, w4"), (("w8", "lm"), "is no dense matrix")):
+        with pytest.raises(InputError, match=message):
+            bundle.dense_matrix(*wrong)
+
+
+def test_a_dense_matrix_that_is_damaged_is_not_given(victim: Victim) -> None:
+    EXTENTS["a byte of a dense matrix that is not signed"][0](victim)
+    with pytest.raises(BundleError, match=r"model\.layers\.1\.self_attn\.o_proj, version w8: its bytes do not match"):
+        open_bundle(victim.path).dense_matrix("w8", "model.layers.1.self_attn.o_proj")
+    open_bundle(victim.path).dense_matrix("w8", "model.layers.1.self_attn.q_proj")
 
 
 def test_dense_tensors(victim: Victim) -> None:

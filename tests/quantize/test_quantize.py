@@ -38,7 +38,7 @@ def output_error(x: Tensor, weight: Tensor, q: Quantised, version: Version) -> f
     return float((want - got).square().sum() / want.square().sum())
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", [8, *WIDTHS])
 @pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "gptqmodel"])
 @pytest.mark.parametrize(("cols", "group_size"), [(192, 64), (100, 64), (33, 32), (24, 128), (288, 128)])
 def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_size: int) -> None:
@@ -68,21 +68,21 @@ def test_rounding_is_within_half_a_step(bits: int) -> None:
 
 
 def test_zero_weights_and_tiny_weights_survive() -> None:
-    for bits in WIDTHS:
+    for bits in (8, *WIDTHS):
         version = Version.of(f"w{bits}", 64)
         assert torch.isfinite(dequantise(rtn.quantise(torch.zeros(1, 2, 64), version), version)).all()
         for method in ("rtn", "hqq"):
             tiny = weights(1, 8, 64) * 1e-12
             q = quantise(method, tiny, None, version)
             error = (dequantise(q, version) - tiny).square().sum() / tiny.square().sum()
-            assert error < {4: 0.02, 3: 0.08, 2: 0.4, 1: 0.5}[bits], (method, bits)
+            assert error < {8: 1e-4, 4: 0.02, 3: 0.08, 2: 0.4, 1: 0.5}[bits], (method, bits)
     assert fix_scale(torch.zeros(1)).item() > 0
 
 
 def test_gaussian_weight_errors_are_the_known_ones() -> None:
     """Relative squared error of rounding Gaussian weights in groups of 64, to check nothing is off by a factor."""
     w = weights(1, 256, 512)
-    for bits, expected in ((4, 0.0083), (3, 0.0382), (2, 0.2073)):
+    for bits, expected in ((8, 2.9e-5), (4, 0.0083), (3, 0.0382), (2, 0.2073)):
         version = Version.of(f"w{bits}", 64)
         error = float((dequantise(rtn.quantise(w, version), version) - w).square().sum() / w.square().sum())
         assert error == pytest.approx(expected, rel=0.1)
@@ -117,6 +117,14 @@ def test_gptq_beats_rounding_on_held_out_inputs() -> None:
     for version, q in gptq.quantise_widths(w, moments(x), [Version.of(f"w{b}", 64) for b in (4, 3, 2)]).items():
         made = output_error(held_out, w, q, version)
         assert made < 0.5 * output_error(held_out, w, rtn.quantise(w, version), version)
+
+
+@pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "gptqmodel"])
+def test_eight_bits_lose_little(method: str) -> None:
+    """Measured: 2.7e-5 rounded, 0.7e-5 to 1.9e-5 by GPTQ; at 4 bits 0.0075 and 0.0010 to 0.0013."""
+    version, w, held_out = Version.of("w8", 64), weights(), inputs(seed=2)
+    made = output_error(held_out, w, quantise(method, w, moments(inputs()), version), version)
+    assert made < (2.2e-5 if "gptq" in method else 3.5e-5), made
 
 
 def test_one_bit_is_a_third_of_plain_signs() -> None:

@@ -47,7 +47,7 @@ def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: tor
                 assert torch.equal(layer.current.weight(expert, m, dtype), exact.to(dtype))
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_reference_kernel_at_odd_shapes(bits: int, group_size: int) -> None:
     version = Version.of(f"w{bits}", group_size)

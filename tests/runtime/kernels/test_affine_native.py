@@ -38,7 +38,7 @@ def best_level() -> object:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [128, 64, 32])
 def test_products_against_float64(bits: int, group_size: int, level: int) -> None:
     """Every shape; one token, and as many as take all tile sizes (4 + 2 + 1)."""
@@ -72,7 +72,7 @@ def test_plain_bf16_experts(level: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [128, 64, 32])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_unpacked_weights_are_packs(bits: int, group_size: int, level: int, dtype: torch.dtype) -> None:
@@ -96,7 +96,7 @@ def use_tiles(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", TILES)
-@pytest.mark.parametrize("bits", [16, 4, 3, 2, 1])
+@pytest.mark.parametrize("bits", [16, 8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [128, 64, 32])
 def test_tiles_against_float64(bits: int, group_size: int, level: int) -> None:
     """Every shape, with slots that leave tiles and batches of 512 unfilled.

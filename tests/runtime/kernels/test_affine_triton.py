@@ -30,7 +30,7 @@ def run(
     return out.cpu()
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("group_size", [128, 64, 32])
 def test_every_width_and_group(bits: int, group_size: int) -> None:
     versions = [Version.of(f"w{bits}", group_size)]

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_bundle import write_small_bundle
 
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
 from moepack.runtime.store import files as store_module
 from moepack.runtime.store import read_ahead as ahead_module
-from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.files import DENSE, BackingStore
 from moepack.runtime.store.read_ahead import Ahead, loading_report
 
 PLACES = [("w4", p, e) for p in range(4) for e in range(16)]
@@ -159,3 +160,24 @@ def test_files_are_closed_with_the_store(bundle: Path) -> None:
     del store
     gc.collect()
     assert not held() - before
+
+
+def test_dense_matrices_are_read_as_experts_are(tmp_path: Path) -> None:
+    """Each by its number, also ahead; from damaged bytes nothing is given."""
+    opened = open_bundle(write_small_bundle(tmp_path / "bundle"))
+    store = BackingStore(opened)
+    places = [(v.name, DENSE, n) for v in opened.dense_versions for n in range(len(opened.manifest.dense))]
+    with store.reading_ahead(places):
+        for version, _, number in places:
+            stored = store.dense(version, number)
+            want = opened.dense_matrix(version, opened.manifest.dense[number].module)
+            assert np.array_equal(stored.load().numpy(), want.extent) and stored.place == (version, DENSE, number)
+            assert stored.where == want.where
+    file = tmp_path / "bundle" / "dense" / "w8" / "head.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BundleError, match="lm_head, version w8: its bytes do not match"):
+        store.dense("w8", 3).load()
+    store.dense("w8", 2).load()
+    store.close()

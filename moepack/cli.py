@@ -22,6 +22,7 @@ from .options import (
     Bundle,
     Cached,
     Checkpoint,
+    DenseName,
     Device,
     Dtype,
     EngineName,
@@ -279,6 +280,7 @@ def evaluate(
     ] = None,
     policy: PolicyName = None,
     device_memory: Memory = None,
+    dense: DenseName = None,
     length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window, or of a task's question.")] = 512,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
     kv_tokens: Cached = None,
@@ -318,11 +320,24 @@ def evaluate(
         if data or not named:
             result = scoring.evaluate(
                 path, data or [], policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
-                prefill_tokens, all_logits, kl,
+                prefill_tokens, all_logits, kl, dense,
             )  # fmt: skip
         if named:
             scores = harness.run_tasks(
-                path, named, policy, device, dtype, size, length, batch or 1, shots, limit, task_folder, chat, reporter
+                path,
+                named,
+                policy,
+                device,
+                dtype,
+                size,
+                length,
+                batch or 1,
+                shots,
+                limit,
+                task_folder,
+                chat,
+                reporter,
+                dense,
             )
     if as_json:
         _print_json((asdict(result) if result else {}) | ({"tasks": scores} if scores else {}))
@@ -344,6 +359,7 @@ def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue.", show_default=False)],
     policy: PolicyName = None,
     device_memory: Memory = None,
+    dense: DenseName = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -385,7 +401,7 @@ def generate(
     try:
         text = run(
             path, prompt, policy, device, dtype, size, max_new_tokens, sampling, stop or (), batch, kv_tokens,
-            prefill_tokens, all_logits, messages, read_template(chat_template), tell,
+            prefill_tokens, all_logits, messages, read_template(chat_template), tell, dense,
         )  # fmt: skip
     finally:
         if began:
@@ -399,6 +415,7 @@ def chat(
     path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
     policy: PolicyName = None,
     device_memory: Memory = None,
+    dense: DenseName = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer.")] = 256,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
@@ -424,7 +441,8 @@ def chat(
     if path.startswith(("http://", "https://")):
         talk(There(path, api_key, max_new_tokens, sampling, stop or ()), system)
         return
-    with Session(path, policy, device, dtype, parse_size(device_memory), read_template(chat_template)) as session:
+    size, template = parse_size(device_memory), read_template(chat_template)
+    with Session(path, policy, device, dtype, size, template, dense) as session:
         session.chat([{"role": "user", "content": "?"}])  # refused before weights are read
         session.load(kv_tokens or CHAT_TOKENS, PROMPT)
         talk(Here(session, max_new_tokens, sampling, stop or ()), system)
@@ -438,6 +456,7 @@ def plan(
     ],
     device: Annotated[str, typer.Option("--device", help="cpu, cuda ...; it need not be here.")] = "cpu",
     policy: Annotated[str | None, typer.Option("--policy", help=f"{usages()}; hotness without it.")] = None,
+    dense: DenseName = None,
     kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")] = 576,
     prefill_tokens: Annotated[int, typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")] = 512,
     all_logits: Annotated[
@@ -451,7 +470,7 @@ def plan(
 
     size = parse_size(device_memory)
     assert size is not None
-    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch, prefill_tokens, all_logits)
+    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch, prefill_tokens, all_logits, dense)
     if as_json:
         _print_json(planning.as_json(planned))
     if planned.message is not None:
@@ -468,6 +487,7 @@ def serve(
     bundle: Annotated[str, typer.Argument(help="A bundle: its directory, or its Hub id.", show_default=False)],
     policy: PolicyName = None,
     device_memory: Memory = None,
+    dense: DenseName = None,
     host: Annotated[str, typer.Option("--host", help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8000,
     api_key: Annotated[
@@ -512,7 +532,7 @@ def serve(
     else:
         from .server.command import serve as run
     asked = Serve(
-        bundle, policy, device_memory, device, dtype, host, port, api_key, name, chat_template, max_sequences,
+        bundle, policy, device_memory, dense, device, dtype, host, port, api_key, name, chat_template, max_sequences,
         max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace, access_log,
         replicas, address,
     )  # fmt: skip

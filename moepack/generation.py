@@ -33,6 +33,7 @@ class Session:
         dtype: str = "auto",
         device_memory: int | None = None,
         chat_template: str | None = None,
+        dense: str | None = None,
     ) -> None:
         """Look at what there is; `load` loads it.
 
@@ -41,7 +42,7 @@ class Session:
         """
         from moepack.calibrate.data import load_tokenizer
 
-        self._path, self._asked, self._memory = path, (policy, device, dtype, device_memory), device_memory
+        self._path, self._asked, self._memory = path, (policy, device, dtype, device_memory, dense), device_memory
         with Reporter().hub_bars():
             self._source, self._is_bundle = locate(path)
             check(self._source, self._is_bundle, *self._asked)
@@ -194,6 +195,7 @@ def generate(
     messages: Messages | None = None,
     chat_template: str | None = None,
     tell: Tell = lambda text: None,
+    dense: str | None = None,
 ) -> str:
     """The continuation of a prompt, or the answer to `messages`.
 
@@ -204,7 +206,7 @@ def generate(
     Raises:
         InputError: for an empty prompt, or a model without a chat template that is given messages.
     """
-    with Session(path, policy, device, dtype, device_memory, chat_template) as session:
+    with Session(path, policy, device, dtype, device_memory, chat_template, dense) as session:
         ids = session.text(prompt) if messages is None else session.chat(messages)
         passes = min(len(ids), PROMPT) if prefill_tokens is None else prefill_tokens
         session.load(len(ids) + max_new_tokens if kv_tokens is None else kv_tokens, passes, batch, all_logits)

@@ -40,6 +40,7 @@ def load_model(
     device: str,
     dtype: str,
     device_memory: int | None = None,
+    dense: str | None = None,
     **workload: Any,
 ) -> Any:
     """A bundle, or a plain checkpoint, as a transformers model; `path` and `is_bundle` as `locate` gives them.
@@ -54,7 +55,7 @@ def load_model(
     wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     if is_bundle:
         with quiet_transformers():
-            return load(path, device, device_memory, policy, wanted, **workload)
+            return load(path, device, device_memory, policy, wanted, dense=dense, **workload)
     from transformers import AutoModelForCausalLM
 
     from moepack.calibrate.checkpoint import open_checkpoint
@@ -65,7 +66,13 @@ def load_model(
 
 
 def check(
-    path: str | Path, is_bundle: bool, policy: str | None, device: str, dtype: str, device_memory: int | None
+    path: str | Path,
+    is_bundle: bool,
+    policy: str | None,
+    device: str,
+    dtype: str,
+    device_memory: int | None,
+    dense: str | None = None,
 ) -> None:
     """See that what was asked for can be done, before anything is loaded.
 
@@ -73,17 +80,19 @@ def check(
         InputError: when it cannot.
     """
     from moepack.pack.reader import open_bundle
+    from moepack.runtime.dense.choice import choose_dense
     from moepack.runtime.load import check_device
     from moepack.runtime.planning.choice import check_policy
 
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown: {', '.join(DTYPES)}")
     check_device(device)
-    if not is_bundle and (policy is not None or device_memory is not None):
-        raise InputError(f"{path}: not a bundle: a policy and a memory budget need one")
+    if not is_bundle and (policy, device_memory, dense) != (None, None, None):
+        raise InputError(f"{path}: not a bundle: a policy, dense versions and a memory budget need one")
     if is_bundle and Path(path).is_dir():
         bundle = open_bundle(path)
         bundle.check(CONFIG)  # before transformers reads it
+        choose_dense(dense, bundle, policy)
         if policy is not None:
             check_policy(policy, bundle, device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))
 

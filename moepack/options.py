@@ -39,6 +39,14 @@ PolicyName = Annotated[
         "version, with --device-memory hotness.",
     ),
 ]
+DenseName = Annotated[
+    str | None,
+    typer.Option(
+        "--dense",
+        help="The version of attention, shared experts and lm_head, where the bundle has versions of them: bf16, w8, "
+        "allocation; the most precise without it.",
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(

@@ -12,7 +12,8 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import SECTION, align
+from moepack.pack.spec import SECTION, Version, align
+from moepack.runtime.dense.linears import serve as serve_dense
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.experts.backends import backend
@@ -41,8 +42,9 @@ def attach(
     host_memory: int | None = None,
     host_rate: int | None = None,
     host_threads: int | None = None,
+    dense: Sequence[Version] = (),
 ) -> None:
-    """Give every experts module its handles under a policy.
+    """Give every experts module its handles under a policy, and dense matrices their versions.
 
     Raises:
         InputError: when the policy does not fit the bundle, or its versions do not fit the device memory.
@@ -57,11 +59,11 @@ def attach(
             "give device= and device_memory= instead"
         )
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
-    if all(device.type == "cpu" for device in devices) and backend(devices[0]) == "native":
-        from moepack.runtime.dense.linears import serve
+    compiled = all(device.type == "cpu" and backend(device) == "native" for device in devices)
+    serve_dense(model, bundle, dense, compiled)
+    if compiled:
         from moepack.runtime.dense.norms import serve_norms
 
-        serve(model, [layer.module for layer in bundle.layers])
         serve_norms(model)
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
@@ -135,7 +137,9 @@ def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -
                 sizes = [align(resident_size(described.matrices, v), SECTION) for v in chosen]
                 memory = host.memory(sum(sizes))
                 memory.take(0, sum(sizes))
-                for e, (version, block) in enumerate(zip(chosen, memory.tensor[: sum(sizes)].split(sizes), strict=True)):
+                for e, (version, block) in enumerate(
+                    zip(chosen, memory.tensor[: sum(sizes)].split(sizes), strict=True)
+                ):
                     copied = host.fetch(partial(store.stored, version.name, p, e), block, described, version)
                     copied.wait()
                     if copied.error is not None:

@@ -36,6 +36,7 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     host_rate: int | str | None = None,
     host_threads: int | None = None,
+    dense: str | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model.
 
@@ -70,6 +71,9 @@ def load(
         host_rate: bytes a second, or a size such as "20GB", at which the host reads the experts that it executes (the
             policy `prefill`), to emulate slower memory than it has; without it, no limit.
         host_threads: on which it runs them; without it, all of torch's beside a GPU, half of them beside a CPU's own.
+        dense: the version of the matrices outside the experts (attention, shared experts, lm_head), where the bundle
+            has versions of them: `w8`, `bf16`, or `allocation`, which the manifest names. Without it the most precise
+            that is here, and with the policy `static:allocation` what that names.
 
     Raises:
         BundleError: when the bundle is damaged.
@@ -109,6 +113,7 @@ def load(
         host_memory=pinned,
         host_rate=rate,
         host_threads=threads,
+        dense=dense,
     )
     options: dict[str, Any] = {"revision": revision or "main", "token": token}
     if attn_implementation is not None:

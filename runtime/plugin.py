@@ -22,7 +22,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import HINT
+from moepack.pack.spec import HINT, Version
+from moepack.runtime.dense.choice import choose_dense
+from moepack.runtime.dense.linears import prepare
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
 from moepack.runtime.planning.choice import check_policy
 from moepack.runtime.planning.fixed import Workload
@@ -34,7 +36,7 @@ from .attach import attach
 from .snapshot import fetch
 
 METHOD = "moepack"
-POLICY = "MOEPACK_POLICY"  # the environment's
+POLICY, DENSE = "MOEPACK_POLICY", "MOEPACK_DENSE"  # the environment's
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how files are fetched
 
 
@@ -60,8 +62,9 @@ class MoepackConfig(QuantizationConfigMixin):
     """What config.json, `moepack.load` or a caller of `from_pretrained` says about serving.
 
     Args:
-        policy, device_memory, host_memory, host_rate, host_threads: as of `moepack.load`. Where nobody names a policy
-            or a budget, the environment's MOEPACK_POLICY and MOEPACK_DEVICE_MEMORY do: for programs that load by path.
+        policy, dense, device_memory, host_memory, host_rate, host_threads: as of `moepack.load`. Where nobody names
+            them, the environment's MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY do: for programs that load
+            by path.
         workload: what a budget must leave room for, as `Workload` has it.
     """
 
@@ -73,11 +76,12 @@ class MoepackConfig(QuantizationConfigMixin):
         host_memory: int | str | None = None,
         host_rate: int | str | None = None,
         host_threads: int | None = None,
+        dense: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # its enum lists transformers' own methods
         parse_policy(policy)
-        self.policy = policy
+        self.policy, self.dense = policy, dense
         self.device_memory = parse_size(device_memory)
         self.workload = dict(workload or {})
         if unknown := self.workload.keys() - set(Workload.__slots__):
@@ -87,7 +91,7 @@ class MoepackConfig(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What `from_pretrained(bundle, quantization_config=MoepackConfig(...))` puts over config.json's."""
-        names = ("policy", "device_memory", "workload", "host_memory", "host_rate", "host_threads")
+        names = ("policy", "dense", "device_memory", "workload", "host_memory", "host_rate", "host_threads")
         return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
 
 
@@ -101,6 +105,7 @@ class MoepackQuantizer(HfQuantizer):
             raise _no_bundle()
         super().__init__(quantization_config, **kwargs)
         self._bundle: Bundle | None = None
+        self._dense: tuple[Version, ...] = ()
 
     @property
     def is_trainable(self) -> bool:
@@ -122,6 +127,8 @@ class MoepackQuantizer(HfQuantizer):
         if policy := self._policy():
             check_policy(policy, bundle, self._budget() is not None)
         bundle.check(*bundle.manifest.files)
+        self._dense = choose_dense(self._dense_name(), bundle, self._policy())
+        prepare(model, bundle, self._dense)
         for layer in bundle.layers:
             try:
                 module = model.get_submodule(layer.module)
@@ -145,12 +152,16 @@ class MoepackQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         workload = Workload(**config.workload)
         host = config.host_memory, config.host_rate, config.host_threads
-        attach(model, self._bundle, self._policy(), self._budget(), workload, *host)
+        attach(model, self._bundle, self._policy(), self._budget(), workload, *host, dense=self._dense)
         return model
 
     def _policy(self) -> str | None:
         config: Any = self.quantization_config
         return config.policy or os.environ.get(POLICY) or None
+
+    def _dense_name(self) -> str | None:
+        config: Any = self.quantization_config
+        return config.dense or os.environ.get(DENSE) or None
 
     def _budget(self) -> int | None:
         config: Any = self.quantization_config

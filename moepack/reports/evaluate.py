@@ -150,6 +150,7 @@ def evaluate(
     prefill_tokens: int | None = None,
     all_logits: bool = False,
     kl: bool = False,
+    dense: str | None = None,
 ) -> Evaluation:
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
@@ -170,6 +171,7 @@ def evaluate(
         all_logits: whether it leaves room for the logits of all of them; evaluation makes them in pieces.
         kl: compare with the same bundle served at `bf16` without a budget, which is run first: divergence and
             agreement.
+        dense: as of `moepack.load`.
     """
     reporter = reporter or Reporter()
     if not data:
@@ -178,7 +180,7 @@ def evaluate(
         source, is_bundle = locate(path)
         from moepack.calibrate.data import check_source, load_tokenizer
 
-        check(source, is_bundle, policy, device, dtype, device_memory)
+        check(source, is_bundle, policy, device, dtype, device_memory, dense)
         if trace is not None:
             _check_trace(path, is_bundle, trace)
         for name in data:
@@ -196,7 +198,9 @@ def evaluate(
             reporter.stage("load", 1)
             reporter.step(Path(path).name)
             shown = _shown(reporter)
-            model = load_model(source, is_bundle, policy, device, dtype, device_memory, progress=shown, **workload)
+            model = load_model(
+                source, is_bundle, policy, device, dtype, device_memory, dense, progress=shown, **workload
+            )
             serving = getattr(model, "moepack", None)
             if trace is not None and serving is not None:
                 serving.trace(trace)
@@ -217,7 +221,7 @@ def _compare_with(
     if not is_bundle:
         raise InputError(f"{source}: not a bundle: a divergence is that of a bundle from its own bf16")
     reporter.stage("reference", len(pools))
-    model = load_model(source, True, f"static:{LOSSLESS}", device, dtype)
+    model = load_model(source, True, f"static:{LOSSLESS}", device, dtype, dense=LOSSLESS)
     with model.moepack:
         for name, (pool, _) in pools:
             reference.keep(model, name, pool, batch, reporter)

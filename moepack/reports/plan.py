@@ -108,6 +108,7 @@ def plan(
     batch: int = 1,
     prefill_tokens: int = 512,
     all_logits: bool = True,
+    dense: str | None = None,
 ) -> Planned:
     """Foretell what `moepack.load` with these arguments would serve.
 
@@ -116,7 +117,7 @@ def plan(
         device_memory: bytes for everything.
         device: as torch names it; it need not be here.
         policy: as in `moepack.load`.
-        kv_tokens, batch, prefill_tokens, all_logits: as in `moepack.load`. (The command plans for `moepack generate`.)
+        dense, kv_tokens, batch, prefill_tokens, all_logits: as in `moepack.load`. (The command plans for `moepack generate`.)
 
     Raises:
         InputError: for a policy that does not fit the bundle; not for a budget that is too small.
@@ -126,6 +127,7 @@ def plan(
     import torch
 
     import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
+    from moepack.runtime.dense.choice import choose_dense, dense_change
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
@@ -138,8 +140,10 @@ def plan(
     bundle.check(CONFIG)
     config = read_config(bundle.path, bundle.manifest)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
-    needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
-    fixed = Fixed(dense, needs.kv_bytes, needs.activations)
+    dtype = config.dtype or torch.float32
+    needs, outside = measure(bundle, config, dtype, where, workload)
+    outside += dense_change(bundle, choose_dense(dense, bundle, policy), dtype.itemsize)
+    fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     least = _decide(bundle, parsed, fixed, 0, where).least
     decided = _decide(bundle, parsed, fixed, device_memory, where)
     table, message = decided.table, None
@@ -152,7 +156,7 @@ def plan(
     bandwidth = read_rate(where)
     if table is not None:
         activations = fixed.activations + decided.workspace
-        fixed = Fixed(dense, fixed.kv, activations, decided.staging, decided.window)
+        fixed = Fixed(outside, fixed.kv, activations, decided.staging, decided.window)
         tables = bundle.calibration()
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
@@ -160,7 +164,7 @@ def plan(
         cached = needs.kv.tokens(fixed.kv + device_memory - fixed.total - decided.floor, batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"] = relative_loss(tables, table)
-        read = _dense_read(dense, config, bundle) + needs.kv.bytes(kv_tokens)
+        read = _dense_read(outside, config, bundle) + needs.kv.bytes(kv_tokens)
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]

@@ -25,13 +25,14 @@ def run_tasks(
     folder: Path | None = None,
     chat: bool = False,
     reporter: Reporter | None = None,
+    dense: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Score a bundle or a checkpoint.
 
     Args:
         path: its directory, or its Hub id.
         tasks: names, as `lm_eval --tasks` takes them.
-        policy, device, dtype, device_memory: as of `evaluate`.
+        policy, device, dtype, device_memory, dense: as of `evaluate`.
         length: tokens of a question with its answer, at the most; a budget leaves room for them.
         batch: questions at a time.
         shots: examples before each; without it, what the task says.
@@ -57,7 +58,7 @@ def run_tasks(
     reporter = reporter or Reporter()
     with reporter.hub_bars():
         source, is_bundle = locate(path)
-        check(source, is_bundle, policy, device, dtype, device_memory)
+        check(source, is_bundle, policy, device, dtype, device_memory, dense)
         manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
         if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
             manager = TaskManager(include_path=str(folder))  # with the harness's own: ten seconds
@@ -65,8 +66,10 @@ def run_tasks(
             raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
         reporter.stage("load", 1)
         reporter.step(Path(path).name)
-        room = {"kv_tokens": length, "batch": batch, "prefill_tokens": length, "all_logits": True}
-        model = load_model(source, is_bundle, policy, device, dtype, device_memory, **(room if is_bundle else {}))
+        room: dict[str, Any] = {"kv_tokens": length, "batch": batch, "prefill_tokens": length, "all_logits": True}
+        if not is_bundle:
+            room = {}
+        model = load_model(source, is_bundle, policy, device, dtype, device_memory, dense, **room)
         reporter.stage("tasks", len(tasks))
         reporter.step(", ".join(tasks))
         try:

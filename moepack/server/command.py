@@ -42,6 +42,7 @@ class Serve:
     bundle: str
     policy: str | None = None
     device_memory: str | None = None
+    dense: str | None = None
     device: str = "cpu"
     dtype: str = "auto"
     host: str = "127.0.0.1"
@@ -150,7 +151,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     try:
         model = load(
             asked.bundle, asked.device, asked.device_memory, asked.policy, dtype, kv_tokens=held,
-            prefill_tokens=asked.step_tokens, all_logits=False,
+            prefill_tokens=asked.step_tokens, all_logits=False, dense=asked.dense,
         )  # fmt: skip
     except BudgetExceeded as error:
         why = f"{held} tokens of KV cache are held back, because {asked.policy} lets no expert make room: --kv-tokens"

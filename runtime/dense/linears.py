@@ -1,27 +1,32 @@
 """Products of a served model's dense matrices on a CPU, by the kernels that run its experts.
 
-torch reads BF16 weights at half of what memory gives for one token (`python -m benchmarks.decoding`). Here a matrix lies
-in huge pages, in the layout of an expert with that matrix alone (kernels/forms.py), whichever version it is in, and maps
-that are given the same input are multiplied by in one call. Where a pass has many tokens, BF16 matrices are torch's.
+torch reads BF16 weights at half of what memory gives for one token. Here a matrix lies in huge pages, in the layout of
+an expert with that matrix alone (kernels/forms.py), whichever version it is in, and maps that are given the same input
+are multiplied by in one call. Where a pass has many tokens, BF16 matrices are torch's.
 Decides nothing about which version a matrix is in.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moepack.pack.spec import LOSSLESS, SECTION, Matrix, Version, align
-from moepack.runtime.devices.cpu import CpuMemory
-from moepack.runtime.kernels.affine_native import LayerForms, product
+from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle
+from moepack.pack.spec import LOSSLESS, SECTION, ExpertLayer, Matrix, Version, align
+from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
+from moepack.runtime.experts import backends
 from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+from moepack.runtime.store.files import DENSE, BackingStore
 
 from .find import groups, linears
+from .packed import PackedLinear
 
 FEW = 16  # tokens up to which a BF16 matrix is multiplied by here; torch's tiles are faster beyond
 MISSES = 2  # calls one after another whose results nobody took, until a group's maps are multiplied by one by one
@@ -46,16 +51,22 @@ class Products:
     """The products of matrices that are given the same input."""
 
     def __init__(self, parts: Sequence[Dense]) -> None:
+        from moepack.runtime.kernels.affine_native import LayerForms
+
         self._parts = tuple(parts)
         self._forms = [LayerForms((p.matrix,), (p.version,)) for p in parts]
         self._handles = [np.array([handle(p.extent.data_ptr(), 0)], np.uint64) for p in parts]
 
     def __call__(self, x: Tensor, which: Sequence[int]) -> list[Tensor]:
         """Of x [tokens, cols], contiguous, float32 or bfloat16: [tokens, rows] of each matrix asked for."""
+        from moepack.runtime.kernels.affine_native import has_tiles, product
+
         index, out = torch.zeros(len(x), 1, dtype=torch.int64), []
         for i in which:
-            out.append(x.new_empty(len(x), self._parts[i].matrix.rows))
-            product(self._forms[i], 0, self._handles[i], x, index, out[-1])
+            part = self._parts[i]
+            limits = backends.direct_limits(x.dtype, (part.version,)) if has_tiles(x.dtype) else None
+            out.append(x.new_empty(len(x), part.matrix.rows))
+            product(self._forms[i], 0, self._handles[i], x, index, out[-1], limits)
         return out
 
 
@@ -123,27 +134,134 @@ class Served:
         return self._group.run(self._which, x)
 
 
-def serve(model: nn.Module, experts: Sequence[str]) -> None:
-    """Move a model's BF16 matrices into huge pages, and let the kernels multiply by them.
+def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> None:
+    """Before a model's weights are loaded: take off it those of the bundle's dense matrices, which come from elsewhere.
+
+    Raises:
+        InputError: for a matrix that the model does not have.
+    """
+    for described, version in zip(bundle.manifest.dense, versions, strict=bool(versions)):
+        parent, _, last = described.module.rpartition(".")
+        try:
+            module = model.get_submodule(described.module)
+        except AttributeError:
+            module = None
+        shape = described.matrix
+        if type(module) is not nn.Linear or (module.out_features, module.in_features) != (shape.rows, shape.cols):
+            raise InputError(f"{bundle.path}: {type(model).__name__} has no linear map {described.module} of its shape")
+        if version.is_lossless:
+            module._parameters.update(weight=None, bias=None)
+            module._is_hf_initialized = True  # type: ignore[assignment]
+        else:
+            model.get_submodule(parent).register_module(last, PackedLinear(shape, version))
+
+
+def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compiled: bool) -> None:
+    """After a model's weights were loaded: load its dense matrices, and let the kernels multiply by them.
 
     Args:
-        model: on a CPU, its weights loaded.
-        experts: the names of its experts' modules.
+        model: its other weights loaded.
+        bundle: the bundle.
+        versions: of each of its dense matrices, or none for a bundle that has no versions of them: then the model's own
+            are moved.
+        compiled: whether the model is on a CPU, and there are compiled kernels.
+
+    Raises:
+        BundleError: when an extent is damaged.
     """
-    version = Version.of(LOSSLESS)
-    found = {n: m for n, m in linears(model, experts).items() if m.weight.dtype == torch.bfloat16}
-    shapes = {n: Matrix(n, m.out_features, m.in_features, m.bias is not None) for n, m in found.items()}
-    sizes = {n: align(resident_size((shape,), version), SECTION) for n, shape in shapes.items()}
+    experts = [layer.module for layer in bundle.layers]
+    if versions:
+        served = _load(model, bundle, versions)
+    elif compiled:
+        served = _move(linears(model, experts))
+    else:
+        return
+    if not compiled:
+        return
+    for names in groups(list(served)):
+        group = Group([served[n] for n in names])
+        for which, name in enumerate(names):
+            module = model.get_submodule(name)
+            if isinstance(module, PackedLinear):
+                module.group, module.which = group, which
+            elif isinstance(module, nn.Linear) and module.weight.data_ptr() == served[name].extent.data_ptr():
+                module.forward = Served(module, group, which)  # type: ignore[method-assign,assignment]
+
+
+def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
+    """Memory for extents, in one piece of huge pages."""
+    sizes = {name: align(resident_size((m,), v), SECTION) for name, (m, v) in shapes.items()}
     memory = CpuMemory(sum(sizes.values()))
     memory.take(0, sum(sizes.values()))
-    extents = dict(zip(sizes, memory.tensor[: sum(sizes.values())].split(list(sizes.values())), strict=True))
-    for name, module in found.items():
-        (form,) = make_forms((shapes[name],), version)
-        for tensor, at in ((module.weight, form.low), (module.bias, form.bias)):
-            if tensor is not None:
-                place = extents[name][at : at + 2 * tensor.numel()].view(torch.bfloat16).view(tensor.shape)
-                tensor.data = place.copy_(tensor)
-    for names in groups(list(found)):
-        group = Group([Dense(shapes[n], version, extents[n]) for n in names])
-        for which, name in enumerate(names):
-            found[name].forward = Served(found[name], group, which)  # type: ignore[method-assign]
+    parts = memory.tensor[: sum(sizes.values())].split(list(sizes.values()))
+    return dict(zip(sizes, parts, strict=True))
+
+
+def _move(found: Mapping[str, nn.Linear]) -> dict[str, Dense]:
+    """BF16 matrices of a model to where the kernels read them best."""
+    version = Version.of(LOSSLESS)
+    shapes = {
+        n: (Matrix("weight", m.out_features, m.in_features, m.bias is not None), version)
+        for n, m in found.items()
+        if m.weight.dtype == torch.bfloat16
+    }
+    out = {}
+    for name, extent in _room(shapes).items():
+        module = found[name]
+        weight, bias = _views(extent, shapes[name][0], version)
+        module.weight.data = weight.copy_(module.weight)
+        if bias is not None:
+            module.bias.data = bias.copy_(module.bias)
+        out[name] = Dense(shapes[name][0], version, extent)
+    return out
+
+
+def _views(extent: Tensor, matrix: Matrix, version: Version) -> tuple[Tensor, Tensor | None]:
+    """The BF16 weight and bias of a decoded matrix."""
+    (form,) = make_forms((matrix,), version)
+    weight = extent[form.low : form.low + 2 * matrix.weights].view(torch.bfloat16).view(matrix.rows, matrix.cols)
+    bias = None if form.bias < 0 else extent[form.bias : form.bias + 2 * matrix.rows].view(torch.bfloat16)
+    return weight, bias
+
+
+def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict[str, Dense]:
+    """Every dense matrix of a bundle into memory, and into its module."""
+    described = bundle.manifest.dense
+    shapes = {d.module: (d.matrix, v) for d, v in zip(described, versions, strict=True)}
+    store, out = BackingStore(bundle), {}
+    sizes = [store.dense(v.name, i).size for i, v in enumerate(versions) if v.is_lossless]
+    host = CpuDevice(max(sizes, default=0), threads=None)
+    dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.bfloat16
+    try:
+        with store.reading_ahead((v.name, DENSE, i) for i, v in enumerate(versions)):
+            for i, (name, extent) in enumerate(_room(shapes).items()):
+                matrix, version = shapes[name]
+                layer = ExpertLayer(described[i].layer or 0, name, 1, (matrix,))
+                copied = host.fetch(partial(store.dense, version.name, i), extent, layer, version)
+                copied.wait()
+                if copied.error is not None:
+                    raise copied.error
+                module = model.get_submodule(name)
+                device = _device(model, name)
+                if isinstance(module, PackedLinear):
+                    module.packed = extent.to(device)
+                else:
+                    weight, bias = _views(extent, matrix, version)
+                    module.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
+                    if bias is not None:
+                        module.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
+                out[name] = Dense(matrix, version, extent)
+    finally:
+        host.close()
+        store.close()
+    return out
+
+
+def _device(model: nn.Module, name: str) -> torch.device:
+    """Where a matrix belongs: to its nearest neighbours that are loaded."""
+    while name:
+        name = name.rpartition(".")[0]
+        found = next((t for t in model.get_submodule(name).parameters() if t.device.type != "meta"), None)
+        if found is not None:
+            return found.device
+    return torch.device("cpu")

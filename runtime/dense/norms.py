@@ -7,6 +7,7 @@ when the model is loaded, and the one that agrees takes its place; where none do
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Of x [..., cols]."""
-        weight = self._module.weight
+        weight: Any = self._module.weight
         if (
             torch.compiler.is_compiling()
             or x.dtype != torch.bfloat16

@@ -117,7 +117,8 @@ def plan(
         device_memory: bytes for everything.
         device: as torch names it; it need not be here.
         policy: as in `moepack.load`.
-        dense, kv_tokens, batch, prefill_tokens, all_logits: as in `moepack.load`. (The command plans for `moepack generate`.)
+        dense, kv_tokens, batch, prefill_tokens, all_logits: as in `moepack.load`. (The command plans for
+            `moepack generate`.)
 
     Raises:
         InputError: for a policy that does not fit the bundle; not for a budget that is too small.

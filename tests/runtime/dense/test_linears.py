@@ -1,0 +1,140 @@
+"""Dense matrices by the experts' kernels: against torch, in groups, in threads, and what is not theirs to do."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support import random_matrix
+from torch import Tensor, nn
+
+from moepack.pack.affine import encode_affine
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.dense import linears as module_under_test
+from moepack.runtime.dense.find import groups, linears
+from moepack.runtime.dense.linears import Dense, Group
+from moepack.runtime.dense.packed import PackedLinear
+from moepack.runtime.experts import backends
+
+pytestmark = pytest.mark.skipif(backends.backend(torch.device("cpu")) != "native", reason="no compiled kernels")
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(96, 128, bias), nn.Linear(96, 64, bias)
+        self.v_proj, self.o_proj = nn.Linear(96, 64, bias), nn.Linear(128, 96, bias)
+        self.gate = nn.Linear(96, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(q + torch.cat([k, v], -1))
+
+
+def packed(matrix: Matrix, version: Version, seed: int) -> tuple[PackedLinear, Tensor]:
+    """A packed map with moderate weights, and them as float32."""
+    made = random_matrix(matrix, version, seed)
+    scale = torch.rand(made.scale.shape, generator=torch.Generator().manual_seed(seed)).bfloat16() * 0.01
+    made.scale[:] = scale.view(torch.uint16).numpy()
+    if made.bias is not None:
+        made.bias[:] = torch.linspace(-1, 1, matrix.rows).bfloat16().view(torch.uint16).numpy()
+    module = PackedLinear(matrix, version)
+    room = torch.from_numpy(encode_affine((matrix,), version, [made]))
+    module.packed = torch.empty(len(room) + 64, dtype=torch.uint8)
+    module.packed = module.packed[-module.packed.data_ptr() % 64 :][: len(room)].copy_(room)
+    return module, torch.from_numpy(made.dequantise(version))
+
+
+def grouped(modules: list[PackedLinear]) -> Group:
+    group = Group([Dense(m.matrix, m.version, m.packed) for m in modules])
+    for i, m in enumerate(modules):
+        m.group, m.which = group, i
+    return group
+
+
+def test_what_is_found_and_what_goes_together() -> None:
+    model = nn.ModuleDict({"a": Attention(), "experts": Attention(), "small": nn.Linear(63, 64)})
+    names = list(linears(model, ["experts"]))
+    assert names == ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj"], "no router, no expert, nothing small"
+    assert list(groups(names)) == [("a.q_proj", "a.k_proj", "a.v_proj"), ("a.o_proj",)]
+    assert list(groups(["m.gate_proj", "m.down_proj", "m.up_proj", "n.up_proj"])) == [
+        ("m.gate_proj", "m.up_proj"), ("m.down_proj",), ("n.up_proj",)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 40])
+def test_bf16_matrices_move_and_multiply_as_torch_does(bias: bool, tokens: int) -> None:
+    torch.manual_seed(0)
+    model = Attention(bias).bfloat16().requires_grad_(False)
+    x = torch.randn(2, tokens, 96).bfloat16()[:1]
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    wanted = Attention(bias).requires_grad_(False)
+    wanted.load_state_dict({n: p.float() for n, p in before.items()})
+
+    class Bundle:
+        layers = ()
+        manifest = type("M", (), {"dense": ()})
+
+    module_under_test.serve(model, Bundle(), (), True)  # type: ignore[arg-type]
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    made = model(x)
+    assert (made.float() - wanted(x.float())).abs().max() < 0.03 and made.dtype == torch.bfloat16
+    assert "forward" in model.q_proj.__dict__ and "forward" not in model.gate.__dict__
+    model.o_proj.weight = nn.Parameter(torch.zeros_like(model.o_proj.weight), requires_grad=False)
+    rest = model.o_proj.bias if bias else torch.zeros(96)
+    assert torch.equal(model(x)[0, 0].float(), rest.float()), "somebody's own weights are used"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["w8", "w4", "w2"])
+def test_packed_maps_are_their_dequantised_weights(name: str, dtype: torch.dtype) -> None:
+    version = Version.of(name, 32)
+    made, weights = zip(*(packed(Matrix("weight", r, 100, True), version, r) for r in (70, 33, 16)), strict=True)
+    grouped(list(made))
+    for tokens in (1, 2, 5, 70):
+        x = torch.randn(1, tokens, 100, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+        for module, weight in zip(made, weights, strict=True):
+            wanted = x.double() @ weight.double().T + torch.linspace(-1, 1, len(weight)).bfloat16().double()
+            got = module(x)
+            assert got.shape == (1, tokens, len(weight)) and got.dtype == dtype
+            least = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}[dtype]
+            assert (got - wanted).abs().max() < least * wanted.abs().max()
+
+
+def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [packed(Matrix("weight", 64, 64), Version.of("w4", 64), i)[0] for i in range(3)]
+    group, calls = grouped(made), []
+    run = group._products
+    group._products = lambda x, which: calls.append(tuple(which)) or run(x, which)  # type: ignore[assignment,func-returns-value]
+    x = torch.randn(1, 64)
+    alone = [run(x, [i])[0] for i in range(3)]
+    assert all(torch.equal(m(x), y) for m, y in zip(made, alone, strict=True)) and calls == [(0, 1, 2)]
+    calls.clear()
+    made[0](x)
+    x.mul_(2)  # the very tensor, changed
+    assert torch.equal(made[1](x), run(x, [1])[0]) and calls == [(0, 1, 2), (0, 1, 2)]
+    calls.clear()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(made[2](x)))
+    thread.start()
+    thread.join()
+    assert calls == [(0, 1, 2)], "another thread's results are its own"
+    calls.clear()
+    for _ in range(4):
+        made[1](torch.randn(1, 64))
+    assert calls[-1] == (1,), "maps that are given different inputs are multiplied by one by one"
+
+
+def test_gradients_and_copies() -> None:
+    version = Version.of("w8", 64)
+    module, weight = packed(Matrix("weight", 64, 64), version, 1)
+    grouped([module])
+    x = torch.randn(3, 64, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, weight.sum(0).expand(3, 64), atol=1e-4)
+    with torch.no_grad():
+        compiled = torch.ops.moepack.dense(x, module._number, 64)
+    assert torch.equal(compiled, module(x.detach()))

@@ -1,0 +1,65 @@
+"""A CPU's memory: huge pages where all of one is taken, and never a page that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepack.pack.spec import PAGE
+from moepack.runtime.devices.cpu import HUGE, CpuMemory
+
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HAS_THEM = MODE.exists() and "[never]" not in MODE.read_text()
+
+
+def resident(memory: CpuMemory) -> tuple[int, int]:
+    """Bytes of it in memory, and of the mappings that it is a part of those in huge pages."""
+    begin, size = memory.tensor.data_ptr(), len(memory.tensor)
+    with Path("/proc/self/pagemap").open("rb") as f:
+        f.seek(begin // PAGE * 8)
+        there = np.frombuffer(f.read(size // PAGE * 8), np.uint64) >> np.uint64(63)
+    huge, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            low, high = (int(part, 16) for part in head.split("-"))
+            inside = low < begin + size and begin < high
+        elif inside and head == "AnonHugePages:":
+            huge += int(line.split()[1]) << 10
+    return int(there.sum()) * PAGE, huge
+
+
+@pytest.mark.skipif(not HAS_THEM, reason="no transparent huge pages here")
+def test_what_is_taken_at_once_is_in_huge_pages() -> None:
+    memory = CpuMemory(9 * HUGE)
+    memory.take(0, 8 * HUGE)
+    memory.tensor[: 8 * HUGE].fill_(1)
+    memory.settle(0, 8 * HUGE)
+    taken, huge = resident(memory)
+    assert taken == 8 * HUGE and huge >= 6 * HUGE
+
+
+@pytest.mark.skipif(not HAS_THEM, reason="no transparent huge pages here")
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=4, max_size=30))
+def test_only_what_is_taken_is_there(changes: list[tuple[int, bool]]) -> None:
+    """Blocks of 3/4 of a huge page, written when they are taken, come and go: their neighbours' pages do not."""
+    block, kept = 3 * HUGE // 4 // PAGE * PAGE, set()
+    memory = CpuMemory(8 * block)
+    for i, wanted in changes:
+        if wanted and i not in kept:
+            memory.take(i * block, block)
+            memory.tensor[i * block : (i + 1) * block].fill_(i + 1)
+            memory.settle(i * block, block)
+            kept.add(i)
+        elif not wanted and i in kept:
+            assert memory.give_back(i * block, block) == block
+            kept.remove(i)
+        assert resident(memory)[0] == len(kept) * block
+        assert all(int(memory.tensor[k * block]) == int(memory.tensor[(k + 1) * block - 1]) == k + 1 for k in kept)
+    if len(kept) == 8:
+        assert resident(memory)[1] > 0

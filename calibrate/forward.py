@@ -8,7 +8,7 @@ model). All windows have one length and no padding, so one set of arguments serv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,14 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError
 
+from .dense import DenseWatch
 from .stream import StreamedModel
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
+
+
+class _Reached(Exception):
+    """The output projection would be computed now."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,46 @@ class CalibrationPass:
             for layer, forward in zip(stream.layers, restore, strict=True):
                 layer.forward = forward
 
-    def run_layer(self, index: int, progress: Callable[[int], None] = lambda tokens: None) -> Observation | None:
+    @property
+    def windows(self) -> int:
+        """Windows of all batches."""
+        return sum(len(batch) for batch in self._batches)
+
+    def run_head(self, watch: DenseWatch) -> None:
+        """Show the output projection what it reads after the last layer. What is outside must be loaded."""
+        layers = list(self._stream.layers)
+        restore = [layer.forward for layer in layers]
+        head = self._stream.model.get_output_embeddings()
+        now: list[Tensor] = []
+
+        def stop(*_: Any) -> None:
+            raise _Reached
+
+        for layer in layers:
+            layer.forward = lambda hidden_states, *args, **kwargs: now[0]
+        with watch.watching():
+            hook = head.register_forward_pre_hook(stop)  # after the watch's; the product itself is not asked for
+            try:
+                with torch.inference_mode():
+                    for batch, hidden in zip(self._batches, self.hidden, strict=True):
+                        now[:] = [hidden.to(self._stream.device)]
+                        with suppress(_Reached):
+                            self._stream.model(input_ids=batch.to(self._stream.device), use_cache=False)
+                        watch.batch(len(batch))
+            finally:
+                hook.remove()
+                for layer, forward in zip(layers, restore, strict=True):
+                    layer.forward = forward
+
+    def run_layer(
+        self, index: int, progress: Callable[[int], None] = lambda tokens: None, watch: DenseWatch | None = None
+    ) -> Observation | None:
         """Move every batch through a loaded layer; returns what its experts saw, or None for a layer without."""
         layer = self._stream.layers[index]
         has_experts = index in self._stream.expert_layers
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
-        with observing(self._stream.experts_module(index) if has_experts else None, seen), torch.inference_mode():
+        module = self._stream.experts_module(index) if has_experts else None
+        with watch.watching() if watch else nullcontext(), observing(module, seen), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
                 arguments = self._arguments[(index, len(hidden))]
                 out = layer(hidden.to(self._stream.device), **arguments)
@@ -93,6 +132,8 @@ class CalibrationPass:
                     name = self._stream.checkpoint.config.model_type
                     raise InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
                 self.hidden[i] = out.to("cpu")
+                if watch is not None:
+                    watch.batch(len(hidden))
                 progress(hidden.shape[0] * hidden.shape[1])
         if not has_experts:
             return None

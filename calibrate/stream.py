@@ -72,6 +72,10 @@ class StreamedModel:
         """The experts module of a decoder layer."""
         return self.model.get_submodule(self._experts[layer])
 
+    def is_low_precision(self, parameter: str) -> bool:
+        """Whether transformers computes with a parameter in BF16, and not in float32."""
+        return self._compute_dtype[parameter] == torch.bfloat16
+
     def _plan(self) -> None:
         """Find each checkpoint tensor's target, and give each parameter on meta the dtype it has in the checkpoint."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -92,7 +96,7 @@ class StreamedModel:
                 target, _ = rename_source_key(key, [], [], self.model.base_model_prefix, state)
             if target in state:
                 if target not in tied:
-                    self._sources.setdefault(self._layer_of(target), []).append(key)
+                    self._sources.setdefault(self.layer_of(target), []).append(key)
                     targets.setdefault(target, []).append(key)
             else:
                 self.unused.append(key)
@@ -124,7 +128,8 @@ class StreamedModel:
 
         return list(get_model_conversion_mapping(self.model))
 
-    def _layer_of(self, name: str) -> int | None:
+    def layer_of(self, name: str) -> int | None:
+        """The decoder layer that a module or parameter of this name is in."""
         match = re.match(re.escape(self.prefix) + r"\.(\d+)\.", name)
         return int(match.group(1)) if match else None
 
@@ -143,7 +148,7 @@ class StreamedModel:
     def names(self, layer: int | None) -> list[str]:
         """Names of a part's parameters and persistent buffers, those tied to others left out."""
         tied = set(self.model.all_tied_weights_keys)
-        return [n for n in self.model.state_dict() if self._layer_of(n) == layer and n not in tied]
+        return [n for n in self.model.state_dict() if self.layer_of(n) == layer and n not in tied]
 
     def load(self, layer: int | None) -> dict[str, Tensor]:
         """Load a decoder layer, or with None all that is outside them, in the checkpoint's own dtypes on the CPU.

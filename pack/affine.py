@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .bits import Codes, from_blocks, join_planes, split_planes, to_blocks
-from .spec import Matrix, Section, Version, affine_extent_size, affine_sections
+from .spec import BLOCK_ROWS, Matrix, Section, Version, affine_extent_size, affine_sections
 
 Bf16Bits = npt.NDArray[np.uint16]
 Buffer = npt.NDArray[np.uint8]
@@ -80,6 +80,24 @@ def encode_affine(
             raise ValueError(f"{section.kind} of {matrices[section.matrix].name}: {array.shape}, not {section.shape}")
         out[section.offset : section.end] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
     return out
+
+
+def encode_affine_rows(matrix: Matrix, version: Version, first: int, value: AffineMatrix, out: Buffer) -> None:
+    """Put some rows into the extent of one matrix, so that no more than these need be in memory unpacked.
+
+    Args:
+        matrix: all of it.
+        version: an affine version.
+        first: the first of these rows, a multiple of BLOCK_ROWS.
+        value: the rows, without bias; whole blocks, or up to the last.
+        out: the extent, zeros where nothing was put yet.
+    """
+    part = Matrix(matrix.name, len(value.codes), matrix.cols)
+    packed = encode_affine((part,), version, [value])
+    whole = {s.kind: s for s in affine_sections((matrix,), version)}
+    for section in affine_sections((part,), version):
+        at = whole[section.kind].offset + first // BLOCK_ROWS * (section.size // section.shape[0])
+        out[at : at + section.size] = packed[section.offset : section.end]
 
 
 def section_array(extent: Buffer, section: Section) -> npt.NDArray[np.generic]:

@@ -171,10 +171,13 @@ class Bundle:
         Raises:
             BundleError: when the file is damaged, or not as FORMAT.md has it.
         """
-        tables = read_tables(self.path / TABLES, self.layers, self.manifest.files[TABLES].sha256)
-        for version in self.versions:
-            if version.name not in tables.versions:
-                raise BundleError.single(str(tables.path), "tables", f"has no column of version {version.name}")
+        matrices = len(self.manifest.dense)
+        tables = read_tables(self.path / TABLES, self.layers, self.manifest.files[TABLES].sha256, matrices)
+        columns = [(v.name, tables.versions) for v in self.versions]
+        columns += [(v.name, tables.dense.versions) for v in self.dense_versions if tables.dense]
+        for name, known in columns:
+            if name not in known:
+                raise BundleError.single(str(tables.path), "tables", f"has no column of version {name}")
         return tables
 
     def check(self, *names: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -133,13 +133,16 @@ def _bad(location: Path | str, kind: Kind, message: str) -> BundleError:
     return BundleError.single(str(location), kind, message)
 
 
-def merge(parts: Sequence[tuple[Path, str]], out: Path, metadata: Mapping[str, str]) -> dict[str, TensorEntry]:
+def merge(
+    parts: Sequence[tuple[Path, str]], out: Path, metadata: Mapping[str, str], leave_out: Container[str] = ()
+) -> dict[str, TensorEntry]:
     """Write the tensors of several files into one, copying bytes without loading them.
 
     Args:
         parts: files, each with what is put before its tensors' names. Names must not collide.
         out: the file to write.
         metadata: the new file's metadata; the parts' own are dropped.
+        leave_out: names of tensors that are not wanted, as they would be in the new file.
 
     Returns:
         The tensors of the new file.
@@ -149,7 +152,8 @@ def merge(parts: Sequence[tuple[Path, str]], out: Path, metadata: Mapping[str, s
         for name, entry in read_header(path).tensors.items():
             if prefix + name in found:
                 raise ValueError(f"{prefix + name} is in two files")
-            found[prefix + name] = (path, entry)
+            if prefix + name not in leave_out:
+                found[prefix + name] = (path, entry)
     # Wide elements first: every tensor then begins on a multiple of its element size, as the format advises.
     order = sorted(found, key=lambda name: (-ITEM_BYTES[found[name][1].dtype], name))
     header = make_header({name: (found[name][1].dtype, found[name][1].shape) for name in order}, metadata)

@@ -31,6 +31,11 @@ _TENSORS = {
     "prefill_counts": ("I32", "NE"), "decode_counts": ("I32", "NE"), "prefill_gates": ("F32", "NE"),
     "coactivation": ("I64", "EE"), "reuse": ("F32", ""),
 }  # fmt: skip
+# The same for the dense matrices, under "dense.": M matrices, D versions of theirs.
+_DENSE = {
+    "relative": ("F32", "MD"), "mse": ("F32", "MD"), "method": ("U8", "MD"),
+    "signal": ("F32", "M"), "tokens": ("I64", "M"),
+}  # fmt: skip
 _EAGER = ("tokens", "gate_sum", "mse", "relative", "gated", "method")
 _METHOD = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _NUMPY = {"F32": "<f4", "U8": "<u1", "I32": "<i4", "I64": "<i8"}
@@ -59,6 +64,25 @@ class LayerTables:
 
 
 @dataclass(frozen=True)
+class DenseTables:
+    """The tables of the dense matrices, each as FORMAT.md has it.
+
+    Attributes:
+        versions: names of the columns.
+        relative, mse: [matrices, versions].
+        method: [matrices, versions], numbers.
+        signal, tokens: [matrices].
+    """
+
+    versions: tuple[str, ...]
+    relative: Array
+    mse: Array
+    method: Array
+    signal: Array
+    tokens: Array
+
+
+@dataclass(frozen=True)
 class CalibrationTables:
     """The tables of a bundle.
 
@@ -67,12 +91,14 @@ class CalibrationTables:
         versions: names of the columns, whether or not the versions are here.
         methods: what the method numbers mean.
         layers: one entry a layer that has experts.
+        dense: those of the dense matrices; None where these have no versions.
     """
 
     path: Path
     versions: tuple[str, ...]
     methods: tuple[str, ...]
     layers: tuple[LayerTables, ...]
+    dense: DenseTables | None = None
 
     def columns(self, versions: Sequence[str]) -> list[int]:
         """Where these versions stand."""
@@ -95,7 +121,8 @@ class CalibrationTables:
         layer = self.layers[position]
         with _open(self.path) as f:
             header = read_open_header(f, str(self.path))
-            return _read(f, self.path, header, layer.index, name, len(layer.tokens), len(self.versions))
+            place = _of_layer(self.path, header, layer.index, name, len(layer.tokens), len(self.versions))
+            return _read(f, self.path, *place)
 
     def check(self, position: int) -> None:
         """Read every table of the layer at `position`; raises BundleError for what is not as FORMAT.md says."""
@@ -107,7 +134,9 @@ def _open(path: Path) -> BufferedReader:
     return os.fdopen(open_file(path.parent, path.name), "rb")
 
 
-def read_tables(path: Path, layers: Sequence[ExpertLayer], sha256: str | None = None) -> CalibrationTables:
+def read_tables(
+    path: Path, layers: Sequence[ExpertLayer], sha256: str | None = None, matrices: int = 0
+) -> CalibrationTables:
     """Read the tables of these layers. All that FORMAT.md asks of names, dtypes and shapes is checked, and every number
     of the tables that are read here; those of others when they are asked for.
 
@@ -115,6 +144,7 @@ def read_tables(path: Path, layers: Sequence[ExpertLayer], sha256: str | None = 
         path: calibration.safetensors.
         layers: those of the manifest.
         sha256: the file's digest, where it is to be checked.
+        matrices: dense matrices that have versions.
 
     Raises:
         BundleError: when the file is not whole, or not what FORMAT.md says.
@@ -126,13 +156,23 @@ def read_tables(path: Path, layers: Sequence[ExpertLayer], sha256: str | None = 
         versions, methods = _columns(path, header)
         tables = []
         for layer in layers:
-            for name in _TENSORS:
-                _entry(path, header, layer.index, name, layer.experts, len(versions))
-            arrays = {n: _read(f, path, header, layer.index, n, layer.experts, len(versions)) for n in _EAGER}
-            if int(arrays["method"].max(initial=0)) >= len(methods):
-                raise _bad(path, "tables", f"layer {layer.index} has a method that metadata do not name")
+            places = {n: _of_layer(path, header, layer.index, n, layer.experts, len(versions)) for n in _TENSORS}
+            arrays = {n: _read(f, path, *places[n]) for n in _EAGER}
+            _check_methods(path, f"layer {layer.index}", arrays["method"], methods)
             tables.append(LayerTables(layer.index, **arrays))
-    return CalibrationTables(path, versions, methods, tuple(tables))
+        dense = None
+        if matrices:
+            columns = _versions(path, header, "dense_versions")
+            sizes = {"M": matrices, "D": len(columns)}
+            found = {n: _read(f, path, *_place(path, header, "dense", n, _DENSE, sizes)) for n in _DENSE}
+            _check_methods(path, "dense", found["method"], methods)
+            dense = DenseTables(columns, **found)
+    return CalibrationTables(path, versions, methods, tuple(tables), dense)
+
+
+def _check_methods(path: Path, where: str, numbers: Array, methods: Sequence[str]) -> None:
+    if int(numbers.max(initial=0)) >= len(methods):
+        raise _bad(path, "tables", f"{where} has a method that metadata do not name")
 
 
 def _bad(path: Path, kind: Kind, message: str) -> BundleError:
@@ -141,41 +181,58 @@ def _bad(path: Path, kind: Kind, message: str) -> BundleError:
 
 def _columns(path: Path, header: Header) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of versions and of methods."""
-    versions, methods = (tuple(header.metadata.get(key, "").split(",")) for key in ("versions", "methods"))
-    if versions != tuple(n for n in version_names() if n in versions):
-        raise _bad(path, "tables", f"its columns are not versions, from most to least precise: {','.join(versions)}")
+    versions, methods = _versions(path, header, "versions"), tuple(header.metadata.get("methods", "").split(","))
     if not all(map(_METHOD.fullmatch, methods)) or len(set(methods)) != len(methods) or len(methods) > 256:
         raise _bad(path, "tables", f"its methods are not names, each once: {','.join(methods)}")
     return versions, methods
 
 
-def _entry(path: Path, header: Header, layer: int, name: str, experts: int, versions: int) -> TensorEntry:
-    full = f"layers.{layer}.{name}"
-    dtype, shape = _TENSORS[name]
-    entry = header.tensors.get(full)
-    if entry is None:
-        raise _bad(path, "tables", f"has no tensor {full}")
+def _versions(path: Path, header: Header, key: str) -> tuple[str, ...]:
+    versions = tuple(header.metadata.get(key, "").split(","))
+    if versions != tuple(n for n in version_names() if n in versions):
+        raise _bad(path, "tables", f"its columns are not versions, from most to least precise: {','.join(versions)}")
+    return versions
+
+
+def _of_layer(
+    path: Path, header: Header, layer: int, name: str, experts: int, versions: int
+) -> tuple[str, TensorEntry]:
+    """Where a table of a layer stands."""
     counts = header.tensors.get(f"layers.{layer}.prefill_counts")
     windows = counts.shape[0] if counts is not None and counts.shape else 0
     sizes = {"E": experts, "V": versions, "N": windows}
+    return _place(path, header, f"layers.{layer}", name, _TENSORS, sizes)
+
+
+def _place(
+    path: Path,
+    header: Header,
+    prefix: str,
+    name: str,
+    tensors: Mapping[str, tuple[str, str]],
+    sizes: Mapping[str, int],
+) -> tuple[str, TensorEntry]:
+    """A table's name and place: of the dtype and shape that `tensors` gives it, whose letters `sizes` explains."""
+    full = f"{prefix}.{name}"
+    dtype, shape = tensors[name]
+    entry = header.tensors.get(full)
+    if entry is None:
+        raise _bad(path, "tables", f"has no tensor {full}")
     if entry.dtype != dtype or entry.shape != tuple(sizes[d] for d in shape):
-        wanted = f"{dtype} [{', '.join(shape)}] of {experts} experts, {versions} versions and {windows} windows"
+        wanted = f"{dtype} [{', '.join(shape)}] with {', '.join(f'{k} = {n}' for k, n in sizes.items())}"
         raise _bad(path, "tables", f"{full} is {entry.dtype} {list(entry.shape)}, not {wanted}")
-    return entry
+    return full, entry
 
 
-def _read(
-    file: BufferedReader, path: Path, header: Header, layer: int, name: str, experts: int, versions: int
-) -> Array:
+def _read(file: BufferedReader, path: Path, name: str, entry: TensorEntry) -> Array:
     """One table, every number of it finite and at least 0."""
-    entry = _entry(path, header, layer, name, experts, versions)
     file.seek(entry.begin)
     data = bytearray(entry.end - entry.begin)
     if file.readinto(data) != len(data):
-        raise _bad(path, "truncated", f"ends inside layers.{layer}.{name}")
-    array = np.frombuffer(data, _NUMPY[_TENSORS[name][0]], math.prod(entry.shape)).reshape(entry.shape)
+        raise _bad(path, "truncated", f"ends inside {name}")
+    array = np.frombuffer(data, _NUMPY[entry.dtype], math.prod(entry.shape)).reshape(entry.shape)
     if array.size and not (np.isfinite(array).all() and array.min() >= 0):
-        raise _bad(path, "number", f"layers.{layer}.{name} holds a number that is not finite, or below 0")
+        raise _bad(path, "number", f"{name} holds a number that is not finite, or below 0")
     return array
 
 
@@ -184,14 +241,20 @@ def metadata(versions: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
     return {"versions": ",".join(versions), "methods": ",".join(methods)}
 
 
-def write_tables(path: Path, layers: Mapping[int, tuple[Path, Path]]) -> None:
+def write_tables(
+    path: Path, layers: Mapping[int, tuple[Path, Path]], dense: tuple[Path, Sequence[str]] | None = None
+) -> None:
     """Put the tables together.
 
     Args:
         path: the file to write.
         layers: layer index -> the safetensors files of its routing statistics and of its losses, tables by their names
             in FORMAT.md; those of losses have `metadata`, the same in all layers.
+        dense: a file of the dense matrices' tables, and the versions that are their columns.
     """
     parts = [(part, f"layers.{index}.") for index, pair in layers.items() for part in pair]
-    columns = read_header(next(iter(layers.values()))[1]).metadata
-    merge(parts, path, dict(columns))
+    columns = dict(read_header(next(iter(layers.values()))[1]).metadata)
+    if dense is not None:
+        parts.append((dense[0], "dense."))
+        columns["dense_versions"] = ",".join(dense[1])
+    merge(parts, path, columns)

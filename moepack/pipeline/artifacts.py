@@ -14,7 +14,11 @@ from .work import WorkDirectory
 if TYPE_CHECKING:
     import torch
 
+    from moepack.calibrate.dense import DenseMoments
     from moepack.calibrate.forward import Observation
+
+
+MOMENTS = "moments.safetensors"
 
 
 def run_record(directory: WorkDirectory) -> dict[str, Any]:
@@ -60,3 +64,16 @@ def load_observation(work: WorkDirectory, layer: int) -> Observation:
     with safe_open(path, framework="pt") as f:
         length = int(f.metadata()["length"])
         return Observation(f.get_tensor("inputs"), f.get_tensor("experts"), f.get_tensor("gates"), length)
+
+
+def load_moments(work: WorkDirectory, part: int | None) -> DenseMoments:
+    """What a part's dense matrices read, as the calibrate stage kept it."""
+    from safetensors import safe_open
+
+    from moepack.calibrate import dense
+
+    path = work.piece("calibrate", part, MOMENTS)
+    if not path.exists():
+        raise InputError(f"{work.path}: was calibrated without dense: run moepack calibrate with this recipe")
+    with safe_open(path, framework="pt") as f:
+        return dense.load_moments({n: f.get_tensor(n) for n in f.keys()}, f.metadata())  # noqa: SIM118

@@ -13,7 +13,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
-from moepack.pack.spec import HINT, ExpertLayer, Matrix, Version, expert_file, extent_name
+from moepack.pack.spec import HINT, DenseMatrix, ExpertLayer, Matrix, Version, dense_file, expert_file, extent_name
 from moepack.pack.tables import TABLES, CalibrationTables, read_tables, write_tables
 from moepack.pack.writer import BundleWriter
 from moepack.progress import Reporter
@@ -21,6 +21,7 @@ from moepack.quantize import methods
 
 from .allocate import LayerCosts, allocate
 from .artifacts import run_record
+from .dense_part import LOSSES, file_name, join_losses, read_note
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe, parse_recipe
 from .work import WorkDirectory
@@ -51,12 +52,19 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
         for x in record["expert_layers"]
     )
     entries = _entries(work, record, layers)
+    dense_versions = tuple(Version(**v) for v in quantised.get("dense") or ())
+    parts = _dense_parts(work, record["dense"]) if dense_versions else []
+    dense = tuple(m for _, matrices, _ in parts for m in matrices)
     reporter.stage("pack", len(layers) + 2)
     with BundleWriter(target) as writer:
         reporter.step("dense tensors")
-        _dense(work, writer, record["decoder_layers"], layers[0])
+        _dense(work, writer, record["decoder_layers"], layers[0], dense)
+        for part, _, files in parts:
+            for version in dense_versions:
+                source = work.piece("quantize", part, file_name(version.name))
+                writer.adopt(dense_file(version.name, part), source, files[version.name])
         reporter.step("tables")
-        tables = _tables(work, writer, layers)
+        tables = _tables(work, writer, layers, parts, dense_versions)
         for layer in layers:
             reporter.step(f"layer {layer.index}")
             for version in versions:
@@ -73,6 +81,8 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
             {},
             _provenance(work, record, recipe, quantised),
             allocation,
+            dense=dense,
+            dense_versions=dense_versions if dense else (),
         )
         card = model_card(writer.with_files(manifest), tables, [v.name for v in versions])
         writer.path("README.md").write_text(card)  # not in the manifest: it is edited where it is published
@@ -97,8 +107,32 @@ def _entries(
     return out
 
 
-def _dense(work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first: ExpertLayer) -> None:
-    """The dense tensors, in files of at most SHARD bytes, and the tripwire.
+_Part = tuple[int | None, tuple[DenseMatrix, ...], dict[str, ExpertFileEntry]]
+
+
+def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None]) -> list[_Part]:
+    """Of these layers, and with None of what is outside, the dense matrices with their files' entries."""
+    out: list[_Part] = []
+    for part in wanted:
+        note = work.done("quantize", part)
+        if note is None:
+            where = "what is outside the layers" if part is None else f"layer {part}"
+            raise InputError(f"{work.path}: {where} is not quantised: run moepack quantize to its end")
+        if "dense" in note:
+            entries = {name: ExpertFileEntry(**entry) for name, entry in note["dense"]["entries"].items()}
+            out.append((part, read_note(note["dense"]), entries))
+    return out
+
+
+def _dense(
+    work: WorkDirectory,
+    writer: BundleWriter,
+    decoder_layers: int,
+    first: ExpertLayer,
+    elsewhere: Sequence[DenseMatrix],
+) -> None:
+    """The dense tensors but for those of matrices that stand `elsewhere`, in files of at most SHARD bytes, and the
+    tripwire.
 
     The tripwire is a tensor of the wrong shape under the name of an expert parameter: a process without moepack, which
     would otherwise fill the experts with random numbers, fails on it, with a report of names it does not know. A second
@@ -111,24 +145,25 @@ def _dense(work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first
     names = (f"{first.module}.down_proj", HINT)
     save_file({name: torch.zeros(1, dtype=torch.bfloat16) for name in names}, tripwire)
     parts = [work.piece("calibrate", i, "dense.safetensors") for i in (None, *range(decoder_layers))]
+    leave_out = {f"{m.module}.{name}" for m in elsewhere for name in ("weight", "bias")}
     groups: list[list[Path]] = [[tripwire]]
     held = 0
     for part in parts:
-        size = part.stat().st_size
+        size = sum(t.end - t.begin for name, t in read_header(part).tensors.items() if name not in leave_out)
         if held and held + size > SHARD:
             groups.append([])
             held = 0
         groups[-1].append(part)
         held += size
     if len(groups) == 1:
-        merge([(p, "") for p in groups[0]], writer.path("model.safetensors"), {"format": "pt"})
+        merge([(p, "") for p in groups[0]], writer.path("model.safetensors"), {"format": "pt"}, leave_out)
         writer.add("model.safetensors")
     else:
         places: dict[str, str] = {}
         total = 0
         for i, group in enumerate(groups):
             name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            tensors = merge([(p, "") for p in group], writer.path(name), {"format": "pt"})
+            tensors = merge([(p, "") for p in group], writer.path(name), {"format": "pt"}, leave_out)
             places.update(dict.fromkeys(tensors, name))
             total += sum(t.end - t.begin for t in tensors.values())
             writer.add(name)
@@ -138,7 +173,16 @@ def _dense(work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first
     tripwire.unlink()
 
 
-def _tables(work: WorkDirectory, writer: BundleWriter, layers: Sequence[ExpertLayer]) -> CalibrationTables:
+def _tables(
+    work: WorkDirectory,
+    writer: BundleWriter,
+    layers: Sequence[ExpertLayer],
+    parts: Sequence[_Part],
+    dense_versions: Sequence[Version],
+) -> CalibrationTables:
+    joined = work.piece("quantize", None, "all-dense-losses.safetensors")
+    if parts:
+        join_losses([work.piece("quantize", part, LOSSES) for part, _, _ in parts], joined)
     write_tables(
         writer.path(TABLES),
         {
@@ -148,9 +192,10 @@ def _tables(work: WorkDirectory, writer: BundleWriter, layers: Sequence[ExpertLa
             )
             for i in (layer.index for layer in layers)
         },
+        (joined, [v.name for v in dense_versions]) if parts else None,
     )
     writer.add(TABLES)
-    return read_tables(writer.path(TABLES), layers)
+    return read_tables(writer.path(TABLES), layers, matrices=sum(len(matrices) for _, matrices, _ in parts))
 
 
 def _config(checkpoint: Path, writer: BundleWriter) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import GROUPS, Version, encoding_of, version_names
+from moepack.pack.spec import GROUPS, LOSSLESS, Version, encoding_of, version_names
 from moepack.quantize import methods
 
 MOMENTS = ("routed", "gated", "all")
@@ -79,16 +79,24 @@ class Recipe:
     quantize: Quantize = field(default_factory=Quantize)
     calibration: Calibration = field(default_factory=Calibration)
     allocation: Allocate | None = None
+    dense: tuple[str, ...] = ()
     text: str = ""
 
     def version_specs(self) -> tuple[Version, ...]:
         """The versions as descriptors, from most to least precise."""
-        out = []
-        for name in version_names():
-            if name in self.versions:
-                size = self.quantize.group_size
-                out.append(Version.of(name, size if isinstance(size, int) else size.get(name, 64)))
-        return tuple(out)
+        return self._specs(self.versions)
+
+    def dense_specs(self) -> tuple[Version, ...]:
+        """Those of the dense matrices, the lossless one always among them; none where the recipe asks for none."""
+        return self._specs((LOSSLESS, *self.dense)) if self.dense else ()
+
+    def _specs(self, names: Sequence[str]) -> tuple[Version, ...]:
+        size = self.quantize.group_size
+        return tuple(
+            Version.of(name, size if isinstance(size, int) else size.get(name, 64))
+            for name in version_names()
+            if name in names
+        )
 
 
 def shipped() -> list[str]:
@@ -121,10 +129,15 @@ def parse_recipe(text: str, where: str) -> Recipe:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-    top = _mapping(where, {} if document is None else document, ["versions", "quantize", "calibration", "allocation"])
+    top = _mapping(
+        where, {} if document is None else document, ["versions", "dense", "quantize", "calibration", "allocation"]
+    )
     versions = tuple(_list(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)), version_names()))
     if not versions or len(set(versions)) != len(versions):
         raise InputError(f"{where}: versions: name each version once, and at least one")
+    dense = tuple(_list(f"{where}: dense", top.get("dense", []), version_names()))
+    if len(set(dense)) != len(dense):
+        raise InputError(f"{where}: dense: name each version once")
     at = f"{where}: quantize"
     q = _mapping(at, top.get("quantize", {}), [f.name for f in fields(Quantize)])
     size = q.get("group_size", 64)
@@ -133,7 +146,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         for name, value in size.items():
             _choice(f"{at}.group_size.{name}", value, encoding_of(name).group_sizes)
     else:
-        possible = [sizes for sizes in (encoding_of(v).group_sizes for v in versions) if sizes]
+        possible = [sizes for sizes in (encoding_of(v).group_sizes for v in (*versions, *dense)) if sizes]
         _choice(f"{at}.group_size", size, [g for g in GROUPS if all(g in sizes for sizes in possible)])
     quantize = Quantize(
         _choice(f"{at}.method", q.get("method", methods.DEFAULT), methods.named()),
@@ -153,7 +166,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         _choice(f"{at}.dtype", c.get("dtype", "bfloat16"), ("bfloat16", "float32")),
     )
     allocation = _allocation(f"{where}: allocation", top["allocation"], versions) if "allocation" in top else None
-    return Recipe(versions, quantize, calibration, allocation, text)
+    return Recipe(versions, quantize, calibration, allocation, dense, text)
 
 
 def _allocation(at: str, value: Any, versions: Sequence[str]) -> Allocate:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.memory import bound_kernel_caches
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFileWriter
-from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, DenseLayer
 from moepack.pack.tables import metadata
 from moepack.progress import Reporter
 from moepack.quantize import methods
@@ -25,7 +25,8 @@ from moepack.runtime.devices.glibc import trim
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import load_hidden, load_observation, run_record, save
+from .artifacts import MOMENTS, load_hidden, load_moments, load_observation, run_record, save
+from .dense_part import quantise_dense
 from .executors import Executor, Local
 from .expert_batch import ExpertBatchTask, bare, batch_settings, load_batch, observation_digest, save_batch
 from .recipe import Recipe, parse_recipe
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
 
     from moepack.calibrate.checkpoint import Checkpoint
     from moepack.calibrate.data import Windows
+    from moepack.calibrate.dense import DenseMoments
     from moepack.calibrate.experts import ExpertWeights
-    from moepack.calibrate.forward import Observation
+    from moepack.calibrate.forward import CalibrationPass, Observation
     from moepack.calibrate.stream import StreamedModel
-    from moepack.pack.spec import Version
+    from moepack.pack.spec import DenseMatrix, Version
 
 
 def calibration_text(
@@ -90,6 +92,13 @@ class Run:
     ) -> None:
         self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
         self._executor: Executor = Local()
+        self._objects: list[Path] = []  # of the layer at hand: they go once it is done
+        self._dense: dict[int | None, list[DenseMatrix]] = {}
+        if recipe.dense:
+            from moepack.calibrate.dense import dense_matrices
+
+            for matrix in dense_matrices(stream):
+                self._dense.setdefault(matrix.layer, []).append(matrix)
 
     @staticmethod
     def start(
@@ -127,6 +136,7 @@ class Run:
                 "batch_size": settings.batch_size,
                 "dtype": settings.dtype,
                 "moepack": __version__,
+                "dense": bool(recipe.dense) or None,
             },
             fresh,
         )
@@ -147,8 +157,9 @@ class Run:
             "decoder_layers": len(stream.layers),
             "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
         }
-        directory.write(directory.path / "run.json", json.dumps(where, indent=1).encode())
         run = Run(directory, stream, recipe, windows.ids)
+        where["dense"] = list(run._dense)
+        directory.write(directory.path / "run.json", json.dumps(where, indent=1).encode())
         run._begin_quantize(fresh)
         return run
 
@@ -185,6 +196,7 @@ class Run:
                 "loss_tokens": q.loss_tokens,
                 "moments": q.moments,
                 "allocation": None if how is None else asdict(how),
+                "dense": [asdict(v) for v in self._recipe.dense_specs()] or None,
             },
             fresh,
         )
@@ -229,27 +241,69 @@ class Run:
             tensors = stream.load(i)
             dense, experts = stream.split(i, tensors)
             del tensors
-            observation = None
+            observation, moments = None, None
             if walk is not None and walks:
-                observation = self._calibrate_layer(walk, i, dense, dtype, reporter, keep=not quantize)
+                observation, moments = self._calibrate_layer(walk, i, dense, dtype, reporter, keep=not quantize)
             stream.free(i)
-            if quantize and experts is not None and i in pending:
-                self._quantise_layer(i, experts, observation or load_observation(work, i), reporter)
+            if quantize and i in pending and (experts is not None or i in self._dense):
+                note = self._quantise_dense(i, dense, moments, reporter)
+                if experts is not None:
+                    note |= self._quantise_layer(i, experts, observation or load_observation(work, i), reporter)
+                self._finish(i, note)
             if walk is not None and walks:
                 self._keep_hidden(walk, i)
-            del dense, experts, observation
+            del dense, experts, observation, moments
             trim()  # without it glibc keeps about a layer's worth more after every layer
+        if None in self._dense:
+            self._head(walk, dtype, quantize, reporter)
         reporter.step("done")
+
+    def _head(self, walk: CalibrationPass | None, dtype: torch.dtype, quantize: bool, reporter: Reporter) -> None:
+        """What lies behind the last layer: its moments, and with `quantize` its versions."""
+        from moepack.calibrate.dense import watch_part
+
+        work, stream = self._work, self._stream
+        kept = work.piece("calibrate", None, MOMENTS)
+        if (kept.exists() or walk is None) and (not quantize or work.done("quantize", None) is not None):
+            return
+        tensors = stream.load(None)
+        moments = None
+        if walk is not None and not kept.exists():
+            walk.hidden = walk.hidden or load_hidden(
+                work.piece("calibrate", len(stream.layers) - 1, "hidden.safetensors")
+            )
+            stream.to_compute(None, dtype)
+            watch = watch_part(stream, self._dense[None], walk.windows, walk.length)
+            walk.run_head(watch)
+            moments = watch.moments()
+            self._keep_moments(None, moments)
+        stream.free(None)
+        if quantize and work.done("quantize", None) is None:
+            self._finish(None, self._quantise_dense(None, tensors, moments, reporter))
+
+    def _keep_moments(self, part: int | None, moments: DenseMoments) -> None:
+        from moepack.calibrate.dense import save_moments
+
+        save(self._work.piece("calibrate", part, MOMENTS), *save_moments(moments))
+
+    def _finish(self, part: int | None, note: dict[str, Any]) -> None:
+        """Declare a part quantised."""
+        self._work.mark("quantize", part, note)
+        for path in self._objects:
+            path.unlink()
+        self._objects.clear()
 
     def _observed(self, layer: int) -> bool:
         """Whether the calibrate stage finished a layer and kept what its experts saw."""
         kept = self._work.piece("calibrate", layer, "observation.safetensors").exists()
-        return self._work.done("calibrate", layer) is not None and (kept or layer not in self._stream.expert_layers)
+        seen = layer not in self._dense or self._work.piece("calibrate", layer, MOMENTS).exists()
+        has_experts = layer in self._stream.expert_layers
+        return self._work.done("calibrate", layer) is not None and seen and (kept or not has_experts)
 
     def _finished(self, layer: int, calibrate: bool, quantize: bool) -> bool:
-        has_experts = layer in self._stream.expert_layers
+        quantised = layer in self._stream.expert_layers or layer in self._dense
         calibrated = not calibrate or self._work.done("calibrate", layer) is not None
-        return calibrated and (not quantize or not has_experts or self._work.done("quantize", layer) is not None)
+        return calibrated and (not quantize or not quantised or self._work.done("quantize", layer) is not None)
 
     def _calibrate_layer(
         self,
@@ -259,13 +313,19 @@ class Run:
         dtype: torch.dtype,
         reporter: Reporter,
         keep: bool,
-    ) -> Observation | None:
+    ) -> tuple[Observation | None, DenseMoments | None]:
+        from moepack.calibrate.dense import watch_part
         from moepack.calibrate.statistics import routing_statistics
 
         save(self._work.piece("calibrate", layer, "dense.safetensors"), dense)
         self._stream.to_compute(layer, dtype)
         reporter.inner("tokens", sum(h.shape[0] * h.shape[1] for h in walk.hidden))
-        observation: Observation | None = walk.run_layer(layer, reporter.advance)
+        matrices = self._dense.get(layer)
+        watch = watch_part(self._stream, matrices, walk.windows, walk.length) if matrices else None
+        observation: Observation | None = walk.run_layer(layer, reporter.advance, watch)
+        moments = None if watch is None else watch.moments()
+        if moments is not None and keep:
+            self._keep_moments(layer, moments)
         if observation is not None:
             statistics = routing_statistics(observation, self._stream.expert_layers[layer].experts)
             save(self._work.piece("calibrate", layer, "statistics.safetensors"), statistics)
@@ -273,7 +333,7 @@ class Run:
                 seen = {"inputs": observation.inputs, "experts": observation.experts, "gates": observation.gates}
                 path = self._work.piece("calibrate", layer, "observation.safetensors")
                 save(path, seen, {"length": str(observation.length)})
-        return observation
+        return observation, moments
 
     def _keep_hidden(self, walk: Any, layer: int) -> None:
         """Persist the live activations, then declare the layer done: regenerated ones would not be the same bits."""
@@ -285,7 +345,40 @@ class Run:
         if layer:
             self._work.piece("calibrate", layer - 1, "hidden.safetensors").unlink(missing_ok=True)
 
-    def _quantise_layer(self, index: int, experts: ExpertWeights, observation: Observation, reporter: Reporter) -> None:
+    def _quantise_dense(
+        self, part: int | None, tensors: dict[str, torch.Tensor], moments: DenseMoments | None, reporter: Reporter
+    ) -> dict[str, Any]:
+        """Make the files of a part's dense matrices; nothing where none has versions. Those that calibration never
+        called stay as they are: something else may read their weights."""
+        matrices = self._dense.get(part)
+        if not matrices:
+            return {}
+        moments = moments or load_moments(self._work, part)
+        called = tuple(m for m in matrices if m.module in moments.group)
+        if len(called) < len(matrices):
+            odd = next(m.module for m in matrices if m.module not in moments.group)
+            reporter.note(f"{odd} was never called: it stays as it is in the checkpoint")
+        if not called:
+            return {}
+        reporter.inner("dense matrices", len(called))
+        return {
+            "dense": quantise_dense(
+                DenseLayer(part, self._before(part), called), tensors, moments, self._recipe.dense_specs(),
+                self._recipe.quantize.method, self._stream.device,
+                lambda name: self._work.piece("quantize", part, name), reporter.advance,
+            )
+        }  # fmt: skip
+
+    def _before(self, part: int | None) -> int:
+        """Dense matrices of the layers before a part: these are quantised."""
+        notes = [
+            self._work.done("quantize", i) or {} for i in range(len(self._stream.layers) if part is None else part)
+        ]
+        return sum(len(note["dense"]["matrices"]) for note in notes if "dense" in note)
+
+    def _quantise_layer(
+        self, index: int, experts: ExpertWeights, observation: Observation, reporter: Reporter
+    ) -> dict[str, Any]:
         """Make every expert batch that is not there yet, then the layer's files of all of them."""
         import torch
 
@@ -317,9 +410,8 @@ class Run:
         table = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
         columns = metadata([v.name for v in versions], methods.numbered())
         save(work.piece("quantize", index, "losses.safetensors"), table, columns)
-        work.mark("quantize", index, {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}})
-        for path in kept:
-            path.unlink()
+        self._objects = kept
+        return {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}}
 
     def _tasks(self, index: int, experts: ExpertWeights, versions: tuple[Version, ...]) -> list[ExpertBatchTask]:
         import torch

@@ -85,6 +85,18 @@ def statistics(index: int) -> dict[str, np.ndarray]:
     }
 
 
+def dense_losses() -> dict[str, np.ndarray]:
+    """The dense matrices' tables."""
+    rng = np.random.default_rng(7)
+    shape = (len(DENSE), len(DENSE_VERSIONS))
+    losses = {f"dense.{k}": rng.random(shape, np.float32) for k in ("relative", "mse")}
+    return losses | {
+        "dense.method": np.ones(shape, np.uint8),
+        "dense.signal": rng.random(len(DENSE), np.float32),
+        "dense.tokens": np.full(len(DENSE), 512),
+    }
+
+
 def write_small_bundle(path: Path) -> Path:
     """Write it; leaves the layer files beside it in `made`."""
     with BundleWriter(path) as writer:
@@ -105,7 +117,9 @@ def write_small_bundle(path: Path) -> Path:
                 assert file.entry is not None
                 writer.adopt(name, path.with_name("made") / name, file.entry)
         tables = {f"layers.{x.index}.{k}": v for x in LAYERS for k, v in statistics(x.index).items()}
-        save_file(tables, writer.path(TABLES), metadata([v.name for v in VERSIONS], ("none", "rtn")))
+        tables |= dense_losses()
+        columns = {"dense_versions": ",".join(v.name for v in DENSE_VERSIONS)}
+        save_file(tables, writer.path(TABLES), metadata([v.name for v in VERSIONS], ("none", "rtn")) | columns)
         (writer.root / "config.json").write_text(
             json.dumps({"model_type": "qwen3_moe", "quantization_config": {"quant_method": "moepack"}})
         )

@@ -1,0 +1,182 @@
+"""The dense matrices of a model that may have versions, and what calibration brings to them.
+
+Which they are follows from the skeleton alone, and from having been called. Of what a matrix reads only second moments
+are kept: those of the tokens it learns from, and those of windows held out, with which its error is the trace of a
+product and asks for no outputs. Matrices that read one tensor (q, k and v) share both.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moepack.pack.spec import MAX_EXTENT, PAGE, DenseMatrix, Matrix
+
+if TYPE_CHECKING:
+    from .stream import StreamedModel
+
+LEAST = 64  # rows and columns: what is narrower is a gate, or too small to gain by
+ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names of what decides, and does not compute
+HELD_OUT = 4  # one window in four is held out
+TOKENS = 1 << 16  # that are learnt from, about, and at least SPARE a column: more change no error, and cost time
+SPARE = 16
+
+
+def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
+    """Every Linear of the decoder layers outside the experts and the routers, in model order, then the output
+    projection where it is not tied to the embeddings; but for small ones and those kept in float32."""
+    model = stream.model
+    tied, head = set(model.all_tied_weights_keys), model.get_output_embeddings()
+    inside = tuple(f"{layer.module}." for layer in stream.expert_layers.values())
+    out: list[DenseMatrix] = []
+    for name, module in model.named_modules():
+        layer = stream.layer_of(name)
+        if type(module) is not torch.nn.Linear or (layer is None and module is not head) or name.startswith(inside):
+            continue
+        rows, cols = module.weight.shape
+        matrix, weight = Matrix("weight", rows, cols, module.bias is not None), f"{name}.weight"
+        fits = min(rows, cols) >= LEAST and matrix.weights * 2 + 64 * PAGE <= MAX_EXTENT
+        owned = weight not in tied and stream.is_low_precision(weight)
+        if fits and owned and name.rpartition(".")[2] not in ROUTERS:
+            out.append(DenseMatrix(layer, name, matrix))
+    return tuple(sorted(out, key=lambda m: len(stream.layers) if m.layer is None else m.layer))
+
+
+@dataclass(frozen=True)
+class DenseMoments:
+    """What calibration brought to the dense matrices of one part.
+
+    Attributes:
+        learn, held: by group of matrices that read the same, E[x x^T] over tokens learnt from and held out, float32
+            [cols, cols]; where no window could be held out, `held` is `learn`.
+        group: module -> the position of its group; modules that were never called are not in it.
+        signal: module -> mean square of an element of what its block (attention, the MLP) adds to the hidden state; of
+            the output projection, which adds nothing, of what it reads.
+        tokens: tokens that went through the part.
+    """
+
+    learn: tuple[Tensor, ...]
+    held: tuple[Tensor, ...]
+    group: Mapping[str, int]
+    signal: Mapping[str, float]
+    tokens: int
+
+
+@dataclass
+class _Group:
+    learn: Tensor
+    held: Tensor
+    counts: list[int]
+
+
+class DenseWatch:
+    """Watches the dense matrices of one part while batches go through it."""
+
+    def __init__(self, modules: Mapping[str, Any], blocks: Mapping[str, Any], windows: int, length: int) -> None:
+        """
+        Args:
+            modules: the matrices' Linears by name.
+            blocks: by the same names, the module that adds to the hidden state and has the matrix in it, if any.
+            windows, length: of all batches, and the tokens of one.
+        """
+        self._modules, self._blocks, self._windows, self._length = modules, blocks, windows, length
+        self._groups: list[_Group] = []
+        self._of: dict[str, int] = {}
+        self._owner: dict[int, str] = {}  # the one of a group's modules that moments are taken at
+        self._now: list[tuple[weakref.ref[Tensor], int]] = []
+        self._power: dict[int, tuple[float, int]] = {}
+        self._first = self._tokens = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, what goes through the modules is noted."""
+        hooks = [
+            m.register_forward_pre_hook(lambda m, args, n=name: self._read(n, args[0]))
+            for name, m in self._modules.items()
+        ]
+        for block in {id(b): b for b in self._blocks.values()}.values():
+            hooks.append(block.register_forward_hook(lambda m, args, out: self._added(id(m), out)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def batch(self, windows: int) -> None:
+        """So many windows have gone through; the next ones follow."""
+        self._first += windows
+        self._tokens += windows * self._length
+        self._now.clear()
+
+    def _read(self, name: str, x: Tensor) -> None:
+        group = self._of.get(name)
+        if group is None:
+            group = next((g for ref, g in self._now if ref() is x), len(self._groups))
+            if group == len(self._groups):
+                empty = torch.zeros(x.shape[-1], x.shape[-1], device=x.device)
+                self._groups.append(_Group(empty, empty.clone(), [0, 0]))
+                self._owner[group] = name
+                self._now.append((weakref.ref(x), group))
+            self._of[name] = group
+        if self._owner[group] != name:
+            return
+        flat = x.detach().reshape(-1, x.shape[-1])
+        wanted = max(TOKENS, SPARE * flat.shape[1]) * HELD_OUT // (HELD_OUT - 1)
+        step = max(1, self._windows * self._length // wanted)
+        at = torch.arange(0, len(flat), step, device=flat.device)
+        held = (self._first + at // self._length) % HELD_OUT == HELD_OUT - 1
+        own = self._groups[group]
+        for i, (into, tokens) in enumerate(((own.learn, at[~held]), (own.held, at[held]))):
+            part = flat[tokens].float()
+            into.addmm_(part.T, part)
+            own.counts[i] += len(tokens)
+
+    def _added(self, block: int, out: Any) -> None:
+        tensor = out[0] if isinstance(out, tuple) else out
+        total, count = self._power.get(block, (0.0, 0))
+        self._power[block] = total + float(tensor.detach().float().square().sum()), count + tensor.numel()
+
+    def moments(self) -> DenseMoments:
+        """What was noted."""
+        learn = tuple((g.learn / max(1, g.counts[0])).cpu() for g in self._groups)
+        held = tuple(
+            (g.held / g.counts[1]).cpu() if g.counts[1] else m for g, m in zip(self._groups, learn, strict=True)
+        )
+        signal = {}
+        for name, group in self._of.items():
+            total, count = self._power.get(id(self._blocks.get(name)), (0.0, 0))
+            signal[name] = total / count if count else float(learn[group].diagonal().mean())
+        return DenseMoments(learn, held, dict(self._of), signal, self._tokens)
+
+
+def watch_part(stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: int, length: int) -> DenseWatch:
+    """The watch of a part's matrices. A block is a direct part of a decoder layer."""
+    modules = {m.module: stream.model.get_submodule(m.module) for m in matrices}
+    blocks = {}
+    for m in matrices:
+        if m.layer is not None:
+            inner = m.module.removeprefix(f"{stream.prefix}.{m.layer}.")
+            blocks[m.module] = stream.layers[m.layer].get_submodule(inner.split(".")[0])
+    return DenseWatch(modules, blocks, windows, length)
+
+
+def save_moments(moments: DenseMoments) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata that `load_moments` reads."""
+    tensors = {f"learn.{i}": m for i, m in enumerate(moments.learn)}
+    tensors |= {f"held.{i}": m for i, m in enumerate(moments.held)}
+    facts = {"group": dict(moments.group), "signal": dict(moments.signal), "tokens": moments.tokens}
+    return tensors, {"facts": json.dumps(facts)}
+
+
+def load_moments(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> DenseMoments:
+    """The inverse of `save_moments`."""
+    facts = json.loads(metadata["facts"])
+    learn, held = (tuple(tensors[f"{k}.{i}"] for i in range(len(tensors) // 2)) for k in ("learn", "held"))
+    return DenseMoments(learn, held, facts["group"], facts["signal"], facts["tokens"])

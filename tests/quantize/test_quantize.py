@@ -121,10 +121,10 @@ def test_gptq_beats_rounding_on_held_out_inputs() -> None:
 
 @pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "gptqmodel"])
 def test_eight_bits_lose_little(method: str) -> None:
-    """Measured: 2.7e-5 rounded, 0.7e-5 to 1.9e-5 by GPTQ; at 4 bits 0.0075 and 0.0010 to 0.0013."""
+    """Measured: 2.7e-5 rounded, 4.0e-6 by GPTQ (the library's 6.8e-6); at 4 bits 0.0075 and 0.0010."""
     version, w, held_out = Version.of("w8", 64), weights(), inputs(seed=2)
     made = output_error(held_out, w, quantise(method, w, moments(inputs()), version), version)
-    assert made < (2.2e-5 if "gptq" in method else 3.5e-5), made
+    assert made < {"gptq": 5e-6, "gptqmodel": 8e-6}.get(method, 3.5e-5), made
 
 
 def test_one_bit_is_a_third_of_plain_signs() -> None:

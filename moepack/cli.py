@@ -30,6 +30,7 @@ from .options import (
     Fresh,
     Json,
     Logits,
+    MaxTpot,
     Memory,
     MinP,
     Model,
@@ -281,6 +282,7 @@ def evaluate(
     policy: PolicyName = None,
     device_memory: Memory = None,
     dense: DenseName = None,
+    max_tpot: MaxTpot = None,
     length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window, or of a task's question.")] = 512,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
     kv_tokens: Cached = None,
@@ -320,7 +322,7 @@ def evaluate(
         if data or not named:
             result = scoring.evaluate(
                 path, data or [], policy, device, dtype, size, length, samples, reporter, trace, batch, kv_tokens or 0,
-                prefill_tokens, all_logits, kl, dense,
+                prefill_tokens, all_logits, kl, dense, max_tpot,
             )  # fmt: skip
         if named:
             scores = harness.run_tasks(
@@ -360,6 +362,7 @@ def generate(
     policy: PolicyName = None,
     device_memory: Memory = None,
     dense: DenseName = None,
+    max_tpot: MaxTpot = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -401,7 +404,7 @@ def generate(
     try:
         text = run(
             path, prompt, policy, device, dtype, size, max_new_tokens, sampling, stop or (), batch, kv_tokens,
-            prefill_tokens, all_logits, messages, read_template(chat_template), tell, dense,
+            prefill_tokens, all_logits, messages, read_template(chat_template), tell, dense, max_tpot,
         )  # fmt: skip
     finally:
         if began:
@@ -416,6 +419,7 @@ def chat(
     policy: PolicyName = None,
     device_memory: Memory = None,
     dense: DenseName = None,
+    max_tpot: MaxTpot = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer.")] = 256,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
@@ -442,7 +446,7 @@ def chat(
         talk(There(path, api_key, max_new_tokens, sampling, stop or ()), system)
         return
     size, template = parse_size(device_memory), read_template(chat_template)
-    with Session(path, policy, device, dtype, size, template, dense) as session:
+    with Session(path, policy, device, dtype, size, template, dense, max_tpot) as session:
         session.chat([{"role": "user", "content": "?"}])  # refused before weights are read
         session.load(kv_tokens or CHAT_TOKENS, PROMPT)
         talk(Here(session, max_new_tokens, sampling, stop or ()), system)
@@ -457,6 +461,7 @@ def plan(
     device: Annotated[str, typer.Option("--device", help="cpu, cuda ...; it need not be here.")] = "cpu",
     policy: Annotated[str | None, typer.Option("--policy", help=f"{usages()}; hotness without it.")] = None,
     dense: DenseName = None,
+    max_tpot: MaxTpot = None,
     kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")] = 576,
     prefill_tokens: Annotated[int, typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")] = 512,
     all_logits: Annotated[
@@ -470,7 +475,7 @@ def plan(
 
     size = parse_size(device_memory)
     assert size is not None
-    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch, prefill_tokens, all_logits, dense)
+    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch, prefill_tokens, all_logits, dense, max_tpot)
     if as_json:
         _print_json(planning.as_json(planned))
     if planned.message is not None:
@@ -488,6 +493,7 @@ def serve(
     policy: PolicyName = None,
     device_memory: Memory = None,
     dense: DenseName = None,
+    max_tpot: MaxTpot = None,
     host: Annotated[str, typer.Option("--host", help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8000,
     api_key: Annotated[
@@ -532,9 +538,9 @@ def serve(
     else:
         from .server.command import serve as run
     asked = Serve(
-        bundle, policy, device_memory, dense, device, dtype, host, port, api_key, name, chat_template, max_sequences,
-        max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace, access_log,
-        replicas, address,
+        bundle, policy, device_memory, dense, max_tpot, device, dtype, host, port, api_key, name, chat_template,
+        max_sequences, max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace,
+        access_log, replicas, address,
     )  # fmt: skip
     run(asked, lambda where: typer.echo(f"moepack: serving {where}", err=True))
 
@@ -596,12 +602,24 @@ def pull(
 def doctor(
     directory: Annotated[Path | None, typer.Option("--directory", help="Where to measure disk rates.")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Measure and show which kernel runs what.")] = False,
+    token: Annotated[
+        str | None, typer.Option("--token", help="A bundle: serve it on the CPU and show where a token's time goes.")
+    ] = None,
+    policy: PolicyName = None,
+    dense: DenseName = None,
+    device_memory: Memory = None,
     as_json: Json = False,
 ) -> None:
     """Show what this machine can do: which methods can build here, devices, memory, codec and disk rates."""
     from moepack.reports.doctor import doctor as run
     from moepack.reports.doctor import kernels as measure
 
+    if token is not None:
+        from moepack.reports import token as taken
+
+        found = taken.token_time(token, policy, dense, parse_size(device_memory))
+        _print_json(taken.as_json(found)) if as_json else _console().print(taken.render(found))
+        return
     if kernels:
         rows = measure()
         if as_json:

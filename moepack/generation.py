@@ -34,6 +34,7 @@ class Session:
         device_memory: int | None = None,
         chat_template: str | None = None,
         dense: str | None = None,
+        max_tpot: str | None = None,
     ) -> None:
         """Look at what there is; `load` loads it.
 
@@ -43,6 +44,7 @@ class Session:
         from moepack.calibrate.data import load_tokenizer
 
         self._path, self._asked, self._memory = path, (policy, device, dtype, device_memory, dense), device_memory
+        self._max_tpot = max_tpot
         with Reporter().hub_bars():
             self._source, self._is_bundle = locate(path)
             check(self._source, self._is_bundle, *self._asked)
@@ -57,6 +59,7 @@ class Session:
         """Load the model; a budget leaves room for `batch` sequences of `tokens`, read `prompt` at a time."""
         self._chunk = prompt or PROMPT
         room: dict[str, Any] = {"kv_tokens": tokens, "batch": batch, "prefill_tokens": prompt, "all_logits": all_logits}
+        room["max_tpot"] = self._max_tpot
         with Reporter().hub_bars():
             self.model = load_model(self._source, self._is_bundle, *self._asked, **room)
 
@@ -196,6 +199,7 @@ def generate(
     chat_template: str | None = None,
     tell: Tell = lambda text: None,
     dense: str | None = None,
+    max_tpot: str | None = None,
 ) -> str:
     """The continuation of a prompt, or the answer to `messages`.
 
@@ -206,7 +210,7 @@ def generate(
     Raises:
         InputError: for an empty prompt, or a model without a chat template that is given messages.
     """
-    with Session(path, policy, device, dtype, device_memory, chat_template, dense) as session:
+    with Session(path, policy, device, dtype, device_memory, chat_template, dense, max_tpot) as session:
         ids = session.text(prompt) if messages is None else session.chat(messages)
         passes = min(len(ids), PROMPT) if prefill_tokens is None else prefill_tokens
         session.load(len(ids) + max_new_tokens if kv_tokens is None else kv_tokens, passes, batch, all_logits)

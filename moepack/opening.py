@@ -56,6 +56,8 @@ def load_model(
     if is_bundle:
         with quiet_transformers():
             return load(path, device, device_memory, policy, wanted, dense=dense, **workload)
+    if workload.get("max_tpot") is not None:
+        raise InputError(f"{path}: not a bundle: a bound on a token needs one")
     from transformers import AutoModelForCausalLM
 
     from moepack.calibrate.checkpoint import open_checkpoint

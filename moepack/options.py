@@ -47,6 +47,14 @@ DenseName = Annotated[
         "allocation; the most precise without it.",
     ),
 ]
+MaxTpot = Annotated[
+    str | None,
+    typer.Option(
+        "--max-tpot",
+        help="The most that decoding a token may take: 50ms, or bytes that it reads: 2GB. Versions that may take "
+        "longer are not served.",
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(

@@ -22,8 +22,9 @@ from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
-from moepack.runtime.planning.fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda
+from moepack.runtime.planning.fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda, top_k
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
+from moepack.runtime.planning.token_cost import Bound, dense_read, within
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.live import Live
 from moepack.runtime.store.files import BackingStore
@@ -43,6 +44,7 @@ def attach(
     host_rate: int | None = None,
     host_threads: int | None = None,
     dense: Sequence[Version] = (),
+    bound: Bound | None = None,
 ) -> None:
     """Give every experts module its handles under a policy, and dense matrices their versions.
 
@@ -58,6 +60,8 @@ def attach(
             "device_map puts layers on the host or the disk, which a bundle does not do: where its experts do not fit, "
             "give device= and device_memory= instead"
         )
+    if bound is not None:
+        bundle = within(bundle, bound, dense_read(dense_bytes(model), model.config), top_k(model.config), devices[0])
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
     compiled = all(device.type == "cpu" and backend(device) == "native" for device in devices)
     serve_dense(model, bundle, dense, compiled)

@@ -13,7 +13,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import CONFIG, MANIFEST
 from moepack.pack.reader import open_bundle
-from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size, read_tier
+from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_bound, parse_size, read_tier
 from moepack.runtime.policies.registry import parse_policy
 
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
@@ -37,6 +37,7 @@ def load(
     host_rate: int | str | None = None,
     host_threads: int | None = None,
     dense: str | None = None,
+    max_tpot: str | float | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model.
 
@@ -74,6 +75,8 @@ def load(
         dense: the version of the matrices outside the experts (attention, shared experts, lm_head), where the bundle
             has versions of them: `w8`, `bf16`, or `allocation`, which the manifest names. Without it the most precise
             that is here, and with the policy `static:allocation` what that names.
+        max_tpot: the most that decoding a token may take: `50ms`, seconds, or bytes that it reads, as `2GB`. Versions
+            with which the worst token would take longer are not served, by any policy.
 
     Raises:
         BundleError: when the bundle is damaged.
@@ -83,6 +86,7 @@ def load(
     """
     budget, pinned = parse_size(device_memory), parse_size(host_memory)  # what can be refused at once is
     rate, threads = read_tier(host_rate, host_threads)
+    parse_bound(max_tpot)
     parse_policy(policy, budget is not None or bool(os.environ.get(DEVICE_MEMORY)))
     check_bundle(bundle, revision, token)
     opened = open_bundle(bundle) if Path(bundle).exists() else None
@@ -114,6 +118,7 @@ def load(
         host_rate=rate,
         host_threads=threads,
         dense=dense,
+        max_tpot=max_tpot,
     )
     options: dict[str, Any] = {"revision": revision or "main", "token": token}
     if attn_implementation is not None:

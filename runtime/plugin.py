@@ -28,7 +28,7 @@ from moepack.runtime.dense.linears import prepare
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
 from moepack.runtime.planning.choice import check_policy
 from moepack.runtime.planning.fixed import Workload
-from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size, read_tier
+from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_bound, parse_size, read_tier
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 from moepack.runtime.policies.registry import parse_policy
 
@@ -62,9 +62,9 @@ class MoepackConfig(QuantizationConfigMixin):
     """What config.json, `moepack.load` or a caller of `from_pretrained` says about serving.
 
     Args:
-        policy, dense, device_memory, host_memory, host_rate, host_threads: as of `moepack.load`. Where nobody names
-            them, the environment's MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY do: for programs that load
-            by path.
+        policy, dense, max_tpot, device_memory, host_memory, host_rate, host_threads: as of `moepack.load`. Where
+            nobody names them, the environment's MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY do: for
+            programs that load by path.
         workload: what a budget must leave room for, as `Workload` has it.
     """
 
@@ -77,11 +77,13 @@ class MoepackConfig(QuantizationConfigMixin):
         host_rate: int | str | None = None,
         host_threads: int | None = None,
         dense: str | None = None,
+        max_tpot: str | float | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # its enum lists transformers' own methods
         parse_policy(policy)
-        self.policy, self.dense = policy, dense
+        self.policy, self.dense, self.max_tpot = policy, dense, max_tpot
+        parse_bound(max_tpot)
         self.device_memory = parse_size(device_memory)
         self.workload = dict(workload or {})
         if unknown := self.workload.keys() - set(Workload.__slots__):
@@ -91,7 +93,9 @@ class MoepackConfig(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What `from_pretrained(bundle, quantization_config=MoepackConfig(...))` puts over config.json's."""
-        names = ("policy", "dense", "device_memory", "workload", "host_memory", "host_rate", "host_threads")
+        names = (
+            "policy", "dense", "max_tpot", "device_memory", "workload", "host_memory", "host_rate", "host_threads",
+        )  # fmt: skip
         return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
 
 
@@ -152,7 +156,16 @@ class MoepackQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         workload = Workload(**config.workload)
         host = config.host_memory, config.host_rate, config.host_threads
-        attach(model, self._bundle, self._policy(), self._budget(), workload, *host, dense=self._dense)
+        attach(
+            model,
+            self._bundle,
+            self._policy(),
+            self._budget(),
+            workload,
+            *host,
+            dense=self._dense,
+            bound=parse_bound(config.max_tpot),
+        )
         return model
 
     def _policy(self) -> str | None:

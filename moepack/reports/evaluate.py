@@ -151,6 +151,7 @@ def evaluate(
     all_logits: bool = False,
     kl: bool = False,
     dense: str | None = None,
+    max_tpot: str | None = None,
 ) -> Evaluation:
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
@@ -171,7 +172,7 @@ def evaluate(
         all_logits: whether it leaves room for the logits of all of them; evaluation makes them in pieces.
         kl: compare with the same bundle served at `bf16` without a budget, which is run first: divergence and
             agreement.
-        dense: as of `moepack.load`.
+        dense, max_tpot: as of `moepack.load`.
     """
     reporter = reporter or Reporter()
     if not data:
@@ -189,7 +190,8 @@ def evaluate(
         batch = batch or max(1, min(16, _TOKENS // length if device_memory is not None else 16))
         pools = _windows(load_tokenizer(Path(source)), data, length, samples)
         passes = length if prefill_tokens is None else prefill_tokens
-        workload = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": passes, "all_logits": all_logits}
+        workload: dict[str, Any] = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": passes}
+        workload |= {"all_logits": all_logits, "max_tpot": max_tpot}
         with contextlib.ExitStack() as stack:
             reference = None
             if kl:

@@ -7,7 +7,6 @@ memory is then divided between versions once and for all: the map may differ by 
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -109,6 +108,7 @@ def plan(
     prefill_tokens: int = 512,
     all_logits: bool = True,
     dense: str | None = None,
+    max_tpot: str | float | None = None,
 ) -> Planned:
     """Foretell what `moepack.load` with these arguments would serve.
 
@@ -117,7 +117,7 @@ def plan(
         device_memory: bytes for everything.
         device: as torch names it; it need not be here.
         policy: as in `moepack.load`.
-        dense, kv_tokens, batch, prefill_tokens, all_logits: as in `moepack.load`. (The command plans for
+        dense, max_tpot, kv_tokens, batch, prefill_tokens, all_logits: as in `moepack.load`. (The command plans for
             `moepack generate`.)
 
     Raises:
@@ -132,18 +132,23 @@ def plan(
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
+    from moepack.runtime.planning.sizes import parse_bound
+    from moepack.runtime.planning.token_cost import dense_read, read_rate, within
 
     try:
         where = torch.device(device)
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
-    parsed = choose_policy(policy, bundle, [where], True)
+    choose_policy(policy, bundle, [where], True)
     bundle.check(CONFIG)
     config = read_config(bundle.path, bundle.manifest)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     dtype = config.dtype or torch.float32
     needs, outside = measure(bundle, config, dtype, where, workload)
     outside += dense_change(bundle, choose_dense(dense, bundle, policy), dtype.itemsize)
+    read = dense_read(outside, config) + needs.kv.bytes(kv_tokens)
+    bundle = within(bundle, parse_bound(max_tpot), read, top_k(config), where)
+    parsed = choose_policy(policy, bundle, [where], True)
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     least = _decide(bundle, parsed, fixed, 0, where).least
     decided = _decide(bundle, parsed, fixed, device_memory, where)
@@ -165,7 +170,6 @@ def plan(
         cached = needs.kv.tokens(fixed.kv + device_memory - fixed.total - decided.floor, batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"] = relative_loss(tables, table)
-        read = _dense_read(outside, config, bundle) + needs.kv.bytes(kv_tokens)
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
@@ -256,29 +260,6 @@ def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, ch
         size = {n: resident_size(described.matrices, bundle.manifest.version(v)) if v else 0 for n, v in here.items()}
         total += chosen * sum(n * size[name] for n, name in zip(tokens, row, strict=True)) / sum(tokens)
     return total
-
-
-def _dense_read(dense: int, config: Any, bundle: Bundle) -> int:
-    """Bytes of dense tensors that a token reads: all but a table of embeddings that is not the output's too."""
-    text = config.get_text_config()
-    table = text.vocab_size * text.hidden_size * (config.dtype.itemsize if config.dtype is not None else 4)
-    return dense if getattr(text, "tie_word_embeddings", False) else max(0, dense - table)
-
-
-def read_rate(device: Any) -> float | None:
-    """Bytes a second at which a device reads its memory, the best of five sums of 128 MiB; None for one not here."""
-    import torch
-
-    try:
-        block = torch.ones(32 << 20, dtype=torch.float32, device=device)
-    except (RuntimeError, AssertionError):
-        return None
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        float(block.sum())
-        best = min(best, time.perf_counter() - began)
-    return block.numel() * 4 / best
 
 
 def as_json(planned: Planned) -> dict[str, Any]:

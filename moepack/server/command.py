@@ -43,6 +43,7 @@ class Serve:
     policy: str | None = None
     device_memory: str | None = None
     dense: str | None = None
+    max_tpot: str | None = None
     device: str = "cpu"
     dtype: str = "auto"
     host: str = "127.0.0.1"
@@ -151,7 +152,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     try:
         model = load(
             asked.bundle, asked.device, asked.device_memory, asked.policy, dtype, kv_tokens=held,
-            prefill_tokens=asked.step_tokens, all_logits=False, dense=asked.dense,
+            prefill_tokens=asked.step_tokens, all_logits=False, dense=asked.dense, max_tpot=asked.max_tpot,
         )  # fmt: skip
     except BudgetExceeded as error:
         why = f"{held} tokens of KV cache are held back, because {asked.policy} lets no expert make room: --kv-tokens"

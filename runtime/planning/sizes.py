@@ -1,6 +1,10 @@
-"""Sizes as people write them: 24GiB, 1.5g, 4096."""
+"""Sizes as people write them, 24GiB, 1.5g, 4096, and bounds on a token: 50ms, 2GB."""
 
 from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
 
 from moepack.pack.errors import InputError
 
@@ -26,6 +30,41 @@ def parse_size(size: str | int | None) -> int | None:
         return int(float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()])
     except (KeyError, ValueError):
         raise InputError(f"size {size!r} is not a number of bytes, nor one with KB, MiB, GB ... after it") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The most that decoding a token may take: seconds, or bytes that it reads.
+
+    Attributes:
+        text: as it was asked for.
+    """
+
+    text: str
+    seconds: float = math.inf
+    bytes: float = math.inf
+
+
+def parse_bound(text: str | float | None) -> Bound | None:
+    """`50ms`, `0.2s`, seconds as a number, or bytes a token such as `2GB`.
+
+    Raises:
+        InputError: for what is none, or is not above 0.
+    """
+    if text is None:
+        return None
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        bound = Bound(f"{text} s", seconds=float(text))
+    elif found := re.fullmatch(r"([0-9.]+)\s*(ms|s)", str(text).strip().lower()):
+        try:
+            bound = Bound(str(text), seconds=float(found[1]) / (1000 if found[2] == "ms" else 1))
+        except ValueError:
+            raise InputError(f"max_tpot {text!r} is not a time such as 50ms, nor bytes a token such as 2GB") from None
+    else:
+        bound = Bound(str(text), bytes=float(parse_size(str(text)) or 0))
+    if not min(bound.seconds, bound.bytes) > 0:
+        raise InputError(f"max_tpot {text!r} leaves no time at all")
+    return bound
 
 
 def read_tier(rate: str | int | None, threads: int | None) -> tuple[int | None, int | None]:

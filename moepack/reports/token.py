@@ -1,0 +1,235 @@
+"""Where a token's time goes: one decoding step taken apart by its modules, beside what reading their bytes takes.
+
+The model's own forward runs, with a clock around its modules: what a module's inner modules take is theirs. The floor
+of a part is the bytes of the weights that it reads over the rate at which the same threads read such memory and do
+nothing else. A clock costs about a microsecond, which falls to "other", and stands beside the total.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepack.opening import check, load_model, locate
+from moepack.pack.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PARTS = ("experts", "lm_head", "linears", "attention", "router", "norms", "embedding", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a step.
+
+    Attributes:
+        name: of PARTS.
+        calls: modules that were called.
+        seconds: of one step, the median of the steps measured.
+        bytes: of weights that it reads in one step.
+        floor: seconds that reading them takes.
+    """
+
+    name: str
+    calls: int
+    seconds: float
+    bytes: int
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTime:
+    """One decoding step of one sequence.
+
+    Attributes:
+        policy, dense, threads, context: how it was served, and the tokens of its cache.
+        seconds: of a step without clocks, the median.
+        clocked: the same with them.
+        rate: bytes a second that the threads read.
+        parts: largest first.
+    """
+
+    policy: str
+    dense: str | None
+    threads: int
+    context: int
+    seconds: float
+    clocked: float
+    rate: float
+    parts: tuple[Part, ...]
+
+
+class _Clock:
+    """Seconds by part, of modules inside one another: the inner one's are not the outer one's."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.calls = dict.fromkeys(PARTS, 0)
+        self._inner: list[float] = [0.0]
+
+    def around(self, part: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            began = time.perf_counter()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - began
+                inner = self._inner.pop()
+                self._inner[-1] += took
+                self.seconds[part] += took - inner
+                self.calls[part] += 1
+
+        return timed
+
+
+def token_time(
+    path: str | Path,
+    policy: str | None = None,
+    dense: str | None = None,
+    device_memory: int | None = None,
+    context: int = 128,
+    steps: int = 32,
+) -> TokenTime:
+    """Serve a bundle on this machine's CPU and take decoding steps apart.
+
+    Args:
+        path: a bundle: its directory, or its Hub id.
+        policy, dense, device_memory: as of `moepack.load`.
+        context: tokens that are in the cache before.
+        steps: how many are measured, with clocks and without.
+
+    Raises:
+        InputError: for what is no bundle.
+    """
+    import torch
+
+    from moepack.runtime.planning.token_cost import read_rate
+
+    source, is_bundle = locate(path)
+    if not is_bundle:
+        raise InputError(f"{path}: not a bundle: it has no manifest.json")
+    check(source, True, policy, "cpu", "auto", device_memory, dense)
+    room = {"kv_tokens": context + 2 * steps + 8, "prefill_tokens": context, "all_logits": False}
+    model = load_model(source, True, policy, "cpu", "auto", device_memory, dense, **room)
+    with model.moepack as serving, torch.inference_mode():
+        for _ in _steps(model, context, 4):  # what is compiled and cached is
+            pass
+        plain = statistics.median(_steps(model, context, steps))
+        clock, parts = _Clock(), _parts(model, serving)
+        for name, part in parts.items():
+            module = model.get_submodule(name)
+            module.forward = clock.around(part, module.forward)
+        rounds: list[dict[str, float]] = []
+        clocked = []
+        for took in _steps(model, context, steps, clock):
+            rounds.append({p: s for p, s in clock.seconds.items() if p != "other"})
+            rounds[-1]["other"] = max(0.0, took - sum(rounds[-1].values()))
+            clocked.append(took)
+        sizes, rate = _bytes(model, serving, parts), read_rate(torch.device("cpu"))
+        assert rate is not None
+        found = [
+            Part(p, clock.calls[p], statistics.median(r[p] for r in rounds), sizes.get(p, 0), sizes.get(p, 0) / rate)
+            for p in PARTS
+        ]
+        found.sort(key=lambda part: -part.seconds)
+        return TokenTime(
+            serving.policy, dense, torch.get_num_threads(), context, plain, statistics.median(clocked), rate,
+            tuple(found),
+        )  # fmt: skip
+
+
+def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) -> Any:
+    """Seconds of each of so many steps after a prompt of `context` tokens."""
+    import torch
+    from transformers import DynamicCache
+
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (1, context), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    for _ in range(steps):
+        token = out.logits[:, -1:].argmax(-1)
+        if clock is not None:
+            clock.seconds, clock.calls = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0)
+        began = time.perf_counter()
+        out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        yield time.perf_counter() - began
+
+
+def _parts(model: Any, serving: Any) -> dict[str, str]:
+    """What each module is a part of."""
+    from torch import nn
+
+    from moepack.runtime.dense.packed import PackedLinear
+
+    experts = {layer.module for layer in serving.bundle.layers}
+    blocks = {name.rpartition(".")[0] for name in experts}
+    out: dict[str, str] = {}
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        if any(name.startswith(f"{e}.") for e in experts):
+            continue
+        if name in experts:
+            out[name] = "experts"
+        elif module is head:
+            out[name] = "lm_head"
+        elif parent in blocks and last in ("gate", "router"):
+            out[name] = "router"
+        elif isinstance(module, nn.Linear | PackedLinear):
+            out[name] = "linears"
+        elif isinstance(module, nn.Embedding):
+            out[name] = "embedding"
+        elif "Norm" in type(module).__name__:
+            out[name] = "norms"
+        elif last in ("self_attn", "attention", "linear_attn") or type(module).__name__.endswith("RotaryEmbedding"):
+            out[name] = "attention"
+    return out
+
+
+def _bytes(model: Any, serving: Any, parts: dict[str, str]) -> dict[str, int]:
+    """Bytes of weights that one step reads, by part: of experts as many as a token has, of a layer's mean size."""
+    out: dict[str, int] = {}
+    for name, part in parts.items():
+        if part in ("linears", "lm_head", "router", "norms"):
+            module = model.get_submodule(name)
+            held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            out[part] = out.get(part, 0) + sum(t.numel() * t.element_size() for t in held)
+    from moepack.runtime.planning.fixed import top_k
+
+    chosen = top_k(model.config)
+    for layer in serving.layers:
+        sizes = [handle.extent.numel() for handle in layer.current.handles]
+        out["experts"] = out.get("experts", 0) + chosen * sum(sizes) // max(1, len(sizes))
+    return out
+
+
+def as_json(found: TokenTime) -> dict[str, Any]:
+    """Ready for JSON."""
+    return asdict(found)
+
+
+def render(found: TokenTime) -> Table:
+    """For people: a row a part, in microseconds."""
+    from rich.table import Table
+
+    title = (
+        f"one token: {found.seconds * 1e3:.2f} ms ({found.clocked * 1e3:.2f} with clocks), {found.threads} "
+        f"threads, {found.context} tokens of cache, memory read at {found.rate / 1e9:.1f} GB/s"
+    )
+    table = Table("part", title=title)
+    for column in ("calls", "us", "share", "MB read", "floor, us", "over floor"):
+        table.add_column(column, justify="right")
+    for part in found.parts:
+        over = f"{part.seconds / part.floor:.2f}" if part.floor > 1e-6 else "-"
+        share = f"{part.seconds / found.clocked:.0%}"
+        floor = f"{part.floor * 1e6:.0f}" if part.bytes else "-"
+        size = f"{part.bytes / 1e6:.1f}" if part.bytes else "-"
+        table.add_row(part.name, str(part.calls), f"{part.seconds * 1e6:.0f}", share, size, floor, over)
+    return table

@@ -24,7 +24,8 @@ from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
 from moepack.runtime.planning.fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda, top_k
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
-from moepack.runtime.planning.token_cost import Bound, dense_read, within
+from moepack.runtime.planning.sizes import Bound
+from moepack.runtime.planning.token_cost import dense_read, within
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.live import Live
 from moepack.runtime.store.files import BackingStore

@@ -11,7 +11,7 @@ import os
 from .errors import InputError
 
 VARIABLE = "MOEPACK_ISA"
-LEVELS = ("plain", "avx2", "avx512", "avx512-bf16", "amx")  # each has those before it; isa.h counts them
+LEVELS = ("plain", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx")  # each has those before it; isa.h counts them
 
 
 def bound(best: int) -> int:

@@ -11,17 +11,23 @@
 #include "../../pack/isa.h"
 #include "affine.h"
 
-static const Loops *loops = &moepack_loops_plain;
+static const Loops *floats = &moepack_floats_plain, *fixed = &moepack_fixed_plain;
+static Unpacking *unpacking = moepack_unpack_plain;
+
+static const Loops *loops_of(const Gemm *m) { return m->x_bf16 ? fixed : floats; }
 
 /* Use instruction sets up to `limit`, a level of isa.h; returns the one taken. */
 int moepack_affine_level(int limit) {
     int best = (int)least(limit, isa_level());
-    loops = &moepack_loops_plain;
+    floats = &moepack_floats_plain, fixed = &moepack_fixed_plain, unpacking = moepack_unpack_plain;
 #ifdef HAVE_X86
-    if (best >= ISA_AVX2) loops = &moepack_loops_avx2;
-    if (best >= ISA_AVX512) loops = &moepack_loops_avx512;
+    if (best >= ISA_AVX2) floats = &moepack_floats_avx2, fixed = &moepack_fixed_avx2, unpacking = moepack_unpack_avx2;
+    if (best >= ISA_AVX512)
+        floats = &moepack_floats_avx512, fixed = &moepack_fixed_avx512, unpacking = moepack_unpack_avx512;
+    if (best >= ISA_AVX512_VNNI) fixed = &moepack_fixed_vnni;
 #endif
-    return best < ISA_AVX512 ? best + moepack_tiles_level(0) : ISA_AVX512 + moepack_tiles_level(best - ISA_AVX512);
+    const int below = (int)least(best, ISA_AVX512_VNNI);
+    return below + moepack_tiles_level(best - below);
 }
 
 /* ---- matrices that are decoded when they are asked for
@@ -102,25 +108,20 @@ static void prepare_all(void *argument) {
     const Gemm *m = run->m;
     int64_t size = m->cols * (m->x_bf16 ? 2 : 4), i;
     while ((i = atomic_fetch_add_explicit(&run->next_prepared, 1, memory_order_relaxed)) < run->n_prepared)
-        loops->prepare(m, (const uint8_t *)m->x + run->source[i] * size, run->prepared + i);
+        loops_of(m)->prepare(m, (const uint8_t *)m->x + run->source[i] * size, run->prepared + i);
 }
 
 static void run_tasks(void *argument) {
     Run *run = argument;
     const Gemm *m = run->m;
-    int64_t i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed), after;
-    for (; i < run->n_tasks; i = after) {
-        after = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed); /* known early, to be fetched early */
-        const Task *task = run->tasks + i, *then = run->tasks + (after < run->n_tasks ? after : i);
-        const Job *job = run->jobs + task->job, *then_job = run->jobs + then->job;
+    int64_t i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n_tasks) {
+        const Task *task = run->tasks + i;
+        const Job *job = run->jobs + task->job;
         if (job->coded) decode_part(m, job, task->from * m->cols / m->tile, ceil_div(task->to * m->cols, m->tile));
         for (int64_t row = task->from, end; row < task->to; row = end) {
             end = least(row + UNIT, task->to);
-            Next next = {job->form, job->base, end};
-            if (end == task->to) /* what is not decoded yet is not fetched: another thread writes it */
-                next = then_job->coded ? (Next){job->form, job->base, task->from} : (Next){then_job->form, then_job->base, then->from};
-            loops->rows(m, job->form, job->base, row, end, run->of_slot + job->first, run->order + job->first, job->count,
-                       &next);
+            loops_of(m)->rows(m, job, row, end, run->of_slot + job->first, run->order + job->first, job->count);
         }
     }
 }
@@ -137,27 +138,41 @@ __attribute__((constructor)) static void arena_at_fork(void) { pthread_atfork(0,
 
 #define TOGETHER 4 /* slots that one pass over an expert's rows takes, at the most (TB) */
 #define BESIDE (sizeof(Prepared) + sizeof(void *)) /* bytes of a slot beside its prepared activation */
-#define NEEDS_QUADS 1
-#define NEEDS_PAIRS 2
+#define NEEDS_SUMS 1 /* floats, and their sums */
+#define NEEDS_QUADS 2
+#define NEEDS_PAIRS 4
+#define NEEDS_FIXED 8 /* integers' sums and units; shifted left, integers for planes of 1, 2, 4 and 8 bits */
+#define NEEDS_ALL (NEEDS_FIXED - 1) /* the most: those of BF16 activations take less */
 
-static int needs_of(const Form *f) {
-    return (f->bits == 1 || f->bits == 3 ? NEEDS_QUADS : 0) | (f->bits == 2 || f->bits == 3 ? NEEDS_PAIRS : 0);
+static int needs_of(const Gemm *m, const Form *f) {
+    if (f->bits == 16) return 0;
+    if (m->x_bf16)
+        return NEEDS_FIXED | NEEDS_FIXED << (f->bits == 3 ? 2 : f->bits == 8 ? 4 : 1 + f->bits / 2) |
+               (f->bits == 3 ? NEEDS_FIXED << 1 : 0);
+    return NEEDS_SUMS | (f->bits == 1 || f->bits == 3 ? NEEDS_QUADS : 0) |
+           (f->bits == 2 || f->bits == 3 ? NEEDS_PAIRS : 0);
+}
+
+/* Let p's parts lie at `at` and after; returns how many bytes they take. */
+static size_t place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
+    const size_t padded = 32 * (size_t)ceil_div(m->cols, 32), each = padded / 32 + 16;
+    uint8_t *next = at;
+#define PART(field, need, words) p->field = needs & (need) ? (void *)next : 0, next += needs & (need) ? 4 * (words) : 0
+    PART(x, NEEDS_SUMS, padded);
+    PART(quads, NEEDS_QUADS, 4 * padded);
+    PART(pairs, NEEDS_PAIRS, 8 * padded);
+    for (int k = 0; k < 4; k++) PART(fixed[k], NEEDS_FIXED << (k + 1), padded / 2);
+    for (int k = 0; k < 3; k++) {
+        PART(sums[k], NEEDS_SUMS, each);
+        PART(totals[k], NEEDS_FIXED, each);
+    }
+    PART(units, NEEDS_FIXED, each);
+    return (size_t)(next - at + 63) / 64 * 64;
 }
 
 static size_t prepared_size(const Gemm *m, int needs) {
-    size_t padded = 32 * (size_t)ceil_div(m->cols, 32);
-    size_t floats = padded + 3 * (padded / 32 + 16) + (needs & NEEDS_QUADS ? 4 * padded : 0) +
-                    (needs & NEEDS_PAIRS ? 8 * padded : 0);
-    return 4 * ((floats + 15) / 16 * 16);
-}
-
-static void place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
-    size_t padded = 32 * (size_t)ceil_div(m->cols, 32);
-    float *next = (float *)at;
-    p->x = next, next += padded;
-    p->quads = needs & NEEDS_QUADS ? next : 0, next += needs & NEEDS_QUADS ? 4 * padded : 0;
-    p->pairs = needs & NEEDS_PAIRS ? next : 0, next += needs & NEEDS_PAIRS ? 8 * padded : 0;
-    for (int k = 0; k < 3; k++) p->sums[k] = next, next += padded / 32 + 16;
+    Prepared p;
+    return place(m, needs, 0, &p);
 }
 
 /* What the direct path keeps in the arena for n experts' `slots` slots: lists, and after them prepared activations. */
@@ -207,25 +222,21 @@ static void run_alone(void *argument) {
     const Gemm *m = run->m;
     const int64_t size = m->cols * (m->x_bf16 ? 2 : 4);
     uint8_t *room = run->room + run->own * (size_t)atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
-    int64_t i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed), after;
-    for (; i < run->n; i = after) {
-        after = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed);
-        const Job *job = run->batches + i, *then = run->batches + (after < run->n ? after : i);
+    int64_t i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n) {
+        const Job *job = run->batches + i;
         const int64_t *slot = run->order + job->first;
-        const int needs = needs_of(job->form);
+        const int needs = needs_of(m, job->form);
         const Prepared **of_slot = (const Prepared **)room;
         Prepared *prepared = (Prepared *)(of_slot + job->count);
         uint8_t *at = room + (BESIDE * (size_t)job->count + 63) / 64 * 64;
         for (int64_t k = 0; k < job->count; k++, at += prepared_size(m, needs)) {
             place(m, needs, at, prepared + k);
-            loops->prepare(m, (const uint8_t *)m->x + slot[k] / m->share * size, prepared + k);
+            loops_of(m)->prepare(m, (const uint8_t *)m->x + slot[k] / m->share * size, prepared + k);
             of_slot[k] = prepared + k;
         }
-        for (int64_t row = 0; row < m->rows; row += UNIT) {
-            const int last = row + UNIT >= m->rows;
-            const Next next = last ? (Next){then->form, then->base, 0} : (Next){job->form, job->base, row + UNIT};
-            loops->rows(m, job->form, job->base, row, least(row + UNIT, m->rows), of_slot, slot, job->count, &next);
-        }
+        for (int64_t row = 0; row < job->rows; row += UNIT)
+            loops_of(m)->rows(m, job, row, least(row + UNIT, job->rows), of_slot, slot, job->count);
     }
 }
 
@@ -235,11 +246,11 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
     const int64_t even = ceil_div(slots, 4 * m->threads * TOGETHER) * TOGETHER; /* so that the last batches even out */
     Alone run = {.m = m, .batches = batches, .order = order, .room = at + room->lists, .own = room->own};
     for (int64_t j = 0; j < n; j++) {
-        const int64_t fit = (int64_t)((room->own - 64) / (prepared_size(m, needs_of(jobs[j].form)) + BESIDE));
+        const int64_t fit = (int64_t)((room->own - 64) / (prepared_size(m, needs_of(m, jobs[j].form)) + BESIDE));
         const int64_t most = least(fit / TOGETHER * TOGETHER, even);
         for (int64_t done = 0; done < jobs[j].count; done += most) {
             const int64_t here = least(most, jobs[j].count - done);
-            batches[run.n++] = (Job){.base = jobs[j].base, .form = jobs[j].form, .first = jobs[j].first + done, .count = here};
+            batches[run.n] = jobs[j], batches[run.n].first += done, batches[run.n].coded = 0, batches[run.n++].count = here;
         }
     }
     atomic_init(&run.next, 0);
@@ -252,7 +263,7 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
 static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                           Arena *arena) {
     int all = 0;
-    for (int64_t j = 0; j < n; j++) all |= needs_of(jobs[j].form);
+    for (int64_t j = 0; j < n; j++) all |= needs_of(m, jobs[j].form);
     const Room room = room_of(m, slots, n, all);
     if (grow(arena, room.all)) return 1;
     if (room.own) {
@@ -272,7 +283,7 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
         size_t used = 0;
         for (; j < n; j++, done = 0) {
             const Job *job = jobs + j;
-            const int need = needs_of(job->form);
+            const int need = needs_of(m, job->form);
             int64_t fit = 0, rest = job->count - done;
             for (size_t more = used; fit < rest; fit++) {
                 const int64_t at = seat[order[job->first + done + fit] / m->share];
@@ -293,8 +304,8 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
                 *mine |= need;
                 of_slot[i] = prepared + seat[which] - 1;
             }
-            batches[n_batches++] = (Job){job->base, job->form, job->first + done, fit, job->coded, job->expert};
-            cost += room.units * fit;
+            batches[n_batches] = *job, batches[n_batches].first += done, batches[n_batches++].count = fit;
+            cost += ceil_div(job->rows, UNIT) * fit;
             done += fit;
             if (fit < rest) break;
         }
@@ -306,9 +317,10 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
         }
         const int64_t share = cost / (m->threads * 8) + 1; /* work of one task, so that the last ones even out */
         for (int64_t p = 0; p < n_batches; p++) {
-            int64_t step = UNIT * (m->threads < 2 ? room.units : share / batches[p].count + 1);
+            const int64_t rows = batches[p].rows;
+            int64_t step = m->threads < 2 ? rows : UNIT * (share / batches[p].count + 1);
             if (batches[p].coded) step = coded_step(m);
-            for (int64_t row = 0; row < m->rows; row += step) tasks[n_tasks++] = (Task){p, row, least(row + step, m->rows)};
+            for (int64_t row = 0; row < rows; row += step) tasks[n_tasks++] = (Task){p, row, least(row + step, rows)};
         }
         Run run = {.m = m, .jobs = batches, .tasks = tasks, .order = order, .source = source, .prepared = prepared};
         run.of_slot = of_slot, run.n_tasks = n_tasks, run.n_prepared = n_prepared;
@@ -342,7 +354,9 @@ int moepack_affine_product(const Gemm *m) {
         const int many = here > m->limits[version];
         if (many && !m->tiles) continue;
         const uint8_t *base = (const uint8_t *)(m->handles[e] & ~(uint64_t)63);
-        jobs[many ? --late : n++] = (Job){base, m->forms + version, at, here, m->coded ? m->coded[e] : 0, e};
+        const Form *form = m->forms + version;
+        const uint16_t *bias = form->bias < 0 ? 0 : (const uint16_t *)(base + form->bias);
+        jobs[many ? --late : n++] = (Job){base, form, bias, m->out, m->rows, at, here, m->coded ? m->coded[e] : 0, e};
         count[e] = at;
         at += here;
     }
@@ -372,7 +386,7 @@ int moepack_affine_product(const Gemm *m) {
 /* The most bytes that products of these sizes keep between calls, whatever versions, limits and instruction set: of m only
  * rows, cols, experts, slots, share and threads are read. `most`: slots that one expert can have. */
 int64_t moepack_affine_kept(const Gemm *m, int64_t most) {
-    size_t direct = room_of(m, m->slots, least(m->experts, m->slots), NEEDS_QUADS | NEEDS_PAIRS).all;
+    size_t direct = room_of(m, m->slots, least(m->experts, m->slots), NEEDS_ALL).all;
     size_t tiles = moepack_tiles_kept(m, most);
     return (int64_t)(direct > tiles ? direct : tiles);
 }
@@ -398,7 +412,7 @@ static void unpack_all(void *argument) {
     const Unpack *m = run->m;
     int64_t row;
     while ((row = m->from + UNIT * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->to)
-        loops->unpack(m, row, row + UNIT < m->to ? UNIT : m->to - row,
+        unpacking(m, row, row + UNIT < m->to ? UNIT : m->to - row,
                      (uint8_t *)m->out + (row - m->from) * (m->out_bf16 ? 2 : 4));
 }
 

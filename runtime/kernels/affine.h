@@ -50,11 +50,13 @@ typedef struct {
     atomic_llong *report; /* 1 + the expert that is bad, what is bad, nanoseconds that threads spent decoding */
 } Gemm;
 
-/* One expert's part of a product: `count` slots, those at `order[first]` and after. */
+/* One matrix's part of a product: `count` slots, those at `order[first]` and after. */
 typedef struct {
     const uint8_t *base;
     const Form *form;
-    int64_t first, count;
+    const uint16_t *bias; /* or 0 */
+    void *out;            /* [slots, rows] */
+    int64_t rows, first, count;
     const void *coded; /* what it is to be decoded from; 0 where it is there */
     int64_t expert;
 } Job;
@@ -68,30 +70,27 @@ typedef struct {
     void *out;
 } Unpack;
 
-/* One activation, widened; its sums over 32, 64 and 128 columns; its LUTs, where a version at hand reads them. */
+/* One activation; of what follows `at`, what the versions at hand read. Of float32 activations its sums over 32, 64 and 128
+ * columns, and LUTs. Of BF16 ones integers (affine_fixed.h): their sums over 32 columns, by 128 columns what a 1 of them
+ * stands for, and they themselves, 16 bits each, in the order of planes of 1, 2, 4 and 8 bits. */
 typedef struct {
-    float *x, *sums[3], *quads, *pairs;
+    const void *at;
+    float *x, *sums[3], *quads, *pairs, *units;
+    int32_t *totals[3], *fixed[4];
 } Prepared;
 
-/* What a thread reads after the rows it is at. The processor's own prefetching loses a stream where a block of rows ends and
- * another begins, so the kernels fetch LEAD lines ahead, across that edge: one token's product of 1536 x 2048 then takes
- * 1.1 times what reading takes, at every width; it was 1.3 at 4 bits and 1.8 at 1 bit with hints inside a block only. */
-typedef struct {
-    const Form *form;
-    const uint8_t *base;
-    int64_t row;
-} Next;
-
-/* One instruction set's loops (affine_rows.h): prepare one activation; rows [from, to), at most UNIT, of one expert for its
- * prepared activations and slots; rows [row, row + n) unpacked. */
+/* One instruction set's loops for float32 activations (affine_rows.h) or BF16 ones (affine_fixed.h): prepare one; rows
+ * [from, to), at most UNIT, of one job for its prepared activations and slots. And rows [row, row + n) unpacked. */
 typedef struct {
     void (*prepare)(const Gemm *, const void *, Prepared *);
-    void (*rows)(const Gemm *, const Form *, const uint8_t *, int64_t, int64_t, const Prepared *const *, const int64_t *,
-                 int64_t, const Next *);
-    void (*unpack)(const Unpack *, int64_t, int64_t, uint8_t *);
+    void (*rows)(const Gemm *, const Job *, int64_t, int64_t, const Prepared *const *, const int64_t *, int64_t);
 } Loops;
 
-extern const Loops moepack_loops_plain, moepack_loops_avx2, moepack_loops_avx512;
+typedef void Unpacking(const Unpack *, int64_t, int64_t, uint8_t *);
+
+extern const Loops moepack_floats_plain, moepack_floats_avx2, moepack_floats_avx512;
+extern const Loops moepack_fixed_plain, moepack_fixed_avx2, moepack_fixed_avx512, moepack_fixed_vnni;
+extern Unpacking moepack_unpack_plain, moepack_unpack_avx2, moepack_unpack_avx512;
 
 /* Memory that is kept between calls and grows to what they need. */
 typedef struct {

@@ -10,6 +10,7 @@ typedef struct {
 #define NAME(x) x##_avx2
 #define INLINE __attribute__((target("avx2,fma"))) static inline __attribute__((always_inline))
 #define CALLED __attribute__((target("avx2,fma"))) static
+#define WHOLE __attribute__((target("avx2,fma")))
 #define L 8
 #define RB 4
 #define TB 2
@@ -59,4 +60,22 @@ INLINE float sum_avx2(__m256 a) {
     return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
 #include "affine_rows.h"
+
+#define PARTS 1
+#define FR 2
+#define SETI(v) _mm256_set1_epi32(v)
+#define LOADB(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
+#define AND(a, b) _mm256_and_si256(a, b)
+#define ADDI(a, b) _mm256_add_epi32(a, b)
+#define SUBI(a, b) _mm256_sub_epi32(a, b)
+#define MULI(a, b) _mm256_mullo_epi32(a, b)
+#define SHL(a, n) _mm256_slli_epi32(a, n)
+#define DOT(acc, fields, x) _mm256_add_epi32(acc, _mm256_madd_epi16(fields, x))
+#define FLOATS(a) _mm256_cvtepi32_ps(a)
+#define FUSED(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define HALVES(v, odd) \
+    _mm256_castsi256_ps(odd ? _mm256_and_si256(v, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(v, 16))
+#define ARRANGE(to, from, order) \
+    for (int i = 0; i < 32; i++) ((int16_t *)(to))[i] = (from)[(order)[i]]
+#include "affine_fixed.h"
 #endif

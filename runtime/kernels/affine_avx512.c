@@ -7,6 +7,7 @@
 #define NAME(x) x##_avx512
 #define INLINE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static inline __attribute__((always_inline))
 #define CALLED __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static
+#define WHOLE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
 #define L 16
 #define RB 4
 #define TB 4
@@ -54,4 +55,51 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
     _mm512_storeu_si512(to, _mm512_permutex2var_epi16(rounded_avx512(v), high, rounded_avx512(w)));
 }
 #include "affine_rows.h"
+
+#define FR 1
+#define SETI(v) _mm512_set1_epi32(v)
+#define LOADB(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define AND(a, b) _mm512_and_si512(a, b)
+#define ADDI(a, b) _mm512_add_epi32(a, b)
+#define SUBI(a, b) _mm512_sub_epi32(a, b)
+#define MULI(a, b) _mm512_mullo_epi32(a, b)
+#define SHL(a, n) _mm512_slli_epi32(a, n)
+#define FLOATS(a) _mm512_cvtepi32_ps(a)
+#define FUSED(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define HALVES(v, odd) \
+    _mm512_castsi512_ps(odd ? _mm512_and_si512(v, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(v, 16))
+
+#define PARTS 1
+#define DOT(acc, fields, x) _mm512_add_epi32(acc, _mm512_madd_epi16(fields, x))
+#define ARRANGE(to, from, order) \
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))
+#include "affine_fixed.h"
+
+/* The same for VNNI and VBMI, whose products take bytes and add four of them at once. */
+#undef NAME
+#undef INLINE
+#undef CALLED
+#undef PARTS
+#undef DOT
+#undef ARRANGE
+#define NAME(x) x##_vnni
+#define VNNI "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,fma"
+#define INLINE __attribute__((target(VNNI))) static inline __attribute__((always_inline))
+#define CALLED __attribute__((target(VNNI))) static
+#define PARTS 2
+#define DOT(acc, fields, x) _mm512_dpbusd_epi32(acc, fields, x)
+#define ARRANGE(to, from, order) \
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi8(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))
+#define THIRD(low, high, half, k) third_vnni(low, high, 2 * k, 16 * half + k + 62)
+
+/* Bit `at` of each 32-bit word of `high`, and those 4, 8 and 12 further on, into bit 2 of its bytes; the low words' two bits
+ * from bit `down` on below. Positions count within a 64-bit lane, which holds the words of two rows. */
+INLINE __m512i third_vnni(__m512i low, __m512i high, int down, int at) {
+    uint64_t where = 0;
+    UNROLL for (int b = 0; b < 8; b++) where |= (uint64_t)((at + b / 4 * 32 + b % 4 * 4) % 64) << 8 * b;
+    const __m512i above = _mm512_multishift_epi64_epi8(_mm512_set1_epi64((int64_t)where), high);
+    const __m512i both = _mm512_ternarylogic_epi64(_mm512_set1_epi8(3), _mm512_srli_epi32(low, down), above, 0xCA);
+    return _mm512_and_si512(both, _mm512_set1_epi8(7));
+}
+#include "affine_fixed.h"
 #endif

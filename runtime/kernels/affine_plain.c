@@ -1,9 +1,12 @@
 /* The loops over experts' rows in plain C. */
+#include <math.h>
+
 #include "affine.h"
 
 #define NAME(x) x##_plain
 #define INLINE static inline __attribute__((always_inline))
 #define CALLED static
+#define WHOLE
 #define L 1
 #define RB 4
 #define TB 2
@@ -12,7 +15,7 @@
 #define F float
 #define I uint32_t
 #define T16 const float *
-#define LOADI(p) (*(p))
+#define LOADI(p) load_plain(p)
 #define LOADF(p) (*(p))
 #define STOREF(p, v) (*(p) = (v))
 #define LOADT(p) (p)
@@ -32,4 +35,31 @@
 #define STOREB2(p, v, w) (STOREB(p, v), STOREB((p) + 1, w))
 #define BYTES(p) ((float)*(p))
 #define STREAM(p) (void)(p)
+
+static inline uint32_t load_plain(const void *at) { /* two BF16 numbers need not lie on a multiple of 4 */
+    uint32_t word;
+    memcpy(&word, at, 4);
+    return word;
+}
+
+static inline int32_t dot_plain(uint32_t fields, uint32_t x) {
+    return (int16_t)fields * (int16_t)x + (int16_t)(fields >> 16) * (int16_t)(x >> 16);
+}
 #include "affine_rows.h"
+
+#define PARTS 1
+#define FR 4
+#define SETI(v) ((uint32_t)(v))
+#define LOADB(p) ((uint32_t)*(p))
+#define AND(a, b) ((a) & (b))
+#define ADDI(a, b) ((a) + (b))
+#define SUBI(a, b) ((a) - (b))
+#define MULI(a, b) ((a) * (b))
+#define SHL(a, n) ((a) << (n))
+#define DOT(acc, fields, x) ((acc) + (uint32_t)dot_plain(fields, x))
+#define FLOATS(a) ((float)(int32_t)(a))
+#define FUSED(a, b, c) fmaf(a, b, c)
+#define HALVES(v, odd) widen((uint16_t)((odd) ? (v) >> 16 : (v)))
+#define ARRANGE(to, from, order) \
+    for (int i = 0; i < 32; i++) ((int16_t *)(to))[i] = (from)[(order)[i]]
+#include "affine_fixed.h"

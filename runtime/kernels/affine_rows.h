@@ -1,6 +1,7 @@
-/* One instruction set's loops over experts' rows; a C file of its own includes this, having defined
+/* One instruction set's loops over experts' rows for float32 activations, and unpacking; a C file of its own includes this,
+ * having defined
  *
- *   NAME(x), INLINE, CALLED          x with the set's suffix; how inner and outer functions are declared
+ *   NAME(x), INLINE, CALLED, WHOLE   x with the set's suffix; how inner, outer and other files' functions are declared
  *   L                                lanes of a vector: 16, 8 or 1 (rows of a packed matrix, columns of a BF16 one)
  *   F, I, T16                        L floats; L 32-bit words; a table of 16 floats
  *   LOADI, LOADF, STOREF, LOADT, SET loads, a store, a table's load, a broadcast
@@ -20,37 +21,20 @@
  * point corrects little: scale * (sum code * x - zero * sum x).
  */
 
-#define LEAD 24 /* lines that are fetched ahead of their use, in each of the streams that are read at once */
+#define AHEAD 48 /* lines that are fetched ahead of their use */
 #define UNROLL _Pragma("GCC unroll 16")
 #define QUAD 4.0f /* LUTs of four one-bit codes are for codes worth 4: the high plane of three bits */
 
-typedef struct {
-    const uint8_t *low, *high, *scale, *zero;
-} Ahead;
-
-static inline Ahead look_ahead(const Gemm *m, const Form *f, const uint8_t *base, int64_t row) {
-    if (f->bits == 16) {
-        const uint8_t *at = base + f->low + 2 * row * m->cols;
-        return (Ahead){at, at, at, at};
-    }
-    const int64_t groups = ceil_div(m->cols, f->group), block = row / BLOCK, lane = row % BLOCK;
-    const int64_t words = ceil_div(m->cols * (f->bits == 3 ? 2 : f->bits), 32);
-    return (Ahead){base + f->low + 4 * (block * words * BLOCK + lane),
-                   base + f->high + 4 * (block * ceil_div(m->cols, 32) * BLOCK + lane),
-                   base + f->scale + 2 * (block * groups * BLOCK + lane), base + f->zero + block * groups * BLOCK + lane};
-}
-
 /* n results for one slot from row `row` on, `stride` apart: bias added, stored. */
-static inline void put(const Gemm *m, const Form *f, const uint8_t *base, int64_t slot, int64_t row, int64_t n,
-                       const float *from, int stride) {
-    const uint16_t *bias = f->bias < 0 ? 0 : (const uint16_t *)(base + f->bias) + row;
-    int64_t at = slot * m->rows + row;
+static inline void put(const Gemm *m, const Job *job, int64_t slot, int64_t row, int64_t n, const float *from, int stride) {
+    const uint16_t *bias = job->bias ? job->bias + row : 0;
+    int64_t at = slot * job->rows + row;
     for (int64_t i = 0; i < n; i++) {
         float value = bias ? from[i * stride] + widen(bias[i]) : from[i * stride];
         if (m->out_bf16)
-            ((uint16_t *)m->out)[at + i] = narrow(value);
+            ((uint16_t *)job->out)[at + i] = narrow(value);
         else
-            ((float *)m->out)[at + i] = value;
+            ((float *)job->out)[at + i] = value;
     }
 }
 
@@ -71,16 +55,14 @@ static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5
 static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
 
 /* Words [from, to) of one plane of R vectors of rows, against T activations. `values` has a LUT for each 4 bits of a
- * row, or, of codes of `codes` bits, the activation itself; `all` is how many words a row has. */
+ * row, or, of codes of `codes` bits, the activation itself. */
 INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
-                        int64_t all, const float *const *values, const uint8_t *ahead, F acc[RB][TB]) {
+                        const float *const *values, F acc[RB][TB]) {
     const int each = codes == 8 ? 8 : 4, fields = 32 / each; /* bits at a time */
     for (int64_t w = from; w < to; w++) {
         I v[RB];
-        const uint32_t *soon = w + LEAD < all ? words[0] + (w + LEAD) * BLOCK
-                                              : (const uint32_t *)ahead + (w + LEAD - all) * BLOCK;
         UNROLL for (int r = 0; r < R; r++) v[r] = LOADI(words[r] + w * BLOCK);
-        UNROLL for (int r = 0; r < R; r++) STREAM(soon + (words[r] - words[0]));
+        UNROLL for (int r = 0; r < R; r++) STREAM(words[r] + (w + AHEAD) * BLOCK);
         UNROLL for (int i = 0; i < fields; i++) {
             if (codes) {
                 F c[RB];
@@ -104,7 +86,7 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
 
 /* R vectors of rows from `row` on, for T activations, into out[r * T + t]. */
 INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base,
-                         int64_t row, const Prepared *const *x, const Ahead *ahead, float *out) {
+                         int64_t row, const Prepared *const *x, float *out) {
     const int64_t groups = ceil_div(m->cols, f->group), per_word = bits == 3 ? 16 : 32 / bits;
     const int64_t low_words = ceil_div(m->cols, per_word), high_words = ceil_div(m->cols, 32);
     const int64_t step = f->group / per_word, high_step = f->group / 32;
@@ -131,13 +113,11 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
         F acc[RB][TB];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SET(0.0f);
         int64_t to = (g + 1) * step < low_words ? (g + 1) * step : low_words;
-        NAME(plane)(bits >= 4 ? bits : 0, R, T, low, g * step, to, low_words, values, ahead->low, acc);
+        NAME(plane)(bits >= 4 ? bits : 0, R, T, low, g * step, to, values, acc);
         if (bits == 3) {
             to = (g + 1) * high_step < high_words ? (g + 1) * high_step : high_words;
-            NAME(plane)(0, R, T, high, g * high_step, to, high_words, quads, ahead->high, acc);
+            NAME(plane)(0, R, T, high, g * high_step, to, quads, acc);
         }
-        UNROLL for (int b = 0; b < 2 * R * L; b += 64) STREAM(ahead->scale + 2 * R * L * g + b);
-        if (f->stored) STREAM(ahead->zero + R * L * g);
         UNROLL for (int r = 0; r < R; r++) {
             F s = BF16(scale[r] + g * BLOCK);
             if (bits == 1) s = MUL(s, SET(1 / QUAD));
@@ -154,7 +134,7 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
 
 /* R rows of a BF16 matrix for T activations, into out[r * T + t]. */
 INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
-                        const Prepared *const *x, const Ahead *ahead, float *out) {
+                        const Prepared *const *x, float *out) {
     const uint16_t *w[RB];
     F acc[RB][TB];
     const int64_t whole = m->cols - m->cols % L;
@@ -164,25 +144,22 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     }
     for (int64_t c = 0; c < whole; c += L) {
         F v[RB];
-        const int64_t then = c + 32 * LEAD;
-        const uint16_t *soon = then < m->cols ? w[0] + then : (const uint16_t *)ahead->low + (then - m->cols);
-        UNROLL for (int r = 0; r < R; r++) STREAM(soon + r * m->cols);
         UNROLL for (int r = 0; r < R; r++) v[r] = BF16(w[r] + c);
         UNROLL for (int t = 0; t < T; t++) {
-            F a = LOADF(x[t]->x + c);
+            F a = LOADF((const float *)x[t]->at + c);
             UNROLL for (int r = 0; r < R; r++) acc[r][t] = FMA(v[r], a, acc[r][t]);
         }
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) {
         float sum = SUM(acc[r][t]);
-        for (int64_t c = whole; c < m->cols; c++) sum += widen(w[r][c]) * x[t]->x[c];
+        for (int64_t c = whole; c < m->cols; c++) sum += widen(w[r][c]) * ((const float *)x[t]->at)[c];
         out[r * T + t] = sum;
     }
 }
 
-#define PACKED(bits, R, T) NAME(packed)(bits, R, T, m, f, base, at, x, &ahead, part)
+#define PACKED(bits, R, T) NAME(packed)(bits, R, T, m, job->form, job->base, at, x, part)
 #define BY_BITS(R, T) \
-    switch (f->bits) { \
+    switch (job->form->bits) { \
     case 1: PACKED(1, R, T); break; \
     case 2: PACKED(2, R, T); break; \
     case 3: PACKED(3, R, T); break; \
@@ -192,26 +169,22 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
 
 /* Rows [row, end), at most UNIT and beginning on a block, for T activations; results go to their slots. */
 #define ROWS(T, R) \
-    CALLED void NAME(rows_##T)(const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t end, \
-                               const Prepared *const *x, const int64_t *slot, const Next *next) { \
+    CALLED void NAME(rows_##T)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
+                               const int64_t *slot) { \
         float part[RB * T * L]; \
         int64_t at = row; \
-        if (f->bits == 16) { \
+        if (job->form->bits == 16) { \
             for (; at + R <= end; at += R) { \
-                Ahead ahead = at + 2 * R <= end ? look_ahead(m, f, base, at + R) \
-                                                : look_ahead(m, next->form, next->base, next->row); \
-                NAME(plain)(R, T, m, f, base, at, x, &ahead, part); \
-                for (int t = 0; t < T; t++) put(m, f, base, slot[t], at, R, part + t, T); \
+                NAME(plain)(R, T, m, job->form, job->base, at, x, part); \
+                for (int t = 0; t < T; t++) put(m, job, slot[t], at, R, part + t, T); \
             } \
             for (; at < end; at++) { \
-                Ahead ahead = look_ahead(m, f, base, at); \
-                NAME(plain)(1, T, m, f, base, at, x, &ahead, part); \
-                for (int t = 0; t < T; t++) put(m, f, base, slot[t], at, 1, part + t, T); \
+                NAME(plain)(1, T, m, job->form, job->base, at, x, part); \
+                for (int t = 0; t < T; t++) put(m, job, slot[t], at, 1, part + t, T); \
             } \
             return; \
         } \
         while (at < end) { \
-            Ahead ahead = look_ahead(m, next->form, next->base, next->row + at - row); \
             int r = at + (R - 1) * L < end ? R : 1; \
             if (r == R) { \
                 BY_BITS(R, T) \
@@ -221,7 +194,7 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
             for (int k = 0; k < r; k++) \
                 for (int t = 0; t < T; t++) { \
                     int64_t first = at + k * L; \
-                    put(m, f, base, slot[t], first, end - first < L ? end - first : L, part + (k * T + t) * L, 1); \
+                    put(m, job, slot[t], first, end - first < L ? end - first : L, part + (k * T + t) * L, 1); \
                 } \
             at += r * L; \
         } \
@@ -231,25 +204,23 @@ ROWS(1, RB)
 ROWS(2, R2)
 ROWS(4, R4)
 
-CALLED void NAME(rows)(const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t end,
-                       const Prepared *const *x, const int64_t *slot, int64_t n, const Next *next) {
+CALLED void NAME(rows)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x,
+                       const int64_t *slot, int64_t n) {
     int64_t t = 0;
     if (TB >= 4)
-        for (; t + 4 <= n; t += 4) NAME(rows_4)(m, f, base, row, end, x + t, slot + t, next);
-    for (; t + 2 <= n; t += 2) NAME(rows_2)(m, f, base, row, end, x + t, slot + t, next);
-    for (; t < n; t++) NAME(rows_1)(m, f, base, row, end, x + t, slot + t, next);
+        for (; t + 4 <= n; t += 4) NAME(rows_4)(m, job, row, end, x + t, slot + t);
+    for (; t + 2 <= n; t += 2) NAME(rows_2)(m, job, row, end, x + t, slot + t);
+    for (; t < n; t++) NAME(rows_1)(m, job, row, end, x + t, slot + t);
 }
 
-/* One activation: widened, padded with zeros to whole 32s; its sums by group; its LUTs. */
+/* One activation: padded with zeros to whole 32s; its sums by group; its LUTs. */
 CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
     const int64_t cols = m->cols, padded = 32 * ceil_div(cols, 32);
-    int64_t c = 0;
-    if (m->x_bf16)
-        for (; c + L <= cols; c += L) STOREF(p->x + c, BF16((const uint16_t *)from + c));
-    else
-        for (; c + L <= cols; c += L) STOREF(p->x + c, LOADF((const float *)from + c));
-    for (; c < padded; c++)
-        p->x[c] = c >= cols ? 0.0f : m->x_bf16 ? widen(((const uint16_t *)from)[c]) : ((const float *)from)[c];
+    int64_t c;
+    p->at = from;
+    if (!p->x) return;
+    memcpy(p->x, from, sizeof(float) * (size_t)cols);
+    memset(p->x + cols, 0, sizeof(float) * (size_t)(padded - cols));
     for (int64_t g = 0; g < padded / 32; g++) {
         F sum = SET(0.0f);
         for (int i = 0; i < 32; i += L) sum = ADD(sum, LOADF(p->x + 32 * g + i));
@@ -342,7 +313,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
     }
 
 /* Rows [row, row + n), n a multiple of 16: two vectors at a time, which of BF16 fill a line. */
-CALLED void NAME(unpack_rows)(const Unpack *m, int64_t row, int64_t n, uint8_t *out) {
+WHOLE void NAME(moepack_unpack)(const Unpack *m, int64_t row, int64_t n, uint8_t *out) {
     const int64_t size = m->out_bf16 ? 2 : 4;
     int64_t r = 0;
     for (; r + 2 * L <= n; r += 2 * L) {
@@ -355,5 +326,4 @@ CALLED void NAME(unpack_rows)(const Unpack *m, int64_t row, int64_t n, uint8_t *
     }
 }
 
-
-const Loops NAME(moepack_loops) = {NAME(prepare), NAME(rows), NAME(unpack_rows)};
+const Loops NAME(moepack_floats) = {NAME(prepare), NAME(rows)};

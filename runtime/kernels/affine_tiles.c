@@ -36,9 +36,9 @@ size_t moepack_tiles_kept(const Gemm *m, int64_t most) {
 /* An expert batch: up to BATCH slots of one expert; `x` holds their activations in tiles, [blocks of 16][steps], and `sums`
  * those over each step's columns, [blocks][steps][16]. */
 typedef struct {
-    const uint8_t *base;
-    const Form *form;
+    const Job *job;
     int64_t first, count;
+    int64_t blocks; /* of activations that are its own to arrange: none where a batch before it has the same */
     uint8_t *x;
     float *sums;
 } Batch;
@@ -160,14 +160,13 @@ AMX static __attribute__((noinline)) void multiply_amx(const Multiply *q) {
 static void multiply(const Multiply *q) { level > 1 ? multiply_amx(q) : multiply_avx512(q); }
 
 /* ---- results */
-WIDE static void put_block(const Gemm *m, const Form *f, const uint8_t *base, const int64_t *slot, int64_t n, int64_t row,
-                           const float *sums, int turned) {
-    const int64_t left = m->rows - row;
+WIDE static void put_block(const Gemm *m, const Job *job, const int64_t *slot, int64_t n, int64_t row, const float *sums,
+                           int turned) {
+    const int64_t left = job->rows - row;
     const __mmask16 mask = left >= 16 ? 0xFFFF : (1u << left) - 1;
     __m512 bias = _mm512_setzero_ps();
-    if (f->bias >= 0) {
-        const uint16_t *at = (const uint16_t *)(base + f->bias) + row;
-        __m256i bits = _mm256_maskz_loadu_epi16(mask, at);
+    if (job->bias) {
+        __m256i bits = _mm256_maskz_loadu_epi16(mask, job->bias + row);
         bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
     __m512i v[16];
@@ -177,30 +176,32 @@ WIDE static void put_block(const Gemm *m, const Form *f, const uint8_t *base, co
     UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(made[i], v[i]);
     for (int i = 0; i < n; i++) {
         __m512 value = _mm512_add_ps(_mm512_loadu_ps(made[i]), bias);
-        int64_t at = slot[i] * m->rows + row;
+        int64_t at = slot[i] * job->rows + row;
         if (m->out_bf16)
-            _mm256_mask_storeu_epi16((uint16_t *)m->out + at, mask, (__m256i)_mm512_cvtneps_pbh(value));
+            _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, (__m256i)_mm512_cvtneps_pbh(value));
         else
-            _mm512_mask_storeu_ps((float *)m->out + at, mask, value);
+            _mm512_mask_storeu_ps((float *)job->out + at, mask, value);
     }
 }
 
 /* ---- one panel, 32 rows, of one batch: sums[blocks / 2][2][2][16][16], of the blocks of A and of B */
 static void weight_panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch, float *sums) {
     const Gemm *m = run->m;
-    const Form *f = batch->form;
-    const int plain = f->bits == 16, mine = row + BLOCK < m->rows ? 2 : 1;
+    const Form *f = batch->job->form;
+    const uint8_t *base = batch->job->base;
+    const int64_t rows = batch->job->rows;
+    const int plain = f->bits == 16, mine = row + BLOCK < rows ? 2 : 1;
     const int64_t blocks = ceil_div(batch->count, 16), steps = run->steps, x_block = steps * TILE;
-    const uint16_t *weight = (const uint16_t *)(batch->base + f->low);
+    const uint16_t *weight = (const uint16_t *)(base + f->low);
     for (int64_t from = 0; from < steps; from += DEPTH) {
         const int64_t n = steps - from < DEPTH ? steps - from : DEPTH;
         /* BF16 weights are copied where a tile would pass their end; and for many tokens, whose repeated reading of rows a
          * power of two apart misses the first-level cache. */
-        const int whole = plain && row + 32 <= m->rows && (from + n) * STEP <= m->cols && blocks <= 4;
+        const int whole = plain && row + 32 <= rows && (from + n) * STEP <= m->cols && blocks <= 4;
         if (!plain)
-            weights_panel(m, f, batch->base, row, from, n, scratch);
+            weights_panel(m, f, base, rows, row, from, n, scratch);
         else if (!whole)
-            copy_panel(m, weight, row, from, n, scratch);
+            copy_panel(m, weight, rows, row, from, n, scratch);
         for (int64_t b = 0; b < blocks; b += 2) {
             const int here = b + 1 < blocks ? 2 : 1;
             const uint8_t *x = batch->x + b * x_block + from * TILE;
@@ -241,10 +242,12 @@ INLINE void scale_in(const int stored, const float *made, __m512 scale, __m512 l
  * before are scaled. */
 WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch, float *sums) {
     const Gemm *m = run->m;
-    const Form *f = batch->form;
+    const Form *f = batch->job->form;
+    const uint8_t *base = batch->job->base;
+    const int64_t rows = batch->job->rows;
     const int64_t blocks = ceil_div(batch->count, 16), pairs = ceil_div(blocks, 2), steps = run->steps;
     const int64_t of = f->group / STEP, groups = ceil_div(m->cols, f->group), block = row / BLOCK;
-    const int mine = row + BLOCK < m->rows ? 2 : 1;
+    const int mine = row + BLOCK < rows ? 2 : 1;
     const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - f->bits)));
     const __m512 middle = _mm512_set1_ps(-(float)((1 << f->bits) - 1) / 2);
     float made[2][1024], of_x[16];
@@ -254,7 +257,7 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
         if (then < groups * pairs) {
             const int64_t from = then / pairs * of, n = steps - from < of ? steps - from : of, at = 2 * (then % pairs);
             uint8_t *unpacked = scratch + then / pairs % 2 * DEPTH * TILE;
-            if (!at) codes_panel(m, f, batch->base, row, from, n, unpacked);
+            if (!at) codes_panel(m, f, base, rows, row, from, n, unpacked);
             Multiply q = {.steps = n, .sums = made[then % 2], .na = at + 1 < blocks ? 2 : 1, .nb = mine};
             q.a = batch->x + (at * steps + from) * TILE, q.a_row = 64, q.a_step = TILE, q.a_block = steps * TILE;
             q.b = unpacked, q.b_step = 2 * TILE, q.b_block = TILE;
@@ -264,9 +267,9 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
         if (!b)
             for (int r = 0; r < mine; r++) {
                 const int64_t at = ((block + r) * groups + g) * BLOCK;
-                scale[r] = bf16_row((const uint16_t *)(batch->base + f->scale) + at);
+                scale[r] = bf16_row((const uint16_t *)(base + f->scale) + at);
                 if (f->stored) {
-                    __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(batch->base + f->zero + at)));
+                    __m512i z = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(base + f->zero + at)));
                     less[r] = _mm512_mul_ps(scale[r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(z), unit, middle));
                 }
             }
@@ -288,16 +291,17 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
 
 static void panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scratch) {
     const Gemm *m = run->m;
-    const int plain = batch->form->bits == 16;
+    const Job *job = batch->job;
+    const int plain = job->form->bits == 16;
     const int64_t blocks = ceil_div(batch->count, 16);
     float *sums = (float *)(scratch + 2 * DEPTH * TILE);
     /* measured: scaling sums wins up to some 100 tokens in groups of 128, and half as many in groups half as large */
-    (2 * blocks * STEP <= 3 * batch->form->group ? code_panel : weight_panel)(run, batch, row, scratch, sums);
+    (2 * blocks * STEP <= 3 * job->form->group ? code_panel : weight_panel)(run, batch, row, scratch, sums);
     for (int64_t b = 0; b < blocks; b++)
-        for (int r = 0; r < 2 && row + 16 * r < m->rows; r++) {
+        for (int r = 0; r < 2 && row + 16 * r < job->rows; r++) {
             const int64_t at = plain ? 2 * r + b % 2 : 2 * (b % 2) + r, first = 16 * b;
             const int64_t n = batch->count - first < 16 ? batch->count - first : 16;
-            put_block(m, batch->form, batch->base, run->order + batch->first + first, n, row + 16 * r,
+            put_block(m, job, run->order + batch->first + first, n, row + 16 * r,
                       sums + 1024 * (b / 2) + 256 * at, plain);
         }
 }
@@ -318,12 +322,12 @@ static void arrange_all(void *argument) {
     int64_t i, before = 0, batch = 0;
     while (1) { /* blocks of all batches, one after another */
         i = atomic_fetch_add_explicit(&run->next_block, 1, memory_order_relaxed);
-        for (; batch < run->n_batches && i >= before + ceil_div(run->batches[batch].count, 16); batch++)
-            before += ceil_div(run->batches[batch].count, 16);
+        for (; batch < run->n_batches && i >= before + run->batches[batch].blocks; batch++)
+            before += run->batches[batch].blocks;
         if (batch == run->n_batches) return;
         const Batch *p = run->batches + batch;
         const int64_t first = 16 * (i - before), n = p->count - first < 16 ? p->count - first : 16;
-        arrange(run->m, run->order + p->first + first, n, p->form->bits == 16, run->steps,
+        arrange(run->m, run->order + p->first + first, n, p->job->form->bits == 16, run->steps,
                 p->x + (i - before) * run->steps * TILE, p->sums + (i - before) * run->steps * 16);
     }
 }
@@ -334,11 +338,23 @@ int moepack_tiles_level(int limit) {
     return level;
 }
 
+/* A batch whose activations are the same, arranged alike: of matrices that share their slots, else 0. */
+static const Batch *arranged_by(const Batch *batches, int64_t n, const Job *job, int64_t first, int64_t count) {
+    while (n-- && batches[n].job->first == job->first)
+        if (batches[n].first == first && batches[n].count == count &&
+            (batches[n].job->form->bits == 16) == (job->form->bits == 16))
+            return batches + n;
+    return 0;
+}
+
 int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena) {
-    const int64_t steps = ceil_div(m->cols, STEP), panels = ceil_div(m->rows, 32);
-    int64_t batches_of = 0;
-    for (int64_t j = 0; j < n; j++) batches_of += ceil_div(jobs[j].count, BATCH);
-    Batch *batches = malloc((size_t)batches_of * sizeof(Batch) + (size_t)(batches_of * panels) * sizeof(Task));
+    const int64_t steps = ceil_div(m->cols, STEP);
+    int64_t batches_of = 0, tasks_of = 0;
+    for (int64_t j = 0; j < n; j++) {
+        batches_of += ceil_div(jobs[j].count, BATCH);
+        tasks_of += ceil_div(jobs[j].count, BATCH) * ceil_div(jobs[j].rows, 32);
+    }
+    Batch *batches = malloc((size_t)batches_of * sizeof(Batch) + (size_t)tasks_of * sizeof(Task));
     if (!batches) return 1;
     Task *tasks = (Task *)(batches + batches_of);
     int failed = 0;
@@ -349,10 +365,12 @@ int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64
         while (j < n) {
             const Job *job = jobs + j;
             int64_t count = least(job->count - done, BATCH);
-            if (n_batches && at + arranged(m, count) > scratch + ROUND) break;
-            batches[n_batches++] = (Batch){job->base, job->form, job->first + done, count, (uint8_t *)at, 0};
-            at += arranged(m, count);
-            cost += (ceil_div(count, 32) + 4) * panels; /* unpacking takes as long as some products */
+            const Batch *same = arranged_by(batches, n_batches, job, job->first + done, count);
+            if (n_batches && !same && at + arranged(m, count) > scratch + ROUND) break;
+            batches[n_batches++] = (Batch){job, job->first + done, count, same ? 0 : ceil_div(count, 16),
+                                           same ? same->x : (uint8_t *)at, 0};
+            at += same ? 0 : arranged(m, count);
+            cost += (ceil_div(count, 32) + 4) * ceil_div(job->rows, 32); /* unpacking takes as long as some products */
             done += count;
             if (done == job->count) j++, done = 0;
         }
@@ -362,6 +380,7 @@ int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64
         for (int64_t i = 0; i < n_batches; i++) {
             batches[i].x += (uintptr_t)arena->at;
             batches[i].sums = (float *)(batches[i].x + ceil_div(batches[i].count, 16) * steps * TILE);
+            const int64_t panels = ceil_div(batches[i].job->rows, 32);
             const int64_t step = m->threads < 2 ? panels : share / (ceil_div(batches[i].count, 32) + 4) + 1;
             for (int64_t u = 0; u < panels; u += step)
                 tasks[n_tasks++] = (Task){i, u, u + step < panels ? u + step : panels};

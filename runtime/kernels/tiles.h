@@ -150,9 +150,9 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
 
 /* 32 rows from `row` on, as many as there are: tiles B, those of the two blocks in turns. */
 #define PANEL(name) \
-    WIDE static void name##_panel(const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n, \
-                                  uint8_t *out) { \
-        for (int k = 0; k < 2 && row < m->rows; k++, row += BLOCK, out += TILE) switch (f->bits) { \
+    WIDE static void name##_panel(const Gemm *m, const Form *f, const uint8_t *base, int64_t rows, int64_t row, int64_t from, \
+                                  int64_t n, uint8_t *out) { \
+        for (int k = 0; k < 2 && row < rows; k++, row += BLOCK, out += TILE) switch (f->bits) { \
             case 1: name(1, m, f, base, row, from, n, out); break; \
             case 2: name(2, m, f, base, row, from, n, out); break; \
             case 3: name(3, m, f, base, row, from, n, out); break; \
@@ -165,12 +165,13 @@ PANEL(codes)
 PANEL(weights)
 
 /* 32 rows of a BF16 matrix into tiles A, those of the two blocks in turns; what is not there is 0. */
-WIDE static void copy_panel(const Gemm *m, const uint16_t *weight, int64_t row, int64_t from, int64_t n, uint8_t *out) {
+WIDE static void copy_panel(const Gemm *m, const uint16_t *weight, int64_t rows, int64_t row, int64_t from, int64_t n,
+                            uint8_t *out) {
     for (int r = 0; r < 32; r++) {
         const uint16_t *at = weight + (row + r) * m->cols;
         uint8_t *to = out + r / 16 * TILE + r % 16 * 64;
         for (int64_t s = from; s < from + n; s++, to += 2 * TILE) {
-            __mmask32 mask = row + r < m->rows ? of_step(m->cols, s) : 0;
+            __mmask32 mask = row + r < rows ? of_step(m->cols, s) : 0;
             _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(mask, at + s * STEP));
         }
     }

@@ -1,0 +1,258 @@
+/* One instruction set's loops over experts' rows for BF16 activations; a C file includes this after affine_rows.h, whose
+ * macros it uses, having defined
+ *
+ *   PARTS                            1: fields of 16 bits times activations' 16; 2: fields of 8 bits times their two bytes
+ *   FR                               vectors of rows that one pass takes: together whole lines of 16 words
+ *   DOT(acc, fields, x)              acc + the sum of fields' products in each 32-bit word
+ *   SETI, LOADB                      a broadcast of 32 bits; L bytes as 32-bit words
+ *   AND, ADDI, SUBI, MULI, SHL       of 32-bit words
+ *   FLOATS(words), FUSED(a, b, c)    words as floats, rounded; a * b + c, rounded once
+ *   HALVES(words, odd)               the even or odd halves of words as BF16 numbers, widened
+ *   ARRANGE(to, from, order)         64 bytes: to[i] = from[order[i]], of 16-bit or, with two PARTS, 8-bit elements
+ *   THIRD(low, high, half, k)        with two PARTS: fields of two bits, field k of `low`, with their third bits on top
+ *
+ * An activation is 16-bit integers times a power of two, one for each 128 columns: 2^14 or more stands for the greatest of
+ * them. Sums of codes times integers are exact, so their order does not matter and every instruction set makes the same
+ * bits; each group's sum is then rounded to float32 and added in order. An integer differs from its activation by at most
+ * 1/32640 of the greatest in its 128 columns, and by nothing where that has at least 2^-7 of the greatest (but for 255/256
+ * of the power of two above the greatest). BF16 itself rounds the greatest by up to 1/512. Activations that are not finite
+ * make every result NaN. */
+
+#define FIXED 128 /* columns that share a power of two: a multiple of every group size */
+
+#define FIELD (16 / PARTS)                    /* bits of a field */
+#define FIELDS(p) (FIELD / (p))               /* of a word of a plane of p bits */
+#define CHAINS(T) ((T) == 1 ? PARTS : 1)      /* sums side by side, where one would wait for itself */
+#define MASK(p) ((int32_t)(PARTS == 2 ? ((1u << (p)) - 1) * 0x01010101u : ((1u << (p)) - 1) * 0x00010001u))
+
+/* Where each element of 32 columns comes from, for planes of 1, 2, 4 and 8 bits. A field k of a word holds columns k,
+ * k + FIELDS, ... of the word's. */
+#if PARTS == 2
+static uint8_t NAME(orders)[4][64];
+#else
+static uint16_t NAME(orders)[4][32];
+#endif
+
+__attribute__((constructor)) static void NAME(make_orders)(void) {
+    for (int k = 0; k < 4; k++)
+        for (int i = 0; i < 32 * PARTS; i++) {
+            const int p = 1 << k, each = 2 * PARTS, word32 = i / each; /* elements of a 32-bit word */
+            const int field = word32 / PARTS, part = word32 % PARTS, column = field / FIELDS(p) * (32 / p);
+            const int at = column + field % FIELDS(p) + i % each * FIELDS(p);
+            NAME(orders)[k][i] = (PARTS == 2 ? 2 * at + 1 - part : at);
+        }
+}
+
+CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
+    const int64_t cols = m->cols;
+    p->at = from;
+    if (!p->units) return;
+    for (int64_t b = 0; b * FIXED < cols; b++) {
+        const uint16_t *x = (const uint16_t *)from + b * FIXED;
+        const int64_t n = least(FIXED, cols - b * FIXED), padded = 32 * ceil_div(n, 32);
+        int16_t fixed[FIXED] = {0};
+        uint16_t most = 0;
+        for (int64_t c = 0; c < n; c++) most = (x[c] & 0x7FFF) > most ? x[c] & 0x7FFF : most;
+        const int power = most >> 7 < 15 ? 15 : most >> 7; /* of the greatest, 127 added; below 2^-112 unit stays normal */
+        const uint32_t by = (uint32_t)(268 - power) << 23, unit = most < 0x7F80 ? (uint32_t)(power - 14) << 23 : 0x7FC00000;
+        memcpy(p->units + b, &unit, 4);
+        if (most && most < 0x7F80) {
+            float factor;
+            memcpy(&factor, &by, 4);
+            for (int64_t c = 0; c < n; c++) {
+                const float shifted = widen(x[c]) * factor + 12582912.0f; /* 3 * 2^22: rounds to even in the last bits */
+                int32_t word;
+                memcpy(&word, &shifted, 4);
+                word -= 0x4B400000;
+                fixed[c] = (int16_t)(word > 32639 ? 32639 : word); /* 127 * 256 + 127 */
+            }
+        }
+        for (int k = 0; k < 3; k++)
+            for (int64_t g = 0; g < ceil_div(n, 32 << k); g++) {
+                int32_t sum = 0;
+                for (int c = 0; c < 32 << k; c++) sum += fixed[(g << k) * 32 + c];
+                p->totals[k][b * (4 >> k) + g] = sum;
+            }
+#if PARTS == 2
+        for (int c = 0; c < FIXED; c++) fixed[c] = (int16_t)(((fixed[c] + 128) & 0xFF00) | (fixed[c] & 0xFF));
+#endif
+        for (int k = 0; k < 4; k++)
+            if (p->fixed[k])
+                for (int64_t c = 0; c < padded; c += 32)
+                    ARRANGE(p->fixed[k] + (b * FIXED + c) / 2, fixed + c, NAME(orders)[k]);
+    }
+}
+
+/* Words [from, to) of a plane of p bits of FR vectors of rows, against T activations. */
+INLINE void NAME(fixed_plane)(const int p, const int T, const uint32_t *words, int64_t from, int64_t to,
+                              const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+    const I mask = SETI(MASK(p));
+    for (int64_t w = from; w < to; w++) {
+        I v[FR];
+        UNROLL for (int r = 0; r < FR; r++) v[r] = LOADI(words + w * BLOCK + r * L);
+        if (p <= 2) STREAM(words + (w + AHEAD) * BLOCK);
+        UNROLL for (int k = 0; k < FIELDS(p); k++) {
+            I f[FR];
+            UNROLL for (int r = 0; r < FR; r++) f[r] = p == 8 && PARTS == 2 ? v[r] : AND(DROP(v[r], p * k), mask);
+            UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < PARTS; i++) {
+                const I at = SETI(x[t][(w * FIELDS(p) + k) * PARTS + i]);
+                UNROLL for (int r = 0; r < FR; r++)
+                    acc[r][t][k % CHAINS(T)][i] = DOT(acc[r][t][k % CHAINS(T)][i], f[r], at);
+            }
+        }
+    }
+}
+
+#if PARTS == 2
+/* As fixed_plane, of three bits: the high plane's are put above the low one's, which saves half the products. */
+INLINE void NAME(fixed_three)(const int T, const uint32_t *low, const uint32_t *high, int64_t from, int64_t to,
+                              const int32_t *const *x, I acc[FR][TB][2][PARTS]) {
+    for (int64_t w = from; w < to; w += 2) {
+        const I h = LOADI(high + w / 2 * BLOCK);
+        STREAM(low + (w + AHEAD) * BLOCK);
+        STREAM(low + (w + 1 + AHEAD) * BLOCK);
+        UNROLL for (int half = 0; half < 2; half++) {
+            if (w + half >= to) break;
+            const I v = LOADI(low + (w + half) * BLOCK);
+            UNROLL for (int k = 0; k < 4; k++) {
+                const I f = THIRD(v, h, half, k);
+                UNROLL for (int t = 0; t < T; t++) UNROLL for (int i = 0; i < 2; i++)
+                    acc[0][t][k % CHAINS(T)][i] =
+                        DOT(acc[0][t][k % CHAINS(T)][i], f, SETI(x[t][((w + half) * 4 + k) * 2 + i]));
+            }
+        }
+    }
+}
+#endif
+
+INLINE I NAME(folded)(const int T, I acc[2][PARTS]) { /* the sums of one vector of rows, put together */
+    I part[PARTS];
+    UNROLL for (int i = 0; i < PARTS; i++) part[i] = CHAINS(T) == 2 ? ADDI(acc[0][i], acc[1][i]) : acc[0][i];
+    return PARTS == 2 ? ADDI(SHL(part[0], 8), part[PARTS - 1]) : part[0];
+}
+
+/* FR vectors of rows from `row` on, for T activations, into out[(r * T + t) * L]. */
+INLINE void NAME(fixed_rows)(const int bits, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
+                             const Prepared *const *x, float *out) {
+    const int p = bits == 3 ? 2 : bits;
+    const int64_t groups = ceil_div(m->cols, f->group), words = ceil_div(m->cols * p, 32), block = row / BLOCK;
+    const int64_t lane = row % BLOCK, step = f->group * p / 32, per = FIXED / f->group;
+    const uint32_t *low = (const uint32_t *)(base + f->low) + block * words * BLOCK + lane;
+    const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
+    const uint16_t *scale = (const uint16_t *)(base + f->scale) + block * groups * BLOCK + lane;
+    const uint8_t *zero = base + f->zero + block * groups * BLOCK + lane;
+    const int32_t *at[TB], *totals[TB];
+    F total[FR][TB];
+    UNROLL for (int t = 0; t < T; t++) {
+        at[t] = x[t]->fixed[p == 8 ? 3 : p / 2], totals[t] = x[t]->totals[f->group / 64];
+        UNROLL for (int r = 0; r < FR; r++) total[r][t] = SET(0.0f);
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        I acc[FR][TB][2][PARTS];
+        UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) UNROLL for (int c = 0; c < 2; c++)
+            UNROLL for (int i = 0; i < PARTS; i++) acc[r][t][c][i] = SETI(0);
+        const int64_t to = least((g + 1) * step, words);
+#if PARTS == 2
+        if (bits == 3)
+            NAME(fixed_three)(T, low, high, g * step, to, at, acc);
+        else
+#endif
+            NAME(fixed_plane)(p, T, low, g * step, to, at, acc);
+        I sum[FR][TB];
+        UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
+            sum[r][t] = SHL(NAME(folded)(T, acc[r][t]), 8 - bits); /* in units of 2^(bits - 8) of a code, as zeros are */
+#if PARTS == 1
+        if (bits == 3) {
+            const int32_t *above[TB];
+            UNROLL for (int t = 0; t < T; t++) above[t] = x[t]->fixed[0];
+            UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t][0][0] = SETI(0);
+            NAME(fixed_plane)(1, T, high, g * (f->group / 32), least((g + 1) * (f->group / 32), ceil_div(m->cols, 32)),
+                              above, acc);
+            UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++)
+                sum[r][t] = ADDI(sum[r][t], SHL(NAME(folded)(T, acc[r][t]), 10 - bits));
+        }
+#endif
+        F unit[TB];
+        UNROLL for (int t = 0; t < T; t++) unit[t] = SET(x[t]->units[g / per] * (1.0f / (1 << (8 - bits))));
+        UNROLL for (int r = 0; r < FR; r++) {
+            const F s = BF16(scale + g * BLOCK + r * L);
+            const I z = f->stored ? LOADB(zero + g * BLOCK + r * L) : SETI(((1 << bits) - 1) << (8 - bits) >> 1);
+            UNROLL for (int t = 0; t < T; t++) {
+                const I exact = SUBI(sum[r][t], MULI(z, SETI(totals[t][g])));
+                total[r][t] = FUSED(MUL(FLOATS(exact), unit[t]), s, total[r][t]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) STOREF(out + (r * T + t) * L, total[r][t]);
+}
+
+/* A row of a BF16 matrix. Activations stay BF16: 4 bytes a column push a row's lines out of a first-level cache of 32 KiB
+ * (measured at 2048 columns: 13 GB/s so, 30 as here, 31 for reading). */
+INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, const Prepared *const *x, float *out) {
+    const int64_t step = 4 * L, whole = cols - cols % step;
+    F acc[TB][2][2];
+    UNROLL for (int t = 0; t < T; t++) UNROLL for (int d = 0; d < 4; d++) acc[t][d / 2][d % 2] = SET(0.0f);
+    for (int64_t c = 0; c < whole; c += step)
+        UNROLL for (int d = 0; d < 2; d++) {
+            const I v = LOADI((const uint32_t *)(w + c + 2 * L * d));
+            UNROLL for (int t = 0; t < T; t++) {
+                const I a = LOADI((const uint32_t *)((const uint16_t *)x[t]->at + c + 2 * L * d));
+                UNROLL for (int odd = 0; odd < 2; odd++)
+                    acc[t][d][odd] = FMA(HALVES(v, odd), HALVES(a, odd), acc[t][d][odd]);
+            }
+        }
+    UNROLL for (int t = 0; t < T; t++) {
+        float sum = SUM(ADD(ADD(acc[t][0][0], acc[t][0][1]), ADD(acc[t][1][0], acc[t][1][1])));
+        for (int64_t c = whole; c < cols; c++) sum += widen(w[c]) * widen(((const uint16_t *)x[t]->at)[c]);
+        out[t] = sum;
+    }
+}
+
+#define FIXED_CASE(bits, T) \
+    case bits: NAME(fixed_rows)(bits, T, m, job->form, job->base, at, x, part); break;
+
+/* Rows [row, end), at most UNIT and beginning on a block, for T activations; results go to their slots. */
+#define FIXED_ROWS(T) \
+    CALLED void NAME(fixed_rows_##T)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x, \
+                                     const int64_t *slot) { \
+        float part[FR * TB * L]; \
+        int64_t at = row; \
+        if (job->form->bits == 16) { \
+            const uint16_t *w = (const uint16_t *)(job->base + job->form->low); \
+            for (; at < end; at++) { \
+                NAME(pairs)(T, m->cols, w + at * m->cols, x, part); \
+                for (int t = 0; t < T; t++) put(m, job, slot[t], at, 1, part + t, 1); \
+            } \
+            return; \
+        } \
+        for (; at < end; at += FR * L) { \
+            switch (job->form->bits) { \
+                FIXED_CASE(1, T) \
+                FIXED_CASE(2, T) \
+                FIXED_CASE(3, T) \
+                FIXED_CASE(4, T) \
+                FIXED_CASE(8, T) \
+            } \
+            for (int r = 0; r < FR; r++) \
+                for (int t = 0; t < T && at + r * L < end; t++) \
+                    put(m, job, slot[t], at + r * L, least(L, end - at - r * L), part + (r * T + t) * L, 1); \
+        } \
+    }
+
+FIXED_ROWS(1)
+FIXED_ROWS(2)
+#if TB >= 4
+FIXED_ROWS(4)
+#endif
+
+CALLED void NAME(rows_fixed)(const Gemm *m, const Job *job, int64_t row, int64_t end, const Prepared *const *x,
+                             const int64_t *slot, int64_t n) {
+    int64_t t = 0;
+#if TB >= 4
+    for (; t + 4 <= n; t += 4) NAME(fixed_rows_4)(m, job, row, end, x + t, slot + t);
+#endif
+    for (; t + 2 <= n; t += 2) NAME(fixed_rows_2)(m, job, row, end, x + t, slot + t);
+    for (; t < n; t++) NAME(fixed_rows_1)(m, job, row, end, x + t, slot + t);
+}
+
+const Loops NAME(moepack_fixed) = {NAME(prepare_fixed), NAME(rows_fixed)};

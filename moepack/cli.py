@@ -22,6 +22,7 @@ from .options import (
     Bundle,
     Cached,
     Checkpoint,
+    Dense,
     DenseName,
     Device,
     Dtype,
@@ -229,6 +230,7 @@ def shrink(
     policy: PolicyName = None,
     device: Device = "cpu",
     kv_tokens: Cached = None,
+    dense: Dense = "",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -238,13 +240,14 @@ def shrink(
 
     size = fit_of(fit, policy, device, kv_tokens)
     with _reporter(quiet) as reporter:
-        result = run(bundle, output, names_of(versions), size, allocation, reporter)
+        result = run(bundle, output, names_of(versions), size, allocation, reporter, names_of(dense))
     if as_json:
         from dataclasses import asdict
 
         _print_json(asdict(result))
     else:
-        kept = f"{', '.join(result.versions)}{f' and the map {result.allocation!r}' if result.allocation else ''}"
+        kept = ", ".join((*result.versions, *(f"dense {name}" for name in result.dense)))
+        kept = f"{kept}{f' and the map {result.allocation!r}' if result.allocation else ''}"
         typer.echo(f"{result.bundle}: keeps {kept}: {result.bytes_after:,} of {result.bytes_before:,} bytes")
 
 
@@ -578,6 +581,7 @@ def pull(
     policy: PolicyName = None,
     device: Device = "cpu",
     kv_tokens: Cached = None,
+    dense: Dense = "",
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -589,7 +593,7 @@ def pull(
 
     size = fit_of(fit, policy, device, kv_tokens)
     with _reporter(quiet) as reporter:
-        path = run(repo, output, names_of(versions), revision, reporter, names_of(add), size)
+        path = run(repo, output, names_of(versions), revision, reporter, names_of(add), size, names_of(dense))
     if as_json:
         from moepack.pack.reader import open_bundle
 

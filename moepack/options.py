@@ -76,6 +76,9 @@ Logits = Annotated[
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Names = Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")]
+Dense = Annotated[
+    str, typer.Option("--dense", help="Of the matrices outside the experts, where they have versions: only these.")
+]
 Fitted = Annotated[
     str | None,
     typer.Option(

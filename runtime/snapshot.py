@@ -48,15 +48,23 @@ def fetch(name: str, commit: str, policy: str | None, in_budget: bool, options: 
     manifest, root = parse_manifest(file.read_bytes()), file.parent
     if options.get("local_files_only") or constants.HF_HUB_OFFLINE:
         return open_bundle(root, skip_partial=True)
-    first = {expert_file(v.name, manifest.layers[0].index): v for v in manifest.versions}
-    found = HfApi(token=options.get("token")).get_paths_info(name, list(first), revision=commit)
-    there = {first[f.path].name for f in found if f.path in first}  # a bundle may be published in part
-    could = Bundle(root, manifest, tuple(v for v in manifest.versions if v.name in there))
+    first = {expert_file(v.name, manifest.layers[0].index) for v in manifest.versions}
+    first |= {files[0] for v in manifest.dense_versions if (files := manifest.dense_files(v.name))}
+    found = HfApi(token=options.get("token")).get_paths_info(name, sorted(first), revision=commit)
+    there = {f.path for f in found}  # a bundle may be published in part
+    could = Bundle(
+        root,
+        manifest,
+        tuple(v for v in manifest.versions if expert_file(v.name, manifest.layers[0].index) in there),
+        tuple(v for v in manifest.dense_versions if manifest.dense_files(v.name)[0] in there),
+    )
     if not could.versions:
         raise BundleError.single(name, "missing", "no version of the experts is there")
     sizes = {n: e.size for n, e in manifest.files.items()}
     for version in versions_of(policy, could, in_budget):
         sizes |= _sizes(manifest, version)
+    for dense in could.dense_versions[:1]:
+        sizes |= {n: manifest.expert_files[n].size for n in manifest.dense_files(dense.name)}
     fetch_files(name, {n: size for n, size in sizes.items() if not (root / n).exists()}, commit, **options)
     return open_bundle(root, skip_partial=True)
 

@@ -40,6 +40,7 @@ def pull(
     reporter: Reporter | None = None,
     add: Sequence[str] = (),
     fit: Fit | None = None,
+    dense: Sequence[str] = (),
 ) -> Path:
     """Download a bundle, or only some of its versions, and verify it.
 
@@ -54,6 +55,8 @@ def pull(
         reporter: who is told of progress.
         add: versions to add to a bundle that is there.
         fit: in place of names: the versions that a plan for this budget serves.
+        dense: versions of the dense matrices, where these have some; without it the most precise that is there, or what
+            the target has.
 
     Raises:
         InputError: for a version that the bundle does not have, or a budget that holds nothing.
@@ -65,7 +68,7 @@ def pull(
 
     reporter, target = reporter or Reporter(), Path(target)
     wanted = tuple(versions) or tuple(add)
-    _check(target, versions, add, fit)
+    _check(target, versions, add, fit, dense)
     api = HfApi()
     if on_hub(repo, MANIFEST, PUSHING, instead="", revision=revision) is None:
         raise HubError(f"{repo}: is not a moepack bundle: it has no {MANIFEST}")
@@ -77,14 +80,30 @@ def pull(
             raise HubError(f"{repo}: holds no version as a whole: a push to it has not ended, or lost its files")
         with Staging(target) as staging, reporter.hub_bars():
             chosen = wanted or (_fitting(api, remote, staging, fit, reporter) if fit else remote.versions)
-            _pull(api, remote, staging, chosen, reporter)
+            _pull(api, remote, staging, chosen, _dense(remote, target, dense), reporter)
     return target
 
 
-def _check(target: Path, versions: Sequence[str], add: Sequence[str], fit: Fit | None) -> None:
+def _dense(remote: Remote, target: Path, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The versions of the dense matrices to fetch."""
+    manifest, here = remote.manifest, ", ".join(remote.dense)
+    for name in wanted:
+        if name not in remote.dense:
+            what = f"it has {here or 'none'}" if manifest.dense else "these have no versions in it"
+            raise InputError(f"{remote.repo}: has no version {name} of dense matrices: {what}")
+    if wanted or not manifest.dense:
+        return tuple(wanted)
+    if not remote.dense:
+        raise HubError(f"{remote.repo}: holds no version of its dense matrices as a whole: a push to it has not ended")
+    sizes = {v.name: remote.listed(manifest.dense_files(v.name)) for v in manifest.dense_versions}
+    has = [v for v, files in sizes.items() if all(_has(target / name, size) for name, size in files.items())]
+    return () if has else remote.dense[:1]
+
+
+def _check(target: Path, versions: Sequence[str], add: Sequence[str], fit: Fit | None, dense: Sequence[str]) -> None:
     if sum(map(bool, (versions, add, fit))) > 1:
         raise InputError("--versions, --add and --fit each say which versions to fetch: give one of them")
-    for name in (*versions, *add):
+    for name in (*versions, *add, *dense):
         if name not in version_names():
             raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
     if add and not (target / MANIFEST).is_file():
@@ -118,8 +137,11 @@ def _check_version(remote: Remote, name: str) -> None:
         raise InputError(f"{remote.repo}: has no version {name}: {here}")
 
 
-def _pull(api: HfApi, remote: Remote, staging: Staging, versions: Sequence[str], reporter: Reporter) -> None:
-    sizes = remote.listed([*remote.manifest.files, *(f for v in versions for f in remote.experts(v))])
+def _pull(
+    api: HfApi, remote: Remote, staging: Staging, versions: Sequence[str], dense: Sequence[str], reporter: Reporter
+) -> None:
+    names = [*remote.manifest.files, *(f for v in versions for f in remote.experts(v))]
+    sizes = remote.listed([*names, *(f for v in dense for f in remote.manifest.dense_files(v))])
     missing = {name: size for name, size in sizes.items() if not _has(staging.target / name, size)}
     _check_room(staging, missing)
     _fetch(api, remote, staging.files, missing, reporter)

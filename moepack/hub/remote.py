@@ -48,6 +48,15 @@ class Remote:
             if all(expert_file(v.name, layer.index) in self.sizes for layer in self.manifest.layers)
         )
 
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """The same of the dense matrices."""
+        return tuple(
+            v.name
+            for v in self.manifest.dense_versions
+            if all(name in self.sizes for name in self.manifest.dense_files(v.name))
+        )
+
     def listed(self, names: Iterable[str]) -> dict[str, int]:
         """Files of the manifest with the bytes that it gives."""
         files, experts = self.manifest.files, self.manifest.expert_files

@@ -159,6 +159,8 @@ def _push(
         for layer in bundle.layers:
             name = expert_file(version.name, layer.index)
             ours[name] = bundle.manifest.expert_files[name].size
+    for version in bundle.dense_versions:
+        ours |= {n: bundle.manifest.expert_files[n].size for n in bundle.manifest.dense_files(version.name)}
     if there.manifest != manifest and (there.manifest is not None or there.pushing != manifest):
         old = files_of(api, there.repo, [MANIFEST, *sorted(there.listed - ours.keys() - {*CARD})], commit)
         send("Begin to upload a moepack bundle", {PUSHING: manifest}, list(old))

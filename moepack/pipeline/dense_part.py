@@ -84,8 +84,7 @@ def quantise_dense(
             )
             for version, writer in writers.items():
                 if version.is_lossless:
-                    value = LosslessMatrix(_bits(weight), None if bias is None else _bits(bias))
-                    writer.add(*encode_lossless((described.matrix,), [value]))
+                    writer.add(*lossless_matrix(described.matrix, weight, bias))
                 else:
                     writer.add(made.pop(version), affine_payload((described.matrix,), version))
             for name in _COLUMNS:
@@ -100,6 +99,11 @@ def quantise_dense(
         "matrices": [asdict(m) for m in layer.matrices],
         "entries": {v.name: asdict(w.entry) for v, w in writers.items() if w.entry},
     }
+
+
+def lossless_matrix(matrix: Matrix, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Buffer, int]:
+    """A matrix' lossless extent, and its bytes without padding."""
+    return encode_lossless((matrix,), [LosslessMatrix(_bits(weight), None if bias is None else _bits(bias))])
 
 
 def read_note(note: Mapping[str, Any]) -> tuple[DenseMatrix, ...]:

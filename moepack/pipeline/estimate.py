@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches, resident_memory
 from moepack.pack.layer_file import header_size
-from moepack.pack.spec import LOSSLESS, affine_extent_size
+from moepack.pack.spec import LOSSLESS, DenseLayer, Matrix, affine_extent_size, dense_layers
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
 from moepack.runtime.load import check_device
 
 from .allocate import check_allocation
+from .dense_part import lossless_matrix
 from .expert_batch import ExpertBatchTask, bare, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
 from .run import calibration_text
@@ -40,7 +41,8 @@ class Estimate:
 
     Attributes:
         versions: bytes of each version's files, exact.
-        dense_bytes: bytes of all other tensors, exact.
+        dense_bytes: bytes of all other tensors, exact; where dense matrices have versions, without these.
+        dense_versions: bytes of the files of each of these versions, exact.
         work_bytes: the most the work directory will hold beside the bundle, about.
         memory: what will be in memory at once by part, about, in bytes; the peak is their sum.
         seconds: what will take how long, about.
@@ -55,6 +57,7 @@ class Estimate:
     seconds: dict[str, float]
     experts: int
     layers: int
+    dense_versions: dict[str, int] = field(default_factory=dict)
 
 
 def estimate(
@@ -104,6 +107,13 @@ class _DryRun:
         self._sizes = _known_sizes(recipe, self._experts)
         self._read = self._encode = self._forward = self._one_expert = 0.0  # seconds
         self._dense = self._largest = 0  # bytes
+        self._matrices: dict[int | None, DenseLayer] = {}
+        self._dense_sizes = {v.name: 0 for v in recipe.dense_specs()}
+        self._one_dense = self._dense_work = 0.0  # seconds of a unit of work, and units
+        if recipe.dense:
+            from moepack.calibrate.dense import dense_matrices
+
+            self._matrices = {x.index: x for x in dense_layers(dense_matrices(stream))}
 
     @staticmethod
     def open(
@@ -140,20 +150,24 @@ class _DryRun:
     def outside(self) -> None:
         """The part outside the layers: its bytes, and what the first layer reads."""
         assert self._walk is not None
-        self._dense += _bytes(self._load(None))
+        self._add_dense(None, self._load(None))
         self._stream.to_compute(None, self._dtype)
         self._walk.start()
         self._stream.free(None)
 
     def layer(self, index: int) -> None:
         """A layer's bytes; one batch through it, until the first that has experts, and one of those quantised."""
+        from moepack.calibrate.dense import watch_part
+
         tensors = self._load(index)
         dense, experts = self._stream.split(index, tensors)
-        self._dense += _bytes(dense)
+        self._add_dense(index, dense)
         if self._walk is not None:
             self._stream.to_compute(index, self._dtype)
             began = time.perf_counter()
-            observation = self._walk.run_layer(index)
+            matrices = self._matrices[index].matrices if index in self._matrices else ()
+            watch = watch_part(self._stream, matrices, self._walk.windows, self._walk.length) if matrices else None
+            observation = self._walk.run_layer(index, watch=watch)
             self._forward = time.perf_counter() - began
             if observation is not None and experts is not None:
                 self._walk = None
@@ -163,6 +177,47 @@ class _DryRun:
             began = time.perf_counter()
             self._sizes[LOSSLESS] += _lossless_bytes(experts, self._reporter)
             self._encode += time.perf_counter() - began
+
+    def _add_dense(self, part: int | None, tensors: dict[str, torch.Tensor]) -> None:
+        """A part's bytes outside the experts: of matrices that get versions, those of these."""
+        layer, versions = self._matrices.get(part), self._recipe.dense_specs()
+        packed: set[str] = set()
+        for described in layer.matrices if layer else ():
+            weight, bias = (f"{described.module}.{name}" for name in ("weight", "bias"))
+            packed |= {weight, bias}
+            began = time.perf_counter()
+            for version in versions:
+                self._dense_sizes[version.name] += (
+                    len(lossless_matrix(described.matrix, tensors[weight], tensors.get(bias))[0])
+                    if version.is_lossless
+                    else affine_extent_size((described.matrix,), version)
+                )
+            self._encode += time.perf_counter() - began
+            work = float(described.matrix.weights * described.matrix.cols)
+            self._one_dense = self._one_dense or self._quantise_dense(described.matrix, tensors[weight]) / work
+            self._dense_work += work
+        if layer is not None:
+            for version in versions:
+                self._dense_sizes[version.name] += header_size(version.name, layer)
+        self._dense += _bytes({name: t for name, t in tensors.items() if name not in packed})
+
+    def _quantise_dense(self, matrix: Matrix, weight: torch.Tensor) -> float:
+        """Seconds that a matrix takes at every width; inputs are taken for white."""
+        import torch
+
+        from moepack.quantize.dense_matrix import quantise_rows
+
+        device, affine = self._stream.device, [v for v in self._recipe.dense_specs() if not v.is_lossless]
+        white, seconds = torch.eye(matrix.cols, device=device), 0.0
+        for _ in range(2):  # the first loads what the quantisers need
+            began = time.perf_counter()
+            for _ in quantise_rows(
+                lambda a, b: weight[a:b].to(device, torch.float32), (matrix.rows, matrix.cols), white, white,
+                self._recipe.quantize.method, affine, {},
+            ):  # fmt: skip
+                pass
+            seconds = time.perf_counter() - began
+        return seconds
 
     def _quantise_one(self, index: int, experts: ExpertWeights, observation: Observation) -> float:
         """Seconds that one expert takes at every width."""
@@ -184,14 +239,14 @@ class _DryRun:
         """
         count = sum(layer.experts for layer in self._experts)
         batches = -(-len(self._ids) // self._recipe.calibration.batch_size)
-        versions = sum(self._sizes.values())
+        versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
         hidden_size = self._stream.model.config.get_text_config().hidden_size
         hidden = self._ids.numel() * hidden_size * self._dtype.itemsize
         written = 2 * versions + 2 * self._dense + hidden * self.layers
         seconds = {
             "read": self._read,
             "calibrate": self._forward * batches * self.layers,
-            "quantise": self._one_expert * count,
+            "quantise": self._one_expert * count + self._one_dense * self._dense_work,
             "encode": self._encode,
             "write": written / rate if rate else 0.0,
         }
@@ -202,7 +257,8 @@ class _DryRun:
             "expert batch": self._batch_memory(),
         }
         work_bytes = versions + self._dense + hidden + versions // len(self._experts)
-        return Estimate(self._sizes, self._dense, work_bytes, memory, seconds, count, len(self._experts))
+        shown = self._dense_sizes if self._matrices else {}
+        return Estimate(self._sizes, self._dense, work_bytes, memory, seconds, count, len(self._experts), shown)
 
     def _batch_memory(self) -> int:
         """The most that an expert batch takes."""
@@ -273,8 +329,11 @@ def render(e: Estimate) -> Any:
     table = Table("what", "how much", title=f"a build of {e.experts} experts in {e.layers} layers")
     for name, size in e.versions.items():
         table.add_row(f"{name}, bytes", f"{size:,}")
+    whole = sum(e.versions.values()) + sum(e.dense_versions.values()) + e.dense_bytes
+    for name, size in e.dense_versions.items():
+        table.add_row(f"dense {name}, bytes", f"{size:,}")
     table.add_row("dense tensors, bytes", f"{e.dense_bytes:,}")
-    table.add_row("bundle, bytes", f"{sum(e.versions.values()) + e.dense_bytes:,} and its tables")
+    table.add_row("bundle, bytes", f"{whole:,} and its tables")
     table.add_row("work directory, at most about", f"{e.work_bytes / 2**30:,.1f} GiB more")
     for part, size in e.memory.items():
         table.add_row(f"memory, {part}", f"{size / 2**20:,.0f} MiB")

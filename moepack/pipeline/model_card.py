@@ -87,6 +87,8 @@ def model_card(
     experts = sum(layer.experts for layer in manifest.layers)
     dense = sum(e.size for n, e in manifest.files.items() if n.startswith("model") and n.endswith(".safetensors"))
     rows = "\n".join(_row(manifest, tables, v) for v in versions)
+    if manifest.dense:
+        rows += "".join(f"\n{_dense_row(manifest, tables, v.name)}" for v in manifest.dense_versions)
     tokens = _number(calibration.get("samples")) * _number(calibration.get("length"))
     sources = calibration.get("sources")
     text = ", ".join(f"`{_line(s)}`" for s in sources) if isinstance(sources, list) else "unknown text"
@@ -96,9 +98,10 @@ def model_card(
         f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n\n# {name}, packed\n",
         f"A moepack bundle of {f'[{_line(base)}](https://huggingface.co/{base})' if _is_id(base) else name} ({model}): "
         f"its {experts:,} experts in {len(manifest.layers)} layers, each at {len(versions)} "
-        f"precision{'s' * (len(versions) > 1)}, with measured losses. Everything outside the experts is as in the "
+        f"precision{'s' * (len(versions) > 1)}, with measured losses. "
+        f"{'What has no row below' if manifest.dense else 'Everything outside the experts'} is as in the "
         f"original ({dense / 1e6:,.1f} MB).\n",
-        "| version | experts stored as | size | bits a weight | mean relative output error |\n"
+        "| version | stored as | size | bits a weight | mean relative output error |\n"
         f"|---|---|---|---|---|\n{rows}\n",
         f"Errors are measured on {tokens:,} calibration tokens ({text}), expert by expert, against the output in the "
         "original's precision. `moepack inspect` shows them all.\n",
@@ -135,6 +138,17 @@ def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
     bits = 8 * sum(f.payload for f in files) / weights
     size = f"{sum(f.size for f in files) / 1e6:,.1f} MB"
     return f"| {name} | {stored} | {size} | {bits:.2f} | {mean_loss(tables, name):.4f} |"
+
+
+def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
+    version, dense = manifest.dense_version(name), tables.dense
+    assert dense is not None
+    files = [manifest.expert_files[file] for file in manifest.dense_files(name)]
+    bits = 8 * sum(f.payload for f in files) / sum(d.matrix.weights for d in manifest.dense)
+    stored = "lossless" if version.is_lossless else f"{version.bits} bits, groups of {version.group_size}"
+    loss = float(dense.relative[:, dense.versions.index(name)].mean())
+    what = f"{len(manifest.dense)} matrices outside the experts: {stored}"
+    return f"| {name} | {what} | {sum(f.size for f in files) / 1e6:,.1f} MB | {bits:.2f} | {loss:.4f} |"
 
 
 def mean_loss(tables: CalibrationTables, version: str) -> float:

@@ -32,12 +32,14 @@ class Shrunk:
     Attributes:
         bundle: its directory.
         versions: names, the most precise first.
+        dense: those of the dense matrices.
         bytes_before, bytes_after: of the files that manifests name, as far as they were there.
         allocation: the name of the map in its manifest; None without one.
     """
 
     bundle: Path
     versions: tuple[str, ...]
+    dense: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     allocation: str | None
@@ -50,6 +52,7 @@ def shrink(
     fit: Fit | None = None,
     allocation: bool = False,
     reporter: Reporter | None = None,
+    dense: Sequence[str] = (),
 ) -> Shrunk:
     """Write a bundle that holds some of another's versions.
 
@@ -61,6 +64,8 @@ def shrink(
         allocation: keep those that one map names, one version an expert, and the map: with `fit` the plan's, else the
             one in the manifest. `static:allocation` serves it.
         reporter: who is told of progress.
+        dense: versions of the dense matrices to keep; all that are here without it, or with a map those that it names.
+            Where they alone are named, every version of the experts stays.
 
     Raises:
         InputError: when nothing, or too much, says what to keep; for a version that is not here, a manifest without a
@@ -71,14 +76,23 @@ def shrink(
     reporter, target = reporter or Reporter(), Path(output)
     check_target(target)
     bundle = open_bundle(path)
-    chosen, table = _choose(bundle, versions, fit, allocation)
+    if dense and not (versions or fit or allocation):
+        chosen, table = [v.name for v in bundle.versions], bundle.manifest.allocation
+    else:
+        chosen, table = _choose(bundle, versions, fit, allocation)
+    kept, table = _choose_dense(bundle, dense, table if allocation else None, table)
     names = [expert_file(v, layer.index) for v in chosen for layer in bundle.layers]
+    names += [name for v in kept for name in bundle.manifest.dense_files(v)]
     _check(bundle, {*bundle.manifest.files, *names}, reporter)
     manifest = replace(
         bundle.manifest,
         versions=tuple(v for v in bundle.manifest.versions if v.name in chosen),
+        dense_versions=tuple(v for v in bundle.manifest.dense_versions if v.name in kept),
         allocation=table,
-        provenance={**bundle.manifest.provenance, "shrunk": [*_before(bundle), _record(bundle, versions, fit, chosen)]},
+        provenance={
+            **bundle.manifest.provenance,
+            "shrunk": [*_before(bundle), _record(bundle, versions or dense, fit, chosen, kept)],
+        },
     )
     reporter.stage("shrink", len(bundle.manifest.files) + len(names))
     with BundleWriter(target) as writer:
@@ -92,9 +106,8 @@ def shrink(
         card = model_card(writer.with_files(manifest), bundle.calibration(), chosen)
         writer.path("README.md").write_text(card)
         written = writer.finish(manifest)
-    before = _bytes(bundle, [v.name for v in bundle.versions])
-    after = _bytes(Bundle(target, written, written.versions), chosen)
-    return Shrunk(target, tuple(chosen), before, after, None if table is None else table.name)
+    before, after = _bytes(bundle), _bytes(Bundle(target, written, written.versions))
+    return Shrunk(target, tuple(chosen), tuple(kept), before, after, None if table is None else table.name)
 
 
 def _choose(
@@ -127,6 +140,20 @@ def _choose(
     return [name for name in here if name in kept], table
 
 
+def _choose_dense(
+    bundle: Bundle, dense: Sequence[str], wanted: Allocation | None, table: Allocation | None
+) -> tuple[list[str], Allocation | None]:
+    """The versions of the dense matrices that are kept, and the map without what it says of those that go."""
+    here = [v.name for v in bundle.dense_versions]
+    for name in sorted(set(dense) - set(here)):
+        what = f"here are {', '.join(here)}" if here else "its dense matrices have no versions"
+        raise InputError(f"{bundle.path}: has no version {name!r} of dense matrices: {what}")
+    named = set(dense) or set(wanted.dense or () if wanted else ()) or set(here)
+    if table is not None and table.dense is not None and not set(table.dense) <= named:
+        table = replace(table, dense=None)
+    return [name for name in here if name in named], table
+
+
 def _check(bundle: Bundle, names: set[str], reporter: Reporter) -> None:
     problems: list[Problem] = []
     reporter.stage("verify digests", len(names))
@@ -143,11 +170,23 @@ def _before(bundle: Bundle) -> list[object]:
     return list(found) if isinstance(found, list) else []
 
 
-def _record(bundle: Bundle, versions: Sequence[str], fit: Fit | None, chosen: Sequence[str]) -> dict[str, object]:
+def _record(
+    bundle: Bundle, versions: Sequence[str], fit: Fit | None, chosen: Sequence[str], dense: Sequence[str]
+) -> dict[str, object]:
     digest = hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
     why = "versions" if versions else f"fit {fit.device_memory}" if fit else "allocation"
-    return {"manifest_sha256": digest, "from": [v.name for v in bundle.versions], "kept": list(chosen), "by": why}
+    note: dict[str, object] = {
+        "manifest_sha256": digest,
+        "from": [v.name for v in bundle.versions],
+        "kept": list(chosen),
+        "by": why,
+    }
+    if dense:
+        note["dense"] = list(dense)
+    return note
 
 
-def _bytes(bundle: Bundle, versions: Sequence[str]) -> int:
-    return sum(e.size for e in bundle.manifest.files.values()) + sum(bundle.version_bytes(v) for v in versions)
+def _bytes(bundle: Bundle) -> int:
+    packed = [bundle.version_bytes(v.name) for v in bundle.versions]
+    packed += [bundle.dense_bytes(v.name) for v in bundle.dense_versions]
+    return sum(e.size for e in bundle.manifest.files.values()) + sum(packed)

@@ -34,6 +34,16 @@ def inspect(path: str | Path) -> dict[str, Any]:
         loss[version.name] = float(sum(t.relative[:, column].sum() for t in tables.layers) / experts)
         methods[version.name] = tables.made_by(version.name)
     allocation = bundle.manifest.allocation
+    dense, weights = {}, sum(d.matrix.weights for d in bundle.manifest.dense)
+    for version in bundle.dense_versions:
+        assert tables.dense is not None
+        files = [bundle.manifest.expert_files[name] for name in bundle.manifest.dense_files(version.name)]
+        dense[version.name] = {
+            "bytes": sum(f.size for f in files),
+            "bits_per_weight": round(8 * sum(f.payload for f in files) / weights, 4),
+            "group_size": version.group_size,
+            "loss": float(tables.dense.relative[:, tables.dense.versions.index(version.name)].mean()),
+        }
     return {
         "model_type": bundle.manifest.model.get("model_type", "unknown"),
         "expert_dtype": bundle.manifest.model["expert_dtype"],
@@ -50,6 +60,8 @@ def inspect(path: str | Path) -> dict[str, Any]:
         "dense_bytes": sum(
             e.size for n, e in bundle.manifest.files.items() if n.endswith(".safetensors") and n != TABLES
         ),
+        "dense_matrices": len(bundle.manifest.dense),
+        "dense_versions": dense,
     }
 
 
@@ -73,6 +85,9 @@ def render(facts: dict[str, Any]) -> Table:
             f"{facts['loss'][name]:.5f}",
         )
         table.add_row(name, *row, made)
+    for name, v in facts["dense_versions"].items():
+        row = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", str(v["group_size"] or "-"), f"{v['loss']:.5f}")
+        table.add_row(f"dense {name}", *row, f"{facts['dense_matrices']} matrices outside the experts")
     return table
 
 

@@ -25,6 +25,7 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
         return list(error.problems)
     problems: list[Problem] = []
     files = len(bundle.manifest.files) + len(bundle.versions) * len(bundle.layers)
+    files += len(bundle.dense_versions) * len(bundle.dense_layers)
     reporter.stage("verify digests", files)
     for name, found in verify_digests(bundle):
         reporter.step(name)
@@ -46,11 +47,14 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         raise InputError(
             f"{bundle.path}: has no {LOSSLESS} version here: there is nothing to compare with a checkpoint"
         )
+    if bundle.manifest.dense and LOSSLESS not in [v.name for v in bundle.dense_versions]:
+        raise InputError(f"{bundle.path}: has no {LOSSLESS} version of its dense matrices here to compare")
     stream = StreamedModel(open_checkpoint(checkpoint))
     if tuple(stream.expert_layers.values()) != bundle.layers:
         return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
     positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
     dense = bundle.dense(check_digests=False)  # they have just been
+    packed = {f"{d.module}.{part}": (d.module, part) for d in bundle.manifest.dense for part in ("weight", "bias")}
     problems: list[Problem] = []
     reporter.stage("compare with checkpoint", len(stream.layers) + 1)
     for i in (None, *range(len(stream.layers))):
@@ -58,7 +62,10 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         tensors = stream.load(i)
         rest, experts = (tensors, None) if i is None else stream.split(i, tensors)
         for name, tensor in rest.items():
-            problems += _compare(dense, str(bundle.path), name, tensor)
+            if name in packed:
+                problems += _compare_matrix(bundle, *packed[name], tensor)
+            else:
+                problems += _compare(dense, str(bundle.path), name, tensor)
         if experts is not None and i is not None:
             problems += _compare_experts(bundle, positions[i], experts)
         stream.free(i)
@@ -88,6 +95,19 @@ def _compare_experts(bundle: Bundle, position: int, experts: ExpertWeights) -> l
             if not same:
                 problems.append(Problem(where, "bits", f"{layer.matrices[m].name} differs from the checkpoint"))
     return problems
+
+
+def _compare_matrix(bundle: Bundle, module: str, part: str, tensor: Any) -> list[Problem]:
+    import torch
+
+    values = bundle.dense_matrix(LOSSLESS, module)
+    try:
+        ours = values.torch().get(part)
+    except BundleError as error:
+        return list(error.problems)
+    if ours is not None and torch.equal(ours.view(torch.int16), tensor.to(torch.bfloat16).view(torch.int16)):
+        return []
+    return [Problem(values.where, "bits", f"{part} differs from the checkpoint")]
 
 
 def _compare(dense: DenseTensors, location: str, name: str, tensor: Any) -> list[Problem]:

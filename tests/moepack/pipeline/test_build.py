@@ -71,11 +71,11 @@ def test_a_stopped_build_resumes_to_the_same_bytes(
     real = Run._quantise_layer
     ran: list[int] = []
 
-    def stop(self: Run, index: int, *rest: object) -> None:
+    def stop(self: Run, index: int, *rest: object) -> object:
         if index > stop_after:
             raise KeyboardInterrupt
         ran.append(index)
-        real(self, index, *rest)  # type: ignore[arg-type]
+        return real(self, index, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Run, "_quantise_layer", stop)
     if stop_after < 3:

@@ -1,0 +1,230 @@
+"""Dense matrices at several versions: which they are, what they hold and lose, and what commands make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file
+from support import tree
+
+import moepack
+from moepack.calibrate.forward import CalibrationPass
+from moepack.pack.errors import InputError
+from moepack.pipeline import build as pipeline
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.run import Run
+from moepack.pipeline.shrink import shrink
+from moepack.reports.inspect import inspect
+from moepack.reports.verify import verify
+
+RECIPE = """
+versions: [bf16, w4]
+dense: [w8, w4]
+quantize: {method: gptq, group_size: 32, loss_tokens: 64}
+calibration: {samples: 8, length: 64, batch_size: 3}
+"""
+UNTIED = {"tie_word_embeddings": False, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+RECIPES = parse_recipe(RECIPE, "test")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With biases, an output projection of its own, and one layer without experts."""
+    extra = {**UNTIED, "attention_bias": True, "mlp_only_layers": [0], "hidden_size": 80}
+    return tiny_models.save_tiny("qwen3_moe", tmp_path_factory.mktemp("untied") / "checkpoint", demo_model, **extra)
+
+
+@pytest.fixture(scope="module")
+def dense(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dense") / "bundle"
+    pipeline.build(checkpoint, path, RECIPES, [text])
+    return path
+
+
+def test_they_stand_in_their_versions_alone(dense: Path, checkpoint: Path) -> None:
+    bundle = moepack.open(dense)
+    assert bundle.verify() == [] and verify(dense, checkpoint) == []
+    names = [m.module.removeprefix("model.layers.") for m in bundle.manifest.dense]
+    attention = [f"self_attn.{k}_proj" for k in "qkvo"]
+    assert names == [
+        *(f"0.{n}" for n in attention), *(f"0.mlp.{k}_proj" for k in ("gate", "up", "down")),
+        *(f"1.{n}" for n in attention), "lm_head",
+    ]  # fmt: skip
+    assert [v.name for v in bundle.dense_versions] == ["bf16", "w8", "w4"]
+    source = load_file(checkpoint / "model.safetensors")
+    for m in bundle.manifest.dense:
+        exact = bundle.dense_matrix("bf16", m.module).torch()
+        assert m.matrix.bias == (f"{m.module}.bias" in source)
+        for name, tensor in exact.items():
+            assert torch.equal(tensor, source[f"{m.module}.{name}"]) and f"{m.module}.{name}" not in bundle.dense()
+    kept = set(bundle.dense()) | {f"{m.module}.{k}" for m in bundle.manifest.dense for k in ("weight", "bias")}
+    assert {n for n in source if "experts" not in n} <= kept
+
+
+def test_losses_are_those_of_windows_that_were_held_out(
+    dense: Path, checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against outputs: every Linear's inputs of the fourth window, caught in the model itself, through both weights."""
+    from transformers import AutoModelForCausalLM
+
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.pipeline.run import calibration_text
+
+    bundle = moepack.open(dense)
+    table = bundle.calibration().dense
+    assert table is not None and table.versions == ("bf16", "w8", "w4")
+    assert table.tokens.tolist() == [8 * 64] * len(bundle.manifest.dense)
+    _, windows = calibration_text(open_checkpoint(checkpoint), RECIPES, [text])
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    caught: dict[str, torch.Tensor] = {}
+    for m in bundle.manifest.dense:
+        module = model.get_submodule(m.module)
+        module.register_forward_pre_hook(lambda _, args, n=m.module: caught.__setitem__(n, args[0].float()))
+    with torch.inference_mode():
+        model(windows.ids[[3, 7]])  # one in four of eight
+    for row, m in enumerate(bundle.manifest.dense):
+        x = caught[m.module].reshape(-1, m.matrix.cols).numpy()
+        exact = x @ bundle.dense_matrix("bf16", m.module).numpy()["weight"].T
+        for column, name in ((1, "w8"), (2, "w4")):
+            got = x @ bundle.dense_matrix(name, m.module).numpy()["weight"].T
+            error = np.square(got - exact)
+            assert error.sum() / np.square(exact).sum() == pytest.approx(table.relative[row, column], rel=0.05)
+            assert error.mean() == pytest.approx(table.mse[row, column], rel=0.05)
+        assert table.relative[row, 0] == 0 < table.relative[row, 1] < table.relative[row, 2] / 20
+    assert {bundle.calibration().methods[n] for n in table.method[:, 1]} == {"gptq"}
+    assert (table.method[:, 0] == 0).all() and (table.signal > 0).all()
+    blocks = [n.rpartition(".")[0] for n in (m.module for m in bundle.manifest.dense)]
+    assert len(set(zip(blocks, table.signal.tolist(), strict=True))) == len(set(blocks)), "one number a block"
+
+
+def test_stages_and_slices_and_resuming_give_the_same_bytes(
+    dense: Path, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.calibrate(checkpoint, tmp_path / "work", RECIPES, [text])
+    monkeypatch.setattr(CalibrationPass, "run_layer", lambda *_: pytest.fail("calibrated again"))
+    pipeline.quantize(tmp_path / "work")
+    pipeline.pack(tmp_path / "work", tmp_path / "staged")
+    assert tree(tmp_path / "staged") == tree(dense)
+    monkeypatch.undo()
+
+    real = Run._quantise_dense
+    for stop in (1, None):  # before the second layer, before the output projection
+
+        def once(self: Run, part: int | None, *rest: Any, stop: int | None = stop) -> Any:
+            if part == stop:
+                raise KeyboardInterrupt
+            return real(self, part, *rest)
+
+        monkeypatch.setattr(Run, "_quantise_dense", once)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
+    with pytest.raises(InputError, match="outside the layers is not quantised"):
+        pipeline.pack(tmp_path / "resumed", tmp_path / "again")
+    monkeypatch.setattr(Run, "_quantise_dense", real)
+    pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
+    assert tree(tmp_path / "again") == tree(dense)
+
+
+def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    plain = parse_recipe(RECIPE.replace("dense: [w8, w4]", ""), "plain")
+    pipeline.calibrate(checkpoint, tmp_path / "work", plain, [text])
+    recipe = tmp_path / "dense.yaml"
+    recipe.write_text(RECIPE)
+    with pytest.raises(InputError, match="was calibrated without dense"):
+        pipeline.quantize(tmp_path / "work", str(recipe), fresh=True)
+    with pytest.raises(InputError, match="another dense"):
+        pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=tmp_path / "work")
+
+
+def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix in slices: rows that are no whole slices or blocks, a bias, the same bytes as in one piece."""
+    from moepack.calibrate.dense import DenseMoments
+    from moepack.pack.affine import decode_affine
+    from moepack.pack.spec import DenseMatrix, Matrix, Version
+    from moepack.pipeline.dense_part import _affine
+    from moepack.quantize import dense_matrix
+
+    described = DenseMatrix(None, "lm_head", Matrix("weight", 75, 70, True))
+    rng = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(75, 70, generator=rng).bfloat16(), torch.randn(75, generator=rng).bfloat16()
+    x = torch.randn(500, 70, generator=rng)
+    moments = DenseMoments((x.T @ x / 500,), (x.T @ x / 500,), {"lm_head": 0}, {"lm_head": 1.0}, 500)
+    versions = [Version.of("w8", 32), Version.of("w4", 32), Version.of("w1", 32)]
+    made = []
+    for size in (1 << 26, 4 * 70 * 32, 1):
+        monkeypatch.setattr(dense_matrix, "SLICE", size)
+        made.append(_affine(described, weight, bias, moments.learn[0], moments.held[0], "gptq", versions))
+    for extents, losses in made[1:]:
+        for version in versions:
+            whole, values = made[0][0][version], decode_affine((described.matrix,), version, extents[version])[0]
+            first = decode_affine((described.matrix,), version, whole)[0]
+            # A weight halfway between two codes may round as its slice's products do.
+            assert np.mean(values.codes != first.codes) < 0.01 and values.bias is not None
+            assert torch.equal(torch.from_numpy(values.bias.view(np.int16).copy()), bias.view(torch.int16))
+            assert losses[version]["relative"] == pytest.approx(made[0][1][version]["relative"], rel=0.02)
+            want = torch.square((torch.from_numpy(values.dequantise(version)) - weight.float()) @ x.T).sum()
+            assert losses[version]["mse"] == pytest.approx(float(want) / 500 / 75, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "gpt_oss"])
+def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Latent attention, shared experts, dense layers, linear attention, biases: routers are never among them."""
+    source = tiny_models.save_tiny(
+        family, tmp_path / "checkpoint", demo_model, hidden_size=128, tie_word_embeddings=False
+    )
+    recipe = parse_recipe(RECIPE.replace("gptq", "rtn"), "test")
+    expected = estimate(source, tmp_path / "bundle", recipe, [text])
+    pipeline.build(source, tmp_path / "bundle", recipe, [text])
+    assert verify(tmp_path / "bundle", source) == []
+    facts = inspect(tmp_path / "bundle")
+    assert expected.dense_versions == {name: v["bytes"] for name, v in facts["dense_versions"].items()}
+    modules = {m.module for m in moepack.open(tmp_path / "bundle").manifest.dense}
+    last = {n.rpartition(".")[2] for n in modules}
+    assert "lm_head" in last and not last & {"gate", "router", "shared_expert_gate"}
+    assert "experts" not in {part for n in modules for part in n.split(".")}
+    wanted = {"deepseek_v3": "kv_a_proj_with_mqa", "qwen3_next": "in_proj_qkvz", "gpt_oss": "o_proj"}
+    assert family != "gpt_oss" or {"q_proj", "o_proj"} <= last
+    assert wanted[family] in last or family == "deepseek_v3"
+
+
+def test_tied_embeddings_stay(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    pipeline.build(demo_model, tmp_path / "bundle", parse_recipe(RECIPE.replace("gptq", "rtn"), "test"), [text])
+    bundle = moepack.open(tmp_path / "bundle")
+    assert {m.module.rpartition(".")[2] for m in bundle.manifest.dense} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "model.embed_tokens.weight" in bundle.dense()
+
+
+def test_shrink(dense: Path, tmp_path: Path) -> None:
+    done = shrink(dense, tmp_path / "w8", dense=["w8"])
+    small = moepack.open(tmp_path / "w8")
+    assert done.dense == ("w8",) and done.versions == ("bf16", "w4") and small.verify() == []
+    assert {n.split("/")[1] for n in tree(tmp_path / "w8") if n.startswith("dense/")} == {"w8"}
+    gone = [moepack.open(dense).dense_bytes(name) for name in ("bf16", "w4")]
+    assert done.bytes_before - done.bytes_after == sum(gone)
+    note = json.loads((tmp_path / "w8" / "manifest.json").read_text())["provenance"]["shrunk"][-1]
+    assert note["dense"] == ["w8"] and note["kept"] == ["bf16", "w4"]
+    assert shrink(dense, tmp_path / "w4", ["w4"]).dense == ("bf16", "w8", "w4"), "all, where none is named"
+    with pytest.raises(InputError, match="no version 'w3' of dense matrices: here are bf16, w8, w4"):
+        shrink(dense, tmp_path / "none", dense=["w3"])
+    with pytest.raises(InputError, match="no bf16 version of its dense matrices"):
+        verify(tmp_path / "w8", "anything")
+    card = (tmp_path / "w8" / "README.md").read_text()
+    assert "| w8 | 12 matrices outside the experts: 8 bits" in card and card.count("outside the experts:") == 1
+
+
+def test_recipes_name_versions_of_dense_matrices() -> None:
+    specs = RECIPES.dense_specs()
+    assert [(v.name, v.group_size) for v in specs] == [("bf16", 0), ("w8", 32), ("w4", 32)]
+    sizes = parse_recipe("dense: [w8]\nquantize: {group_size: {w8: 128}}\n", "r").dense_specs()
+    assert [(v.name, v.group_size) for v in sizes] == [("bf16", 0), ("w8", 128)]
+    assert parse_recipe("", "r").dense_specs() == ()
+    for wrong, message in (("[w9]", "w9"), ("[w8, w8]", "once"), ("w8", "list")):
+        with pytest.raises(InputError, match=message):
+            parse_recipe(f"dense: {wrong}", "r")

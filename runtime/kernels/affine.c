@@ -175,9 +175,9 @@ static size_t prepared_size(const Gemm *m, int needs) {
     return place(m, needs, 0, &p);
 }
 
-/* What the direct path keeps in the arena for n experts' `slots` slots: lists, and after them prepared activations. */
+/* What the direct path keeps in the arena for n jobs' `slots` slots: lists, and after them prepared activations. */
 typedef struct {
-    int64_t most, units, tasks; /* activations there are; units of rows of a matrix, and tasks at the most */
+    int64_t most;        /* activations there are */
     size_t own;          /* bytes for each thread, where each prepares for itself, or 0 */
     size_t lists, round, all; /* round: bytes of prepared activations at a time */
 } Room;
@@ -190,12 +190,13 @@ typedef struct {
 #define OWN ((size_t)512 << 10)
 #define MOST ((size_t)24 << 20)
 
-static Room room_of(const Gemm *m, int64_t slots, int64_t n, int needs) {
-    Room r = {.most = least(slots, ceil_div(m->slots, m->share)), .units = ceil_div(m->rows, UNIT)};
-    r.tasks = m->coded ? ceil_div(m->rows, BLOCK) : r.units;
+static int64_t tasks_of(const Gemm *m, int64_t rows) { return ceil_div(rows, m->coded ? BLOCK : UNIT); } /* at the most */
+
+static Room room_of(const Gemm *m, int64_t slots, int64_t n, int64_t tasks, int needs) {
+    Room r = {.most = least(slots, ceil_div(m->slots, m->share))};
     size_t each = prepared_size(m, needs), prepared = each * (size_t)r.most, pass = TOGETHER * (each + BESIDE) + 64;
     size_t together = (sizeof(Prepared) + 2 * sizeof(int64_t)) * (size_t)r.most + sizeof(void *) * (size_t)slots +
-                      (sizeof(Job) + sizeof(Task) * (size_t)r.tasks) * (size_t)n;
+                      sizeof(Job) * (size_t)n + sizeof(Task) * (size_t)tasks;
     size_t alone = sizeof(Job) * (size_t)(n + slots / TOGETHER);
     r.lists = ((together > alone ? together : alone) + 63) / 64 * 64;
     r.own = (pass > OWN ? pass + 63 : OWN) / 64 * 64;
@@ -258,13 +259,16 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
     moepack_parallel(run_alone, &run, (int)least(run.n, m->threads));
 }
 
+#define ALONE 65536 /* products that a thread makes while another is woken */
+
 /* Jobs that run straight from their bytes, in rounds of as many expert batches as have room. An expert is divided into
  * several only where it has more slots than a round has room for. */
 static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                           Arena *arena) {
     int all = 0;
-    for (int64_t j = 0; j < n; j++) all |= needs_of(m, jobs[j].form);
-    const Room room = room_of(m, slots, n, all);
+    int64_t most_tasks = 0;
+    for (int64_t j = 0; j < n; j++) all |= needs_of(m, jobs[j].form), most_tasks += tasks_of(m, jobs[j].rows);
+    const Room room = room_of(m, slots, n, most_tasks, all);
     if (grow(arena, room.all)) return 1;
     if (room.own) {
         const int failed = decode_now(m, jobs, n, 0);
@@ -279,7 +283,7 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
     Task *tasks = (Task *)(batches + n);
     for (int64_t j = 0, done = 0; j < n;) {
         /* seat: of each activation, 0 or 1 + its place among the prepared; entries that are used are 0 again at the end */
-        int64_t n_batches = 0, n_prepared = 0, n_tasks = 0, cost = 0;
+        int64_t n_batches = 0, n_prepared = 0, n_tasks = 0, cost = 0, weights = 0;
         size_t used = 0;
         for (; j < n; j++, done = 0) {
             const Job *job = jobs + j;
@@ -305,7 +309,7 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
                 of_slot[i] = prepared + seat[which] - 1;
             }
             batches[n_batches] = *job, batches[n_batches].first += done, batches[n_batches++].count = fit;
-            cost += ceil_div(job->rows, UNIT) * fit;
+            cost += ceil_div(job->rows, UNIT) * fit, weights += job->rows * m->cols * fit;
             done += fit;
             if (fit < rest) break;
         }
@@ -327,12 +331,30 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
         atomic_init(&run.next, 0);
         atomic_init(&run.next_prepared, 0);
         moepack_parallel(prepare_all, &run, (int)least(n_prepared, m->threads));
-        moepack_parallel(run_tasks, &run, (int)least(n_tasks, m->threads));
+        moepack_parallel(run_tasks, &run, (int)least(n_tasks, least(m->threads, 1 + weights / ALONE)));
     }
     return 0;
 }
 
-/* Returns 0, 1 when memory is short, -1 when a coded matrix was bad (`report`), or 2 + the number of a version that there are no kernels for: then nothing was done. */
+/* n jobs of `slots` slots in all straight from their bytes, and `many` in tiles. `seat`: zeros, one an activation. */
+static int run_jobs(const Gemm *m, Job *jobs, int64_t n, Job *late, int64_t many, int64_t slots, const int64_t *order,
+                    int64_t *seat) {
+    Arena own = {0, 0}, *arena = &own;
+    int failed = 0, mine = !pthread_mutex_trylock(&arena_lock);
+    if (mine) arena = &kept;
+    if (m->coded) failed = decode_now(m, jobs, n, FUSED);
+    if (m->coded && many && !failed) failed = decode_now(m, late, many, 0);
+    if (n && !failed) failed = direct_product(m, jobs, n, slots, order, seat, arena);
+    if (many && !failed) failed = moepack_tiles_product(m, late, many, order, arena);
+    if (mine)
+        pthread_mutex_unlock(&arena_lock);
+    else
+        free(own.at);
+    return failed;
+}
+
+/* Returns 0, 1 when memory is short, -1 when a coded matrix was bad (`report`), or 2 + the number of a version that there
+ * are no kernels for: then nothing was done. */
 int moepack_affine_product(const Gemm *m) {
     int64_t activations = ceil_div(m->slots, m->share);
     int64_t *count = calloc((size_t)(m->experts + 1 + m->slots + activations), sizeof(int64_t));
@@ -368,17 +390,7 @@ int moepack_affine_product(const Gemm *m) {
         int64_t e = m->index[s];
         if (e >= 0 && e < m->experts && count[e] >= 0) order[count[e]++] = s;
     }
-    Arena own = {0, 0}, *arena = &own;
-    int mine = !pthread_mutex_trylock(&arena_lock);
-    if (mine) arena = &kept;
-    if (m->coded) failed = decode_now(m, jobs, n, FUSED);
-    if (m->coded && !failed && late <= m->experts) failed = decode_now(m, jobs + late, m->experts + 1 - late, 0);
-    if (n && !failed) failed = direct_product(m, jobs, n, at, order, seat, arena);
-    if (!failed && late <= m->experts) failed = moepack_tiles_product(m, jobs + late, m->experts + 1 - late, order, arena);
-    if (mine)
-        pthread_mutex_unlock(&arena_lock);
-    else
-        free(own.at);
+    failed = run_jobs(m, jobs, n, jobs + late, m->experts + 1 - late, at, order, seat);
     free(count), free(jobs);
     return failed ? failed : m->coded && atomic_load(m->report) ? -1 : 0;
 }
@@ -386,8 +398,46 @@ int moepack_affine_product(const Gemm *m) {
 /* The most bytes that products of these sizes keep between calls, whatever versions, limits and instruction set: of m only
  * rows, cols, experts, slots, share and threads are read. `most`: slots that one expert can have. */
 int64_t moepack_affine_kept(const Gemm *m, int64_t most) {
-    size_t direct = room_of(m, m->slots, least(m->experts, m->slots), NEEDS_ALL).all;
+    const int64_t used = least(m->experts, m->slots);
+    size_t direct = room_of(m, m->slots, used, used * ceil_div(m->rows, BLOCK), NEEDS_ALL).all;
     size_t tiles = moepack_tiles_kept(m, most);
+    return (int64_t)(direct > tiles ? direct : tiles);
+}
+
+/* ---- one input times several matrices */
+typedef struct {
+    int64_t rows;
+    const uint8_t *base;
+    const Form *form;
+    const uint16_t *bias; /* or 0 */
+} Dense;
+
+/* x [tokens, cols] times n matrices: [tokens, rows] of one after another into `out`; in tiles where `many`. Returns 0, 1 when
+ * memory is short, or 2 + the number of a matrix that there is no kernel for: then nothing was done. */
+int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
+                         int64_t many, int64_t threads) {
+    const Gemm m = {.cols = cols, .slots = tokens, .share = 1, .x_bf16 = bf16, .out_bf16 = bf16, .threads = threads, .x = x};
+    for (int64_t i = 0; i < n; i++)
+        if (!known(of[i].form)) return 2 + (int)i;
+    Job *jobs = malloc((size_t)n * sizeof(Job) + 2 * (size_t)tokens * sizeof(int64_t));
+    if (!jobs) return 1;
+    int64_t *order = (int64_t *)(jobs + n), *seat = order + tokens;
+    for (int64_t t = 0; t < tokens; t++) order[t] = t, seat[t] = 0;
+    for (int64_t i = 0; i < n; i++) {
+        jobs[i] = (Job){.base = of[i].base, .form = of[i].form, .bias = of[i].bias, .out = out, .rows = of[i].rows};
+        jobs[i].count = tokens;
+        out = (uint8_t *)out + of[i].rows * tokens * (bf16 ? 2 : 4);
+    }
+    const int failed = run_jobs(&m, jobs, many ? 0 : n, jobs, many ? n : 0, n * tokens, order, seat);
+    free(jobs);
+    return failed;
+}
+
+/* The most bytes that it keeps between calls: `units` blocks of UNIT rows in all matrices. */
+int64_t moepack_affine_dense_kept(int64_t n, int64_t units, int64_t cols, int64_t tokens, int64_t threads) {
+    const Gemm m = {.cols = cols, .slots = tokens, .share = 1, .experts = 1, .threads = threads};
+    const size_t direct = room_of(&m, n * tokens, n, units, NEEDS_ALL).all;
+    const size_t tiles = (size_t)n * moepack_tiles_kept(&m, tokens);
     return (int64_t)(direct > tiles ? direct : tiles);
 }
 

@@ -26,7 +26,7 @@ SHAPES = [
     (1, 1), (17, 31), (33, 100), (65, 33), (130, 257), (79, 191),
 ]  # fmt: skip
 BEST = native.use_level()
-LEVELS = range(min(BEST, native.LEVELS.index("avx512")) + 1)
+LEVELS = range(min(BEST, native.LEVELS.index("avx512-vnni")) + 1)
 TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
 ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 

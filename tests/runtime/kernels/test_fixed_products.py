@@ -1,0 +1,99 @@
+"""Products of BF16 activations in integers: the same bits on every instruction set, within the bound that they state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from expert_layers import Layer, activations, make_layer, native
+
+from moepack.pack.spec import Matrix, Version
+
+LEVELS = range(min(native.use_level(), native.LEVELS.index("avx512-vnni")) + 1)
+SHAPES = [(96, 2048), (33, 100), (65, 33), (17, 257), (1, 1), (16, 14336)]
+
+
+@pytest.fixture(autouse=True)
+def best_level() -> object:
+    yield
+    native.use_level()
+
+
+def run(layer: Layer, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
+    index = torch.zeros(len(x), 1, dtype=torch.int64)
+    out = torch.full((len(x), len(layer.weights[0])), torch.nan)
+    native.product(layer.forms, 0, layer.table, x, index, out, threads=threads)
+    return out
+
+
+def hard(n: int, cols: int) -> torch.Tensor:
+    """Columns of very different sizes: outliers, zeros, denormal numbers, blocks of nothing else, 255/256 of a power."""
+    x = activations(n, cols, torch.float32) * torch.logspace(-6, 3, cols).flip(0)[torch.randperm(cols)]
+    x[:, ::7] = 0
+    x[0, : cols // 3] = 1e-39
+    x[-1, :] *= 1e-36
+    x[n // 2, cols // 2] = 255.0
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+def test_every_level_makes_the_same_bits(bits: int, group_size: int) -> None:
+    """One token, and as many as take all tile sizes."""
+    for k, (rows, cols) in enumerate(SHAPES):
+        layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [Version.of(f"w{bits}", group_size)], [0], seed=k)
+        for x in (activations(7, cols, torch.bfloat16), hard(3, cols), hard(1, cols)):
+            outs = []
+            for level in LEVELS:
+                assert native.use_level(level) == level
+                outs.append(run(layer, x).view(torch.int32))
+            assert not any(o.view(torch.float32).isnan().any() for o in outs)
+            assert all(torch.equal(o, outs[0]) for o in outs), (rows, cols, [native.LEVELS[i] for i in LEVELS])
+
+
+def bound(layer: Layer, x: torch.Tensor, group_size: int) -> np.ndarray:
+    """What affine_fixed.h allows: 1/32640 of the greatest of 128 columns for each; and each group's rounding to float32."""
+    weight, values = np.abs(layer.weights[0]), x.double().numpy()
+    blocks = np.arange(weight.shape[1]) // 128
+    greatest = np.maximum.reduceat(np.abs(values), np.arange(0, weight.shape[1], 128), axis=1)[:, blocks]
+    least = 2.0**-126  # below that no integer stands for anything
+    integers = (np.maximum(greatest / 32640, least)) @ weight.T
+    sums = np.abs(values) @ weight.T * 2.0**-23 * (2 + weight.shape[1] / group_size)
+    return integers + sums + 1e-38
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
+def test_errors_stay_within_the_bound(bits: int) -> None:
+    for k, (rows, cols) in enumerate(SHAPES):
+        layer = make_layer(Matrix("m", rows, cols), [Version.of(f"w{bits}", 64)], [0], seed=k)
+        for x in (activations(5, cols, torch.bfloat16), hard(6, cols)):
+            error = np.abs(run(layer, x).double().numpy() - x.double().numpy() @ layer.weights[0].T)
+            assert (error <= bound(layer, x, 64)).all(), (rows, cols, (error / bound(layer, x, 64)).max())
+
+
+def test_activations_of_nearly_one_size_are_exact() -> None:
+    """None below 2^-7 of the greatest: what is left are the sums' roundings. Then a smaller one that is not exact."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.rand(4, 512, generator=generator) * 1.9 + 0.02
+    x = (size * (1 - 2 * torch.randint(0, 2, size.shape, generator=generator))).bfloat16()
+    x[:, ::128] = 1.9
+    layer = make_layer(Matrix("m", 64, 512), [Version.of("w4", 128)], [0])
+    exact = x.double().numpy() @ layer.weights[0].T
+    error = np.abs(run(layer, x).double().numpy() - exact) / (np.abs(x.double().numpy()) @ np.abs(layer.weights[0]).T)
+    assert error.max() < 2.0**-22
+    x[:, 1::128] = 2.0**-15 * 1.4921875
+    error = np.abs(run(layer, x).double().numpy() - x.double().numpy() @ layer.weights[0].T)
+    assert error.max() > 1e-7, "the integers are 16 bits"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_does_not_become_one(level: int, value: float) -> None:
+    """In a product of integers nothing would tell: results of that activation are NaN, the others are what they were."""
+    native.use_level(level)
+    layer = make_layer(Matrix("m", 40, 300), [Version.of("w4", 64)], [0])
+    x = activations(3, 300, torch.bfloat16)
+    want = run(layer, x)
+    x[1, 299] = value
+    got = run(layer, x)
+    assert got[1].isnan().all() and torch.equal(got[[0, 2]], want[[0, 2]])

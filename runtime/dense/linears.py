@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import LOSSLESS, SECTION, ExpertLayer, Matrix, Version, align
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts import backends
-from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+from moepack.runtime.kernels.forms import make_forms, resident_size
 from moepack.runtime.store.files import DENSE, BackingStore
 
 from .find import groups, linears
@@ -51,23 +51,32 @@ class Products:
     """The products of matrices that are given the same input."""
 
     def __init__(self, parts: Sequence[Dense]) -> None:
-        from moepack.runtime.kernels.affine_native import LayerForms
-
         self._parts = tuple(parts)
-        self._forms = [LayerForms((p.matrix,), (p.version,)) for p in parts]
-        self._handles = [np.array([handle(p.extent.data_ptr(), 0)], np.uint64) for p in parts]
+        self._made: dict[tuple[int, ...], Any] = {}
 
-    def __call__(self, x: Tensor, which: Sequence[int]) -> list[Tensor]:
-        """Of x [tokens, cols], contiguous, float32 or bfloat16: [tokens, rows] of each matrix asked for."""
-        from moepack.runtime.kernels.affine_native import has_tiles, product
+    def __call__(self, x: Tensor, which: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Of x [..., cols], float32 or bfloat16: [..., rows] of each matrix asked for."""
+        from moepack.runtime.kernels.affine_native import dense
 
-        index, out = torch.zeros(len(x), 1, dtype=torch.int64), []
-        for i in which:
-            part = self._parts[i]
-            limits = backends.direct_limits(x.dtype, (part.version,)) if has_tiles(x.dtype) else None
-            out.append(x.new_empty(len(x), part.matrix.rows))
-            product(self._forms[i], 0, self._handles[i], x, index, out[-1], limits)
-        return out
+        of = self._made.get(which)
+        if of is None:
+            of = self._made[which] = self._together(which)
+        return dense(of, x)
+
+    def _together(self, which: tuple[int, ...]) -> Any:
+        from moepack.runtime.kernels import affine_native as native
+
+        matrices = []
+        for part in (self._parts[i] for i in which):
+            m, (form,) = part.matrix, make_forms((part.matrix,), part.version)
+            if part.version.is_lossless:
+                weight, bias = _views(part.extent, m, part.version)
+                matrices.append(native.DenseMatrix(native.plain_form(), m.rows, m.cols, weight, bias))
+            else:
+                matrices.append(native.DenseMatrix(form, m.rows, m.cols, part.extent))
+        versions = [self._parts[i].version for i in which]
+        limits = {t: min(backends.direct_limit(t, v) for v in versions) for t in native.DTYPES}
+        return native.Dense(matrices, limits)
 
 
 class Group:
@@ -98,10 +107,8 @@ class Group:
                 self._misses += 1
                 if self._misses >= MISSES:
                     self._size = 1
-        asked = range(self._size) if self._size > 1 else (which,)
-        flat = x.detach().reshape(-1, x.shape[-1]).contiguous()
-        found = dict(zip(asked, self._products(flat, asked), strict=True))
-        found = {i: y.view(*x.shape[:-1], y.shape[-1]) for i, y in found.items()}
+        asked = tuple(range(self._size)) if self._size > 1 else (which,)
+        found = dict(zip(asked, self._products(x.detach(), asked), strict=True))
         out = found.pop(which)
         if found:
             kept.made = x, _changes(x), found

@@ -110,12 +110,12 @@ def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch: pytes
     run = group._products
     group._products = lambda x, which: calls.append(tuple(which)) or run(x, which)  # type: ignore[assignment,func-returns-value]
     x = torch.randn(1, 64)
-    alone = [run(x, [i])[0] for i in range(3)]
+    alone = [run(x, (i,))[0] for i in range(3)]
     assert all(torch.equal(m(x), y) for m, y in zip(made, alone, strict=True)) and calls == [(0, 1, 2)]
     calls.clear()
     made[0](x)
     x.mul_(2)  # the very tensor, changed
-    assert torch.equal(made[1](x), run(x, [1])[0]) and calls == [(0, 1, 2), (0, 1, 2)]
+    assert torch.equal(made[1](x), run(x, (1,))[0]) and calls == [(0, 1, 2), (0, 1, 2)]
     calls.clear()
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(made[2](x)))

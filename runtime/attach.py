@@ -66,10 +66,14 @@ def attach(
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
     compiled = all(device.type == "cpu" and backend(device) == "native" for device in devices)
     serve_dense(model, bundle, dense, compiled)
+    replaced: dict[str, int] = {}
     if compiled:
+        from moepack.runtime.dense.borrowed import serve_attention, serve_routers
         from moepack.runtime.dense.norms import serve_norms
 
-        serve_norms(model)
+        replaced = serve_norms(model)
+        replaced |= serve_routers(model, [layer.module for layer in bundle.layers])
+        replaced |= serve_attention(model)
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
         fixed, needs = _held_back(model, bundle, devices[0], workload, fixed)
@@ -89,7 +93,9 @@ def attach(
             tracker.try_reserve("experts", needed)
         layers = load_map(bundle, table, devices)
     try:
-        _hand_over(model, bundle, Serving(bundle, str(policy), layers, fixed, device_memory, live, tracker), needs)
+        serving = Serving(bundle, str(policy), layers, fixed, device_memory, live, tracker)
+        serving.replaced = replaced
+        _hand_over(model, bundle, serving, needs)
     except BaseException:
         if live is not None:
             live.close()

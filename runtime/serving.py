@@ -43,6 +43,7 @@ class Serving:
         fixed: the bytes outside the experts; without a budget, of dense tensors alone.
         tracker: the budget, where there is one.
         caches: who keeps the KV caches inside it.
+        replaced: how many modules of each class the kernels stand in for, but for linear maps.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Serving:
         self.bundle, self.policy, self.layers, self.live = bundle, policy, layers, live
         self.fixed, self.budget_bytes, self.tracker = fixed, budget, tracker
         self.caches: KvWatch | None = None
+        self.replaced: dict[str, int] = {}
         self._passes: Passes | None = None
 
     def watch(self, model: Any) -> None:

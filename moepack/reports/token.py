@@ -52,6 +52,7 @@ class TokenTime:
         clocked: the same with them.
         rate: bytes a second that the threads read.
         parts: largest first.
+        replaced: how many modules of each class kernels stand in for.
     """
 
     policy: str
@@ -62,6 +63,7 @@ class TokenTime:
     clocked: float
     rate: float
     parts: tuple[Part, ...]
+    replaced: dict[str, int]
 
 
 class _Clock:
@@ -140,7 +142,7 @@ def token_time(
         found.sort(key=lambda part: -part.seconds)
         return TokenTime(
             serving.policy, dense, torch.get_num_threads(), context, plain, statistics.median(clocked), rate,
-            tuple(found),
+            tuple(found), dict(serving.replaced),
         )  # fmt: skip
 
 
@@ -223,7 +225,8 @@ def render(found: TokenTime) -> Table:
         f"one token: {found.seconds * 1e3:.2f} ms ({found.clocked * 1e3:.2f} with clocks), {found.threads} "
         f"threads, {found.context} tokens of cache, memory read at {found.rate / 1e9:.1f} GB/s"
     )
-    table = Table("part", title=title)
+    named = ", ".join(f"{count} {name}" for name, count in found.replaced.items())
+    table = Table("part", title=title, caption=f"by kernels, beside linear maps and experts: {named or 'nothing'}")
     for column in ("calls", "us", "share", "MB read", "floor, us", "over floor"):
         table.add_column(column, justify="right")
     for part in found.parts:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.affine_native import norm
 
-FORMS = (0, 1, 2)  # norm.c
+FORMS = (0, 1, 2)  # small.c
 ROWS = 64  # random rows that a form is tried on
 EQUAL = 0.998  # of their numbers that must be the same bits
 APART = 2  # units in the last place: one of the rounding before the weight, which the weight may double

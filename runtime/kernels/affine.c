@@ -26,6 +26,7 @@ int moepack_affine_level(int limit) {
         floats = &moepack_floats_avx512, fixed = &moepack_fixed_avx512, unpacking = moepack_unpack_avx512;
     if (best >= ISA_AVX512_VNNI) fixed = &moepack_fixed_vnni;
 #endif
+    moepack_small_level(best < ISA_AVX2 ? 0 : best < ISA_AVX512 ? 1 : 2);
     const int below = (int)least(best, ISA_AVX512_VNNI);
     return below + moepack_tiles_level(best - below);
 }

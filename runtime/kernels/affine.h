@@ -130,6 +130,9 @@ static inline int grow(Arena *arena, size_t size) {
 /* `work` on `threads` threads at once; every call of it must be ready to find nothing left to do. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
+/* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c. */
+void moepack_small_level(int level);
+
 /* Use tiles (affine_tiles.c) up to `limit`, which the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns what is used. */
 int moepack_tiles_level(int limit);
 

@@ -90,6 +90,17 @@ def use_openmp(wanted: bool = True) -> bool:
     return start is not None
 
 
+class _Attend(ctypes.Structure):
+    _fields_ = [
+        *((name, _pointer) for name in ("q", "k", "v", "out")),
+        *((name, _word) for name in ("batch", "groups", "heads", "length", "cols", "out_cols")),
+        *((name, _word) for name in ("q_batch", "q_head")),
+        *((name, _word) for name in ("k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row")),
+        ("scale", ctypes.c_float),
+        ("room", _pointer),
+    ]
+
+
 class _Dense(ctypes.Structure):
     _fields_ = [("rows", _word), *((name, _pointer) for name in ("base", "form", "bias"))]
 
@@ -99,7 +110,7 @@ _library.moepack_affine_dense_kept.restype = _word
 _library.moepack_affine_threads.argtypes = [_pointer]
 _library.moepack_affine_threads.restype = None
 _norm = _library.moepack_affine_norm
-_norm.argtypes = [_pointer] * 3 + [_word] * 4 + [ctypes.c_double]
+_norm.argtypes = [_pointer] * 3 + [_word] * 3 + [ctypes.c_double]
 _norm.restype = None
 _library.moepack_affine_kept.restype = _library.moepack_affine_holds.restype = _word
 _library.moepack_affine_release.restype = None
@@ -541,7 +552,39 @@ def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tens
     out, cols = torch.empty_like(x), x.shape[-1]
     if weight.shape != (cols,):
         raise ValueError(f"weight {tuple(weight.shape)} does not fit rows of {cols}")
-    _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // cols, cols, cols, form, epsilon)
+    _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // cols, cols, form, epsilon)
+    return out
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None = None) -> Tensor:
+    """Attention of one new token of each sequence, every key seen: softmax(scale * q k) v in float32.
+
+    Args:
+        query: bfloat16 [batch, heads, 1, cols].
+        key: bfloat16 [batch, groups, length, cols]; heads are a multiple of groups, and follow one another in each.
+        value: bfloat16 [batch, groups, length, out]. The last axes of all three are dense.
+        scale: of the products.
+        threads: how many; torch's number without it.
+
+    Returns:
+        bfloat16 [batch, 1, heads, out].
+
+    Raises:
+        ValueError: for tensors that are not so.
+        MemoryError: when there is no room for scores.
+    """
+    batch, heads, _, cols = query.shape
+    groups, length, out_cols = value.shape[1:]
+    wrong = key.shape != (batch, groups, length, cols) or value.shape[0] != batch or query.shape[2] != 1 or not length
+    if wrong or heads % groups or query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit")
+    out = query.new_empty(batch, 1, heads, out_cols)
+    call = _Attend(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), batch, groups, heads // groups, length,
+        cols, out_cols, query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], scale,
+    )  # fmt: skip
+    if _library.moepack_affine_attend(ctypes.byref(call), _word(threads or torch.get_num_threads())):
+        raise MemoryError(f"no memory for {length} scores of {heads} heads")
     return out
 
 

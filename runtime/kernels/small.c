@@ -1,0 +1,161 @@
+/* What a decoding step does between products, each in one pass: normalisations of BF16 rows, and attention of one new token.
+ *
+ * Sums are float32 in LANES parts, so results differ from torch's in their last bits; whether they agree with a module's is
+ * for the caller to see (runtime/dense/). Loops are compiled for each instruction set, and the level of affine.c picks.
+ */
+#include <math.h>
+
+#include "affine.h"
+
+#define LANES 16
+#define SMALL static inline __attribute__((always_inline))
+
+/* How a weight comes in: rounded to BF16 before it, in float32 after it, or as 1 + weight in float32. */
+enum { ROUNDED, WIDE, PLUS_ONE };
+
+typedef struct {
+    const uint16_t *x, *weight; /* [rows][cols], [cols] */
+    uint16_t *out;
+    int64_t rows, cols, form;
+    float epsilon;
+} Norm;
+
+SMALL void norm(const Norm *m) {
+    const uint16_t *x = m->x, *weight = m->weight;
+    uint16_t *out = m->out;
+    const int64_t cols = m->cols;
+    for (int64_t r = 0; r < m->rows; r++, x += cols, out += cols) {
+        float sums[LANES] = {0}, sum = 0.0f;
+        int64_t c = 0;
+        for (; c + LANES <= cols; c += LANES)
+            for (int i = 0; i < LANES; i++) {
+                float v = widen(x[c + i]);
+                sums[i] += v * v;
+            }
+        for (; c < cols; c++) sums[c % LANES] += widen(x[c]) * widen(x[c]);
+        for (int i = 0; i < LANES; i++) sum += sums[i];
+        const float by = 1.0f / sqrtf(sum / (float)cols + m->epsilon);
+        if (m->form == ROUNDED)
+            for (c = 0; c < cols; c++) out[c] = narrow(widen(weight[c]) * widen(narrow(widen(x[c]) * by)));
+        else if (m->form == WIDE)
+            for (c = 0; c < cols; c++) out[c] = narrow(widen(weight[c]) * (widen(x[c]) * by));
+        else
+            for (c = 0; c < cols; c++) out[c] = narrow((1.0f + widen(weight[c])) * (widen(x[c]) * by));
+    }
+}
+
+/* One token's attention: out[b][h] = sum over j of softmax(scale * q . k_j) v_j, all BF16. Strides count numbers; rows of
+ * `cols` (q, k) and `out_cols` (v, out) numbers are dense. `heads` of q share each of `groups` heads of k and v. */
+typedef struct {
+    const uint16_t *q, *k, *v;
+    uint16_t *out; /* [batch][heads * groups][out_cols] */
+    int64_t batch, groups, heads, length, cols, out_cols;
+    int64_t q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row;
+    float scale;
+    float *room; /* for each thread: attend_room() floats */
+} Attend;
+
+static int64_t attend_room(const Attend *m) { return m->heads * (m->length + m->cols + m->out_cols) + m->cols + m->out_cols + 64; }
+
+/* One head of k and v and the heads of q that share it. */
+SMALL void attend(const Attend *m, int64_t b, int64_t g, float *room) {
+    const int64_t heads = m->heads, n = m->length, cols = m->cols, out_cols = m->out_cols;
+    float *scores = room, *q = scores + heads * n, *sums = q + heads * cols, *row = sums + heads * out_cols;
+    for (int64_t h = 0; h < heads; h++) {
+        const uint16_t *from = m->q + b * m->q_batch + (g * heads + h) * m->q_head;
+        for (int64_t c = 0; c < cols; c++) q[h * cols + c] = widen(from[c]) * m->scale;
+    }
+    for (int64_t j = 0; j < n; j++) {
+        const uint16_t *from = m->k + b * m->k_batch + g * m->k_head + j * m->k_row;
+        for (int64_t c = 0; c < cols; c++) row[c] = widen(from[c]);
+        for (int64_t h = 0; h < heads; h++) {
+            const float *mine = q + h * cols;
+            float parts[LANES] = {0}, sum = 0.0f;
+            int64_t c = 0;
+            for (; c + LANES <= cols; c += LANES)
+                for (int i = 0; i < LANES; i++) parts[i] += mine[c + i] * row[c + i];
+            for (int i = 0; i < LANES; i++) sum += parts[i];
+            for (; c < cols; c++) sum += mine[c] * row[c];
+            scores[h * n + j] = sum;
+        }
+    }
+    for (int64_t h = 0; h < heads; h++) {
+        float *mine = scores + h * n, most = mine[0], sum = 0.0f;
+        for (int64_t j = 1; j < n; j++) most = mine[j] > most ? mine[j] : most;
+        for (int64_t j = 0; j < n; j++) sum += mine[j] = expf(mine[j] - most);
+        for (int64_t j = 0; j < n; j++) mine[j] /= sum;
+    }
+    memset(sums, 0, (size_t)(heads * out_cols) * sizeof(float));
+    for (int64_t j = 0; j < n; j++) {
+        const uint16_t *from = m->v + b * m->v_batch + g * m->v_head + j * m->v_row;
+        for (int64_t c = 0; c < out_cols; c++) row[c] = widen(from[c]);
+        for (int64_t h = 0; h < heads; h++) {
+            const float by = scores[h * n + j];
+            float *mine = sums + h * out_cols;
+            for (int64_t c = 0; c < out_cols; c++) mine[c] += by * row[c];
+        }
+    }
+    uint16_t *out = m->out + (b * m->groups + g) * heads * out_cols;
+    for (int64_t i = 0; i < heads * out_cols; i++) out[i] = narrow(sums[i]);
+}
+
+typedef struct {
+    void (*norm)(const Norm *);
+    void (*attend)(const Attend *, int64_t, int64_t, float *);
+} Small;
+
+#define SET_OF(name, target) \
+    target static void norm_##name(const Norm *m) { norm(m); } \
+    target static void attend_##name(const Attend *m, int64_t b, int64_t g, float *room) { attend(m, b, g, room); } \
+    static const Small small_##name = {norm_##name, attend_##name};
+
+SET_OF(plain, )
+#ifdef HAVE_X86
+SET_OF(avx2, __attribute__((target("avx2,fma"))))
+SET_OF(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))))
+#endif
+
+static const Small *small = &small_plain;
+
+void moepack_small_level(int level) {
+    small = &small_plain;
+#ifdef HAVE_X86
+    if (level > 0) small = &small_avx2;
+    if (level > 1) small = &small_avx512;
+#endif
+}
+
+void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t cols, int64_t form,
+                         double epsilon) {
+    const Norm m = {x, weight, out, rows, cols, form, (float)epsilon};
+    small->norm(&m);
+}
+
+typedef struct {
+    const Attend *m;
+    int64_t room;
+    atomic_llong next, seats;
+} AttendRun;
+
+static void attend_some(void *argument) {
+    AttendRun *run = argument;
+    const Attend *m = run->m;
+    float *room = m->room + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
+    int64_t i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->batch * m->groups)
+        small->attend(m, i / m->groups, i % m->groups, room);
+}
+
+/* Returns 0, or 1 when memory is short. */
+int moepack_affine_attend(Attend *m, int64_t threads) {
+    AttendRun run = {.m = m, .room = attend_room(m)};
+    if (threads > m->batch * m->groups) threads = m->batch * m->groups;
+    if (m->batch * m->groups * m->length * m->cols < 65536) threads = 1; /* others would take longer to wake */
+    m->room = malloc(sizeof(float) * (size_t)(run.room * threads));
+    if (!m->room) return 1;
+    atomic_init(&run.next, 0);
+    atomic_init(&run.seats, 0);
+    moepack_parallel(attend_some, &run, (int)threads);
+    free(m->room);
+    return 0;
+}

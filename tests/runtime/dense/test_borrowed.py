@@ -1,0 +1,148 @@
+"""Routers and attention: their own code around a kernel, equal results, and what is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import moepack
+from moepack.runtime.experts import backends
+
+if backends.backend(torch.device("cpu")) != "native":
+    pytest.skip("no compiled kernels", allow_module_level=True)
+
+from moepack.runtime.dense.borrowed import _one_token, serve_attention, serve_routers
+from moepack.runtime.kernels import affine_native as native
+
+F = nn.functional
+
+
+@pytest.fixture(autouse=True)
+def every_level() -> Any:
+    yield
+    native.use_level()
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    each = query.shape[1] // key.shape[1]
+    key, value = (t.double().repeat_interleave(each, 1) for t in (key, value))
+    return F.scaled_dot_product_attention(query.double(), key, value, scale=scale).transpose(1, 2)
+
+
+@pytest.mark.parametrize("level", range(3))
+@pytest.mark.parametrize(
+    ("batch", "heads", "groups", "length", "cols", "out"),
+    [(1, 32, 4, 128, 128, 128), (3, 6, 2, 33, 40, 40), (2, 4, 4, 1, 64, 24), (1, 3, 1, 700, 33, 5)],
+)
+def test_attention_of_one_token(
+    level: int, batch: int, heads: int, groups: int, length: int, cols: int, out: int
+) -> None:
+    native.use_level(level)
+    torch.manual_seed(length)
+    query = torch.randn(batch, 1, heads, cols).bfloat16().transpose(1, 2)
+    key = torch.randn(batch, groups, length + 3, cols).bfloat16()[:, :, 3:]  # a part of a longer cache
+    value = torch.randn(batch, length, groups, out).bfloat16().transpose(1, 2)
+    wanted = exact(query, key, value, 0.11)
+    for threads in (1, 2):
+        made = native.attend(query, key, value, 0.11, threads)
+        assert made.shape == (batch, 1, heads, out) and made.dtype == torch.bfloat16
+        assert ((made - wanted).abs() <= 2**-8 * wanted.abs() + 1e-5).all()
+    huge = native.attend(query * 1e3, key, value, 10.0)
+    assert huge.isfinite().all(), "no overflow where one key takes all"
+
+
+def test_what_attention_refuses() -> None:
+    q, k = torch.zeros(1, 4, 1, 8).bfloat16(), torch.zeros(1, 2, 5, 8).bfloat16()
+    for query, key, value in ((q.repeat(1, 1, 2, 1), k, k), (q, k[:, :, :0], k[:, :, :0]), (q[:, :3], k, k),
+                              (q, k.transpose(2, 3).contiguous().transpose(2, 3), k), (q, k, k[:, :1])):  # fmt: skip
+        with pytest.raises(ValueError, match="do not fit"):
+            native.attend(query, key, value, 1.0)
+
+
+def test_only_one_new_token_without_a_mask_is_the_kernels() -> None:
+    def plain(*args: Any, **kwargs: Any) -> str:
+        return "plain"
+
+    attention = _one_token(plain)
+    assert _one_token(plain) is attention
+    q, k = torch.randn(1, 4, 1, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
+    assert torch.equal(attention(None, q, k, k, None)[0], native.attend(q, k, k, 0.25))
+    for changed in (
+        {"query": q.repeat(1, 1, 2, 1)}, {"attention_mask": torch.ones(1)}, {"dropout": 0.1}, {"query": q.float()},
+        {"softcap": 3.0}, {"s_aux": torch.ones(1)}, {"query": q.clone().requires_grad_()},
+    ):  # fmt: skip
+        given: dict[str, Any] = {"query": q, "key": k, "value": k, "attention_mask": None} | changed
+        assert attention(None, **given) == "plain", changed
+    with torch.no_grad():
+        assert attention(None, q.clone().requires_grad_(), k, k, None) != "plain"
+
+
+class Block(nn.Module):
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, nn.Identity()
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.used = nn.Parameter(torch.randn(8, 96)), 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, self.weight)
+        return logits, logits.topk(2).indices
+
+
+class Other(Router):
+    """Its logits are not those of its weight alone."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.used += 1
+        logits = F.linear(x, self.weight) * self.used
+        return logits, logits.topk(2).indices
+
+
+def test_routers_run_their_own_code() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": Block(Router()), "b": Block(Other()), "c": Block(nn.Linear(96, 8))}).bfloat16()
+    assert serve_routers(model, ["a.experts", "b.experts", "c.experts"]) == {"Router": 1, "Linear": 1}
+    router, x = model["a"].gate, torch.randn(1, 96).bfloat16()
+    with torch.no_grad():
+        logits, chosen = router(x)
+        wanted = (x.double() @ router.weight.double().T).bfloat16()
+        assert (logits - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+        assert torch.equal(chosen, logits.topk(2).indices)
+        router.weight.data = router.weight * 2  # somebody put other weights there
+        assert torch.allclose(router(x)[0], F.linear(x, router.weight))
+    many = torch.randn(40, 96).bfloat16()
+    assert torch.equal(router(many)[0], F.linear(many, router.weight))
+
+
+def test_a_served_model_decodes_as_without_kernels(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step after a prompt: the logits of a model whose modules are their own."""
+    served = moepack.load(bundle, policy="static:bf16", dtype=torch.bfloat16)
+    assert {"Qwen3MoeRMSNorm", "Qwen3MoeTopKRouter", "Qwen3MoeAttention"} <= served.moepack.replaced.keys()
+    with monkeypatch.context() as patch:
+        patch.setattr("moepack.runtime.attach.backend", lambda device: "reference")
+        plain = moepack.load(bundle, policy="static:bf16", dtype=torch.bfloat16)
+    assert not plain.moepack.replaced
+    ids = torch.randint(1, 1000, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        caches = [DynamicCache(config=m.config) for m in (served, plain)]
+        for part in (ids[:, :16], *ids[:, 16:].split(1, 1)):
+            got, wanted = (
+                m(input_ids=part, past_key_values=c, use_cache=True).logits.float().log_softmax(-1)
+                for m, c in zip((served, plain), caches, strict=True)
+            )
+            divergence = (wanted.exp() * (wanted - got)).sum(-1)
+            assert divergence.max() < 2e-3
+
+
+def test_attention_modules_keep_their_code(bundle: Path) -> None:
+    model = moepack.load(bundle, policy="static:bf16")
+    assert serve_attention(model) == {}, "once is enough"

@@ -69,9 +69,9 @@ class DenseCosts:
     def of(weights: Sequence[int], versions: Sequence[str], tables: DenseTables, sizes: Rows) -> DenseCosts:
         """From their tables.
 
-        What a matrix loses is expected to reach the hidden state in proportion: its relative error, times the mean
-        square of what its block adds there, times the tokens. That is what `expected_losses` says of an expert, and
-        exact for a matrix whose output is the block's (docs/design/allocation.md has what it was measured on).
+        What a matrix loses is expected to reach the hidden state in proportion: its relative error, times what one of 1
+        would add there (`signal`), times the tokens. That is what `expected_losses` says of an expert, and exact for a
+        matrix whose output is what its block adds (docs/design/allocation.md has how the others were measured).
         """
         columns = [tables.versions.index(name) for name in versions]
         scale = (tables.signal.astype(float) * tables.tokens)[:, None]

@@ -26,6 +26,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,16 @@ from moepack.pack.lossless import LosslessMatrix, encode_lossless
 from moepack.pack.manifest import MANIFEST, Manifest
 from moepack.pack.reader import open_bundle, verify
 from moepack.pack.safetensors_file import make_header
-from moepack.pack.spec import ExpertLayer, Matrix, Version, affine_payload, expert_file
+from moepack.pack.spec import (
+    DenseMatrix,
+    ExpertLayer,
+    Matrix,
+    Version,
+    affine_payload,
+    dense_file,
+    dense_layers,
+    expert_file,
+)
 from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
 from moepack.pipeline.shrink import shrink
@@ -51,6 +61,12 @@ LAYERS = tuple(
     for n in (0, 1)
 )
 VERSIONS = tuple(Version.of(name, 64) for name in ("bf16", "w4", "w2"))
+DENSE = (
+    DenseMatrix(1, "model.layers.1.self_attn.q_proj", Matrix("weight", 17, 64, True)),
+    DenseMatrix(None, "lm_head", Matrix("weight", 20, 65)),
+)
+DENSE_VERSIONS = tuple(Version.of(name, 64) for name in ("bf16", "w8"))
+PACKED = ("experts/", "dense/")
 NUMBERS = (0, -1, 1, 2, 3, 255, 4095, 4096, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 47, 1 << 63, (1 << 64) - 1, 10**400)
 TEXTS = (
     "",
@@ -100,25 +116,48 @@ def whole(target: Path) -> None:
                 assert file.entry is not None
                 writer.adopt(expert_file(version.name, layer.index), path, file.entry)
                 path.unlink()
-        save_file(tables, writer.path(TABLES), metadata([v.name for v in VERSIONS], ["rtn"]))
+        for version in DENSE_VERSIONS:
+            for part in dense_layers(DENSE):
+                path = target.with_name(f"dense-{version.name}-{part.label}")
+                with LayerFileWriter(path, version.name, part) as file:
+                    for m in part.matrices:
+                        file.add(*_extent((m.matrix,), version, numbers))
+                assert file.entry is not None
+                writer.adopt(dense_file(version.name, part.index), path, file.entry)
+                path.unlink()
+        shape = (len(DENSE), len(DENSE_VERSIONS))
+        tables |= {f"dense.{name}": np.full(shape, 0.1, np.float32) for name in ("relative", "mse")}
+        tables |= {"dense.method": np.zeros(shape, np.uint8), "dense.signal": np.ones(len(DENSE), np.float32)}
+        tables["dense.tokens"] = np.full(len(DENSE), 7)
+        columns = metadata([v.name for v in VERSIONS], ["rtn"])
+        columns["dense_versions"] = ",".join(v.name for v in DENSE_VERSIONS)
+        save_file(tables, writer.path(TABLES), columns)
         for name in ("config.json", "model.safetensors", TABLES):
             writer.add(name)
         model = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2, "expert_dtype": "BF16"}
-        writer.finish(Manifest(model, LAYERS, VERSIONS, {}, {}, {"recipe": "none"}))
+        manifest = Manifest(model, LAYERS, VERSIONS, {}, {}, {"recipe": "none"})
+        writer.finish(replace(manifest, dense=DENSE, dense_versions=DENSE_VERSIONS))
 
 
 def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.Generator) -> tuple[Any, int]:
     if version.is_lossless:
         return encode_lossless(
             matrices,
-            [LosslessMatrix(numbers.integers(0, 1 << 15, (m.rows, m.cols)).astype(np.uint16)) for m in matrices],
+            [
+                LosslessMatrix(numbers.integers(0, 1 << 15, (m.rows, m.cols)).astype(np.uint16), _bias(m))
+                for m in matrices
+            ],
         )
     made = []
     for m in matrices:
         groups = (m.rows, -(-m.cols // version.group_size))
         codes = numbers.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
-        made.append(AffineMatrix(codes, np.full(groups, 0x3C00, np.uint16), np.ones(groups, np.uint8)))
+        made.append(AffineMatrix(codes, np.full(groups, 0x3C00, np.uint16), np.ones(groups, np.uint8), _bias(m)))
     return encode_affine(matrices, version, made), affine_payload(matrices, version)
+
+
+def _bias(matrix: Matrix) -> Any:
+    return np.full(matrix.rows, 0x3F80, np.uint16) if matrix.bias else None
 
 
 class Case:
@@ -254,7 +293,7 @@ def texts(case: Case) -> None:
 
 def headers(case: Case) -> None:
     """A layer file's header: overlapping extents, holes, counts, names, digests; the file's size stays right."""
-    name = case.chance.choice([n for n in case.files if n.startswith("experts/")])
+    name = case.chance.choice([n for n in case.files if n.startswith(PACKED)])
     data = case.files[name]
     assert data is not None
     (length,) = struct.unpack("<Q", data[:8])
@@ -270,13 +309,14 @@ def headers(case: Case) -> None:
 
 def extents(case: Case) -> None:
     """An extent's bytes, with its digest and those above it made right again."""
-    name = case.chance.choice([n for n in case.files if n.startswith("experts/")])
+    name = case.chance.choice([n for n in case.files if n.startswith(PACKED)])
     data = case.files[name]
     assert data is not None
     (length,) = struct.unpack("<Q", data[:8])
     head, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
-    number = case.chance.randrange(2)
-    begin, end = head[f"expert.{number:05}"]["data_offsets"]
+    tensors = sorted(n for n in head if n != "__metadata__")
+    number = case.chance.randrange(len(tensors))
+    begin, end = head[tensors[number]]["data_offsets"]
     for _ in range(case.chance.choice((1, 4, 64))):
         at = begin + (case.chance.randrange(32) if case.chance.random() < 0.5 else case.chance.randrange(end - begin))
         body[at : at + 4] = struct.pack("<I", case.chance.choice((0, 1, 0xFFFFFFFF, case.chance.getrandbits(32))))

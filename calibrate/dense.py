@@ -27,6 +27,10 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names of wha
 HELD_OUT = 4  # one window in four is held out
 TOKENS = 1 << 16  # that are learnt from, about, and at least SPARE a column: more change no error, and cost time
 SPARE = 16
+# Of a relative error of a matrix, what reaches its block's output where other operations follow in it. On
+# tiny-qwen3-moe at 4 bits, by KL divergence beside o's and the experts' errors of the same layer: q 0.39, k 0.49,
+# v 0.44, geometric means over six layers.
+PASSED = 0.4
 
 
 def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
@@ -57,8 +61,9 @@ class DenseMoments:
         learn, held: by group of matrices that read the same, E[x x^T] over tokens learnt from and held out, float32
             [cols, cols]; where no window could be held out, `held` is `learn`.
         group: module -> the position of its group; modules that were never called are not in it.
-        signal: module -> mean square of an element of what its block (attention, the MLP) adds to the hidden state; of
-            the output projection, which adds nothing, of what it reads.
+        signal: module -> what a relative error of 1 is taken to add to an element of the hidden state: the mean square
+            of what its block (attention, the MLP) adds, times PASSED where its output is not the block's; of the output
+            projection, which adds nothing, the mean square of what it reads.
         tokens: tokens that went through the part.
     """
 
@@ -92,6 +97,8 @@ class DenseWatch:
         self._owner: dict[int, str] = {}  # the one of a group's modules that moments are taken at
         self._now: list[tuple[weakref.ref[Tensor], int]] = []
         self._power: dict[int, tuple[float, int]] = {}
+        self._made: list[tuple[weakref.ref[Tensor], str]] = []
+        self._last: set[str] = set()  # whose output is its block's
         self._first = self._tokens = 0
 
     @contextmanager
@@ -101,6 +108,8 @@ class DenseWatch:
             m.register_forward_pre_hook(lambda m, args, n=name: self._read(n, args[0]))
             for name, m in self._modules.items()
         ]
+        for name, m in self._modules.items():
+            hooks.append(m.register_forward_hook(lambda m, args, out, n=name: self._made.append((weakref.ref(out), n))))
         for block in {id(b): b for b in self._blocks.values()}.values():
             hooks.append(block.register_forward_hook(lambda m, args, out: self._added(id(m), out)))
         try:
@@ -114,6 +123,7 @@ class DenseWatch:
         self._first += windows
         self._tokens += windows * self._length
         self._now.clear()
+        self._made.clear()
 
     def _read(self, name: str, x: Tensor) -> None:
         group = self._of.get(name)
@@ -140,6 +150,7 @@ class DenseWatch:
 
     def _added(self, block: int, out: Any) -> None:
         tensor = out[0] if isinstance(out, tuple) else out
+        self._last |= {name for ref, name in self._made if ref() is tensor}
         total, count = self._power.get(block, (0.0, 0))
         self._power[block] = total + float(tensor.detach().float().square().sum()), count + tensor.numel()
 
@@ -152,7 +163,10 @@ class DenseWatch:
         signal = {}
         for name, group in self._of.items():
             total, count = self._power.get(id(self._blocks.get(name)), (0.0, 0))
-            signal[name] = total / count if count else float(learn[group].diagonal().mean())
+            if count:
+                signal[name] = total / count * (1.0 if name in self._last else PASSED)
+            else:
+                signal[name] = float(learn[group].diagonal().mean())
         return DenseMoments(learn, held, dict(self._of), signal, self._tokens)
 
 

@@ -18,7 +18,8 @@ from moepack.runtime.policies.contract import Versions
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
-    from moepack.pack.tables import LayerTables
+    from moepack.pack.spec import DenseMatrix
+    from moepack.pack.tables import DenseTables, LayerTables
 
     from .recipe import Allocate
 
@@ -46,6 +47,46 @@ class LayerCosts:
         """From a layer's tables; `columns` are those of the versions wanted."""
         losses = (table[:, columns].tolist() for table in (layer.mse, layer.gated))
         return LayerCosts(layer.tokens.tolist(), layer.gate_sum.tolist(), sizes, *losses)
+
+
+@dataclass(frozen=True)
+class DenseCosts:
+    """What the dense matrices cost at every version of theirs.
+
+    Attributes:
+        matrices: how many weights each has.
+        versions: names, the most precise first.
+        sizes: [matrices][versions], bytes of extents.
+        losses: [matrices][versions], in the unit of `expected_losses` by gates.
+    """
+
+    matrices: list[int]
+    versions: list[str]
+    sizes: Rows
+    losses: Rows
+
+    @staticmethod
+    def of(weights: Sequence[int], versions: Sequence[str], tables: DenseTables, sizes: Rows) -> DenseCosts:
+        """From their tables.
+
+        What a matrix loses is expected to reach the hidden state in proportion: its relative error, times what one of 1
+        would add there (`signal`), times the tokens. That is what `expected_losses` says of an expert, and exact for a
+        matrix whose output is what its block adds (docs/design/allocation.md has how the others were measured).
+        """
+        columns = [tables.versions.index(name) for name in versions]
+        scale = (tables.signal.astype(float) * tables.tokens)[:, None]
+        losses: Rows = (tables.relative[:, columns] * scale).tolist()
+        return DenseCosts(list(weights), list(versions), sizes, losses)
+
+
+def bundle_dense_costs(bundle: Bundle) -> DenseCosts:
+    """The costs of the versions of dense matrices that are here."""
+    tables, names = bundle.calibration().dense, [v.name for v in bundle.dense_versions]
+    if tables is None:
+        raise InputError(f"{bundle.path}: its dense matrices have no versions")
+    sizes = [[float(bundle.dense_file(name, layer).extent_size(e)) for name in names]
+             for layer in bundle.dense_layers for e in range(layer.extents)]  # fmt: skip
+    return DenseCosts.of([m.matrix.weights for m in bundle.manifest.dense], names, tables, sizes)
 
 
 def bundle_costs(bundle: Bundle) -> list[LayerCosts]:
@@ -99,6 +140,29 @@ def allocate(
     except BudgetError as error:
         raise _unmet(how, 8 * error.least / weights) from None
     return named(chosen, versions, costs)
+
+
+def allocate_both(
+    how: Allocate,
+    layers: Sequence[ExpertLayer],
+    versions: Sequence[Version],
+    costs: Sequence[LayerCosts],
+    dense: DenseCosts,
+) -> tuple[Versions, tuple[str, ...]]:
+    """A version for every expert and for every dense matrix under one budget: `average_bits` of the weights of both.
+
+    Raises:
+        InputError: when the average cannot be met, naming the least that could.
+    """
+    weights = sum(layer.experts * layer.expert_weights for layer in layers) + sum(dense.matrices)
+    sizes = [row for layer in costs for row in layer.sizes]
+    losses = [row for layer in costs for row in expected_losses(layer, how.weight)]
+    choose = milp if how.method == "milp" else greedy
+    try:
+        chosen = choose([*sizes, *dense.sizes], [*losses, *dense.losses], how.average_bits / 8 * weights)
+    except BudgetError as error:
+        raise _unmet(how, 8 * error.least / weights) from None
+    return named(chosen[: len(sizes)], versions, costs), tuple(dense.versions[v] for v in chosen[len(sizes) :])
 
 
 def named(chosen: Sequence[int], versions: Sequence[Version], costs: Sequence[LayerCosts]) -> Versions:
@@ -160,7 +224,13 @@ def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budg
     return best
 
 
-def check_allocation(how: Allocate | None, layers: Sequence[ExpertLayer], versions: Sequence[Version]) -> None:
+def check_allocation(
+    how: Allocate | None,
+    layers: Sequence[ExpertLayer],
+    versions: Sequence[Version],
+    dense: Sequence[DenseMatrix] = (),
+    dense_versions: Sequence[Version] = (),
+) -> None:
     """Refuse, before any work is done, an average that even the smallest versions pass, or a library that is absent."""
     if how is not None and how.method == "milp" and importlib.util.find_spec("scipy") is None:
         raise MissingExtraError("scipy", "build")
@@ -168,7 +238,12 @@ def check_allocation(how: Allocate | None, layers: Sequence[ExpertLayer], versio
     if how is None or not affine:
         return
     least = sum(x.experts * min(affine_extent_size(x.matrices, v) for v in affine) for x in layers)
-    bits = 8 * least / sum(x.experts * x.expert_weights for x in layers)
+    weights = sum(x.experts * x.expert_weights for x in layers)
+    if how.dense:
+        lossy = [v for v in dense_versions if not v.is_lossless]
+        least += sum(min(affine_extent_size((m.matrix,), v) for v in lossy) for m in dense)
+        weights += sum(m.matrix.weights for m in dense)
+    bits = 8 * least / weights
     if how.average_bits < bits:
         raise _unmet(how, bits)
 

@@ -11,15 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import InputError
+from moepack.pack.layer_file import Layer
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
-from moepack.pack.spec import HINT, DenseMatrix, ExpertLayer, Matrix, Version, dense_file, expert_file, extent_name
+from moepack.pack.spec import (
+    HINT,
+    DenseLayer,
+    DenseMatrix,
+    ExpertLayer,
+    Matrix,
+    Version,
+    dense_file,
+    dense_layers,
+    expert_file,
+)
 from moepack.pack.tables import TABLES, CalibrationTables, read_tables, write_tables
 from moepack.pack.writer import BundleWriter
 from moepack.progress import Reporter
 from moepack.quantize import methods
 
-from .allocate import LayerCosts, allocate
+from .allocate import DenseCosts, LayerCosts, allocate, allocate_both
 from .artifacts import run_record
 from .dense_part import LOSSES, file_name, join_losses, read_note
 from .model_card import carried, hub_commit, hub_id, model_card
@@ -72,7 +83,8 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
                 writer.adopt(expert_file(version.name, layer.index), source, entries[layer.index][version.name])
         _config(Path(record["checkpoint"]), writer)
         how = quantised["allocation"]
-        allocation = None if how is None else _allocation(work, layers, versions, tables, Allocate(**how))
+        both = dense_layers(dense), dense_versions
+        allocation = None if how is None else _allocation(work, layers, versions, tables, Allocate(**how), *both)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,
@@ -222,19 +234,30 @@ def _allocation(
     versions: Sequence[Version],
     tables: CalibrationTables,
     how: Allocate,
+    dense: Sequence[DenseLayer],
+    dense_versions: Sequence[Version],
 ) -> Allocation:
     """The map that the recipe asks for."""
     costs, columns = [], tables.columns([v.name for v in versions])
     for layer, table in zip(layers, tables.layers, strict=True):
         extents = [_extents(work.piece("quantize", layer.index, f"{v.name}.safetensors"), layer) for v in versions]
         costs.append(LayerCosts.of(table, columns, [list(row) for row in zip(*extents, strict=True)]))
-    return Allocation(str(how), allocate(how, layers, versions, costs))
+    if not how.dense or tables.dense is None:
+        return Allocation(str(how), allocate(how, layers, versions, costs))
+    names, rows = [v.name for v in dense_versions], []
+    for part in dense:
+        sizes = [_extents(work.piece("quantize", part.index, file_name(name)), part) for name in names]
+        rows += [list(row) for row in zip(*sizes, strict=True)]
+    weights = [m.matrix.weights for part in dense for m in part.matrices]
+    both = DenseCosts.of(weights, names, tables.dense, rows)
+    return Allocation(str(how), *allocate_both(how, layers, versions, costs, both))
 
 
-def _extents(path: Path, layer: ExpertLayer) -> list[float]:
+def _extents(path: Path, layer: Layer) -> list[float]:
     """Bytes of the extents of a layer file, padding included."""
     tensors = read_header(path).tensors
-    return [float(tensors[extent_name(e)].end - tensors[extent_name(e)].begin) for e in range(layer.experts)]
+    found = (tensors[layer.extent_name(e)] for e in range(layer.extents))
+    return [float(t.end - t.begin) for t in found]
 
 
 def _provenance(

@@ -126,12 +126,14 @@ class _DryRun:
     ) -> _DryRun:
         """Open all that a build would, and refuse what it would refuse."""
         from moepack.calibrate.checkpoint import open_checkpoint
+        from moepack.calibrate.dense import dense_matrices
         from moepack.calibrate.stream import StreamedModel
 
         with reporter.hub_bars():
             opened = open_checkpoint(checkpoint, revision)
         stream = StreamedModel(opened, device)
-        check_allocation(recipe.allocation, list(stream.expert_layers.values()), recipe.version_specs())
+        layers, dense = list(stream.expert_layers.values()), dense_matrices(stream) if recipe.dense else ()
+        check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
         _, windows = calibration_text(opened, recipe, calibration)
         return _DryRun(stream, recipe, windows.ids, reporter)
 

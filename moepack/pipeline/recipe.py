@@ -60,15 +60,18 @@ class Allocate:
         average_bits: bytes of all extents, with tables and padding, as bits an expert weight.
         method: "milp", "greedy", "prefix_split" or "uniform".
         weight: of the losses, for the first two: "gates", "tokens" or "none" (`allocate.expected_losses`).
+        dense: whether dense matrices are chosen with the experts, and their bytes and weights counted.
     """
 
     average_bits: float
     method: str = "milp"
     weight: str = "gates"
+    dense: bool = False
 
     def __str__(self) -> str:
         weighted = f", losses weighted by {self.weight}" if self.method in WEIGHTED else ""
-        return f"{self.method} at {self.average_bits:g} bits{weighted}"
+        both = " of experts and dense matrices" if self.dense else ""
+        return f"{self.method} at {self.average_bits:g} bits{both}{weighted}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +168,13 @@ def parse_recipe(text: str, where: str) -> Recipe:
         _integer(f"{at}.seed", c.get("seed", 0), 0),
         _choice(f"{at}.dtype", c.get("dtype", "bfloat16"), ("bfloat16", "float32")),
     )
-    allocation = _allocation(f"{where}: allocation", top["allocation"], versions) if "allocation" in top else None
+    allocation = (
+        _allocation(f"{where}: allocation", top["allocation"], versions, dense) if "allocation" in top else None
+    )
     return Recipe(versions, quantize, calibration, allocation, dense, text)
 
 
-def _allocation(at: str, value: Any, versions: Sequence[str]) -> Allocate:
+def _allocation(at: str, value: Any, versions: Sequence[str], dense: Sequence[str]) -> Allocate:
     a = _mapping(at, value, [f.name for f in fields(Allocate)])
     bits = a.get("average_bits")
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 20:
@@ -179,7 +184,12 @@ def _allocation(at: str, value: Any, versions: Sequence[str]) -> Allocate:
         raise InputError(f"{at}.method: prefix_split needs the versions w4, w3, w2 and w1")
     if method not in WEIGHTED and "weight" in a:
         raise InputError(f"{at}.weight: {method} reads no weighted loss: leave weight out")
-    return Allocate(bits, method, _choice(f"{at}.weight", a.get("weight", "gates"), WEIGHTS))
+    weight, both = _choice(f"{at}.weight", a.get("weight", "gates"), WEIGHTS), a.get("dense", False)
+    if not isinstance(both, bool):
+        raise InputError(f"{at}.dense: {both!r} is not true or false")
+    if both and (not dense or method not in WEIGHTED or weight != "gates"):
+        raise InputError(f"{at}.dense: needs dense: in the recipe, method milp or greedy, and weight gates")
+    return Allocate(bits, method, weight, both)
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:

@@ -186,7 +186,9 @@ class Run:
     def _begin_quantize(self, fresh: bool) -> None:
         q = self._recipe.quantize
         how, versions = self._recipe.allocation, self._recipe.version_specs()
-        check_allocation(how, list(self._stream.expert_layers.values()), versions)
+        dense = [m for matrices in self._dense.values() for m in matrices]
+        layers = list(self._stream.expert_layers.values())
+        check_allocation(how, layers, versions, dense, self._recipe.dense_specs())
         self._work.begin(
             "quantize",
             {

@@ -25,16 +25,26 @@ def read_manifest(root: Path) -> dict:
 
 
 def read_extent(root: Path, manifest: dict, version: str, layer: int, expert: int) -> bytes:
-    name = f"experts/{version}/layer-{layer:03d}.safetensors"
+    return _extent(root, manifest, f"experts/{version}/layer-{layer:03d}.safetensors", f"expert.{expert:05d}")
+
+
+def read_dense_extent(root: Path, manifest: dict, version: str, number: int) -> bytes:
+    layer = manifest["dense"]["matrices"][number]["layer"]
+    file = "head" if layer is None else f"layer-{layer:03d}"
+    return _extent(root, manifest, f"dense/{version}/{file}.safetensors", f"dense.{number:05d}")
+
+
+def _extent(root: Path, manifest: dict, name: str, tensor: str) -> bytes:
     entry = manifest["files"][name]
     with (root / name).open("rb") as f:
         head = f.read(entry["header_size"])
         assert hashlib.sha256(head).hexdigest() == entry["header_sha256"]
         header = json.loads(head[8:])
-        begin, end = header[f"expert.{expert:05d}"]["data_offsets"]
+        begin, end = header[tensor]["data_offsets"]
         f.seek(len(head) + begin)
         data = f.read(end - begin)
-    assert hashlib.sha256(data).hexdigest() == header["__metadata__"]["sha256"].split(",")[expert]
+    place = sorted(header.keys() - {"__metadata__"}).index(tensor)
+    assert hashlib.sha256(data).hexdigest() == header["__metadata__"]["sha256"].split(",")[place]
     assert (len(head) + begin) % 4096 == 0 and len(data) % 4096 == 0
     return data
 

@@ -24,6 +24,7 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 
 RECIPE = """
+dense: [w8]
 quantize: {method: gptq, group_size: 64, loss_tokens: 128}
 calibration: {samples: 8, length: 128, batch_size: 8}
 """

@@ -14,6 +14,8 @@ from hub_client import client as start
 from support import tree
 
 import moepack
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.reports.plan import plan
 from moepack.reports.verify import verify
@@ -60,6 +62,28 @@ def test_pull_some_versions_fetches_only_those(client: Client, bundle: Path, tmp
     out = client("pull", "someone/mini", "-o", tmp_path / "got", "--versions", "w1,w2", "-q")
     assert out.returncode == 0, out.stderr
     assert [v.name for v in moepack.open(tmp_path / "got").versions] == ["w4", "w2", "w1"]
+
+
+def test_pull_versions_of_dense_matrices(client: Client, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """The most precise where none is named, the named one alone, another one later."""
+    recipe = parse_recipe(
+        "versions: [w4]\ndense: [w8, w4]\nquantize: {method: rtn}\ncalibration: {samples: 4, length: 64}\n", "r"
+    )
+    build(demo_model, tmp_path / "b", recipe, [text])
+    assert client("push", tmp_path / "b", "someone/mini", "-q").returncode == 0
+    for options, wanted in (((), {"bf16"}), (("--dense", "w8"), {"w8"})):
+        client.hub.requests.clear()
+        out = client("pull", "someone/mini", "-o", tmp_path / f"got{len(options)}", "-q", *options)
+        assert out.returncode == 0, out.stderr
+        assert {path.split("/")[-2] for _, path in client.hub.requests if "/dense/" in path} == wanted
+        opened = moepack.open(tmp_path / f"got{len(options)}")
+        assert {v.name for v in opened.dense_versions} == wanted and opened.verify() == []
+    for options, here in ((("--versions", "w4"), ["w8"]), (("--dense", "w4"), ["w8", "w4"])):
+        out = client("pull", "someone/mini", "-o", tmp_path / "got2", "-q", *options)
+        assert out.returncode == 0, out.stderr
+        assert [v.name for v in moepack.open(tmp_path / "got2").dense_versions] == here
+    out = client("pull", "someone/mini", "-o", tmp_path / "none", "--dense", "w3", "-q")
+    assert out.returncode == 2 and "no version w3 of dense matrices: it has bf16, w8, w4" in out.stderr
 
 
 def test_load_by_hub_id(client: Client, bundle: Path) -> None:

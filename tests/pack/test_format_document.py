@@ -63,6 +63,22 @@ def test_lossless_version_is_the_checkpoint(bundle: Path, demo_model: Path) -> N
         assert bits == m.weight.reshape(-1).tolist()
 
 
+def test_dense_matrices(tmp_path: Path) -> None:
+    root = write_small_bundle(tmp_path / "bundle")
+    manifest, opened = reader.read_manifest(root), open_bundle(root)
+    for number, described in enumerate(manifest["dense"]["matrices"]):
+        shape = {"matrices": [described]}
+        for version in manifest["dense"]["versions"]:
+            extent = reader.read_dense_extent(root, manifest, version["name"], number)
+            ours = opened.dense_matrix(version["name"], described["module"])
+            if version["name"] == "bf16":
+                theirs = [reader.bf16(bits) for bits in reader.lossless_bits(extent, shape)[0]]
+                assert np.array_equal(ours.numpy()["weight"].reshape(-1), np.array(theirs, np.float32), equal_nan=True)
+            else:
+                theirs = reader.affine_values(extent, shape, version)[0]
+                assert np.array_equal(ours.numpy()["weight"].astype(np.float64), np.array(theirs))
+
+
 def test_tables_are_what_the_document_says(bundle: Path) -> None:
     tables = load_file(bundle / "calibration.safetensors")
     shapes = {

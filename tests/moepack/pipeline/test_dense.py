@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support import tree
 
 import moepack
+from moepack.calibrate.dense import PASSED
 from moepack.calibrate.forward import CalibrationPass
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
@@ -100,8 +101,10 @@ def test_losses_are_those_of_windows_that_were_held_out(
         assert table.relative[row, 0] == 0 < table.relative[row, 1] < table.relative[row, 2] / 20
     assert {bundle.calibration().methods[n] for n in table.method[:, 1]} == {"gptq"}
     assert (table.method[:, 0] == 0).all() and (table.signal > 0).all()
-    blocks = [n.rpartition(".")[0] for n in (m.module for m in bundle.manifest.dense)]
-    assert len(set(zip(blocks, table.signal.tolist(), strict=True))) == len(set(blocks)), "one number a block"
+    signal = {m.module: float(x) for m, x in zip(bundle.manifest.dense, table.signal, strict=True)}
+    for block, last in (("0.self_attn", "o_proj"), ("0.mlp", "down_proj"), ("1.self_attn", "o_proj")):
+        inner = [x for n, x in signal.items() if f".{block}." in n and not n.endswith(last)]
+        assert inner == pytest.approx([PASSED * signal[f"model.layers.{block}.{last}"]] * len(inner)) and inner
 
 
 def test_stages_and_slices_and_resuming_give_the_same_bytes(
@@ -228,3 +231,35 @@ def test_recipes_name_versions_of_dense_matrices() -> None:
     for wrong, message in (("[w9]", "w9"), ("[w8, w8]", "once"), ("w8", "list")):
         with pytest.raises(InputError, match=message):
             parse_recipe(f"dense: {wrong}", "r")
+
+
+def test_one_allocation_over_experts_and_dense_matrices(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    """In the manifest, a version for each, all bytes within the average; shrink keeps what it names."""
+    recipe = parse_recipe(RECIPE.replace("gptq", "rtn") + "allocation: {average_bits: 7, dense: true}\n", "r")
+    pipeline.build(checkpoint, tmp_path / "bundle", recipe, [text])
+    bundle = moepack.open(tmp_path / "bundle")
+    chosen = bundle.manifest.allocation
+    assert chosen is not None and chosen.dense is not None
+    assert chosen.name == "milp at 7 bits of experts and dense matrices, losses weighted by gates"
+    taken = sum(
+        bundle.dense_file(name, bundle.dense_place(n)[0]).extent_size(bundle.dense_place(n)[1])
+        for n, name in enumerate(chosen.dense)
+    )
+    taken += sum(
+        bundle.layer_file(name, p).extent_size(e) for p, row in enumerate(chosen.versions) for e, name in enumerate(row)
+    )
+    weights = bundle.expert_weights + sum(m.matrix.weights for m in bundle.manifest.dense)
+    assert 6 < 8 * taken / weights <= 7
+    done = shrink(tmp_path / "bundle", tmp_path / "small", allocation=True)
+    assert set(done.dense) == set(chosen.dense) and moepack.open(tmp_path / "small").manifest.allocation == chosen
+    least = shrink(tmp_path / "bundle", tmp_path / "least", dense=["bf16"])
+    kept = moepack.open(tmp_path / "least").manifest.allocation
+    assert least.dense == ("bf16",) and kept is not None and (kept.dense is None) == (set(chosen.dense) != {"bf16"})
+    for wrong in ("method: uniform, dense: true", "weight: tokens, dense: true", "dense: 1"):
+        with pytest.raises(InputError, match=r"allocation\.dense"):
+            parse_recipe(RECIPE + f"allocation: {{average_bits: 7, {wrong}}}\n", "r")
+    with pytest.raises(InputError, match="needs dense: in the recipe"):
+        parse_recipe("allocation: {average_bits: 7, dense: true}", "r")
+    with pytest.raises(InputError, match=r"the smallest versions take 5\.\d+ bits"):
+        low = parse_recipe(RECIPE + "allocation: {average_bits: 4, dense: true}\n", "r")
+        pipeline.build(checkpoint, tmp_path / "none", low, [text])

@@ -6,6 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import affine_extent_size
+from moepack.pack.tables import DenseTables
 from moepack.pipeline.allocate import (
+    DenseCosts,
     LayerCosts,
     allocate,
+    allocate_both,
     bundle_costs,
     calibrated_importance,
     expected_losses,
@@ -260,3 +264,32 @@ def test_the_manifest_says_how(bundle: Path) -> None:
     allocation = open_bundle(bundle).manifest.allocation
     assert allocation is not None and allocation.name == "milp at 3 bits, losses weighted by gates"
     assert str(Allocate(2.5, "uniform")) == "uniform at 2.5 bits"
+
+
+def test_experts_and_dense_matrices_under_one_budget(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+    """Against the same problem written out by hand; never past the budget; the dearer the error, the more precise."""
+    opened, costs = measured
+    tables = DenseTables(
+        ("bf16", "w8", "w4"),
+        *(np.array(x, np.float32) for x in ([[0, 1e-5, 1e-3]] * 4, [[0, 1, 2]] * 4)),
+        np.zeros((4, 3), np.uint8), np.array([1e-6, 1.0, 1.0, 50.0], np.float32), np.full(4, 2048),
+    )  # fmt: skip
+    rows = [[8192.0 * n, 5120.0 * n, 4096.0 * n] for n in (1, 1, 9, 1)]
+    dense = DenseCosts.of([4096 * n for n in (1, 1, 9, 1)], ["bf16", "w8", "w4"], tables, rows)
+    assert dense.losses[1] == pytest.approx([0, 1e-5 * 2048, 1e-3 * 2048])
+    weights = opened.expert_weights + sum(dense.matrices)
+    sizes, losses = ([r for c in costs for r in c.sizes], [r for c in costs for r in expected_losses(c, "gates")])
+    for bits in (2.5, 4.0, 9.0):
+        budget = bits / 8 * weights
+        table, chosen = allocate_both(
+            Allocate(bits, "milp", "gates", True), opened.layers, opened.versions, costs, dense
+        )
+        taken = [dense.versions.index(name) for name in chosen]
+        assert total_bytes(table, opened.versions, costs) + spent(rows, taken) <= budget
+        want = milp([*sizes, *rows], [*losses, *dense.losses], budget)
+        assert taken == want[len(sizes) :]
+        assert rows[0][taken[0]] <= rows[1][taken[1]] <= rows[3][taken[3]], "by what their errors cost"
+        one = allocate_both(Allocate(bits, "greedy", "gates", True), opened.layers, opened.versions, costs, dense)
+        assert total_bytes(one[0], opened.versions, costs) <= budget
+    with pytest.raises(InputError, match=r"cannot be met: the smallest versions take 1\.\d+ bits"):
+        allocate_both(Allocate(1.0, "milp", "gates", True), opened.layers, opened.versions, costs, dense)

@@ -16,6 +16,7 @@ from moepack.pack.spec import SECTION, Version, align
 from moepack.runtime.dense.linears import serve as serve_dense
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
+from moepack.runtime.devices.reading import read_rate
 from moepack.runtime.experts.backends import backend
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
@@ -62,7 +63,14 @@ def attach(
             "give device= and device_memory= instead"
         )
     if bound is not None:
-        bundle = within(bundle, bound, dense_read(dense_bytes(model), model.config), top_k(model.config), devices[0])
+        read = dense_read(dense_bytes(model), model.config)
+        bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
+            bundle,
+            bound,
+            dense_read(dense_bytes(model), model.config),
+            top_k(model.config),
+            partial(read_rate, devices[0]),
+        )
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
     compiled = all(device.type == "cpu" and backend(device) == "native" for device in devices)
     serve_dense(model, bundle, dense, compiled)

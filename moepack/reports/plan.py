@@ -129,11 +129,12 @@ def plan(
 
     import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
     from moepack.runtime.dense.choice import choose_dense, dense_change
+    from moepack.runtime.devices.reading import read_rate
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
     from moepack.runtime.planning.sizes import parse_bound
-    from moepack.runtime.planning.token_cost import dense_read, read_rate, within
+    from moepack.runtime.planning.token_cost import dense_read, within
 
     try:
         where = torch.device(device)
@@ -147,7 +148,7 @@ def plan(
     needs, outside = measure(bundle, config, dtype, where, workload)
     outside += dense_change(bundle, choose_dense(dense, bundle, policy), dtype.itemsize)
     read = dense_read(outside, config) + needs.kv.bytes(kv_tokens)
-    bundle = within(bundle, parse_bound(max_tpot), read, top_k(config), where)
+    bundle = within(bundle, parse_bound(max_tpot), read, top_k(config), lambda: read_rate(where))
     parsed = choose_policy(policy, bundle, [where], True)
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     least = _decide(bundle, parsed, fixed, 0, where).least

@@ -111,7 +111,7 @@ def token_time(
     """
     import torch
 
-    from moepack.runtime.planning.token_cost import read_rate
+    from moepack.runtime.devices.reading import read_rate
 
     source, is_bundle = locate(path)
     if not is_bundle:

@@ -74,7 +74,8 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
 
 
 def _router_linear(module: Any) -> Callable[..., Tensor]:
-    of = Dense([DenseMatrix(plain_form(), *module.weight.shape, module.weight.detach())])
+    rows, cols = module.weight.shape
+    of = Dense([DenseMatrix(plain_form(), rows, cols, module.weight.detach())])
     at = module.weight.data_ptr()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -174,6 +175,6 @@ def serve_attention(model: nn.Module) -> dict[str, int]:
         if function is None or REGISTRY not in function.__globals__:
             continue
         registry = _Registry(function.__globals__[REGISTRY])
-        module.forward = types.MethodType(_with_name(function, REGISTRY, registry), module)  # type: ignore[method-assign]
+        module.forward = types.MethodType(_with_name(function, REGISTRY, registry), module)
         done[type(module).__name__] = done.get(type(module).__name__, 0) + 1
     return done

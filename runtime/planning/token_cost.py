@@ -7,11 +7,8 @@ token there is, all of whose experts are at the most precise version left, so no
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
-import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
@@ -19,48 +16,6 @@ from moepack.pack.spec import Version
 from moepack.runtime.kernels.forms import resident_size
 
 from .sizes import Bound
-
-READ = 128 << 20  # bytes that are read to measure a rate: more than a core's caches
-
-
-def read_rate(device: torch.device) -> float | None:
-    """Bytes a second at which a device reads its memory, the best of five; None for one that is not here.
-
-    On a CPU with compiled kernels by their threads, in huge pages, as they read weights.
-    """
-    try:
-        run = _cpu_reading() if device.type == "cpu" else _sum(device)
-    except (RuntimeError, AssertionError):
-        return None
-    best = math.inf
-    for _ in range(5):
-        began = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - began)
-    return READ / best
-
-
-def _sum(device: torch.device) -> Any:
-    block = torch.ones(READ // 4, dtype=torch.float32, device=device)
-    return lambda: float(block.sum())
-
-
-def _cpu_reading() -> Any:
-    from moepack.runtime.devices.cpu import CpuMemory
-
-    try:
-        from moepack.runtime.kernels.affine_native import read
-    except (ImportError, OSError):
-        return _sum(torch.device("cpu"))
-    memory = CpuMemory(READ)
-    memory.take(0, READ)
-    memory.tensor.fill_(1)
-    at = np.array([memory.tensor.data_ptr()], np.uint64)
-
-    def run(kept: CpuMemory = memory) -> None:
-        read(at, READ)
-
-    return run
 
 
 def dense_read(dense: int, config: Any) -> int:
@@ -80,7 +35,9 @@ def experts_read(bundle: Bundle, version: Version, chosen: int) -> int:
     return sum(min(chosen, x.experts) * resident_size(x.matrices, version) for x in bundle.layers)
 
 
-def within(bundle: Bundle, bound: Bound | None, outside: int, chosen: int, device: torch.device) -> Bundle:
+def within(
+    bundle: Bundle, bound: Bound | None, outside: int, chosen: int, measure: Callable[[], float | None]
+) -> Bundle:
     """The bundle with the versions that a bound leaves, and no others.
 
     Args:
@@ -88,16 +45,16 @@ def within(bundle: Bundle, bound: Bound | None, outside: int, chosen: int, devic
         bound: the bound; None leaves all.
         outside: bytes that a token reads outside the experts.
         chosen: experts of a token.
-        device: where it runs; its rate is measured for a bound in seconds.
+        measure: bytes a second that the device reads, or None where it is not here; asked for a bound in seconds.
 
     Raises:
         InputError: where it leaves none, with the least that a token takes.
     """
     if bound is None:
         return bundle
-    rate = read_rate(device) if bound.seconds < math.inf else None
+    rate = measure() if bound.seconds < math.inf else None
     if bound.seconds < math.inf and rate is None:
-        raise InputError(f"max_tpot {bound.text}: device {device} is not here to be measured: name bytes a token")
+        raise InputError(f"max_tpot {bound.text}: the device is not here to be measured: name bytes a token")
     most = min(bound.bytes, bound.seconds * (rate or math.inf) if rate else math.inf)
     needed = {v: outside + experts_read(bundle, v, chosen) for v in bundle.versions}
     left = tuple(v for v in bundle.versions if needed[v] <= most)

@@ -10,9 +10,9 @@ import torch
 import moepack
 from moepack.pack.errors import InputError
 from moepack.reports.plan import plan
-from moepack.runtime.planning import token_cost
+from moepack.runtime.devices.reading import read_rate
 from moepack.runtime.planning.sizes import parse_bound
-from moepack.runtime.planning.token_cost import experts_read, read_rate, within
+from moepack.runtime.planning.token_cost import experts_read, within
 
 CPU = torch.device("cpu")
 
@@ -32,21 +32,20 @@ def test_what_bounds_are() -> None:
     assert bound is not None and bound.bytes == 2e9
 
 
-def test_a_bound_leaves_the_versions_that_keep_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_leaves_the_versions_that_keep_it(bundle: Path) -> None:
     opened = moepack.open(bundle)
     chosen, outside = 2, 1_000_000
     sizes = {v.name: outside + experts_read(opened, v, chosen) for v in opened.versions}
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
     layer = opened.layers[0]
     assert experts_read(opened, opened.versions[0], chosen) >= 2 * chosen * len(opened.layers) * layer.expert_weights
-    monkeypatch.setattr(token_cost, "read_rate", lambda device: 1e9)
     for name, size in sizes.items():
         left = [n for n, s in sizes.items() if s <= size]
         for bound in (str(size), f"{size / 1e6 + 1e-6:.7f}ms"):
-            found = within(opened, parse_bound(bound), outside, chosen, CPU)
+            found = within(opened, parse_bound(bound), outside, chosen, lambda: 1e9)
             assert [v.name for v in found.versions] == left and name == left[0]
     with pytest.raises(InputError, match=f"with every expert at w1 a token reads {sizes['w1']} bytes"):
-        within(opened, parse_bound(str(sizes["w1"] - 1)), outside, chosen, CPU)
+        within(opened, parse_bound(str(sizes["w1"] - 1)), outside, chosen, lambda: 1e9)
 
 
 def test_plans_and_loading_keep_it(bundle: Path) -> None:

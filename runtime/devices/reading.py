@@ -1,0 +1,52 @@
+"""At which rate a device reads its memory: what the time of whatever reads weights is held against. Decides nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from .cpu import CpuMemory
+
+READ = 128 << 20  # bytes: more than a core's caches
+
+
+def read_rate(device: torch.device) -> float | None:
+    """Bytes a second, the best of five; None for a device that is not here.
+
+    On a CPU with compiled kernels by their threads, in huge pages, as they read weights.
+    """
+    try:
+        run = _by_kernels() if device.type == "cpu" else _by_sum(device)
+    except (RuntimeError, AssertionError):
+        return None
+    best = math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - began)
+    return READ / best
+
+
+def _by_sum(device: torch.device) -> Callable[[], object]:
+    block = torch.ones(READ // 4, dtype=torch.float32, device=device)
+    return lambda: float(block.sum())
+
+
+def _by_kernels() -> Callable[[], object]:
+    try:
+        from moepack.runtime.kernels.affine_native import read
+    except (ImportError, OSError):
+        return _by_sum(torch.device("cpu"))
+    memory = CpuMemory(READ)
+    memory.take(0, READ)
+    memory.tensor.fill_(1)
+    at = np.array([memory.tensor.data_ptr()], np.uint64)
+
+    def run(kept: CpuMemory = memory) -> None:
+        read(at, READ)
+
+    return run

@@ -65,12 +65,6 @@ def attach(
     if bound is not None:
         read = dense_read(dense_bytes(model), model.config)
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
-            bundle,
-            bound,
-            dense_read(dense_bytes(model), model.config),
-            top_k(model.config),
-            partial(read_rate, devices[0]),
-        )
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
     compiled = all(device.type == "cpu" and backend(device) == "native" for device in devices)
     serve_dense(model, bundle, dense, compiled)

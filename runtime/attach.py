@@ -15,6 +15,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, align
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
+from moepack.runtime.experts import backends
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.forms import resident_size
@@ -84,6 +85,7 @@ def attach(
 
 def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None) -> None:
     """Let the model's passes read the experts, and watch them."""
+    backends.prepare(model.dtype, serving.layers[0].of.versions, serving.layers[0].of.device)
     if serving.budget_bytes is not None and serving.layers[0].of.device.type == "cpu":
         glibc.own(model)
         glibc.bound()

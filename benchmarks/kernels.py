@@ -4,7 +4,8 @@
 
 A layer's experts forward, routing to weighted sum, on a CPU: decode with 1, 4 and 16 tokens, prefill with 512. torch's
 side is a loop over the experts that have tokens, two F.linear each, on resident BF16 weights. The floor is the bytes of
-the experts that have tokens over the rate at which the same threads read such bytes and do nothing else. All sides take
+the experts that have tokens over the rate at which the same threads read such bytes and do nothing else. All weights
+lie in huge pages where the system gives them (`--pages 4k`: in small ones, whose reading is slower). All sides take
 turns; medians. Decode walks through more experts than caches hold. `--checkpoint` (default: the one in examples/) is
 built into a bundle, rounded to nearest, and served end to end beside transformers' own experts implementations.
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import mmap
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,17 +41,29 @@ SHAPES = {  # hidden, intermediate, experts, top_k
     "gpt-oss-20b": (2880, 2880, 32, 4),
     "Mixtral-8x7B": (4096, 14336, 8, 2),
 }
-VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (4, 3, 2, 1)))
+VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4, 3, 2, 1)))
+HUGE = 2 << 20
 CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
-SPEEDUP = {"w4": (1.5, 2.5), "w3": (1.5, 2.5), "w2": (2.0, 4.0), "w1": (2.0, 4.0)}  # must hold, ambition
+# must hold, ambition
+SPEEDUP = {"w8": (1.2, 1.8), "w4": (1.5, 2.5), "w3": (1.5, 2.5), "w2": (2.0, 4.0), "w1": (2.0, 4.0)}
+
+
+def paged(count: int, size: int, pages: str) -> torch.Tensor:
+    """Memory of its own for `count` extents, uint8 [count, size], in huge pages or of 4 KiB."""
+    room = mmap.mmap(-1, -(-count * size // HUGE) * HUGE + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        room.madvise(mmap.MADV_HUGEPAGE if pages == "huge" else mmap.MADV_NOHUGEPAGE)
+    flat = torch.frombuffer(room, dtype=torch.uint8)  # which keeps the mapping
+    begin = -flat.data_ptr() % HUGE
+    return flat[begin : begin + count * size].view(count, size)
 
 
 class Pool:
     """Many experts of one version: copies of one, each in its own memory."""
 
-    def __init__(self, matrices: tuple[Matrix, ...], version: Version, count: int) -> None:
+    def __init__(self, matrices: tuple[Matrix, ...], version: Version, count: int, pages: str) -> None:
         self.version, self.size = version, resident_size(matrices, version)
-        self.memory = torch.empty(count, -(-self.size // 64) * 64, dtype=torch.uint8)
+        self.memory = paged(count, -(-self.size // 64) * 64, pages)
         rng = np.random.default_rng(0)
         one = np.zeros(self.memory.shape[1], np.uint8)
         if version.is_lossless:
@@ -140,15 +155,15 @@ def routed(tokens: int, experts: int, top_k: int) -> torch.Tensor:
     return torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
 
 
-def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool) -> list[dict[str, Any]]:
-    """A row a version, and one for a layer whose experts are in all five."""
+def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages: str) -> list[dict[str, Any]]:
+    """A row a version, and one for a layer whose experts are in all of them."""
     from moepack.runtime.experts.cpu import forward
     from moepack.runtime.kernels.affine_native import read
 
     hidden, inner, experts, top_k = SHAPES[shape]
     matrices = (Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner))
     if tokens == 1 and mixed:
-        top_k = min(experts, 10)  # two of each version
+        top_k = min(experts, 2 * len(VERSIONS))  # two of each version
     index = routed(tokens, experts, top_k)
     used = sorted(set(index.reshape(-1).tolist()))
     generator = torch.Generator().manual_seed(0)
@@ -158,7 +173,7 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool) -> lis
     for v in VERSIONS:
         least = len(used) * 2 if tokens < 64 else len(used)
         size = resident_size(matrices, v)
-        pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)))
+        pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)), pages)
     module, work = Module(), {}
 
     def layer_of(versions: list[str]) -> Callable[[int], object]:
@@ -348,6 +363,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: Qwen3-30B-A3B")
     parser.add_argument("--tokens", action="append", type=int, help="default: 1, 4, 16 and 512")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--pages", choices=("huge", "4k"), default="huge")
     parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -359,7 +375,7 @@ def main() -> None:
     for shape in args.shape or ["Qwen3-30B-A3B"]:
         for tokens in args.tokens or ((1, 16) if args.quick else (1, 4, 16, 512)):
             runs = (8 if args.quick else 40) if tokens < 64 else 5
-            rows += measure(shape, tokens, runs, CACHES // 8 if args.quick else CACHES, True)
+            rows += measure(shape, tokens, runs, CACHES // 8 if args.quick else CACHES, True, args.pages)
     targets = judged(rows)
     if torch.cuda.is_available():
         from benchmarks import kernels_gpu
@@ -370,7 +386,8 @@ def main() -> None:
     more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
     columns = ["shape", "version", "tokens", "MB", "ours us", "torch BF16 us", "bytes floor us", "speed-up",
                "over floor", "over uniform", "over dequantise", "decode tokens/s", "prefill tokens/s"]  # fmt: skip
-    title = f"experts' forward, {LEVELS[level]}, {args.threads} threads ({'torch' if openmp else 'own'} pool)"
+    pool = f"{args.threads} threads ({'torch' if openmp else 'own'} pool)"
+    title = f"experts' forward, {LEVELS[level]}, {pool}, {args.pages} pages"
     finish(title, columns, rows + more, targets + held, args.json)
 
 

@@ -17,7 +17,7 @@ from moepack.runtime.dense.linears import serve as serve_dense
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.reading import read_rate
-from moepack.runtime.experts.backends import backend
+from moepack.runtime.experts import backends
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.forms import resident_size
@@ -62,12 +62,12 @@ def attach(
             "device_map puts layers on the host or the disk, which a bundle does not do: where its experts do not fit, "
             "give device= and device_memory= instead"
         )
+    compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
+    serve_dense(model, bundle, dense, compiled)
     if bound is not None:
         read = dense_read(dense_bytes(model), model.config)
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
-    compiled = all(device.type == "cpu" and backend(device) == "native" for device in devices)
-    serve_dense(model, bundle, dense, compiled)
     replaced: dict[str, int] = {}
     if compiled:
         from moepack.runtime.dense.borrowed import serve_attention, serve_routers
@@ -97,15 +97,16 @@ def attach(
     try:
         serving = Serving(bundle, str(policy), layers, fixed, device_memory, live, tracker)
         serving.replaced = replaced
-        _hand_over(model, bundle, serving, needs)
+        _hand_over(model, bundle, serving, needs, dense)
     except BaseException:
         if live is not None:
             live.close()
         raise
 
 
-def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None) -> None:
+def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None, dense: Sequence[Version]) -> None:
     """Let the model's passes read the experts, and watch them."""
+    backends.prepare(model.dtype, (*serving.layers[0].of.versions, *dense), serving.layers[0].of.device)
     if serving.budget_bytes is not None and serving.layers[0].of.device.type == "cpu":
         glibc.own(model)
         glibc.bound()

@@ -52,6 +52,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "methods": builds,
         "can_build": builds[methods.DEFAULT] == READY,
         "cpu": _cpu(),
+        "kernel_limits": _kernel_limits(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
         "devices": _devices(),
@@ -108,6 +109,13 @@ def _cpu() -> dict[str, Any]:
     except OSError:
         return {"cores": cores, "isa": None, "isa_best": None}
     return {"cores": cores, "isa": native.LEVELS[native.level], "isa_best": native.levels()[-1]}
+
+
+def _kernel_limits() -> str:
+    """Where the numbers of tokens come from up to which experts run straight from packed bytes."""
+    from moepack.runtime.experts import backends
+
+    return backends.source()
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -2,17 +2,20 @@
 
 A CPU multiplies an expert straight from its packed bytes up to some number of tokens, and from there on in tiles of
 unpacked weights: its own for BF16 activations on a processor that multiplies BF16, else torch's matrix product. Where
-that turns depends on the machine, so it is measured once and kept in a file of the user's cache. Decides nothing about
+that turns depends on the machine and the number of threads, so it is measured when it is first needed, in a tenth of a
+second an encoding, and kept in a file of the user's cache. Decides nothing about
 which version an expert has.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +30,12 @@ if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import LayerForms
 
 # Tokens up to which an expert runs from its own bytes, by the dtype of activations and the name of its encoding, used
-# until `autotune` has measured this machine.
+# where nothing that was measured could be kept.
 DEFAULTS = {f"float32 {name}": k.float32 for name, k in KERNELS.items()}
 DEFAULTS |= {f"bfloat16 {name}": k.bfloat16 for name, k in KERNELS.items()}
 BESIDE_AMX = {f"bfloat16 {name}": k.beside_amx for name, k in KERNELS.items()}
 TILE = 256  # rows unpacked for torch at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
+TABLES = 15  # machines, levels and numbers of threads that the file holds besides the latest
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -63,9 +67,18 @@ def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.
     return None if native is None else native.LayerForms(layer.matrices, versions)
 
 
-def direct_limit(dtype: torch.dtype, version: Version) -> int:
-    """The most tokens with which an expert in a version still runs straight from its own bytes."""
-    return _limits()[f"{str(dtype).removeprefix('torch.')} {version.name}"]
+def direct_limit(dtype: torch.dtype, version: Version, threads: int | None = None) -> int:
+    """The most tokens with which an expert in a version still runs straight from its own bytes.
+
+    Measured here, for one number of threads (torch's without `threads`), the first time that somebody asks.
+    """
+    return _limits([f"{_short(dtype)} {version.name}"], threads or torch.get_num_threads())[0]
+
+
+def prepare(dtype: torch.dtype, versions: tuple[Version, ...], device: torch.device) -> None:
+    """Have the limits at hand before the first pass asks for them: under a second where they are not known yet."""
+    if device.type == "cpu" and _native() is not None:
+        direct_limits(dtype if f"{_short(dtype)} {LOSSLESS}" in DEFAULTS else torch.float32, versions)
 
 
 def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
@@ -81,22 +94,26 @@ def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
     return max(sizes)
 
 
-@functools.cache
-def direct_limits(dtype: torch.dtype, versions: tuple[Version, ...]) -> npt.NDArray[np.int64]:
+def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
+    """The same of products of dense matrices [rows, cols] that share an input."""
+    native = _native()
+    return 0 if native is None else int(native.dense_kept_bytes(shapes, tokens, torch.get_num_threads()))
+
+
+def direct_limits(
+    dtype: torch.dtype, versions: tuple[Version, ...], threads: int | None = None
+) -> npt.NDArray[np.int64]:
     """`direct_limit` of each version, int64 [versions]: not to be written to."""
-    return np.array([direct_limit(dtype, v) for v in versions], np.int64)
+    return _direct_limits(dtype, versions, threads or torch.get_num_threads())
 
 
 @functools.cache
-def _limits() -> dict[str, int]:
-    try:
-        kept = json.loads(_file().read_text())
-        limits = {name: int(kept["limits"][name]) for name in DEFAULTS}
-        if kept["machine"] == _machine() and all(n in CANDIDATES for n in limits.values()):
-            return limits
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return defaults()
+def _direct_limits(dtype: torch.dtype, versions: tuple[Version, ...], threads: int) -> npt.NDArray[np.int64]:
+    return np.array(_limits([f"{_short(dtype)} {v.name}" for v in versions], threads), np.int64)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def defaults() -> dict[str, int]:
@@ -105,46 +122,115 @@ def defaults() -> dict[str, int]:
     return DEFAULTS | (BESIDE_AMX if native is not None and native.LEVELS[native.level] == "amx" else {})
 
 
+def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int]:
+    """The limits of "<dtype> <encoding>" names on this machine; those that are not known yet are measured and kept.
+
+    Where nothing can be kept they are the defaults: processes that each measured anew would not compute the same bits.
+    """
+    if _native() is None:
+        return [defaults()[name] for name in names]
+    machine = _machine(threads)
+    known = {} if again else _read().get(machine, {})
+    if missing := [name for name in names if name not in known]:
+        try:
+            with _locked():
+                if not again:  # another process may have measured meanwhile
+                    known = _read().get(machine, {})
+                known |= _measure([name for name in missing if name not in known], threads)
+                _write(machine, known)
+        except OSError:
+            return [defaults()[name] for name in names]
+    return [known[name] for name in names]
+
+
+def _measure(names: Sequence[str], threads: int) -> dict[str, int]:
+    from .autotune import measure_limit
+
+    out = {}
+    for name in names:
+        dtype, encoding = name.split()
+        out[name] = measure_limit(getattr(torch, dtype), encoding, CANDIDATES, threads)
+    _native().release()  # what it was measured with is more than a small model's plan counts
+    return out
+
+
 def _file() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "moepack" / "kernels.json"
 
 
-def _machine() -> str:
+def _read() -> dict[str, dict[str, int]]:
+    """What was measured, by machine and number of threads, the latest last; nothing where the file is not ours."""
+    try:
+        tables = json.loads(_file().read_text())["tables"]
+        out = {str(m): {str(n): int(v) for n, v in limits.items()} for m, limits in tables.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    good = [m for m, limits in out.items() if all(n in DEFAULTS and v in CANDIDATES for n, v in limits.items())]
+    return {m: out[m] for m in good}
+
+
+def _write(machine: str, limits: dict[str, int]) -> None:
+    tables = _read()
+    tables.pop(machine, None)
+    kept = dict(list(tables.items())[-TABLES:])
+    part = _file().with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({"tables": kept | {machine: limits}}, indent=1) + "\n")
+    part.replace(_file())
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """One process at a time measures, undisturbed, and the next finds what it kept."""
+    _file().parent.mkdir(parents=True, exist_ok=True)
+    with _file().with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _machine(threads: int) -> str:
+    """What a measurement holds for: the machine, the instruction set, the library's very build, torch, threads."""
     native = _native()
-    level = "none" if native is None else native.LEVELS[native.level]
-    return f"{platform.machine()} {platform.node()} {level} torch {torch.__version__} {torch.get_num_threads()} threads"
+    level, build = ("none", "") if native is None else (native.LEVELS[native.level], native.build())
+    return f"{platform.node()} {_processor()} {level} {build} torch {torch.__version__} {threads} threads"
 
 
 def autotune() -> dict[str, int]:
-    """Measure where unpacking begins to pay, for each dtype of activations; keep it for later runs. Some seconds.
+    """Measure every limit anew for torch's number of threads, and keep them: a second or two.
 
     Returns:
-        the limits, by dtype and encoding; the defaults where there are no compiled kernels.
+        the limits, by dtype and encoding; the defaults where there are no compiled kernels or nothing can be kept.
     """
-    if _native() is None:
-        return defaults()
-    from .autotune import measure_limit
-
-    limits = {}
-    for name in DEFAULTS:
-        dtype, encoding = name.split()
-        limits[name] = measure_limit(getattr(torch, dtype), encoding, CANDIDATES)
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        part = _file().with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"machine": _machine(), "limits": limits}) + "\n")
-        part.replace(_file())
-    except OSError:
-        pass  # a home that cannot be written: measured again next time
+    limits = dict(zip(DEFAULTS, _limits(list(DEFAULTS), torch.get_num_threads(), again=True), strict=True))
     forget()
     return limits
 
 
 def forget() -> None:
     """Read what was measured from its file again."""
-    _limits.cache_clear()
-    direct_limits.cache_clear()
+    _direct_limits.cache_clear()
+
+
+def source() -> str:
+    """Which limits are used here, for reports: where they come from, and for how many threads."""
+    threads = torch.get_num_threads()
+    if _native() is None:
+        return "none: the kernels are not compiled"
+    if _machine(threads) in _read():
+        return f"measured on this machine with {threads} threads, kept in {_file()}"
+    folder = next(p for p in _file().parents if p.exists())
+    if not os.access(folder, os.W_OK):
+        return f"defaults: {folder} cannot be written to, so nothing measured could be kept"
+    return f"none yet for {threads} threads: measured when a model is loaded"
 
 
 def table() -> list[dict[str, str]]:
@@ -154,7 +240,7 @@ def table() -> list[dict[str, str]]:
         rows.append({"device": "cpu", "version": "all", "tokens": "any", "kernel": "dequantise, torch (not compiled)"})
     else:
         level = native.LEVELS[native.level]
-        for name, limit in _limits().items():
+        for name, limit in zip(DEFAULTS, _limits(list(DEFAULTS), torch.get_num_threads()), strict=True):
             dtype, version = name.split()
             many = "torch matmul" if version == LOSSLESS else "unpack tiles, torch matmul"
             if native.has_tiles(getattr(torch, dtype)):

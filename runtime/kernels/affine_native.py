@@ -25,7 +25,8 @@ from moepack.pack.spec import Matrix, Version
 from .forms import Form, kernel_of, make_forms
 
 # One name for all Python versions that installing may have built it for; OSError where there is none.
-_library = ctypes.CDLL(str(Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")))
+_path = Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")
+_library = ctypes.CDLL(str(_path))
 _word, _pointer = ctypes.c_int64, ctypes.c_void_p
 LEVELS = isa.LEVELS
 HERE = int(_library.moepack_affine_level(len(LEVELS) - 1))  # the most that this machine has
@@ -69,6 +70,12 @@ def use_level(limit: int = BEST) -> int:
     global level
     level = int(_library.moepack_affine_level(min(limit, BEST)))
     return level
+
+
+def build() -> str:
+    """Tells this build of the library from others: when its file was written, and its size."""
+    facts = _path.stat()
+    return f"{facts.st_mtime_ns:x}-{facts.st_size:x}"
 
 
 def levels() -> tuple[str, ...]:
@@ -161,7 +168,7 @@ class BadCodes(CodecError):
 
 def has_tiles(dtype: torch.dtype) -> bool:
     """Whether experts with many tokens of that dtype run in tiles here: BF16, and a processor that multiplies it."""
-    return dtype == torch.bfloat16 and level > LEVELS.index("avx512")
+    return dtype == torch.bfloat16 and level >= LEVELS.index("avx512-bf16")
 
 
 class LayerForms:

@@ -36,12 +36,12 @@ class Kernel:
 
 # Limits measured on one AVX-512 core: of BF16 beside torch, and beside AMX tiles.
 KERNELS = {
-    LOSSLESS: Kernel(16, 64, 8, 4),
-    "w8": Kernel(8, 128, 32, 4),
-    "w4": Kernel(4, 128, 32, 4),
-    "w3": Kernel(3, 128, 24, 2),
-    "w2": Kernel(2, 128, 32, 2),
-    "w1": Kernel(1, 128, 48, 4),
+    LOSSLESS: Kernel(16, 64, 4, 4),
+    "w8": Kernel(8, 128, 24, 4),
+    "w4": Kernel(4, 128, 16, 4),
+    "w3": Kernel(3, 128, 12, 2),
+    "w2": Kernel(2, 128, 24, 2),
+    "w1": Kernel(1, 128, 24, 4),
 }
 
 

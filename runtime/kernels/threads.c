@@ -105,8 +105,6 @@ __attribute__((target("avx2"))) static int64_t read_avx2(const uint8_t *at, int6
     for (int64_t i = 0; i + 128 <= size; i += 128) {
         _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++)
             sum[k] = _mm256_add_epi64(sum[k], _mm256_loadu_si256((const __m256i *)(at + i + 32 * k)));
-        _mm_prefetch((const char *)at + i + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char *)at + i + 2112, _MM_HINT_T0);
     }
     sum[0] = _mm256_add_epi64(_mm256_add_epi64(sum[0], sum[1]), _mm256_add_epi64(sum[2], sum[3]));
     return _mm256_extract_epi64(sum[0], 0) + _mm256_extract_epi64(sum[0], 2);

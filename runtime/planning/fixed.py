@@ -207,6 +207,7 @@ def _measure(
         activations = max(activations, passes.bytes(tokens, max(tokens, workload.kv_tokens), batch))
         if device.type == "cpu":
             kept = max(arena_bytes(x, tokens * batch, top_k(config)) for x in layers)
+            kept = max(kept, dense_arena(model, tokens * batch))
     return Needs(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
 
 
@@ -219,6 +220,16 @@ def top_k(config: Any) -> int:
 def arena_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
     """Bytes that the CPU kernels keep between calls: by shapes, tokens and threads alone, whichever of them run."""
     return backends.kept_bytes(layer, tokens, top_k)
+
+
+def dense_arena(model: Any, tokens: int) -> int:
+    """The same of a model's linear maps, those that may share an input together."""
+    together: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear:
+            key = name.rpartition(".")[0], module.in_features
+            together.setdefault(key, []).append((module.out_features, module.in_features))
+    return max((backends.dense_kept_bytes(shapes, tokens) for shapes in together.values()), default=0)
 
 
 def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: Needs) -> int:

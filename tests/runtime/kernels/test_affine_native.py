@@ -327,29 +327,6 @@ def test_what_does_not_fit_is_refused() -> None:
         handle(8, 0)
 
 
-def test_the_table_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moepack.runtime.experts import backends
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    backends.forget()
-    assert backends._limits() == backends.defaults()
-    limits = backends.autotune()
-    assert all(limits[name] in backends.CANDIDATES for name in backends.DEFAULTS)
-    backends.forget()
-    assert (
-        backends._limits() == limits
-        and backends.direct_limit(torch.float32, Version.of("w3", 64)) == limits["float32 w3"]
-    )
-    shown = {(row["version"], row["tokens"]) for row in backends.table()}
-    assert ("bf16", f"1-{limits['bfloat16 bf16']}") in shown
-    for spoilt in ("", "[]", '{"machine": "another", "limits": {}}'):
-        (tmp_path / "moepack" / "kernels.json").write_text(spoilt)
-        backends.forget()
-        assert backends._limits() == backends.defaults()
-    monkeypatch.undo()
-    backends.forget()
-
-
 @pytest.mark.parametrize("tokens", [1, 20, 150])
 def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
     """Both matrices of trained experts, every version, packed and in tiles, whichever this processor takes."""

@@ -24,7 +24,7 @@ def best_level() -> object:
 
 
 def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tuple[native.DenseMatrix, np.ndarray]:
-    """One for `dense`, with its weights as float64. A BF16 matrix's bias is a tensor of its own, an extent's lies in it."""
+    """One for `dense`, with weights and bias as float64. A BF16 matrix's bias is a tensor, an extent's lies in it."""
     m, version = Matrix("m", rows, cols, bias=bias), Version.of(name, 64)
     layer = make_layer(m, [version], [0], seed)
     form, data, extra = make_forms((m,), version)[0], layer.extents[0], None
@@ -149,7 +149,7 @@ def test_what_is_kept_is_within_its_bound() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     (m, _), (other, _) = matrix(20, 64, "w4", 0), matrix(20, 32, "w4", 0)
     for bad in ([], [m, other], [replace(m, data=m.data[None])]):
-        with pytest.raises(ValueError, match="matrices|does not fit"):
+        with pytest.raises(ValueError, match=r"matrices|does not fit"):
             native.Dense(bad)
     plain, _ = matrix(20, 64, "bf16", 0)
     for wrong in ({"data": plain.data.float()}, {"data": plain.data.T}, {"bias": torch.zeros(20)}, {"rows": 21}):

@@ -1,4 +1,4 @@
-"""Products of BF16 activations in integers: the same bits on every instruction set, within the bound that they state."""
+"""Products of BF16 activations in integers: the same bits on every instruction set, within the bound they state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(layer: Layer, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
 
 
 def hard(n: int, cols: int) -> torch.Tensor:
-    """Columns of very different sizes: outliers, zeros, denormal numbers, blocks of nothing else, 255/256 of a power."""
+    """Columns of very different sizes: outliers, zeros, denormal numbers, blocks of those, 255/256 of a power."""
     x = activations(n, cols, torch.float32) * torch.logspace(-6, 3, cols).flip(0)[torch.randperm(cols)]
     x[:, ::7] = 0
     x[0, : cols // 3] = 1e-39
@@ -52,7 +52,7 @@ def test_every_level_makes_the_same_bits(bits: int, group_size: int) -> None:
 
 
 def bound(layer: Layer, x: torch.Tensor, group_size: int) -> np.ndarray:
-    """What affine_fixed.h allows: 1/32640 of the greatest of 128 columns for each; and each group's rounding to float32."""
+    """What affine_fixed.h allows: 1/32640 of the greatest of 128 columns for each; and rounding to float32."""
     weight, values = np.abs(layer.weights[0]), x.double().numpy()
     blocks = np.arange(weight.shape[1]) // 128
     greatest = np.maximum.reduceat(np.abs(values), np.arange(0, weight.shape[1], 128), axis=1)[:, blocks]
@@ -89,7 +89,7 @@ def test_activations_of_nearly_one_size_are_exact() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_does_not_become_one(level: int, value: float) -> None:
-    """In a product of integers nothing would tell: results of that activation are NaN, the others are what they were."""
+    """Of integers nothing would tell: results of that activation are NaN, the others are what they were."""
     native.use_level(level)
     layer = make_layer(Matrix("m", 40, 300), [Version.of("w4", 64)], [0])
     x = activations(3, 300, torch.bfloat16)

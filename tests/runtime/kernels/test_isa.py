@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from expert_layers import native
 
 from moepack.pack import isa
@@ -30,7 +31,7 @@ def start(code: str, level: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(isa.VARIABLE, raising=False)
-    assert [isa.bound(best) for best in range(5)] == [0, 1, 2, 3, 4]
+    assert [isa.bound(best) for best in range(6)] == [0, 1, 2, 3, 4, 5]
     monkeypatch.setenv(isa.VARIABLE, "avx2")
     assert [isa.bound(best) for best in range(1, 5)] == [1] * 4
     with pytest.raises(InputError, match=r"MOEPACK_ISA=avx2: this processor does not have it: its levels are plain$"):
@@ -43,6 +44,13 @@ def test_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_levels_are_named_lowest_first() -> None:
     assert native.levels() == isa.LEVELS[: len(native.levels())] and native.levels()[0] == "plain"
     assert native.LEVELS[native.level] in native.levels()
+    try:
+        for level in range(native.BEST + 1):
+            native.use_level(level)
+            assert native.has_tiles(torch.bfloat16) == (native.LEVELS[level] in ("avx512-bf16", "amx"))
+            assert not native.has_tiles(torch.float32)
+    finally:
+        native.use_level()
 
 
 @pytest.mark.parametrize("level", sorted({"plain", native.levels()[min(1, native.HERE)]}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -361,8 +362,8 @@ def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int
             for level in range(native.BEST + 1):
                 native.use_level(level)
                 for limit in (0, 5, 1 << 40):
-                    for one in (layer, all_w3):
-                        x = activations(slots // each, m.cols, torch.bfloat16)
+                    for one, dtype in itertools.product((layer, all_w3), (torch.bfloat16, torch.float32)):
+                        x = activations(slots // each, m.cols, dtype)
                         out, limits = torch.empty(slots, m.rows), np.full(len(one.forms.numbers), limit)
                         native.release()
                         native.product(one.forms, 0, one.table, x, index, out, limits, threads=threads)
@@ -393,10 +394,10 @@ def test_plans_do_not_depend_on_the_instruction_set(
             for level in range(native.BEST + 1):
                 native.use_level(level)
                 for most in (backends.CANDIDATES[0], backends.CANDIDATES[-1]):
-                    limits = dict.fromkeys(backends.DEFAULTS, most)
-                    file.write_text(json.dumps({"machine": backends._machine(), "limits": limits}))
+                    limits, machine = dict.fromkeys(backends.DEFAULTS, most), backends._machine(torch.get_num_threads())
+                    file.write_text(json.dumps({"tables": {machine: limits}}))
                     backends.forget()
-                    assert set(backends._limits().values()) == {most}
+                    assert backends.direct_limit(getattr(torch, dtype), moepack.open(bundle).versions[0]) == most
                     monkeypatch.setattr(fixed, "_known", {})
                     config = moepack.load(bundle, policy="static:w2").config
                     workload = fixed.Workload(kv_tokens=100)

@@ -1,0 +1,147 @@
+"""Up to how many tokens experts run from packed bytes: measured for a machine and a number of threads, and kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moepack.pack.spec import Version
+from moepack.runtime.experts import autotune, backends
+
+pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
+VERSIONS = tuple(Version.of(name, 64) for name in ("w8", "w4", "w1"))
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    backends.forget()
+    yield tmp_path / "moepack" / "kernels.json"
+    monkeypatch.undo()
+    backends.forget()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is measured, instead of measuring: w8 6, others 16 tokens, and with three threads 4."""
+    seen: list[tuple[str, int]] = []
+
+    def measure(dtype: torch.dtype, name: str, candidates: object, threads: int) -> int:
+        seen.append((name, threads))
+        return 4 if threads == 3 else 6 if name == "w8" else 16
+
+    monkeypatch.setattr(autotune, "measure_limit", measure)
+    return seen
+
+
+def test_measured_once_for_each_number_of_threads(file: Path, asked: list[tuple[str, int]]) -> None:
+    assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == [6, 16, 16]
+    assert backends.direct_limits(BF16, VERSIONS, 3).tolist() == [4, 4, 4]
+    for _ in range(2):
+        backends.forget()
+        assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == [6, 16, 16], "the other table left it alone"
+    assert asked == [(v.name, n) for n in (1, 3) for v in VERSIONS]
+    assert backends.direct_limit(BF16, Version.of("w3"), 1) == 16 and asked[-1] == ("w3", 1) and len(asked) == 7
+    assert len(json.loads(file.read_text())["tables"]) == 2
+
+
+def test_another_machines_table_is_not_used(
+    file: Path, asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends.direct_limits(BF16, VERSIONS, 1)
+    for what in ("_processor", "build"):
+        backends.forget()
+        where = backends if what == "_processor" else backends._native()
+        monkeypatch.setattr(where, what, lambda: "another")
+        before = len(asked)
+        backends.direct_limits(BF16, VERSIONS, 1)
+        assert len(asked) == before + 3
+    assert len(json.loads(file.read_text())["tables"]) == 3
+
+
+def test_the_file_holds_the_latest_tables_alone(file: Path, asked: list[tuple[str, int]]) -> None:
+    for threads in range(1, 25):
+        backends.direct_limits(BF16, VERSIONS[:1], threads)
+    tables = json.loads(file.read_text())["tables"]
+    assert len(tables) == backends.TABLES + 1 and list(tables)[-1] == backends._machine(24)
+
+
+@pytest.mark.parametrize(
+    "spoilt", ["", "[]", "{}", '{"tables": 7}', '{"machine": "a", "limits": {}}', "\x00", '{"tables": {"a": 1}}']
+)
+def test_a_spoilt_file_is_measured_over(file: Path, asked: list[tuple[str, int]], spoilt: str) -> None:
+    file.parent.mkdir()
+    file.write_text(spoilt)
+    assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == [6, 16, 16]
+    assert list(json.loads(file.read_text())["tables"]) == [backends._machine(1)]
+
+
+def test_limits_that_no_measurement_gives_are_not_believed(file: Path, asked: list[tuple[str, int]]) -> None:
+    file.parent.mkdir()
+    file.write_text(json.dumps({"tables": {backends._machine(1): {"bfloat16 w8": 1 << 40}}}))
+    assert backends.direct_limits(BF16, VERSIONS[:1], 1).tolist() == [6]
+
+
+def test_what_cannot_be_kept_is_not_measured(
+    tmp_path: Path, asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two processes of one machine would compute different bits."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    want = [backends.defaults()[f"bfloat16 {v.name}"] for v in VERSIONS]
+    assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == want and not asked
+
+
+def test_threads_that_ask_at_once_get_one_answer(asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    real, got = autotune.measure_limit, []
+
+    def slow(*args: object) -> int:
+        time.sleep(0.05)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(autotune, "measure_limit", slow)
+    threads = [
+        threading.Thread(target=lambda: got.append(backends.direct_limit(BF16, VERSIONS[0], 1))) for _ in range(4)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == [6] * 4 and asked == [("w8", 1)]
+
+
+def test_reports_say_where_they_come_from(file: Path, asked: list[tuple[str, int]]) -> None:
+    threads = torch.get_num_threads()
+    assert backends.source().startswith(f"none yet for {threads} threads")
+    limits = backends.autotune()
+    assert set(limits) == set(backends.DEFAULTS) and limits["bfloat16 w8"] == 6
+    assert backends.source() == f"measured on this machine with {threads} threads, kept in {file}"
+    assert ("w8", "1-6") in {(row["version"], row["tokens"]) for row in backends.table()}
+    count = len(asked)
+    assert backends.autotune() == limits and len(asked) == 2 * count, "asked for, it is measured anew"
+
+
+def test_measuring_takes_under_a_second() -> None:
+    """All encodings at one dtype. Generous: other processes run beside this one."""
+    names = [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")]
+    began = time.perf_counter()
+    limits = {n: autotune.measure_limit(BF16, n, backends.CANDIDATES, torch.get_num_threads()) for n in names}
+    assert time.perf_counter() - began < 5
+    assert set(limits.values()) <= set(backends.CANDIDATES), limits
+
+
+def test_a_model_is_loaded_with_them_at_hand(bundle: Path, file: Path) -> None:
+    code = f"import moepack; moepack.load({str(bundle)!r}, policy='static:w2')"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    (limits,) = json.loads(file.read_text())["tables"].values()
+    assert sorted(limits) == sorted(f"bfloat16 {name}" for name in ("bf16", "w4", "w3", "w2", "w1"))

@@ -1,0 +1,117 @@
+"""A process of its own for each side, with the interpreter, the processors and the threads that the side gets.
+
+Calls and answers are JSON, one line each. Needs the standard library alone: every side's interpreter runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class PeerError(Exception):
+    """A side that cannot do what it was asked, in one line."""
+
+
+class Worker:
+    """A side's process.
+
+    Args:
+        python: its interpreter.
+        module: what it runs, a module that ends in `answer(...)`.
+        cpus: the processors that it may use; as many threads.
+        log: where its standard error goes.
+        env: more of its environment.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        module: str,
+        cpus: Sequence[int],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = module.rpartition(".")[2]
+        self.log = log
+        whole = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(len(cpus)), **(env or {})}
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [str(python), "-m", module, str(len(cpus))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=whole,
+                text=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cpus),
+            )
+
+    def call(self, what: str, **arguments: Any) -> Any:
+        """Its answer.
+
+        Raises:
+            PeerError: when it says that it cannot, or has died.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"call": what, **arguments}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = self._process.wait()
+            said = self.log.read_text(errors="replace").strip().splitlines()
+            raise PeerError(f"{self.name} ended with status {status}: {said[-1] if said else 'it said nothing'}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer["value"]
+
+    def close(self) -> None:
+        """End the process."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def answer(calls: Mapping[str, Callable[..., Any]]) -> None:
+    """Answer the parent's calls until it closes its end; what libraries print goes to standard error."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        try:
+            result = {"value": calls[arguments.pop("call")](**arguments)}
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__}
+        out.write(json.dumps(result) + "\n")
+        out.flush()
+
+
+def threads() -> int:
+    """How many threads the parent gave this process."""
+    return int(sys.argv[1])

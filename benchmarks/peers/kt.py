@@ -20,7 +20,7 @@ from .worker import answer, threads
 GROUP = 32  # of RAWINT4: the size that its published checkpoints have
 _MOST = 512  # tokens of a pass
 _NATIVE = {"RAWINT4": ("AMXInt4_KGroup_MOE", "AVX2RawInt4_MOE"), "BF16": ("AMXBF16_MOE", "AVX2BF16_MOE")}
-_layers: dict[str, tuple[Any, int, int, list[Any]]] = {}
+_layers: dict[str, tuple[list[Any], int, int, list[Any]]] = {}  # copies of a layer, hidden, experts, what they read
 _kept: list[Any] = []
 
 
@@ -56,20 +56,21 @@ def open_layer(
         size = 2 * weights if encoding == "BF16" else weights // 2 + 2 * weights // GROUP
     else:
         size = sum(parts)
-    count = max(least, -(-pool // size))
-    off = torch.zeros(count, dtype=torch.bool)
-    config = ext.moe.MOEConfig(count, top_k, hidden, inner, off.data_ptr())
-    config.layer_idx, config.pool, config.max_len = 0, infer.backend_, _MOST
-    order = torch.arange(count, dtype=torch.int64)
+    off, order = torch.zeros(least, dtype=torch.bool), torch.arange(least, dtype=torch.int64)
     kept: list[Any] = [off, order]
-    if file is not None:
-        layer = _of_ggml(ext, config, encoding, np.fromfile(file, np.uint8), parts, count, kept)
-    else:
-        layer = _native(ext, config, encoding, (hidden, inner), count, kept)
-    infer.submit(layer.load_weights_task(order.data_ptr()))
-    infer.sync()
-    _layers[key] = layer, hidden, count, kept[:2]  # weights were copied
-    return {"bytes": size, "bits": 8 * size / weights, "experts": count}
+    layers = []
+    for number in range(max(1, -(-pool // (least * size)))):  # layers with more experts than a model's crash
+        config = ext.moe.MOEConfig(least, top_k, hidden, inner, off.data_ptr())
+        config.layer_idx, config.pool, config.max_len = number, infer.backend_, _MOST
+        if file is not None:
+            made = _of_ggml(ext, config, encoding, np.fromfile(file, np.uint8), parts, least, kept)
+        else:
+            made = _native(ext, config, encoding, (hidden, inner), least, kept)
+        infer.submit(made.load_weights_task(order.data_ptr()))
+        infer.sync()
+        layers.append(made)
+    _layers[key] = layers, hidden, least, kept
+    return {"bytes": size, "bits": 8 * size / weights, "experts": least * len(layers)}
 
 
 def _of_ggml(ext: Any, config: Any, encoding: str, data: Any, parts: Sequence[int], count: int, kept: list[Any]) -> Any:
@@ -114,7 +115,7 @@ def _native(ext: Any, config: Any, encoding: str, shape: tuple[int, int], count:
 def run_layer(key: str, index: list[list[int]], step: int, first: int, passes: int, warm: int) -> list[float]:
     """Seconds of each of so many passes after `warm` others; pass i takes the experts `index` + i * `step`."""
     _, infer = _extension()
-    layer, hidden, count, _ = _layers[key]
+    layers, hidden, count, _ = _layers[key]
     ids = torch.tensor(index)
     x = torch.randn(len(ids), hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     out, gates = torch.empty_like(x), torch.full(ids.shape, 1 / ids.shape[1])
@@ -122,6 +123,7 @@ def run_layer(key: str, index: list[list[int]], step: int, first: int, passes: i
     times = []
     for i in range(first, first + warm + passes):
         chosen = ((ids + i * step) % count).contiguous()
+        layer = layers[i * step // count % len(layers)]
         began = time.perf_counter()
         infer.submit(
             layer.forward_task(

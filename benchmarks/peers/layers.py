@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,14 @@ def measure(
         for count in tokens if ours in opened else ():
             index, step = routing(count, experts, top_k)
             used = len({e for row in index for e in row})
-            got = rounds({s: _timer(workers[s.who], "run_layer", s, index, step) for s in opened}
+            got, failed = rounds({s: _timer(workers[s.who], "run_layer", s, index, step) for s in opened}
                          | {"read": _timer(workers["moepack"], "read_layer", ours, index, step)}, count, seconds)  # fmt: skip
+            for side in [s for s in opened if s not in got]:
+                rows.append({"shape": name, "threads": threads, "beside": version, "side": side.name, "tokens": count,
+                             "not measured": f"{side.who} failed: {failed[side]}"})  # fmt: skip
+                del opened[side]
+            if ours not in got:
+                break
             rate = used * opened[ours]["bytes"] / got["read"]
             best = min((got[s] for s in opened if s.who == "llama.cpp"), default=None)
             for side, facts in opened.items():
@@ -126,7 +133,8 @@ def measure(
                 if side is ours and best is not None:
                     rows[-1]["llama.cpp's best over ours"] = best / got[ours]
         for side in opened:
-            workers[side.who].call("close_layer", key=side.name)
+            with suppress(PeerError):  # of a process that has died since
+                workers[side.who].call("close_layer", key=side.name)
     return rows
 
 
@@ -167,20 +175,28 @@ def _timer(worker: Worker, what: str, side: Side, index: list[list[int]], step: 
     return run
 
 
-def rounds(runs: dict[Any, Callable[..., list[float]]], tokens: int, seconds: float) -> dict[Any, float]:
-    """The median time of a pass on each side; sides take turns, `passes` at a time.
+def rounds(
+    runs: dict[Any, Callable[..., list[float]]], tokens: int, seconds: float
+) -> tuple[dict[Any, float], dict[Any, str]]:
+    """The median time of a pass on each side, and why the others failed; sides take turns, `passes` at a time.
 
     Before its turn's timed passes a side makes others, which wake its threads: they slept while it waited. With many
     tokens these are part of the time that a pass takes anyway, and are left out but for the first turn.
     """
     passes, warm = (20, 5) if tokens == 1 else (4, 1) if tokens < 64 else (1, 0)
     times: dict[Any, list[float]] = {side: [] for side in runs}
+    failed: dict[Any, str] = {}
     first, began, turns = 0, time.monotonic(), 0
     while turns < 3 or (time.monotonic() - began < seconds and turns < 15):
         spent = time.monotonic()
         for side, run in runs.items():
-            times[side] += run(first=first, passes=passes, warm=1 if warm == 0 and turns == 0 else warm)
+            if side in failed:
+                continue
+            try:
+                times[side] += run(first=first, passes=passes, warm=1 if warm == 0 and turns == 0 else warm)
+            except PeerError as error:
+                failed[side] = str(error)
         first, turns = first + passes + warm, turns + 1
         if turns >= 2 and time.monotonic() - spent > seconds:
             break
-    return {side: statistics.median(t) for side, t in times.items()}
+    return {side: statistics.median(t) for side, t in times.items() if side not in failed}, failed

@@ -43,23 +43,30 @@ class Worker:
         self.name = module.rpartition(".")[2]
         self.log = log
         whole = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(len(cpus)), **(env or {})}
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [str(python), "-m", module, str(len(cpus))],
+        self._command = [str(python), "-m", module, str(len(cpus))]
+        self._cpus, self._env = list(cpus), whole
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self.log.open("wb") as errors:
+            return subprocess.Popen(
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=whole,
+                env=self._env,
                 text=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, cpus),
+                preexec_fn=lambda: os.sched_setaffinity(0, self._cpus),
             )
 
     def call(self, what: str, **arguments: Any) -> Any:
-        """Its answer.
+        """Its answer. A process that has died is started again by the next call, and holds nothing then.
 
         Raises:
             PeerError: when it says that it cannot, or has died.
         """
+        if self._process.poll() is not None:
+            self._process = self._start()
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"call": what, **arguments}) + "\n")
@@ -70,7 +77,7 @@ class Worker:
         if not line:
             status = self._process.wait()
             said = self.log.read_text(errors="replace").strip().splitlines()
-            raise PeerError(f"{self.name} ended with status {status}: {said[-1] if said else 'it said nothing'}")
+            raise PeerError(f"its process ended with status {status}, its last words: {(said or ['none'])[-1]}")
         answer = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])

@@ -6,7 +6,7 @@
 llama-cpp-python, compiled for this processor without BLAS, and kt-kernel are installed into environments of their own,
 under the user's cache, when they are not there; `--install` does no more. A peer that cannot be had is named, with the
 reason, and left out. Every side is a process of its own on the same processors with as many threads; sides take turns;
-medians. moepack's kernels are tuned for each number of threads first, as `moepack doctor --kernels` does.
+lower quartiles. moepack's kernels are tuned for each number of threads first, as `moepack doctor --kernels` does.
 
 layers: a layer's experts after routing, weights cold: passes walk through more experts than caches hold. The floor is
 the time in which the same threads read a side's bytes and do nothing else. gpt-oss' biases and clamp are left out, on
@@ -137,8 +137,8 @@ def main() -> None:
         print(f"{name}: {what}")
     every = [{"part": part, **row} for part in parts for row in rows[part]]
     gaps = [row for row in every if "not measured" in row]
-    finish("not measured", ["part", "side", "not measured"], gaps, judged(every), args.json,
-           {"rows": every, "peers": peers})  # fmt: skip
+    whole = {"rows": every, "peers": peers}  # in the file, in place of the gaps that are shown last
+    finish("not measured", ["part", "side", "not measured"], gaps, judged(every), args.json, whole)
 
 
 def _layers(workers: dict[str, Worker], args: Any, threads: int, scratch: Path) -> list[dict[str, Any]]:

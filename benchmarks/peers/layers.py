@@ -1,8 +1,7 @@
-"""One layer's experts on every side: what is compared with what, and how long each takes. Alternates; judges nothing."""
+"""One layer's experts on every side: what is compared with what, and how long each takes. Judges nothing."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -89,52 +88,53 @@ def measure(
         threads: the workers'.
     """
     name, (hidden, inner, experts, top_k) = shape
-    rows = []
+    rows: list[dict[str, Any]] = []
     for version, sides in groups(hidden, inner, versions).items():
+        shared = {"shape": name, "threads": threads, "beside": version}
         opened: dict[Side, dict[str, float]] = {}
         for side in sides:
-            row = {"shape": name, "threads": threads, "beside": version, "side": side.name}
-            if side.who not in workers:
-                continue
-            try:
-                opened[side] = _open(workers, side, shape[1], group_size, scratch)
-            except PeerError as error:
-                rows.append({**row, "not measured": str(error)})
+            if side.who in workers:
+                try:
+                    opened[side] = _open(workers, side, shape[1], group_size, scratch)
+                except PeerError as error:
+                    rows.append({**shared, "side": side.name, "not measured": str(error)})
         ours = sides[0]
-        for count in tokens if ours in opened else ():
-            index, step = routing(count, experts, top_k)
-            used = len({e for row in index for e in row})
-            got, failed = rounds({s: _timer(workers[s.who], "run_layer", s, index, step) for s in opened}
-                         | {"read": _timer(workers["moepack"], "read_layer", ours, index, step)}, count, seconds)  # fmt: skip
-            for side in [s for s in opened if s not in got]:
-                rows.append({"shape": name, "threads": threads, "beside": version, "side": side.name, "tokens": count,
-                             "not measured": f"{side.who} failed: {failed[side]}"})  # fmt: skip
-                del opened[side]
-            if ours not in got:
+        for count in tokens:
+            if ours not in opened:
                 break
-            rate = used * opened[ours]["bytes"] / got["read"]
-            best = min((got[s] for s in opened if s.who == "llama.cpp"), default=None)
-            for side, facts in opened.items():
-                size = used * facts["bytes"]
-                rows.append(
-                    {
-                        "shape": name,
-                        "threads": threads,
-                        "beside": version,
-                        "side": side.name,
-                        "tokens": count,
-                        "bits/weight": facts["bits"],
-                        "ms": 1e3 * got[side],
-                        "GB/s": size / got[side] / 1e9,
-                        "floor ms": 1e3 * size / rate,
-                        "over floor": got[side] * rate / size,
-                    }
-                )
-                if side is ours and best is not None:
-                    rows[-1]["llama.cpp's best over ours"] = best / got[ours]
+            index, step = routing(count, experts, top_k)
+            runs: dict[Any, Callable[..., list[float]]]
+            runs = {s: _timer(workers[s.who], "run_layer", s, index, step) for s in opened}
+            runs["read"] = _timer(workers["moepack"], "read_layer", ours, index, step)
+            got, failed = rounds(runs, count, seconds)
+            for side in [s for s in opened if s in failed]:
+                rows.append({**shared, "side": side.name, "tokens": count, "not measured": failed[side]})
+                del opened[side]
+            if "read" in got:
+                used = len({e for row in index for e in row})
+                rows += _rows({**shared, "tokens": count}, ours, opened, used, got)
         for side in opened:
             with suppress(PeerError):  # of a process that has died since
                 workers[side.who].call("close_layer", key=side.name)
+    return rows
+
+
+def _rows(
+    shared: dict[str, Any], ours: Side, opened: dict[Side, dict[str, float]], used: int, got: dict[Any, float]
+) -> list[dict[str, Any]]:
+    """Of so many experts in use, a row a side from the seconds of each and of reading moepack's bytes."""
+    rows = []
+    rate = used * opened[ours]["bytes"] / got["read"] if ours in opened else 0.0
+    best = min((got[s] for s in opened if s.who == "llama.cpp"), default=None)
+    for side, facts in opened.items():
+        size = used * facts["bytes"]
+        row = {**shared, "side": side.name, "bits/weight": facts["bits"], "ms": 1e3 * got[side]}
+        row["GB/s"] = size / got[side] / 1e9
+        if rate:
+            row |= {"floor ms": 1e3 * size / rate, "over floor": got[side] * rate / size}
+        if side is ours and best is not None:
+            row["llama.cpp's best over ours"] = best / got[ours]
+        rows.append(row)
     return rows
 
 
@@ -178,7 +178,7 @@ def _timer(worker: Worker, what: str, side: Side, index: list[list[int]], step: 
 def rounds(
     runs: dict[Any, Callable[..., list[float]]], tokens: int, seconds: float
 ) -> tuple[dict[Any, float], dict[Any, str]]:
-    """The median time of a pass on each side, and why the others failed; sides take turns, `passes` at a time.
+    """The lower quartile of a pass's times on each side, and why the others failed; sides take turns.
 
     Before its turn's timed passes a side makes others, which wake its threads: they slept while it waited. With many
     tokens these are part of the time that a pass takes anyway, and are left out but for the first turn.
@@ -199,4 +199,9 @@ def rounds(
         first, turns = first + passes + warm, turns + 1
         if turns >= 2 and time.monotonic() - spent > seconds:
             break
-    return {side: statistics.median(t) for side, t in times.items() if side not in failed}, failed
+    return {side: lower_quartile(t) for side, t in times.items() if side not in failed}, failed
+
+
+def lower_quartile(times: Sequence[float]) -> float:
+    """Of at least one: on a machine that others use too, medians of short runs are times of waiting for it."""
+    return sorted(times)[len(times) // 4]

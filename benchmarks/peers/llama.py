@@ -4,7 +4,6 @@ llama-cpp-python, gguf and NumPy, and not torch; what it is asked comes from the
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -113,7 +112,7 @@ def _floats(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 def _data(tensor: GgufTensor, checkpoint: Checkpoint, kinds: int) -> Bytes | npt.NDArray[np.float32]:
     """What the file has of a tensor. Stacked experts repeat after `kinds`: each is converted once."""
     kind, distinct = TYPES[tensor.type], tensor.sources[: min(kinds, len(tensor.sources))]
-    made = []
+    made: list[Any] = []
     for source in distinct:
         bits = checkpoint.bits(source)
         if kind.name == "BF16":
@@ -125,7 +124,8 @@ def _data(tensor: GgufTensor, checkpoint: Checkpoint, kinds: int) -> Bytes | npt
             parts = [bits[i : i + step] for i in range(0, len(bits), step)]
             made.append(np.concatenate([next(_spread(kind, [_floats(p)])) for p in parts]))
     if len(tensor.sources) == 1:
-        return made[0]
+        one: Bytes | npt.NDArray[np.float32] = made[0]
+        return one
     stacked = np.stack(made)
     return np.concatenate([stacked] * -(-len(tensor.sources) // len(made)))[: len(tensor.sources)]
 
@@ -152,7 +152,7 @@ def write_gguf(checkpoint: str, out: str, mix: str, kinds: int) -> int:
     for t in plan:
         writer.write_tensor_data(_data(t, opened, kinds))
     writer.close()
-    os.replace(part, out)
+    Path(part).replace(out)
     return Path(out).stat().st_size
 
 
@@ -235,13 +235,8 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        answer(
-            {
-                f.__name__: f
-                for f in (
-                    open_layer, run_layer, close_layer, dump_expert, write_gguf, open_model, run_model, close_model,
-                    quantised, versions,
-                )
-            }
-        )  # fmt: skip
+    calls = (
+        open_layer, run_layer, close_layer, dump_expert, write_gguf, open_model, run_model, close_model, quantised,
+        versions,
+    )  # fmt: skip
+    answer({f.__name__: f for f in calls})

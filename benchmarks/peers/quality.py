@@ -1,7 +1,7 @@
-"""What bits cost on both sides: the same matrices, the same second moments, error and divergence at so many bits a weight.
+"""What bits cost on both sides: of the same matrices and second moments, error and divergence by bits a weight.
 
-moepack quantises by its default method from the moments; ggml's types get the moments' diagonal as importance, an expert
-at a time, as llama.cpp's imatrix has it. Values that come back are compared, not kernels: llama.cpp also rounds
+moepack quantises by its default method from the moments; ggml's types get the moments' diagonal as importance, an
+expert at a time, as llama.cpp's imatrix has it. Values that come back are compared, not kernels: llama.cpp also rounds
 activations to 8 bits when it multiplies, which is left out here, in its favour.
 """
 

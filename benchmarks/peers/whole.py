@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .generated import gguf_file
+from .layers import lower_quartile
 from .worker import PeerError, Worker
 
 PROMPT = 512
@@ -95,8 +95,8 @@ def _rates(
         turns += 1
     rates = {
         name: {
-            "decode tokens/s": 1 / statistics.median(decode[name]),
-            "prefill tokens/s": PROMPT / statistics.median(prefill[name]),
+            "decode tokens/s": 1 / lower_quartile(decode[name]),
+            "prefill tokens/s": PROMPT / lower_quartile(prefill[name]),
         }
         for name in opened
     }

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,8 @@ class Worker:
         """End the process."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
+            with suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
@@ -114,7 +113,8 @@ def answer(calls: Mapping[str, Callable[..., Any]]) -> None:
             result = {"value": calls[arguments.pop("call")](**arguments)}
         except Exception as error:
             traceback.print_exc()
-            result = {"error": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__}
+            plain = type(error) is LookupError  # what a side does not have, in its own words
+            result = {"error": str(error) if plain else f"{type(error).__name__}: {error}".removesuffix(": ")}
         out.write(json.dumps(result) + "\n")
         out.flush()
 

@@ -133,14 +133,18 @@ def test_sides_take_turns_and_a_side_that_fails_is_left_out() -> None:
 
 
 def test_targets_follow_from_rows() -> None:
+    best, over = "llama.cpp's best over ours", "over llama.cpp's best"
+    layer = {"part": "layers", "shape": "S", "side": "moepack w4", "threads": 1}
+    model = {"part": "models", "rest": "as served", "threads": 2}
     rows = [
-        {"part": "layers", "shape": "S", "side": "moepack w4", "tokens": 1, "threads": 1, "llama.cpp's best over ours": 0.9},
-        {"part": "layers", "shape": "S", "side": "moepack w4", "tokens": 512, "threads": 1, "llama.cpp's best over ours": 2.0},
-        *({"part": "models", "rest": "as served", "threads": 2, "side": f"moepack w4, dense {d}",
-           "decode over llama.cpp's best": a, "prefill over llama.cpp's best": b} for d, a, b in (("w8", 1.1, 0.7), ("w4", 1.3, 0.6))),
-        *({"part": "quality", "model": "M", "encoding": e, "error": x, "KL, mnat": 10 * x} for e, x in (("w4", 1.0), ("Q4_K", 4.0))),
+        {**layer, "tokens": 1, best: 0.9},
+        {**layer, "tokens": 512, best: 2.0},
+        {**model, "side": "moepack w4, dense w8", f"decode {over}": 1.1, f"prefill {over}": 0.7},
+        {**model, "side": "moepack w4, dense w4", f"decode {over}": 1.3, f"prefill {over}": 0.6},
+        {"part": "quality", "model": "M", "encoding": "w4", "error": 1.0, "KL, mnat": 10.0},
+        {"part": "quality", "model": "M", "encoding": "Q4_K", "error": 4.0, "KL, mnat": 40.0},
         {"part": "models", "side": "moepack bf16", "rest": "BF16", "threads": 1, "not measured": "no"},
-    ]  # fmt: skip
+    ]
     found = {t.name: (t.value, t.met) for t in judged(rows)}
     assert found == {
         "S, moepack w4, 1 tokens, 1 threads: llama.cpp's best over ours": (0.9, False),
@@ -169,7 +173,9 @@ def test_an_environment_is_used_again_only_for_what_it_was_made_for(
 
 
 def test_why_an_install_failed_is_one_line() -> None:
-    log = "Collecting x\n  WARNING: Retrying ... Temporary failure in name resolution\nERROR: No matching distribution\n"
+    log = (
+        "Collecting x\n  WARNING: Retrying ... Temporary failure in name resolution\nERROR: No matching distribution\n"
+    )
     assert reason(log) == "no package index can be reached"
     assert reason("a\nERROR: Failed building wheel for x\nnote: nothing\n") == "ERROR: Failed building wheel for x"
     assert reason("") == "it said nothing"
@@ -207,9 +213,9 @@ def test_a_side_is_a_process_with_its_processors(tmp_path: Path) -> None:
     with Worker(Path(sys.executable), "side", [cpu], tmp_path / "log", environ) as worker:
         assert worker.call("add", a=2, b=3) == 5
         assert worker.call("cpus") == [cpu] and worker.call("threads") == 1
-        with pytest.raises(PeerError, match="^LookupError: not here$"):
+        with pytest.raises(PeerError, match=r"^not here$"):
             worker.call("fail")
-        with pytest.raises(PeerError, match="status 3, its last words: last words$"):
+        with pytest.raises(PeerError, match=r"status 3, its last words: last words$"):
             worker.call("end")
         assert worker.call("add", a=1, b=1) == 2  # started again
 
@@ -232,21 +238,25 @@ def test_files_of_the_generated_model(tmp_path: Path) -> None:
     assert len({gguf_file(tmp_path, mix) for mix in gguf_layout.MIXES}) == len(gguf_layout.MIXES)
 
 
-def test_moments_and_divergence_of_a_model(tmp_path: Path) -> None:
-    """Moments are those of what experts see; a model that is not changed does not diverge, a damaged one does."""
+def test_moments_and_divergence_of_a_model() -> None:
+    """Moments are those of what experts see; a model hardly changed hardly diverges, a damaged one does."""
     from benchmarks.peers import quality
     from moepack.pack.spec import Version
 
     example = ROOT / "examples" / "mini-qwen3-moe"
     text = [str(ROOT / "examples" / "text" / "evaluation.jsonl")]
-    identity = quality.Encoding("us", "same", 16.0, lambda w, m: w.clone(), 1)
-    halved = quality.Encoding("us", "half", 16.0, lambda w, m: w / 2, 1)
-    rounded = quality.Encoding("us", "w4", 4.375, lambda w, m: quality._ours(Version.of("w4", 64), w, m), 1)
-    wide = quality.Encoding("llama.cpp", "Q4_K", 4.5, lambda w, m: w, 256)
-    rows = {
-        r["encoding"]: r for r in quality.of_model(example, text, text, (6, 3), [identity.__class__(
-            "us", "nearly", 16.0, lambda w, m: w * (1 + 1e-4), 1), halved, rounded, wide])
-    }  # fmt: skip
+
+    def encoding(name: str, values: quality.Values, block: int = 1) -> quality.Encoding:
+        return quality.Encoding("one", name, 16.0, values, block)
+
+    version = Version.of("w4", 64)
+    every = [
+        encoding("nearly", lambda w, m: w * (1 + 1e-4)),
+        encoding("half", lambda w, m: w / 2),
+        encoding("w4", lambda w, m: quality._ours(version, w, m)),
+        encoding("wide", lambda w, m: w, block=256),
+    ]
+    rows = {r["encoding"]: r for r in quality.of_model(example, text, text, (6, 3), every)}
     assert list(rows) == ["nearly", "half", "w4"]  # rows of 128 are no whole blocks of 256
     assert np.isclose(rows["half"]["error"], 0.25, rtol=1e-4) and rows["half"]["KL, mnat"] > 100
     assert np.isclose(rows["nearly"]["error"], 1e-8, rtol=0.05) and abs(rows["nearly"]["KL, mnat"]) < 0.01

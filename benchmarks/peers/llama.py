@@ -231,7 +231,9 @@ def quantised(path: str, out: str, encoding: str) -> float:
 def versions() -> dict[str, str]:
     """What this side is."""
     llama = importlib.import_module("llama_cpp")
-    return {"llama-cpp-python": llama.__version__, "llama.cpp": llama.llama_print_system_info().decode().strip()}
+    told = [part.partition("=") for part in llama.llama_print_system_info().decode().replace(":", "|").split("|")]
+    flags = ", ".join(name.strip() for name, _, value in told if value.strip() == "1")
+    return {"llama-cpp-python": llama.__version__, "llama.cpp, compiled for": flags}
 
 
 if __name__ == "__main__":

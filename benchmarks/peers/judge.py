@@ -1,0 +1,60 @@
+"""What the comparison is held to: rows in, targets out. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import Target
+
+_AMBITION = 1.2
+# moepack's encoding, and the one of llama.cpp that has at least as many bits, whose divergence it is held to.
+EQUAL_BITS = (("w8", "Q8_0"), ("w4", "Q4_K"), ("w4", "IQ4_NL"), ("w3", "Q3_K"), ("w3", "IQ3_S"), ("w2", "Q2_K"))
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    """The targets, of rows that each say their part."""
+    return [*_layers(rows), *_models(rows), *_quality(rows)]
+
+
+def _layers(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    out = []
+    for row in rows:
+        if row["part"] == "layers" and "llama.cpp's best over ours" in row and row["tokens"] <= 16:
+            name = f"{row['shape']}, {row['side']}, {row['tokens']} tokens, {row['threads']} threads: llama.cpp's best"
+            out.append(Target(f"{name} over ours", row["llama.cpp's best over ours"], 1.0, "higher"))
+    return out
+
+
+def _models(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    """Of rows with BF16 beside the experts each is held to one; as served, the best of moepack's beside a mix."""
+    best: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["part"] != "models" or "decode over llama.cpp's best" not in row:
+            continue
+        version = row["side"].partition(",")[0]
+        name = f"{version}, {row['rest']} beside the experts" if row["rest"] == "BF16" else f"{version}, as served"
+        rates = best.setdefault(f"{name}, {row['threads']} threads", {})
+        for what in ("decode", "prefill"):
+            rates[what] = max(rates.get(what, 0.0), row[f"{what} over llama.cpp's best"])
+    out = []
+    for name, rates in best.items():
+        out.append(Target(f"{name}: decode over llama.cpp's best", rates["decode"], 1.0, "higher"))
+        out.append(Target(f"{name}: the same, ambition", rates["decode"], _AMBITION, "higher"))
+        out.append(Target(f"{name}: prefill over llama.cpp's best", rates["prefill"], 1.0, "higher"))
+    return out
+
+
+def _quality(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    out = []
+    found = {(r["model"], r["encoding"]): r for r in rows if r["part"] == "quality"}
+    for model in dict.fromkeys(m for m, _ in found):
+        for ours, theirs in EQUAL_BITS:
+            mine, other = found.get((model, ours)), found.get((model, theirs))
+            if mine is None or other is None:
+                continue
+            for what in ("error", "KL, mnat"):
+                if what in mine:
+                    name = f"{model}: {what.partition(',')[0]} of {ours} over {theirs}'s"
+                    out.append(Target(name, mine[what] / other[what], 1.0, "lower"))
+    return out

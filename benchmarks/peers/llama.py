@@ -1,0 +1,244 @@
+"""The llama.cpp side: a layer's experts, whole models, files of its own format. Runs in an environment that has
+llama-cpp-python, gguf and NumPy, and not torch; what it is asked comes from the benchmark's process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .ggml import Bytes, Experts, Ggml, bf16
+from .ggml_types import TYPES, GgmlType
+from .gguf_layout import GgufTensor, metadata, tensors
+from .worker import answer, threads
+
+CONTEXT, PROMPT = 1024, 512
+_SLICE = 1 << 24  # weights that are float32 at a time
+_g = Ggml()
+_layers: dict[str, tuple[Experts, int]] = {}
+_models: dict[str, tuple[Any, Any]] = {}
+_packed: dict[str, list[Bytes]] = {}
+
+
+def open_layer(key: str, encoding: str, sizes: Sequence[int], pool: int, repacked: bool) -> dict[str, float]:
+    """Hold a layer's experts: `sizes` are hidden, intermediate and top_k; at least `pool` bytes and experts[3]."""
+    kind, (hidden, inner, top_k, least) = TYPES[encoding], sizes
+    one = _one_expert(kind, hidden, inner)
+    size = sum(part.nbytes for part in one)
+    count = max(least, -(-pool // size))
+    _layers[key] = Experts(_g, kind, (hidden, inner, count, top_k), one, repacked), count
+    return {"bytes": size, "bits": kind.bits, "experts": count}
+
+
+def _one_expert(kind: GgmlType, hidden: int, inner: int) -> list[Bytes]:
+    name = f"{kind.name} {hidden} {inner}"
+    if name not in _packed:
+        _packed.clear()
+        rng = np.random.default_rng(0)
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        drawn = [rng.standard_normal(shape, np.float32) * np.float32(0.02) for shape in shapes]
+        _packed[name] = list(_spread(kind, drawn))
+    return _packed[name]
+
+
+def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iterator[Bytes]:
+    """Matrices in a type, row slices on all threads."""
+    for matrix in matrices:
+        if kind.name == "BF16":
+            yield bf16(matrix).view(np.uint8)
+            continue
+        with ThreadPoolExecutor(threads()) as workers:
+            parts = np.array_split(matrix, max(1, min(len(matrix), 4 * threads())))
+            yield np.concatenate(list(workers.map(lambda part: _g.quantise(part, kind), parts)))
+
+
+def run_layer(key: str, index: list[list[int]], step: int, first: int, passes: int, warm: int) -> list[float]:
+    """Seconds of each of so many passes after `warm` others; pass i takes the experts `index` + i * `step`."""
+    experts, count = _layers[key]
+    ids = np.array(index, np.int32)
+    x = np.random.default_rng(1).standard_normal((len(ids), experts._hidden), np.float32)
+    times = [experts.run((ids + i * step) % count, x, threads())[0] for i in range(first, first + warm + passes)]
+    return times[warm:]
+
+
+def close_layer(key: str) -> None:
+    """Give its memory back."""
+    _layers.pop(key)[0].close()
+
+
+def dump_expert(encoding: str, hidden: int, inner: int, path: str) -> list[int]:
+    """Write one expert's gate, up and down one after the other, for a side that reads ggml's types; their bytes."""
+    parts = _one_expert(TYPES[encoding], hidden, inner)
+    Path(path).write_bytes(b"".join(part.tobytes() for part in parts))
+    return [part.nbytes for part in parts]
+
+
+class Checkpoint:
+    """BF16 tensors of a safetensors checkpoint, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._where: dict[str, tuple[Path, int, int, list[int]]] = {}
+        for file in sorted(path.glob("*.safetensors")):
+            with file.open("rb") as f:
+                size = int.from_bytes(f.read(8), "little")
+                header = json.loads(f.read(size))
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                if entry["dtype"] != "BF16":
+                    raise ValueError(f"{file}: {name} is {entry['dtype']}, not BF16")
+                first, last = entry["data_offsets"]
+                self._where[name] = (file, 8 + size + first, last - first, entry["shape"])
+
+    def bits(self, name: str) -> npt.NDArray[np.uint16]:
+        """A tensor as its bits."""
+        file, start, size, shape = self._where[name]
+        return np.memmap(file, np.uint16, "r", start, (size // 2,)).reshape(shape)
+
+
+def _floats(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _data(tensor: GgufTensor, checkpoint: Checkpoint, kinds: int) -> Bytes | npt.NDArray[np.float32]:
+    """What the file has of a tensor. Stacked experts repeat after `kinds`: each is converted once."""
+    kind, distinct = TYPES[tensor.type], tensor.sources[: min(kinds, len(tensor.sources))]
+    made: list[Any] = []
+    for source in distinct:
+        bits = checkpoint.bits(source)
+        if kind.name == "BF16":
+            made.append(np.ascontiguousarray(bits).view(np.uint8))
+        elif kind.name == "F32":
+            made.append(_floats(bits))
+        else:
+            step = max(1, _SLICE // bits.shape[1])
+            parts = [bits[i : i + step] for i in range(0, len(bits), step)]
+            made.append(np.concatenate([next(_spread(kind, [_floats(p)])) for p in parts]))
+    if len(tensor.sources) == 1:
+        one: Bytes | npt.NDArray[np.float32] = made[0]
+        return one
+    stacked = np.stack(made)
+    return np.concatenate([stacked] * -(-len(tensor.sources) // len(made)))[: len(tensor.sources)]
+
+
+def write_gguf(checkpoint: str, out: str, mix: str, kinds: int) -> int:
+    """Write a checkpoint as GGUF, the experts of a layer repeating after `kinds`; the file's bytes."""
+    gguf = importlib.import_module("gguf")
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    opened, plan = Checkpoint(Path(checkpoint)), tensors(config, mix)
+    part = f"{out}.{os.getpid()}"
+    writer = gguf.GGUFWriter(part, "qwen3moe")
+    for key, value in metadata(config, CONTEXT).items():
+        put = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        (writer.add_string if isinstance(value, str) else put)(key, value)
+    for t in plan:
+        kind = TYPES[t.type]
+        raw = None if kind.name == "F32" else gguf.GGMLQuantizationType(kind.number)
+        shape, dtype = (t.shape, np.dtype(np.float32)) if raw is None else (t.byte_shape, np.dtype(np.uint8))
+        size = int(np.prod(t.byte_shape)) if raw is not None else 4 * int(np.prod(t.shape))
+        writer.add_tensor_info(t.name, shape, dtype, size, raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for t in plan:
+        writer.write_tensor_data(_data(t, opened, kinds))
+    writer.close()
+    Path(part).replace(out)
+    return Path(out).stat().st_size
+
+
+def open_model(key: str, path: str, repacked: bool) -> dict[str, float]:
+    """Load a GGUF file, its weights repacked or as they stand."""
+    llama = importlib.import_module("llama_cpp")
+    llama.llama_backend_init()
+    asked = llama.llama_model_default_params()
+    asked.use_extra_bufts, asked.n_gpu_layers = repacked, 0
+    model = llama.llama_model_load_from_file(path.encode(), asked)
+    if not model:
+        raise ValueError(f"llama.cpp does not load {path}")
+    wanted = llama.llama_context_default_params()
+    wanted.n_ctx, wanted.n_batch, wanted.n_ubatch = CONTEXT, PROMPT, PROMPT
+    wanted.n_threads = wanted.n_threads_batch = threads()
+    context = llama.llama_init_from_model(model, wanted)
+    if not context:
+        llama.llama_model_free(model)
+        raise ValueError(f"llama.cpp makes no context for {path}")
+    _models[key] = model, context
+    return {"bytes": float(llama.llama_model_size(model))}
+
+
+def run_model(key: str, prompt: list[int], steps: int) -> dict[str, Any]:
+    """Seconds of a prompt's pass, and of each token after it; and the prompt's last logits' first few."""
+    llama = importlib.import_module("llama_cpp")
+    context = _models[key][1]
+    llama.llama_memory_clear(llama.llama_get_memory(context), True)
+
+    def decode(ids: list[int]) -> float:
+        array = (llama.llama_token * len(ids))(*ids)
+        began = time.perf_counter()
+        status = llama.llama_decode(context, llama.llama_batch_get_one(array, len(ids)))
+        llama.llama_synchronize(context)
+        seconds = time.perf_counter() - began
+        if status:
+            raise RuntimeError(f"llama_decode ended with status {status}")
+        return seconds
+
+    prefill = decode(prompt)
+    logits = list(llama.llama_get_logits_ith(context, -1)[:64])
+    return {"prefill": prefill, "decode": [decode([prompt[i % len(prompt)]]) for i in range(steps)], "logits": logits}
+
+
+def close_model(key: str) -> None:
+    """Give its memory back."""
+    llama = importlib.import_module("llama_cpp")
+    model, context = _models.pop(key)
+    llama.llama_free(context)
+    llama.llama_model_free(model)
+
+
+def quantised(path: str, out: str, encoding: str) -> float:
+    """Quantise and dequantise experts by importance.
+
+    Args:
+        path: .npz of weight float32 [experts, rows, cols] and importance float32 [experts, cols].
+        out: .npy of the values that come back, float32.
+        encoding: the type.
+
+    Returns:
+        bits a weight.
+    """
+    kind, given = TYPES[encoding], np.load(path)
+    weight, importance = given["weight"], given["importance"]
+
+    def one(e: int) -> npt.NDArray[np.float32]:
+        packed = _g.quantise(weight[e], kind, importance[e])
+        return _g.dequantise(packed, kind, weight.shape[-1])
+
+    with ThreadPoolExecutor(threads()) as workers:
+        np.save(out, np.stack(list(workers.map(one, range(len(weight))))))
+    return kind.bits
+
+
+def versions() -> dict[str, str]:
+    """What this side is."""
+    llama = importlib.import_module("llama_cpp")
+    told = [part.partition("=") for part in llama.llama_print_system_info().decode().replace(":", "|").split("|")]
+    flags = ", ".join(name.strip() for name, _, value in told if value.strip() == "1")
+    return {"llama-cpp-python": llama.__version__, "llama.cpp, compiled for": flags}
+
+
+if __name__ == "__main__":
+    calls = (
+        open_layer, run_layer, close_layer, dump_expert, write_gguf, open_model, run_model, close_model, quantised,
+        versions,
+    )  # fmt: skip
+    answer({f.__name__: f for f in calls})

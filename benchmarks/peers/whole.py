@@ -1,0 +1,111 @@
+"""A whole model on both sides: tokens a second of decoding and of a prompt. Alternates; judges nothing."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .generated import gguf_file
+from .layers import lower_quartile
+from .worker import PeerError, Worker
+
+PROMPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is compared with what.
+
+    Attributes:
+        rest: the matrices beside experts: "BF16" on both sides, or "as served": as each side's user would have them.
+        ours: (version, dense) of the bundle; dense None leaves the rest as the checkpoint has it.
+        theirs: the mix of the GGUF file.
+    """
+
+    rest: str
+    ours: tuple[tuple[str, str | None], ...]
+    theirs: str
+
+
+MATCHES = (
+    Match("BF16", (("bf16", None),), "BF16"),
+    Match("BF16", (("w4", None),), "Q4_K experts"),
+    Match("BF16", (("w2", None),), "Q2_K experts"),
+    Match("as served", (("w4", "w8"), ("w4", "w4"), ("w4", None)), "Q4_K_M"),
+    Match("as served", (("w2", "w8"), ("w2", "w4"), ("w2", None)), "Q2_K"),
+)
+
+
+def measure(
+    workers: dict[str, Worker], bundle: Path, home: Path, match: Match, steps: int, seconds: float, threads: int
+) -> list[dict[str, Any]]:
+    """Rows of one match, a side each; a side that cannot be measured says why.
+
+    Args:
+        workers: the sides' processes.
+        bundle: moepack's.
+        home: the directory of the GGUF files.
+        match: what is compared.
+        steps: tokens that are decoded after each prompt.
+        seconds: that the rounds may take, about.
+        threads: the workers'.
+    """
+    rows: list[dict[str, Any]] = []
+    opened: dict[str, tuple[Worker, bool]] = {}
+    asked: list[tuple[str, Worker, dict[str, Any]]] = []
+    for version, dense in match.ours:
+        name = f"moepack {version}" + (f", dense {dense}" if dense else "")
+        asked.append((name, workers["moepack"], {"bundle": str(bundle), "version": version, "dense": dense}))
+    if "llama.cpp" in workers:
+        for layout in ("plain",) if match.theirs == "BF16" else ("repacked", "plain"):
+            more = {"path": str(gguf_file(home, match.theirs)), "repacked": layout == "repacked"}
+            asked.append((f"llama.cpp {match.theirs} {layout}", workers["llama.cpp"], more))
+    try:
+        for name, worker, arguments in asked:
+            try:
+                worker.call("open_model", key=name, **arguments)
+                opened[name] = worker, name.startswith("moepack")
+            except PeerError as error:
+                rows.append({"rest": match.rest, "threads": threads, "side": name, "not measured": str(error)})
+        if any(ours for _, ours in opened.values()):
+            rows += _rates(opened, match, steps, seconds, threads)
+    finally:
+        for name, (worker, _) in opened.items():
+            with suppress(PeerError):
+                worker.call("close_model", key=name)
+    return rows
+
+
+def _rates(
+    opened: dict[str, tuple[Worker, bool]], match: Match, steps: int, seconds: float, threads: int
+) -> list[dict[str, Any]]:
+    prompt = [(37 * i + 11) % 4000 for i in range(PROMPT)]
+    prefill: dict[str, list[float]] = {name: [] for name in opened}
+    decode: dict[str, list[float]] = {name: [] for name in opened}
+    began, turns = time.monotonic(), 0
+    while turns < 3 or (time.monotonic() - began < seconds and turns < 12):
+        for name, (worker, _) in opened.items():
+            got = worker.call("run_model", key=name, prompt=prompt, steps=steps)
+            if turns:
+                prefill[name].append(got["prefill"])
+                decode[name] += got["decode"]
+        turns += 1
+    rates = {
+        name: {
+            "decode tokens/s": 1 / lower_quartile(decode[name]),
+            "prefill tokens/s": PROMPT / lower_quartile(prefill[name]),
+        }
+        for name in opened
+    }
+    rows: list[dict[str, Any]] = []
+    for name, (_, ours) in opened.items():
+        rows.append({"rest": match.rest, "threads": threads, "side": name, **rates[name]})
+        theirs = [rates[other] for other, (_, mine) in opened.items() if not mine]
+        if ours and theirs:
+            for what in rates[name]:
+                best = max(rate[what] for rate in theirs)
+                rows[-1][f"{what.split()[0]} over llama.cpp's best"] = rates[name][what] / best
+    return rows

@@ -57,8 +57,8 @@ def open_layer(key: str, version: str, group_size: int, sizes: Sequence[int], po
     hidden, inner, least = sizes
     matrices = (Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner))
     kind = Version.of(version, group_size)
-    size = Pool(matrices, kind, 1).size
-    made = Layer(matrices, Pool(matrices, kind, max(least, -(-pool // size))))
+    size = Pool(matrices, kind, 1, "huge").size
+    made = Layer(matrices, Pool(matrices, kind, max(least, -(-pool // size)), "huge"))
     _layers[key] = made
     return {"bytes": size, "bits": 8 * size / sum(m.weights for m in matrices), "experts": len(made.pool)}
 

@@ -63,6 +63,8 @@ def attach(
             "give device= and device_memory= instead"
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
+    if device_memory is not None and devices[0].type == "cpu":
+        glibc.own(model)  # before matrices move to where kernels read them
     serve_dense(model, bundle, dense, compiled)
     if bound is not None:
         read = dense_read(dense_bytes(model), model.config)
@@ -108,7 +110,6 @@ def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None
     """Let the model's passes read the experts, and watch them."""
     backends.prepare(model.dtype, (*serving.layers[0].of.versions, *dense), serving.layers[0].of.device)
     if serving.budget_bytes is not None and serving.layers[0].of.device.type == "cpu":
-        glibc.own(model)
         glibc.bound()
         glibc.trim()
     log.info("%s", serving.fixed)

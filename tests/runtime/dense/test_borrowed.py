@@ -146,3 +146,13 @@ def test_a_served_model_decodes_as_without_kernels(bundle: Path, monkeypatch: py
 def test_attention_modules_keep_their_code(bundle: Path) -> None:
     model = moepack.load(bundle, policy="static:bf16")
     assert serve_attention(model) == {}, "once is enough"
+
+
+def test_a_budget_leaves_matrices_where_kernels_read_them(bundle: Path) -> None:
+    """Weights are copied out of their files before they move into huge pages, not after."""
+    with moepack.load(bundle, policy="static:w4", device_memory=64_000_000, dtype=torch.bfloat16).moepack as serving:
+        assert serving.budget_bytes == 64_000_000
+    model = moepack.load(bundle, policy="hotness", device_memory=64_000_000, dtype=torch.bfloat16)
+    served = [m.forward for m in model.modules() if type(m.__dict__.get("forward")).__name__ == "Served"]
+    assert served and all(s._module.weight.data_ptr() == s._at for s in served)
+    model.moepack.close()

@@ -127,7 +127,9 @@ class MoepackQuantizer(HfQuantizer):
         named = asked.get().experts
         for other in set(named.values() if isinstance(named, Mapping) else [named]) - {None, IMPLEMENTATION}:
             raise InputError(f"experts_implementation={other!r}: a bundle's experts are run by moepack's own")
-        bundle = self._bundle = _bundle_of(model, checkpoint_files, self._policy(), self._budget() is not None)
+        bundle = self._bundle = _bundle_of(
+            model, checkpoint_files, self._policy(), self._budget() is not None, self._dense_name()
+        )
         if policy := self._policy():
             check_policy(policy, bundle, self._budget() is not None)
         bundle.check(*bundle.manifest.files)
@@ -187,7 +189,7 @@ class MoepackQuantizer(HfQuantizer):
             raise InputError(f"{DEVICE_MEMORY}: {error}") from None
 
 
-def _bundle_of(model: Any, checkpoint_files: Any, policy: str | None, in_budget: bool) -> Bundle:
+def _bundle_of(model: Any, checkpoint_files: Any, policy: str | None, in_budget: bool, dense: str | None) -> Bundle:
     """The bundle that transformers is loading from: a directory, or a Hub snapshot that is completed by what a policy
     needs."""
     if not checkpoint_files:
@@ -195,7 +197,7 @@ def _bundle_of(model: Any, checkpoint_files: Any, policy: str | None, in_budget:
     root = Path(checkpoint_files[0]).parent
     name = model.config._name_or_path
     commit = None if Path(name).is_dir() else extract_commit_hash(checkpoint_files[0], None)
-    return open_bundle(root) if commit is None else fetch(name, commit, policy, in_budget, asked.get().hub)
+    return open_bundle(root) if commit is None else fetch(name, commit, policy, in_budget, asked.get().hub, dense)
 
 
 def _no_bundle() -> InputError:

@@ -14,10 +14,13 @@ from moepack.pack.hub_files import fetch_files
 from moepack.pack.manifest import MANIFEST, MAX_BYTES, Manifest, parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
+from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.planning.choice import versions_of
 
 
-def fetch(name: str, commit: str, policy: str | None, in_budget: bool, options: Mapping[str, Any]) -> Bundle:
+def fetch(
+    name: str, commit: str, policy: str | None, in_budget: bool, options: Mapping[str, Any], dense: str | None = None
+) -> Bundle:
     """Complete the snapshot of a bundle by what a policy needs, and open it.
 
     Versions that a download left unfinished count as absent. Where nothing may be fetched, those that are here are all
@@ -29,6 +32,7 @@ def fetch(name: str, commit: str, policy: str | None, in_budget: bool, options: 
         policy: as of `moepack.load`.
         in_budget: whether there is a memory budget.
         options: token, cache_dir, local_files_only and force_download, as huggingface_hub takes them.
+        dense: as of `moepack.load`.
 
     Raises:
         InputError: for a repository that is no bundle, or a policy that does not fit it.
@@ -63,8 +67,8 @@ def fetch(name: str, commit: str, policy: str | None, in_budget: bool, options: 
     sizes = {n: e.size for n, e in manifest.files.items()}
     for version in versions_of(policy, could, in_budget):
         sizes |= _sizes(manifest, version)
-    for dense in could.dense_versions[:1]:
-        sizes |= {n: manifest.expert_files[n].size for n in manifest.dense_files(dense.name)}
+    for version in {v.name for v in choose_dense(dense, could, policy)}:
+        sizes |= {n: manifest.expert_files[n].size for n in manifest.dense_files(version)}
     fetch_files(name, {n: size for n, size in sizes.items() if not (root / n).exists()}, commit, **options)
     return open_bundle(root, skip_partial=True)
 

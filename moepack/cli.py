@@ -343,6 +343,7 @@ def evaluate(
                 chat,
                 reporter,
                 dense,
+                max_tpot,
             )
     if as_json:
         _print_json((asdict(result) if result else {}) | ({"tasks": scores} if scores else {}))

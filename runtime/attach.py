@@ -67,7 +67,8 @@ def attach(
         glibc.own(model)  # before matrices move to where kernels read them
     serve_dense(model, bundle, dense, compiled)
     if bound is not None:
-        read = dense_read(dense_bytes(model), model.config)
+        kv = measure(bundle, model.config, model.dtype, devices[0], workload)[0].kv if workload.kv_tokens else None
+        read = dense_read(dense_bytes(model), model.config) + (kv.bytes(workload.kv_tokens) if kv else 0)
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
     replaced: dict[str, int] = {}

@@ -37,7 +37,7 @@ def load(
     host_rate: int | str | None = None,
     host_threads: int | None = None,
     dense: str | None = None,
-    max_tpot: str | float | None = None,
+    max_tpot: str | int | None = None,
 ) -> Any:
     """Load a bundle as a transformers causal language model.
 
@@ -75,7 +75,7 @@ def load(
         dense: the version of the matrices outside the experts (attention, shared experts, lm_head), where the bundle
             has versions of them: `w8`, `bf16`, or `allocation`, which the manifest names. Without it the most precise
             that is here, and with the policy `static:allocation` what that names.
-        max_tpot: the most that decoding a token may take: `50ms`, seconds, or bytes that it reads, as `2GB`. Versions
+        max_tpot: the most that decoding a token may take: `50ms`, or bytes that it reads, as `2GB`. Versions
             with which the worst token would take longer are not served, by any policy.
 
     Raises:

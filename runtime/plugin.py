@@ -77,7 +77,7 @@ class MoepackConfig(QuantizationConfigMixin):
         host_rate: int | str | None = None,
         host_threads: int | None = None,
         dense: str | None = None,
-        max_tpot: str | float | None = None,
+        max_tpot: str | int | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # its enum lists transformers' own methods
@@ -133,7 +133,7 @@ class MoepackQuantizer(HfQuantizer):
         if policy := self._policy():
             check_policy(policy, bundle, self._budget() is not None)
         bundle.check(*bundle.manifest.files)
-        self._dense = choose_dense(self._dense_name(), bundle, self._policy())
+        self._dense = choose_dense(self._dense_name(bundle), bundle, self._policy())
         prepare(model, bundle, self._dense)
         for layer in bundle.layers:
             try:
@@ -174,9 +174,11 @@ class MoepackQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         return config.policy or os.environ.get(POLICY) or None
 
-    def _dense_name(self) -> str | None:
+    def _dense_name(self, bundle: Bundle | None = None) -> str | None:
+        """What was asked for; the environment's is for bundles that have dense versions."""
         config: Any = self.quantization_config
-        return config.dense or os.environ.get(DENSE) or None
+        wanted = os.environ.get(DENSE) if bundle is None or bundle.manifest.dense else None
+        return config.dense or wanted or None
 
     def _budget(self) -> int | None:
         config: Any = self.quantization_config

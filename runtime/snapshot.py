@@ -67,7 +67,7 @@ def fetch(
     sizes = {n: e.size for n, e in manifest.files.items()}
     for version in versions_of(policy, could, in_budget):
         sizes |= _sizes(manifest, version)
-    for version in {v.name for v in choose_dense(dense, could, policy)}:
+    for version in {v.name for v in choose_dense(dense if manifest.dense else None, could, policy)}:
         sizes |= {n: manifest.expert_files[n].size for n in manifest.dense_files(version)}
     fetch_files(name, {n: size for n, size in sizes.items() if not (root / n).exists()}, commit, **options)
     return open_bundle(root, skip_partial=True)

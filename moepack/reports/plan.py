@@ -108,7 +108,7 @@ def plan(
     prefill_tokens: int = 512,
     all_logits: bool = True,
     dense: str | None = None,
-    max_tpot: str | float | None = None,
+    max_tpot: str | int | None = None,
 ) -> Planned:
     """Foretell what `moepack.load` with these arguments would serve.
 

@@ -26,13 +26,14 @@ def run_tasks(
     chat: bool = False,
     reporter: Reporter | None = None,
     dense: str | None = None,
+    max_tpot: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Score a bundle or a checkpoint.
 
     Args:
         path: its directory, or its Hub id.
         tasks: names, as `lm_eval --tasks` takes them.
-        policy, device, dtype, device_memory, dense: as of `evaluate`.
+        policy, device, dtype, device_memory, dense, max_tpot: as of `evaluate`.
         length: tokens of a question with its answer, at the most; a budget leaves room for them.
         batch: questions at a time.
         shots: examples before each; without it, what the task says.
@@ -67,8 +68,7 @@ def run_tasks(
         reporter.stage("load", 1)
         reporter.step(Path(path).name)
         room: dict[str, Any] = {"kv_tokens": length, "batch": batch, "prefill_tokens": length, "all_logits": True}
-        if not is_bundle:
-            room = {}
+        room = room | {"max_tpot": max_tpot} if is_bundle else {"max_tpot": max_tpot}
         model = load_model(source, is_bundle, policy, device, dtype, device_memory, dense, **room)
         reporter.stage("tasks", len(tasks))
         reporter.step(", ".join(tasks))

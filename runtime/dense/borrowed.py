@@ -7,6 +7,7 @@ the one that was asked for. A module whose code does not read these names, or wh
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.affine_native import Dense, DenseMatrix, attend, dense, plain_form
 
-from .linears import FEW
+from .linears import FEW, learns
 
 ROWS = 16  # random tokens that a router is tried on
 CLOSE = 2.0**-6  # of the greatest number, that results may be apart
@@ -47,7 +48,15 @@ def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
     function = type(module).forward
     if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
         return None
+    if isinstance(function.__globals__.get(name), _Names | _Registry):
+        return None  # done
     return function if name in function.__code__.co_names else None
+
+
+def _in_place_of(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """A class with that forward; otherwise `kind`, by its name too."""
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {**names, "forward": forward})
 
 
 def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
@@ -65,23 +74,26 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
                 continue
             if weight.dtype != torch.bfloat16 or weight.dim() != 2 or not weight.is_contiguous():
                 continue
-            shim = _Names(function.__globals__["F"], linear=_router_linear(module))
-            own = types.MethodType(_with_name(function, "F", shim), module)
+            shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach()))
+            own, kind = _with_name(function, "F", shim), type(module)
             if _agree(module, own):
-                module.forward = own
-                done[type(module).__name__] = done.get(type(module).__name__, 0) + 1
+                module.__class__ = _in_place_of(kind, own)
+                done[kind.__name__] = done.get(kind.__name__, 0) + 1
     return done
 
 
-def _router_linear(module: Any) -> Callable[..., Tensor]:
-    rows, cols = module.weight.shape
-    of = Dense([DenseMatrix(plain_form(), rows, cols, module.weight.detach())])
-    at = module.weight.data_ptr()
+def _router_linear(weight: Tensor) -> Callable[..., Tensor]:
+    rows, cols = weight.shape
+    of, at = Dense([DenseMatrix(plain_form(), rows, cols, weight)]), weight.data_ptr()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         few = x.dtype == torch.bfloat16 and 0 < x.numel() <= FEW * x.shape[-1]
-        plain = torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
-        if few and not plain and bias is None and weight is module.weight and weight.data_ptr() == at:
+        if (
+            few
+            and bias is None
+            and weight.data_ptr() == at
+            and not (torch.compiler.is_compiling() or learns(x, weight))
+        ):
             return dense(of, x)[0]
         return nn.functional.linear(x, weight, bias)
 
@@ -94,18 +106,15 @@ def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
     x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     try:
         with torch.no_grad():
-            wanted, got = type(module).forward(module, x), own(x)
-    except (TypeError, RuntimeError, ValueError):
+            wanted, got = module(x), own(module, x)
+    except Exception:  # whatever a family's code raises: then it stays
         return False
     wanted, got = (found if isinstance(found, tuple) else (found,) for found in (wanted, got))
-    if len(wanted) != len(got):
+    pairs = [(a, b) for a, b in zip(wanted, got, strict=False) if isinstance(a, Tensor)]
+    if len(wanted) != len(got) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
         return False
-    for a, b in zip(wanted, got, strict=True):
-        if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-            return False
-    floats = [(a, b) for a, b in zip(wanted, got, strict=True) if a.is_floating_point()]
-    a, b = floats[0]
-    return bool((a - b).abs().max() <= CLOSE * a.abs().max())
+    first = next(((a, b) for a, b in pairs if a.is_floating_point()), None)
+    return first is not None and bool((first[0] - first[1]).abs().max() <= CLOSE * first[0].abs().max())
 
 
 class _Registry:
@@ -151,7 +160,7 @@ def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
                 and query.dtype == key.dtype == value.dtype == torch.bfloat16
                 and query.device.type == "cpu"
                 and not torch.compiler.is_compiling()
-                and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
+                and not learns(query, key, value)
                 and not any(kwargs.get(name) is not None for name in SPECIAL)
                 and query.shape[1] % key.shape[1] == 0
                 and query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -167,14 +176,20 @@ def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
 SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # what the kernel does not do
 
 
+@functools.cache
+def _attention(kind: type[nn.Module]) -> type[nn.Module]:
+    function: Any = kind.forward
+    return _in_place_of(kind, _with_name(function, REGISTRY, _Registry(function.__globals__[REGISTRY])))
+
+
 def serve_attention(model: nn.Module) -> dict[str, int]:
     """Let the kernel do the attention of single new tokens; returns how many modules of each class."""
     done: dict[str, int] = {}
     for module in model.modules():
         function = _reads(module, REGISTRY)
-        if function is None or REGISTRY not in function.__globals__:
+        kind: Any = type(module)
+        if function is None or not hasattr(function.__globals__.get(REGISTRY), "get_interface"):
             continue
-        registry = _Registry(function.__globals__[REGISTRY])
-        module.forward = types.MethodType(_with_name(function, REGISTRY, registry), module)
-        done[type(module).__name__] = done.get(type(module).__name__, 0) + 1
+        module.__class__ = _attention(kind)
+        done[kind.__name__] = done.get(kind.__name__, 0) + 1
     return done

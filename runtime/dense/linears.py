@@ -90,14 +90,17 @@ class Group:
         self._kept = threading.local()
         self._misses = 0
 
+    def __deepcopy__(self, memo: object) -> Group:
+        return self
+
     def run(self, which: int, x: Tensor) -> Tensor:
         """What one of the maps makes of x [..., cols], float32 or bfloat16."""
         kept = self._kept
         if self._size > 1:
             made = kept.__dict__.pop("made", None)
             if made is not None:
-                of, changes, results = made
-                if of is x and changes == _changes(x) and which in results:
+                of, state, results = made
+                if of is x and which in results and _unchanged(x, state):
                     out: Tensor = results.pop(which)
                     if results:
                         kept.made = made
@@ -111,34 +114,58 @@ class Group:
         found = dict(zip(asked, self._products(x.detach(), asked), strict=True))
         out = found.pop(which)
         if found:
-            kept.made = x, _changes(x), found
+            kept.made = x, x.clone() if x.is_inference() else x._version, found
         return out
 
 
-def _changes(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+def _unchanged(x: Tensor, state: Tensor | int) -> bool:
+    """Whether a tensor is what it was; those of inference mode do not count their changes, and are compared."""
+    return torch.equal(x, state) if isinstance(state, Tensor) else not x.is_inference() and x._version == state
 
 
-class Served:
-    """In place of a linear map's `forward`: the kernels' product where they make it sooner, else torch's."""
+class Place:
+    """Where the kernels find a linear map's weights; a copy of its module has none, and is torch's."""
 
     def __init__(self, module: nn.Linear, group: Group, which: int) -> None:
-        self._module, self._group, self._which = module, group, which
-        self._at = module.weight.data_ptr()
+        self.group, self.which = group, which
+        self.weight, self.bias = module.weight.data_ptr(), None if module.bias is None else module.bias.data_ptr()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def holds(self, module: nn.Linear) -> bool:
+        """Whether these are the module's weights still, and nobody put others there."""
+        bias = None if module.bias is None else module.bias.data_ptr()
+        return module.weight.data_ptr() == self.weight and bias == self.bias
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+class ServedLinear(nn.Linear):
+    """torch's linear map, multiplied by the kernels where they are sooner: BF16, few tokens, no gradients."""
+
+    _moepack_place: Place | None
+
+    def forward(self, input: Tensor) -> Tensor:
         """y = W x + b of x [..., cols]."""
-        module = self._module
+        place = self._moepack_place
         if (
-            torch.compiler.is_compiling()
-            or x.dtype != torch.bfloat16
-            or not 0 < x.numel() <= FEW * x.shape[-1]
-            or (x.requires_grad and torch.is_grad_enabled())
-            or x.device.type != "cpu"
-            or module.weight.data_ptr() != self._at  # somebody put other weights there
+            place is None
+            or torch.compiler.is_compiling()
+            or input.dtype != torch.bfloat16
+            or not 0 < input.numel() <= FEW * input.shape[-1]
+            or input.device.type != "cpu"
+            or learns(input, self.weight, self.bias)
+            or not place.holds(self)
         ):
-            return nn.functional.linear(x, module.weight, module.bias)
-        return self._group.run(self._which, x)
+            return nn.functional.linear(input, self.weight, self.bias)
+        return place.group.run(place.which, input)
+
+
+ServedLinear.__name__ = ServedLinear.__qualname__ = nn.Linear.__name__  # as it is printed
+
+
+def learns(*tensors: Tensor | None) -> bool:
+    """Whether a gradient will be asked of what is made of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> None:
@@ -191,8 +218,9 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
             module = model.get_submodule(name)
             if isinstance(module, PackedLinear):
                 module.group, module.which = group, which
-            elif isinstance(module, nn.Linear) and module.weight.data_ptr() == served[name].extent.data_ptr():
-                module.forward = Served(module, group, which)  # type: ignore[method-assign,assignment]
+            elif isinstance(module, nn.Linear):
+                module._moepack_place = Place(module, group, which)  # type: ignore[assignment]
+                module.__class__ = ServedLinear
 
 
 def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
@@ -241,7 +269,10 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
     dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.bfloat16
     try:
         with store.reading_ahead((v.name, DENSE, i) for i, v in enumerate(versions)):
-            for i, (name, extent) in enumerate(_room(shapes).items()):
+            rooms = _room({n: s for n, s in shapes.items() if s[1].is_lossless})
+            rooms |= _room({n: s for n, s in shapes.items() if not s[1].is_lossless})
+            for i, name in enumerate(shapes):
+                extent = rooms.pop(name)
                 matrix, version = shapes[name]
                 layer = ExpertLayer(described[i].layer or 0, name, 1, (matrix,))
                 copied = host.fetch(partial(store.dense, version.name, i), extent, layer, version)
@@ -257,6 +288,8 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
                     module.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
                     if bias is not None:
                         module.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
+                    if module.weight.data_ptr() != weight.data_ptr():
+                        continue  # in another dtype: nobody reads the extent any more
                 out[name] = Dense(matrix, version, extent)
     finally:
         host.close()

@@ -1,12 +1,15 @@
 """Normalisations of a served model's BF16 rows on a CPU by one kernel call, in place of eight of torch's operations.
 
-Which arithmetic a module does is not read from its name: each of the kernel's forms is run beside it on random rows
-when the model is loaded, and the one that agrees takes its place; where none does the module stays as it is.
+Which arithmetic a module does is not read from its name: each of the kernel's forms is run beside it on random rows and
+weights when the model is loaded, and the one that agrees takes its place; where none does the module stays as it is.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -14,34 +17,36 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.affine_native import norm
 
+from .linears import learns
+
 FORMS = (0, 1, 2)  # small.c
 ROWS = 64  # random rows that a form is tried on
 EQUAL = 0.998  # of their numbers that must be the same bits
 APART = 2  # units in the last place: one of the rounding before the weight, which the weight may double
 
 
-class Norm:
-    """In place of a normalisation's `forward`."""
+@functools.cache
+def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]:
+    """A class of normalisations whose forward is the kernel's where it can be; otherwise `kind`, by its name too."""
+    plain, added = kind.forward, ctypes.c_double(epsilon)
 
-    def __init__(self, module: nn.Module, form: int, epsilon: float) -> None:
-        self._module, self._form, self._epsilon = module, form, ctypes.c_double(epsilon)
-        self._plain = type(module).forward
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Of x [..., cols]."""
-        weight: Any = self._module.weight
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight
         if (
             torch.compiler.is_compiling()
             or x.dtype != torch.bfloat16
             or weight.dtype != torch.bfloat16
             or not x.is_contiguous()
             or not x.numel()
-            or (x.requires_grad and torch.is_grad_enabled())
             or x.device.type != "cpu"
+            or learns(x, weight)
         ):
-            plain: Tensor = self._plain(self._module, x)
-            return plain
-        return norm(x, weight, self._form, self._epsilon)
+            made: Tensor = plain(self, x)
+            return made
+        return norm(x, weight, form, added)
+
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {**names, "forward": forward})
 
 
 def serve_norms(model: nn.Module) -> dict[str, int]:
@@ -57,13 +62,22 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
             continue
         if "forward" in module.__dict__ or next(module.children(), None) is not None or weight.device.type != "cpu":
             continue
-        key = type(module), len(weight), epsilon
+        if not _takes_rows_alone(type(module)):
+            continue
+        kind: Any = type(module)
+        key = kind, len(weight), epsilon
         if key not in tried:
-            tried[key] = _form(module, weight, epsilon)
+            tried[key] = _form(module, epsilon)
         if (form := tried[key]) is not None:
-            module.forward = Norm(module, form, epsilon)
-            done[type(module).__name__] = done.get(type(module).__name__, 0) + 1
+            module.__class__ = _served(kind, form, epsilon)
+            done[kind.__name__] = done.get(kind.__name__, 0) + 1
     return done
+
+
+def _takes_rows_alone(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward has one argument: one that may be given more does more than normalise."""
+    kinds = [p.kind for p in inspect.signature(kind.forward).parameters.values()]
+    return kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -75,15 +89,19 @@ def _epsilon(module: nn.Module) -> float | None:
     return None
 
 
-def _form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
-    """The kernel's form that gives what the module does; None where none does."""
+def _form(module: nn.Module, epsilon: float) -> int | None:
+    """The kernel's form that gives what the module does; None where none does. Not on its own weights: of ones, as an
+    untrained module has, all forms are alike."""
     generator = torch.Generator().manual_seed(0)
-    spread = torch.logspace(-4, 4, ROWS)[:, None]
-    x = (torch.randn(ROWS, len(weight), generator=generator) * spread).bfloat16()
     try:
+        probe: Any = copy.deepcopy(module)
+        weight = torch.randn(len(probe.weight), generator=generator).bfloat16()
+        probe.weight.data = weight
+        spread = torch.logspace(-4, 4, ROWS)[:, None]
+        x = (torch.randn(ROWS, len(weight), generator=generator) * spread).bfloat16()
         with torch.no_grad():
-            wanted = module(x)
-    except (TypeError, RuntimeError):  # it takes more than rows
+            wanted = probe(x)
+    except Exception:  # whatever a family's code raises: then it stays
         return None
     if not isinstance(wanted, Tensor) or wanted.dtype != torch.bfloat16 or wanted.shape != x.shape:
         return None

@@ -45,23 +45,22 @@ class Bound:
     bytes: float = math.inf
 
 
-def parse_bound(text: str | float | None) -> Bound | None:
-    """`50ms`, `0.2s`, seconds as a number, or bytes a token such as `2GB`.
+def parse_bound(text: str | int | None) -> Bound | None:
+    """A time, `50ms`, `0.2s`, `800us`; or bytes a token, `2GB`, or a number of them.
 
     Raises:
         InputError: for what is none, or is not above 0.
     """
     if text is None:
         return None
-    if isinstance(text, int | float) and not isinstance(text, bool):
-        bound = Bound(f"{text} s", seconds=float(text))
-    elif found := re.fullmatch(r"([0-9.]+)\s*(ms|s)", str(text).strip().lower()):
-        try:
-            bound = Bound(str(text), seconds=float(found[1]) / (1000 if found[2] == "ms" else 1))
-        except ValueError:
-            raise InputError(f"max_tpot {text!r} is not a time such as 50ms, nor bytes a token such as 2GB") from None
-    else:
-        bound = Bound(str(text), bytes=float(parse_size(str(text)) or 0))
+    found = re.fullmatch(r"(\d*\.?\d+(?:e-?\d+)?)\s*(us|ms|s)", str(text).strip().lower())
+    try:
+        if found:
+            bound = Bound(str(text), seconds=float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]])
+        else:
+            bound = Bound(str(text), bytes=float(parse_size(text) or 0))
+    except (InputError, OverflowError):
+        raise InputError(f"max_tpot {text!r} is not a time such as 50ms, nor bytes a token such as 2GB") from None
     if not min(bound.seconds, bound.bytes) > 0:
         raise InputError(f"max_tpot {text!r} leaves no time at all")
     return bound

@@ -17,6 +17,7 @@ if backends.backend(torch.device("cpu")) != "native":
     pytest.skip("no compiled kernels", allow_module_level=True)
 
 from moepack.runtime.dense.borrowed import _one_token, serve_attention, serve_routers
+from moepack.runtime.dense.linears import ServedLinear
 from moepack.runtime.kernels import affine_native as native
 
 F = nn.functional
@@ -153,6 +154,6 @@ def test_a_budget_leaves_matrices_where_kernels_read_them(bundle: Path) -> None:
     with moepack.load(bundle, policy="static:w4", device_memory=64_000_000, dtype=torch.bfloat16).moepack as serving:
         assert serving.budget_bytes == 64_000_000
     model = moepack.load(bundle, policy="hotness", device_memory=64_000_000, dtype=torch.bfloat16)
-    served = [m.forward for m in model.modules() if type(m.__dict__.get("forward")).__name__ == "Served"]
-    assert served and all(s._module.weight.data_ptr() == s._at for s in served)
+    served = [m for m in model.modules() if isinstance(m, ServedLinear)]
+    assert served and all(m._moepack_place is not None and m._moepack_place.holds(m) for m in served)
     model.moepack.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -14,10 +17,11 @@ from moepack.pack.affine import encode_affine
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense import linears as module_under_test
 from moepack.runtime.dense.find import groups, linears
-from moepack.runtime.dense.linears import Dense, Group
+from moepack.runtime.dense.linears import Dense, Group, ServedLinear
 from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.experts import backends
 
+F = nn.functional
 pytestmark = pytest.mark.skipif(backends.backend(torch.device("cpu")) != "native", reason="no compiled kernels")
 
 
@@ -82,10 +86,20 @@ def test_bf16_matrices_move_and_multiply_as_torch_does(bias: bool, tokens: int) 
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     made = model(x)
     assert (made.float() - wanted(x.float())).abs().max() < 0.03 and made.dtype == torch.bfloat16
-    assert "forward" in model.q_proj.__dict__ and "forward" not in model.gate.__dict__
+    assert type(model.q_proj) is ServedLinear and type(model.gate) is nn.Linear
+    other = copy.deepcopy(model.o_proj)
+    assert torch.equal(
+        other(input=x.repeat(1, 1, 2)[..., :128]), F.linear(x.repeat(1, 1, 2)[..., :128], *other.parameters())
+    )
+    if bias:
+        model.q_proj.bias.data = torch.ones(128).bfloat16()
+        assert torch.equal(model.q_proj(x), F.linear(x, model.q_proj.weight, model.q_proj.bias))
     model.o_proj.weight = nn.Parameter(torch.zeros_like(model.o_proj.weight), requires_grad=False)
     rest = model.o_proj.bias if bias else torch.zeros(96)
     assert torch.equal(model(x)[0, 0].float(), rest.float()), "somebody's own weights are used"
+    model.v_proj.weight.requires_grad_(True)
+    model(x).sum().backward()  # of zeros, but asked for
+    assert model.v_proj.weight.grad is not None, "the weight learns although the input does not"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -126,6 +140,34 @@ def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch: pytes
     for _ in range(4):
         made[1](torch.randn(1, 64))
     assert calls[-1] == (1,), "maps that are given different inputs are multiplied by one by one"
+
+
+def test_in_inference_mode_an_input_is_compared() -> None:
+    made = [packed(Matrix("weight", 64, 64), Version.of("w4", 64), i)[0] for i in range(2)]
+    group = grouped(made)
+    with torch.inference_mode():
+        x = torch.randn(1, 64)
+        assert torch.equal(made[0](x), group._products(x, (0,))[0])
+        x.copy_(torch.randn(1, 64))
+        assert torch.equal(made[1](x), group._products(x, (1,))[0])
+
+
+def test_a_served_map_goes_with_its_model() -> None:
+    model = Attention().bfloat16().requires_grad_(False)
+
+    class Bundle:
+        layers = ()
+        manifest = type("M", (), {"dense": ()})
+
+    module_under_test.serve(model, Bundle(), (), True)  # type: ignore[arg-type]
+    model(torch.randn(1, 1, 96).bfloat16())
+    gc.disable()
+    try:
+        gone = weakref.ref(model.o_proj)
+        del model
+        assert gone() is None, "without waiting for the collector of cycles"
+    finally:
+        gc.enable()
 
 
 def test_gradients_and_copies() -> None:

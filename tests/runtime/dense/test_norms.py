@@ -16,6 +16,8 @@ if backends.backend(torch.device("cpu")) != "native":
 
 from moepack.runtime.dense.norms import serve_norms
 
+F = nn.functional
+
 
 class OddRMSNorm(nn.Module):
     """No form of the kernel's: it takes the greatest for the mean square."""
@@ -36,17 +38,53 @@ def test_a_normalisation_is_what_its_module_makes(kind: type, cols: int) -> None
     model[0].weight.data = torch.randn(cols).bfloat16()
     x = [(torch.randn(n, cols) * n).bfloat16() for n in (1, 7, 300)]
     wanted = [model[0](v) for v in x]
-    assert serve_norms(model) == {kind.__name__: 1} and "forward" in model[0].__dict__
+    assert serve_norms(model) == {kind.__name__: 1} and type(model[0]) is not kind and isinstance(model[0], kind)
     for v, y in zip(x, wanted, strict=True):
         got = model[0](v)
         apart = (got.view(torch.int16).int() - y.view(torch.int16).int()).abs()
         assert apart.max() <= 2 and (apart == 0).float().mean() > 0.99
     for other in (x[2][:, ::2].repeat(1, 2)[:, :cols].t().contiguous().t(), x[2].float()):
-        assert torch.equal(model[0](other), type(model[0]).forward(model[0], other)), "the module's own"
+        assert torch.equal(model[0](other), kind.forward(model[0], other)), "the module's own"
 
 
 def test_a_module_that_does_something_else_stays() -> None:
     model = nn.ModuleList([OddRMSNorm(), Qwen3MoeRMSNorm(64)])
     assert serve_norms(model) == {}, "float32 weights"
     model.bfloat16()
-    assert serve_norms(model) == {"Qwen3MoeRMSNorm": 1} and "forward" not in model[0].__dict__
+    assert serve_norms(model) == {"Qwen3MoeRMSNorm": 1} and type(model[0]) is OddRMSNorm
+
+
+class GatedRMSNorm(OddRMSNorm):
+    """Without a gate a normalisation like others."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        made = F.rms_norm(x.float(), (64,), self.weight.float(), self.eps).to(x.dtype)
+        return made if gate is None else made * F.silu(gate)
+
+
+class BrokenRMSNorm(OddRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return None.to(x)  # type: ignore[attr-defined]
+
+
+def test_what_takes_more_than_rows_or_fails_stays() -> None:
+    model = nn.ModuleList([GatedRMSNorm(), BrokenRMSNorm()]).bfloat16()
+    assert serve_norms(model) == {}
+    assert model[0](torch.ones(1, 64).bfloat16(), torch.ones(1, 64).bfloat16()).isfinite().all()
+
+
+def test_weights_of_ones_do_not_decide_the_form() -> None:
+    model = nn.ModuleList([GptOssRMSNorm(64), GptOssRMSNorm(64)]).bfloat16().requires_grad_(False)
+    model[1].weight.data = torch.randn(64).bfloat16()
+    x = torch.randn(50, 64).bfloat16()
+    wanted = model[1](x)
+    assert serve_norms(model) == {"GptOssRMSNorm": 2}
+    apart = (model[1](x).view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
+    assert apart.max() <= 1 and (apart == 0).float().mean() > 0.99
+
+
+def test_a_normalisation_that_learns_is_torchs() -> None:
+    model = nn.ModuleList([Qwen3MoeRMSNorm(64)]).bfloat16()
+    serve_norms(model)
+    model[0](torch.ones(2, 64).bfloat16()).sum().backward()
+    assert model[0].weight.grad is not None

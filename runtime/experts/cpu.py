@@ -57,7 +57,7 @@ def rows(
     if not tokens:
         return x.new_empty(0, hidden.shape[-1])
     index = top_k_index.long().contiguous()
-    limits = backends.direct_limits(x.dtype, experts.of.versions, threads)
+    limits = backends.direct_limits(x.dtype, experts.of.versions)  # torch's threads: a tier's own make the same bits
     many = [] if has_tiles(x.dtype) or tokens <= limits.min() else _many(index, experts, limits)
     h = _matrix(experts, 0, x, index, many, limits, threads, pages)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)

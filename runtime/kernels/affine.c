@@ -261,6 +261,7 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
 }
 
 #define ALONE 65536 /* products that a thread makes while another is woken */
+#define DECODING 16 /* products that decoding a weight takes as long as */
 
 /* Jobs that run straight from their bytes, in rounds of as many expert batches as have room. An expert is divided into
  * several only where it has more slots than a round has room for. */
@@ -310,7 +311,7 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
                 of_slot[i] = prepared + seat[which] - 1;
             }
             batches[n_batches] = *job, batches[n_batches].first += done, batches[n_batches++].count = fit;
-            cost += ceil_div(job->rows, UNIT) * fit, weights += job->rows * m->cols * fit;
+            cost += ceil_div(job->rows, UNIT) * fit, weights += job->rows * m->cols * (fit + (job->coded ? DECODING : 0));
             done += fit;
             if (fit < rest) break;
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from moepack.runtime.store.files import BackingStore
 
 from .serving import Serving
 
+KERNELS = "MOEPACK_DENSE_KERNELS"  # the environment's: "off" leaves what is no expert to the model's own code
 log = logging.getLogger("moepack.runtime")
 
 
@@ -63,16 +65,17 @@ def attach(
             "give device= and device_memory= instead"
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
+    kernels = compiled and os.environ.get(KERNELS, "on") != "off"
     if device_memory is not None and devices[0].type == "cpu":
         glibc.own(model)  # before matrices move to where kernels read them
-    serve_dense(model, bundle, dense, compiled)
+    serve_dense(model, bundle, dense, compiled, kernels)
     if bound is not None:
         kv = measure(bundle, model.config, model.dtype, devices[0], workload)[0].kv if workload.kv_tokens else None
         read = dense_read(dense_bytes(model), model.config) + (kv.bytes(workload.kv_tokens) if kv else 0)
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
     replaced: dict[str, int] = {}
-    if compiled:
+    if kernels:
         from moepack.runtime.dense.borrowed import serve_attention, serve_routers
         from moepack.runtime.dense.norms import serve_norms
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.affine_native import Dense, DenseMatrix, attend, dense, plain_form
 
-from .linears import FEW, learns
+from .linears import FEW, learns, names_of
 
 ROWS = 16  # random tokens that a router is tried on
 CLOSE = 2.0**-6  # of the greatest number, that results may be apart
@@ -55,8 +55,7 @@ def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
 
 def _in_place_of(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     """A class with that forward; otherwise `kind`, by its name too."""
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {**names, "forward": forward})
+    return type(kind.__name__, (kind,), {**names_of(kind), "forward": forward})
 
 
 def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:

@@ -8,6 +8,7 @@ Decides nothing about which version a matrix is in.
 
 from __future__ import annotations
 
+import copyreg
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,9 @@ class ServedLinear(nn.Linear):
 
     _moepack_place: Place | None
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return copyreg.__newobj__, (nn.Linear,), self.__dict__  # type: ignore[attr-defined]
+
     def forward(self, input: Tensor) -> Tensor:
         """y = W x + b of x [..., cols]."""
         place = self._moepack_place
@@ -161,6 +165,16 @@ class ServedLinear(nn.Linear):
 
 
 ServedLinear.__name__ = ServedLinear.__qualname__ = nn.Linear.__name__  # as it is printed
+
+
+def names_of(kind: type[nn.Module]) -> dict[str, Any]:
+    """What a class has that stands in for `kind`: its names, and copies that are `kind`'s own."""
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+
+    def reduce(self: Any, protocol: object) -> Any:
+        return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
+
+    return {**names, "__reduce_ex__": reduce}
 
 
 def learns(*tensors: Tensor | None) -> bool:
@@ -190,7 +204,7 @@ def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> No
             model.get_submodule(parent).register_module(last, PackedLinear(shape, version))
 
 
-def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compiled: bool) -> None:
+def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compiled: bool, plain: bool = True) -> None:
     """After a model's weights were loaded: load its dense matrices, and let the kernels multiply by them.
 
     Args:
@@ -199,6 +213,7 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
         versions: of each of its dense matrices, or none for a bundle that has no versions of them: then the model's own
             are moved.
         compiled: whether the model is on a CPU, and there are compiled kernels.
+        plain: whether they do BF16 matrices too.
 
     Raises:
         BundleError: when an extent is damaged.
@@ -206,7 +221,7 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
     experts = [layer.module for layer in bundle.layers]
     if versions:
         served = _load(model, bundle, versions)
-    elif compiled:
+    elif compiled and plain:
         served = _move(linears(model, experts))
     else:
         return
@@ -218,7 +233,7 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
             module = model.get_submodule(name)
             if isinstance(module, PackedLinear):
                 module.group, module.which = group, which
-            elif isinstance(module, nn.Linear):
+            elif plain and isinstance(module, nn.Linear):
                 module._moepack_place = Place(module, group, which)  # type: ignore[assignment]
                 module.__class__ = ServedLinear
 

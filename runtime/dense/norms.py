@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.affine_native import norm
 
-from .linears import learns
+from .linears import learns, names_of
 
 FORMS = (0, 1, 2)  # small.c
 ROWS = 64  # random rows that a form is tried on
@@ -45,8 +45,7 @@ def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]
             return made
         return norm(x, weight, form, added)
 
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {**names, "forward": forward})
+    return type(kind.__name__, (kind,), {**names_of(kind), "forward": forward})
 
 
 def serve_norms(model: nn.Module) -> dict[str, int]:

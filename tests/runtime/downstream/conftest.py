@@ -49,6 +49,14 @@ class Row:
         self.seen |= same
 
 
+@pytest.fixture(scope="session", autouse=True)
+def plain_code() -> Iterator[None]:
+    """All but the experts by the model's own code: what is compared here is to be the plain model's to the bit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEPACK_DENSE_KERNELS", "off")
+        yield
+
+
 @pytest.fixture
 def row(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Row]:
     marker = request.node.get_closest_marker("row")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,17 @@ class Row:
         self.seen |= same
 
 
-@pytest.fixture(scope="session", autouse=True)
+@contextmanager
 def plain_code() -> Iterator[None]:
     """All but the experts by the model's own code: what is compared here is to be the plain model's to the bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEPACK_DENSE_KERNELS", "off")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def by_plain_code() -> Iterator[None]:
+    with plain_code():
         yield
 
 
@@ -84,13 +91,15 @@ def tokenizer(demo_model: Path) -> Any:
 @pytest.fixture(scope="session")
 def free(bundle: Path) -> Any:
     """Without a budget; not to be changed."""
-    return moepack.load(bundle)
+    with plain_code():
+        return moepack.load(bundle)
 
 
 @pytest.fixture(scope="session")
 def hot(bundle: Path) -> Iterator[Any]:
     """In a budget; not to be changed."""
-    made = moepack.load(bundle, **HOT)
+    with plain_code():
+        made = moepack.load(bundle, **HOT)
     yield made
     made.moepack.close()
 

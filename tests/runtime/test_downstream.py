@@ -89,11 +89,14 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
     """With transformers' part of it in a cache of its own: same token, same cache, and no request where none may be."""
     commit = "0123456789" * 4
     snapshot = tmp_path / "cache" / "models--someone--mini" / "snapshots" / commit
-    for file in (f for f in bundle.rglob("*") if f.is_file() and (f.parent == bundle or f.parent.name == "w2")):
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.mkdir(parents=True)
+    files = [f for f in bundle.rglob("*") if f.is_file() and (f.parent == bundle or f.parent.name == "w2")]
+    files.append(bundle / "experts" / "w4" / "layer-000.safetensors")  # as a download that was stopped leaves it
+    for number, file in enumerate(files):
         (snapshot / file.relative_to(bundle)).parent.mkdir(parents=True, exist_ok=True)
-        (snapshot / file.relative_to(bundle)).symlink_to(file)
-    (snapshot / "experts" / "w4").mkdir()  # as a download that was stopped leaves it
-    (snapshot / "experts" / "w4" / "layer-000.safetensors").symlink_to(bundle / "experts/w4/layer-000.safetensors")
+        os.link(file, blobs / str(number))
+        (snapshot / file.relative_to(bundle)).symlink_to(blobs / str(number))
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text(commit)
     seen: list[Any] = []
@@ -112,7 +115,7 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
     else:
         given = {"token": "hf_mine", "cache_dir": str(tmp_path / "cache"), "local_files_only": True}
         model = AutoModelForCausalLM.from_pretrained("someone/mini", policy="static:w2", **given)
-    assert model.moepack.bundle.path == snapshot and seen == [("someone/mini", commit, "static:w2", False, given)]
+    assert model.moepack.bundle.path == snapshot and seen == [("someone/mini", commit, "static:w2", False, given, None)]
     assert [v.name for v in model.moepack.bundle.versions] == ["w2"], "what is there in part is not there"
 
 

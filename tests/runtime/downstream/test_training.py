@@ -102,7 +102,9 @@ def test_adapters(row: Any, another: Any, demo_model: Path, tmp_path: Path, same
             assert torch.allclose(merged(ids(8)).logits, want, atol=0.25), "BF16 rounds what is merged"
             model = another(**options)
             model.load_adapter(str(tmp_path / "adapter"))
-            assert torch.allclose(model(ids(8)).logits, rounded, atol=0.13), "experts of few tokens add in another order"
+            assert torch.allclose(model(ids(8)).logits, rounded, atol=0.13), (
+                "experts of few tokens add in another order"
+            )
         by_path = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
         assert torch.equal(by_path(input_ids=ids(8)).logits, want)
     model = another()

@@ -101,6 +101,11 @@ def direct_limits(
     return _direct_limits(dtype, versions, threads or torch.get_num_threads())
 
 
+def dense_limits(dtype: torch.dtype, names: Sequence[str]) -> dict[torch.dtype, list[int]]:
+    """`direct_limit` for the encodings of matrices of `affine_native.Dense`, as it takes them; torch's threads."""
+    return {dtype: _limits([f"{_short(dtype)} {name}" for name in names], torch.get_num_threads())}
+
+
 @functools.cache
 def _direct_limits(dtype: torch.dtype, versions: tuple[Version, ...], threads: int) -> npt.NDArray[np.int64]:
     return np.array(_limits([f"{_short(dtype)} {v.name}" for v in versions], threads), np.int64)
@@ -125,7 +130,7 @@ def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int
         return [defaults()[name] for name in names]
     machine = _machine(threads)
     known = {} if again else _read().get(machine, {})
-    if missing := [name for name in names if name not in known]:
+    if missing := [name for name in dict.fromkeys(names) if name not in known]:
         try:
             with _locked():
                 if not again:  # another process may have measured meanwhile

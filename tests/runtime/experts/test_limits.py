@@ -54,6 +54,11 @@ def test_measured_once_for_each_number_of_threads(file: Path, asked: list[tuple[
     assert len(json.loads(file.read_text())["tables"]) == 2
 
 
+def test_limits_of_dense_matrices(asked: list[tuple[str, int]]) -> None:
+    assert backends.dense_limits(BF16, ["w8", "w4", "w8"]) == {BF16: [6, 16, 6]}
+    assert asked == [(name, torch.get_num_threads()) for name in ("w8", "w4")]
+
+
 def test_another_machines_table_is_not_used(
     file: Path, asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moepack.pack.errors import InputError
 from moepack.pack.spec import LOSSLESS, ExpertLayer, Version
 from moepack.runtime.kernels.forms import KERNELS
 
@@ -35,6 +36,7 @@ DEFAULTS = {f"float32 {name}": k.float32 for name, k in KERNELS.items()}
 DEFAULTS |= {f"bfloat16 {name}": k.bfloat16 for name, k in KERNELS.items()}
 BESIDE_AMX = {f"bfloat16 {name}": k.beside_amx for name, k in KERNELS.items()}
 TILE = 256  # rows unpacked for torch at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
+VARIABLE = "MOEPACK_LIMITS"
 TABLES = 15  # machines, levels and numbers of threads that the file holds besides the latest
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -126,7 +128,7 @@ def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int
 
     Where nothing can be kept they are the defaults: processes that each measured anew would not compute the same bits.
     """
-    if _native() is None:
+    if _native() is None or _fixed():
         return [defaults()[name] for name in names]
     machine = _machine(threads)
     known = {} if again else _read().get(machine, {})
@@ -140,6 +142,18 @@ def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int
         except OSError:
             return [defaults()[name] for name in names]
     return [known[name] for name in names]
+
+
+def _fixed() -> bool:
+    """Whether MOEPACK_LIMITS asks for the limits of the table, on every machine the same.
+
+    Raises:
+        InputError: for another word than "fixed".
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "fixed"):
+        raise InputError(f"{VARIABLE}={asked}: it may be `fixed`, or not set")
+    return bool(asked)
 
 
 def _measure(names: Sequence[str], threads: int) -> dict[str, int]:
@@ -224,6 +238,8 @@ def source() -> str:
     threads = torch.get_num_threads()
     if _native() is None:
         return "none: the kernels are not compiled"
+    if _fixed():
+        return f"defaults: {VARIABLE}=fixed"
     if _machine(threads) in _read():
         return f"measured on this machine with {threads} threads, kept in {_file()}"
     folder = next(p for p in _file().parents if p.exists())

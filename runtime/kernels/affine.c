@@ -1,7 +1,8 @@
 /* Experts' products on a CPU, straight from their extents: y = W x + b for all (expert, activations) pairs of one matrix
  * of a layer, whatever versions its experts are in, in one call on some threads. FORMAT.md, "Affine extents".
  *
- * The caller vouches for every address and size; forms are checked here. Sums are float32 and made in one order, so neither
+ * The caller vouches for every address and size; forms are checked here. Sums are made in one order, those of
+ * BF16 activations times codes in integers that have none, so neither
  * threads nor the experts beside it change a result's bits. The loops are those of affine_plain.c, affine_avx2.c or
  * affine_avx512.c, which moepack_affine_level chooses; threads are threads.c's.
  */
@@ -428,7 +429,8 @@ int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x
     for (int64_t t = 0; t < tokens; t++) order[t] = t, seat[t] = 0;
     int64_t few = 0, late = n;
     for (int64_t i = 0; i < n; i++) {
-        const Job job = {.base = of[i].base, .form = of[i].form, .bias = of[i].bias, .out = out, .rows = of[i].rows, .count = tokens};
+        Job job = {.base = of[i].base, .form = of[i].form, .bias = of[i].bias, .out = out, .rows = of[i].rows};
+        job.count = tokens;
         if (tokens <= of[i].most[bf16]) jobs[few++] = job;
         else if (tiles) jobs[--late] = job;
         out = (uint8_t *)out + of[i].rows * tokens * (bf16 ? 2 : 4);

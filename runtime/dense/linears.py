@@ -75,9 +75,8 @@ class Products:
                 matrices.append(native.DenseMatrix(native.plain_form(), m.rows, m.cols, weight, bias))
             else:
                 matrices.append(native.DenseMatrix(form, m.rows, m.cols, part.extent))
-        versions = [self._parts[i].version for i in which]
-        limits = {t: min(backends.direct_limit(t, v) for v in versions) for t in native.DTYPES}
-        return native.Dense(matrices, limits)
+        names = [self._parts[i].version.name for i in which]
+        return native.Dense(matrices, {t: v for d in native.DTYPES for t, v in backends.dense_limits(d, names).items()})
 
 
 class Group:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moepack.pack.errors import InputError
 from moepack.pack.spec import LOSSLESS, ExpertLayer, Version
 from moepack.runtime.kernels.forms import KERNELS
 
@@ -35,6 +36,7 @@ DEFAULTS = {f"float32 {name}": k.float32 for name, k in KERNELS.items()}
 DEFAULTS |= {f"bfloat16 {name}": k.bfloat16 for name, k in KERNELS.items()}
 BESIDE_AMX = {f"bfloat16 {name}": k.beside_amx for name, k in KERNELS.items()}
 TILE = 256  # rows unpacked for torch at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
+VARIABLE = "MOEPACK_LIMITS"
 TABLES = 15  # machines, levels and numbers of threads that the file holds besides the latest
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -107,6 +109,11 @@ def direct_limits(
     return _direct_limits(dtype, versions, threads or torch.get_num_threads())
 
 
+def dense_limits(dtype: torch.dtype, names: Sequence[str]) -> dict[torch.dtype, list[int]]:
+    """`direct_limit` for the encodings of matrices of `affine_native.Dense`, as it takes them; torch's threads."""
+    return {dtype: _limits([f"{_short(dtype)} {name}" for name in names], torch.get_num_threads())}
+
+
 @functools.cache
 def _direct_limits(dtype: torch.dtype, versions: tuple[Version, ...], threads: int) -> npt.NDArray[np.int64]:
     return np.array(_limits([f"{_short(dtype)} {v.name}" for v in versions], threads), np.int64)
@@ -127,11 +134,11 @@ def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int
 
     Where nothing can be kept they are the defaults: processes that each measured anew would not compute the same bits.
     """
-    if _native() is None:
+    if _native() is None or _fixed():
         return [defaults()[name] for name in names]
     machine = _machine(threads)
     known = {} if again else _read().get(machine, {})
-    if missing := [name for name in names if name not in known]:
+    if missing := [name for name in dict.fromkeys(names) if name not in known]:
         try:
             with _locked():
                 if not again:  # another process may have measured meanwhile
@@ -141,6 +148,18 @@ def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int
         except OSError:
             return [defaults()[name] for name in names]
     return [known[name] for name in names]
+
+
+def _fixed() -> bool:
+    """Whether MOEPACK_LIMITS asks for the limits of the table, on every machine the same.
+
+    Raises:
+        InputError: for another word than "fixed".
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "fixed"):
+        raise InputError(f"{VARIABLE}={asked}: it may be `fixed`, or not set")
+    return bool(asked)
 
 
 def _measure(names: Sequence[str], threads: int) -> dict[str, int]:
@@ -225,6 +244,8 @@ def source() -> str:
     threads = torch.get_num_threads()
     if _native() is None:
         return "none: the kernels are not compiled"
+    if _fixed():
+        return f"defaults: {VARIABLE}=fixed"
     if _machine(threads) in _read():
         return f"measured on this machine with {threads} threads, kept in {_file()}"
     folder = next(p for p in _file().parents if p.exists())

@@ -1,7 +1,8 @@
 /* Experts' products on a CPU, straight from their extents: y = W x + b for all (expert, activations) pairs of one matrix
  * of a layer, whatever versions its experts are in, in one call on some threads. FORMAT.md, "Affine extents".
  *
- * The caller vouches for every address and size; forms are checked here. Sums are float32 and made in one order, so neither
+ * The caller vouches for every address and size; forms are checked here. Sums are made in one order, those of
+ * BF16 activations times codes in integers that have none, so neither
  * threads nor the experts beside it change a result's bits. The loops are those of affine_plain.c, affine_avx2.c or
  * affine_avx512.c, which moepack_affine_level chooses; threads are threads.c's.
  */
@@ -412,12 +413,14 @@ typedef struct {
     const uint8_t *base;
     const Form *form;
     const uint16_t *bias; /* or 0 */
+    int64_t most[2];      /* tokens with which it runs straight from its bytes: of float32 and of BF16 activations */
 } Dense;
 
-/* x [tokens, cols] times n matrices: [tokens, rows] of one after another into `out`; in tiles where `many`. Returns 0, 1 when
- * memory is short, or 2 + the number of a matrix that there is no kernel for: then nothing was done. */
+/* x [tokens, cols] times n matrices: [tokens, rows] of one after another into `out`. Those that have more tokens than their
+ * most run in tiles, or without `tiles` are left out. Returns 0, 1 when memory is short, or 2 + the number of a matrix that
+ * there is no kernel for: then nothing was done. */
 int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
-                         int64_t many, int64_t threads) {
+                         int64_t tiles, int64_t threads) {
     const Gemm m = {.cols = cols, .slots = tokens, .share = 1, .x_bf16 = bf16, .out_bf16 = bf16, .threads = threads, .x = x};
     for (int64_t i = 0; i < n; i++)
         if (!known(of[i].form)) return 2 + (int)i;
@@ -425,12 +428,15 @@ int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x
     if (!jobs) return 1;
     int64_t *order = (int64_t *)(jobs + n), *seat = order + tokens;
     for (int64_t t = 0; t < tokens; t++) order[t] = t, seat[t] = 0;
+    int64_t few = 0, late = n;
     for (int64_t i = 0; i < n; i++) {
-        jobs[i] = (Job){.base = of[i].base, .form = of[i].form, .bias = of[i].bias, .out = out, .rows = of[i].rows};
-        jobs[i].count = tokens;
+        Job job = {.base = of[i].base, .form = of[i].form, .bias = of[i].bias, .out = out, .rows = of[i].rows};
+        job.count = tokens;
+        if (tokens <= of[i].most[bf16]) jobs[few++] = job;
+        else if (tiles) jobs[--late] = job;
         out = (uint8_t *)out + of[i].rows * tokens * (bf16 ? 2 : 4);
     }
-    const int failed = run_jobs(&m, jobs, many ? 0 : n, jobs, many ? n : 0, n * tokens, order, seat);
+    const int failed = run_jobs(&m, jobs, few, jobs + late, n - late, few * tokens, order, seat);
     free(jobs);
     return failed;
 }

@@ -109,7 +109,9 @@ class _Attend(ctypes.Structure):
 
 
 class _Dense(ctypes.Structure):
-    _fields_ = [("rows", _word), *((name, _pointer) for name in ("base", "form", "bias"))]
+    _fields_ = [
+        ("rows", _word), *((name, _pointer) for name in ("base", "form", "bias")), ("most", _word * 2),
+    ]  # fmt: skip
 
 
 _library.moepack_affine_dense.argtypes = [_pointer, _word, _word, _pointer, _pointer, *[_word] * 4]
@@ -300,22 +302,20 @@ class Dense:
 
     Attributes:
         matrices: in the order of the results.
-        limits: tokens up to which products run straight from the matrices' bytes, by dtype of the input.
+        limits: tokens up to which each matrix is read straight from its bytes, by dtype of the input.
         cols: of every matrix.
     """
 
-    def __init__(self, matrices: Sequence[DenseMatrix], limits: dict[torch.dtype, int] | None = None) -> None:
-        """The default limits are those of the table in forms.py.
+    def __init__(self, matrices: Sequence[DenseMatrix], limits: dict[torch.dtype, Sequence[int]] | None = None) -> None:
+        """Limits that are not given are those of the table in forms.py; backends.dense_limits measures them.
 
         Raises:
             ValueError: for matrices of different columns, of none, or tensors that are not as DenseMatrix says.
         """
         self.matrices, self.cols = tuple(matrices), matrices[0].cols if matrices else 0
         kernels = [kernel_of(m.form.name) for m in matrices]
-        self.limits = limits or {
-            torch.float32: min((k.float32 for k in kernels), default=0),
-            torch.bfloat16: min((k.bfloat16 for k in kernels), default=0),
-        }
+        floats, shorts = [k.float32 for k in kernels], [k.bfloat16 for k in kernels]
+        self.limits = {torch.float32: floats, torch.bfloat16: shorts, **(limits or {})}
         for m in matrices:
             plain = m.form.bits == kernel_of("bf16").number
             fits = m.data.dtype == torch.bfloat16 and m.data.shape == (m.rows, m.cols) if plain else m.data.ndim == 1
@@ -331,7 +331,16 @@ class Dense:
         self._forms = np.array([m.form.row() for m in matrices], np.int64)
         at, each = self._forms.ctypes.data, self._forms.strides[0]
         self._call = (_Dense * len(matrices))(
-            *(_Dense(m.rows, m.data.data_ptr(), at + i * each, _bias_address(m)) for i, m in enumerate(self.matrices))
+            *(
+                _Dense(
+                    m.rows,
+                    m.data.data_ptr(),
+                    at + i * each,
+                    _bias_address(m),
+                    (self.limits[DTYPES[0]][i], self.limits[DTYPES[1]][i]),
+                )
+                for i, m in enumerate(self.matrices)
+            )
         )
         self._rows = [m.rows for m in matrices]
         self._all = sum(self._rows)
@@ -396,20 +405,19 @@ def dense(of: Dense, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...
             [p.view(*lead, r) for p, r in zip(made.split([tokens * r for r in of._rows]), of._rows, strict=True)]
         )
     threads = threads or torch.get_num_threads()
-    many = tokens > of.limits[x.dtype]
-    if many and not has_tiles(x.dtype):
-        for i, out in enumerate(outs):
-            _dense_by_torch(of, i, x.view(tokens, cols), out.view(tokens, -1), threads)
-        return outs
-    bf16 = x.dtype is torch.bfloat16
+    bf16, tiles = x.dtype is torch.bfloat16, has_tiles(x.dtype)
     if tokens:
         failed = _library.moepack_affine_dense(
-            of._at, of._count, cols, x.data_ptr(), made.data_ptr(), tokens, bf16, many, threads
+            of._at, of._count, cols, x.data_ptr(), made.data_ptr(), tokens, bf16, tiles, threads
         )
         if failed == 1:
             raise MemoryError(f"no memory for {tokens} activations")
         if failed:
             raise of.unknown(failed - 2)
+    if not tiles and tokens > 1:
+        for i, (out, most) in enumerate(zip(outs, of.limits[x.dtype], strict=True)):
+            if tokens > most:
+                _dense_by_torch(of, i, x.view(tokens, cols), out.view(tokens, -1), threads)
     return outs
 
 

@@ -282,7 +282,10 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
         for (; c < end; c++) {
             F value[2];
             UNROLL for (int r = 0; r < R; r++) {
-                F code = bits == 8 ? CODE8(w[r]) : bits == 4 ? CODE4(w[r]) : bits == 1 ? LOOKUP(ones, w[r]) : LOOKUP(twos, w[r]);
+                F code = bits == 8   ? CODE8(w[r])
+                         : bits == 4 ? CODE4(w[r])
+                         : bits == 1 ? LOOKUP(ones, w[r])
+                                     : LOOKUP(twos, w[r]);
                 w[r] = DROP(w[r], p);
                 if (bits == 3) {
                     code = FMA(LOOKUP(ones, h[r]), SET(4.0f), code);

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.experts import autotune, backends
 
@@ -24,6 +25,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
     backends.forget()
     yield tmp_path / "moepack" / "kernels.json"
     monkeypatch.undo()
@@ -52,6 +54,11 @@ def test_measured_once_for_each_number_of_threads(file: Path, asked: list[tuple[
     assert asked == [(v.name, n) for n in (1, 3) for v in VERSIONS]
     assert backends.direct_limit(BF16, Version.of("w3"), 1) == 16 and asked[-1] == ("w3", 1) and len(asked) == 7
     assert len(json.loads(file.read_text())["tables"]) == 2
+
+
+def test_limits_of_dense_matrices(asked: list[tuple[str, int]]) -> None:
+    assert backends.dense_limits(BF16, ["w8", "w4", "w8"]) == {BF16: [6, 16, 6]}
+    assert asked == [(name, torch.get_num_threads()) for name in ("w8", "w4")]
 
 
 def test_another_machines_table_is_not_used(
@@ -99,6 +106,16 @@ def test_what_cannot_be_kept_is_not_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     want = [backends.defaults()[f"bfloat16 {v.name}"] for v in VERSIONS]
     assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == want and not asked
+
+
+def test_a_variable_fixes_them(asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backends.VARIABLE, "fixed")
+    want = [backends.defaults()[f"bfloat16 {v.name}"] for v in VERSIONS]
+    assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == want and not asked
+    assert backends.source() == "defaults: MOEPACK_LIMITS=fixed"
+    monkeypatch.setenv(backends.VARIABLE, "8")
+    with pytest.raises(InputError, match=r"^MOEPACK_LIMITS=8: it may be `fixed`, or not set$"):
+        backends.direct_limits(BF16, VERSIONS, 3)
 
 
 def test_threads_that_ask_at_once_get_one_answer(asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:

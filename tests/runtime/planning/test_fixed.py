@@ -386,6 +386,7 @@ def test_plans_do_not_depend_on_the_instruction_set(
     from moepack.runtime.planning import fixed
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
     file = tmp_path / "moepack" / "kernels.json"
     file.parent.mkdir()
     try:

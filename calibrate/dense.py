@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LEAST = 64  # rows and columns: what is narrower is a gate, or too small to gain by
 ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names of what decides, and does not compute
 HELD_OUT = 4  # one window in four is held out
-TOKENS = 1 << 16  # that are learnt from, about, and at least SPARE a column: more change no error, and cost time
+TOKENS = 1 << 16  # that are learnt from, about, and at least SPARE a column: a bound on time; its error is not measured
 SPARE = 16
 # Of a relative error of a matrix, what reaches its block's output where other operations follow in it. On
 # tiny-qwen3-moe at 4 bits, by KL divergence beside o's and the experts' errors of the same layer: q 0.39, k 0.49,

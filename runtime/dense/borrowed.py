@@ -2,7 +2,8 @@
 
 A router's code is the family's; what costs is its linear map, and `F.linear` in it becomes the kernels' product. In
 attention code `ALL_ATTENTION_FUNCTIONS` hands out a function that does a single new token by the kernel and all else by
-the one that was asked for. A module whose code does not read these names, or whose results then differ, stays as it is.
+the one that was asked for. A module whose code does not read these names stays as it is, and so does a router whose
+numbers would differ.
 """
 
 from __future__ import annotations
@@ -134,45 +135,43 @@ class _Registry:
         return getattr(self._of, name)
 
 
-_made: dict[Any, Callable[..., Any]] = {}
+SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # what the kernel does not do
 
 
+@functools.cache
 def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
     """An attention function that does one new token without a mask by the kernel."""
-    if plain not in _made:
 
-        def attention(
-            module: Any,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attention_mask: Tensor | None,
-            dropout: float = 0.0,
-            scaling: float | None = None,
-            is_causal: bool | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            if (
-                query.shape[2] == 1
-                and attention_mask is None
-                and not dropout
-                and query.dtype == key.dtype == value.dtype == torch.bfloat16
-                and query.device.type == "cpu"
-                and not torch.compiler.is_compiling()
-                and not learns(query, key, value)
-                and not any(kwargs.get(name) is not None for name in SPECIAL)
-                and query.shape[1] % key.shape[1] == 0
-                and query.stride(3) == key.stride(3) == value.stride(3) == 1
-            ):
-                return attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
-            kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-            return plain(module, query, key, value, attention_mask, **kwargs)
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if (
+            query.shape[2] == 1
+            and attention_mask is None
+            and not dropout
+            and query.dtype == key.dtype == value.dtype == torch.bfloat16
+            and query.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not learns(query, key, value)
+            and not any(kwargs.get(name) is not None for name in SPECIAL)
+            and query.shape[0] == key.shape[0]
+            and key.shape[:3] == value.shape[:3]
+            and query.shape[1] % key.shape[1] == 0
+            and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        ):
+            return attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+        kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return plain(module, query, key, value, attention_mask, **kwargs)
 
-        _made[plain] = attention
-    return _made[plain]
-
-
-SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # what the kernel does not do
+    return attention
 
 
 @functools.cache

@@ -95,8 +95,8 @@ class Group:
 
     def run(self, which: int, x: Tensor) -> Tensor:
         """What one of the maps makes of x [..., cols], float32 or bfloat16."""
-        kept = self._kept
-        if self._size > 1:
+        kept, few = self._kept, x.numel() <= FEW * x.shape[-1]  # many tokens' results would be held at once for nothing
+        if self._size > 1 and few:
             made = kept.__dict__.pop("made", None)
             if made is not None:
                 of, state, results = made
@@ -110,7 +110,7 @@ class Group:
                 self._misses += 1
                 if self._misses >= MISSES:
                     self._size = 1
-        asked = tuple(range(self._size)) if self._size > 1 else (which,)
+        asked = tuple(range(self._size)) if self._size > 1 and few else (which,)
         found = dict(zip(asked, self._products(x.detach(), asked), strict=True))
         out = found.pop(which)
         if found:
@@ -187,7 +187,7 @@ def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> No
     Raises:
         InputError: for a matrix that the model does not have.
     """
-    for described, version in zip(bundle.manifest.dense, versions, strict=bool(versions)):
+    for described, version in zip(bundle.manifest.dense, versions, strict=True):
         parent, _, last = described.module.rpartition(".")
         try:
             module = model.get_submodule(described.module)

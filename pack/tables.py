@@ -26,6 +26,8 @@ _TENSORS = {
     "prefill_counts": ("I32", "NE"), "decode_counts": ("I32", "NE"), "prefill_gates": ("F32", "NE"),
     "coactivation": ("I64", "EE"), "reuse": ("F32", ""),
 }  # fmt: skip
+# Not in bundles made before there were any: standard errors of the losses.
+_OPTIONAL = {"mse_error": ("F32", "EV"), "relative_error": ("F32", "EV"), "gated_error": ("F32", "EV")}
 _EAGER = ("tokens", "gate_sum", "mse", "relative", "gated", "method")
 _NUMPY = {"F32": "<f4", "U8": "<u1", "I32": "<i4", "I64": "<i8"}
 
@@ -41,6 +43,7 @@ class LayerTables:
         tokens, gate_sum: [experts].
         mse, relative, gated: [experts, versions].
         method: [experts, versions], numbers.
+        mse_error, relative_error, gated_error: [experts, versions], standard errors, or None where none were kept.
     """
 
     index: int
@@ -50,6 +53,9 @@ class LayerTables:
     relative: Array
     gated: Array
     method: Array
+    mse_error: Array | None = None
+    relative_error: Array | None = None
+    gated_error: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,9 @@ def read_tables(path: Path, layers: Sequence[ExpertLayer]) -> CalibrationTables:
     tables = []
     for layer in layers:
         arrays = {n: _read(path, header, layer.index, n, layer.experts, len(versions)) for n in _EAGER}
+        for n in _OPTIONAL:
+            if f"layers.{layer.index}.{n}" in header.tensors:
+                arrays[n] = _read(path, header, layer.index, n, layer.experts, len(versions))
         if int(arrays["method"].max(initial=0)) >= len(methods):
             raise BundleError.single(str(path), "tables", f"layer {layer.index} has a method that metadata do not name")
         tables.append(LayerTables(layer.index, **arrays))
@@ -110,7 +119,7 @@ def read_tables(path: Path, layers: Sequence[ExpertLayer]) -> CalibrationTables:
 
 def _read(path: Path, header: Header, layer: int, name: str, experts: int, versions: int) -> Array:
     full = f"layers.{layer}.{name}"
-    dtype, shape = _TENSORS[name]
+    dtype, shape = (_TENSORS | _OPTIONAL)[name]
     entry = header.tensors.get(full)
     if entry is None:
         raise BundleError.single(str(path), "tables", f"has no tensor {full}")

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
     from .recipe import Recipe
 
-_LOSSES = ("mse", "relative", "gated")
+# What `pooling` makes a layer's losses of.
+_MEASURED = tuple(
+    f"{on}.{part}{what}"
+    for on in ("own", "others")
+    for part in ("mse", "relative", "gated")
+    for what in ("", ".variance")
+) + ("own.groups", "own.doubt", "others.groups", "others.doubt")
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ class ExpertBatchResult:
     Attributes:
         extents: version -> one extent an expert, uint8.
         payloads: version -> bytes of each extent without padding.
-        losses: "mse", "relative", "gated" (float32) and "method" (uint8), each [experts, versions].
+        losses: what was measured, float64, for `moepack.quantize.pooling.pooled`, and "method", uint8, each
+            [experts, versions].
     """
 
     extents: dict[str, list[Buffer]]
@@ -148,7 +155,7 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
     made = ExpertBatchResult(
         {n: [] for n in names},
         {n: [] for n in names},
-        {k: torch.zeros(len(task.experts), len(names)) for k in _LOSSES}
+        {k: torch.zeros(len(task.experts), len(names), dtype=torch.float64) for k in _MEASURED}
         | {"method": torch.zeros(len(task.experts), len(names), dtype=torch.uint8)},
     )
     batch = gather_batch(task.module, weights, task.experts, observation, task.settings, torch.device(task.device))
@@ -163,8 +170,12 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
             packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
             made.extents[name].append(encode_affine(matrices, item.version, packed))
             made.payloads[name].append(affine_payload(matrices, item.version))
-            for k in _LOSSES:
-                made.losses[k][i, column] = getattr(item.loss, k)
+            for on, found in (("own", item.own), ("others", item.others)):
+                for part in ("mse", "relative", "gated"):
+                    made.losses[f"{on}.{part}"][i, column] = getattr(found.loss, part)
+                    made.losses[f"{on}.{part}.variance"][i, column] = getattr(found.variance, part)
+                made.losses[f"{on}.groups"][i, column] = found.groups
+                made.losses[f"{on}.doubt"][i, column] = found.doubt
             made.losses["method"][i, column] = methods.numbered().index(item.method)
     return made
 

@@ -266,6 +266,8 @@ class Run:
         """Make every expert batch that is not there yet, then the layer's files of all of them."""
         import torch
 
+        from moepack.quantize.pooling import pooled
+
         versions, work = self._recipe.version_specs(), self._work
         tasks = self._tasks(index, experts, versions)
         observed = observation_digest(observation)
@@ -291,7 +293,8 @@ class Run:
                 for name, writer in writers.items():
                     for extent, payload in zip(batch.extents[name], batch.payloads[name], strict=True):
                         writer.add(extent, payload)
-        table = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
+        measured = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
+        table = pooled(measured) | {"method": measured["method"]}
         columns = metadata([v.name for v in versions], methods.numbered())
         save(work.piece("quantize", index, "losses.safetensors"), table, columns)
         work.mark("quantize", index, {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}})

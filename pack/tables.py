@@ -86,10 +86,27 @@ class CalibrationTables:
                 counts[self.methods[number]] = counts.get(self.methods[number], 0) + 1
         return counts
 
+    def mean_loss(self, version: str) -> tuple[float, float | None]:
+        """The mean relative loss of a version over all experts, and its standard error where there are any.
+
+        The experts' errors are taken as independent: those of one layer lean on one another a little.
+        """
+        column, experts = self.versions.index(version), sum(len(layer.tokens) for layer in self.layers)
+        mean = float(sum(layer.relative[:, column].sum() for layer in self.layers) / experts)
+        errors = [layer.relative_error for layer in self.layers if layer.relative_error is not None]
+        if len(errors) < len(self.layers):
+            return mean, None
+        return mean, math.sqrt(sum(float(np.square(e[:, column], dtype=np.float64).sum()) for e in errors)) / experts
+
     def statistic(self, position: int, name: str) -> Array:
         """A table that is read on request: how calibration's windows went through the layer at `position`."""
         layer = self.layers[position]
         return _read(self.path, read_header(self.path), layer.index, name, len(layer.tokens), len(self.versions))
+
+
+def shown_loss(loss: float, error: float | None) -> str:
+    """A relative loss for people: with two standard errors, where they are known and not zero."""
+    return f"{loss:.5f}" + (f" ± {2 * error:.5f}" if error else "")
 
 
 def read_tables(path: Path, layers: Sequence[ExpertLayer]) -> CalibrationTables:

@@ -19,7 +19,7 @@ HELD_OUT = 8  # one cluster in eight is held out where methods are compared
 ASIDE = 16  # an expert with plenty of tokens learns nothing from one cluster in so many, and is measured there
 PLENTY = 16  # times its widest matrix's columns: fitted to a 16th less, its loss is 0.2 % more
 BLOCK = 32  # tokens of a block
-WINDOWS = 128  # that suffice to be the clusters
+WINDOWS = 16  # that suffice to be the clusters
 FEW = 256  # tokens that suffice to tell methods apart, or to measure an error
 LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 

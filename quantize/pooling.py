@@ -12,22 +12,44 @@ drawn to the layer's as if by PSEUDO groups more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from .losses import Measured
+
 PARTS = ("mse", "relative", "gated")
+# What `pooled` reads, by name: each [experts, versions].
+MEASURED = tuple(
+    f"{on}.{name}"
+    for on in ("own", "others")
+    for name in (*PARTS, *(f"{part}.variance" for part in PARTS), "groups", "doubt")
+)
 PSEUDO = 8
 LEAST_SCATTER = 0.05**2  # of tau squared: what few experts cannot tell from none
 UNKNOWN_SCATTER = 0.5**2  # with fewer than FEW experts to learn it from
 FEW = 3
 
 
+def measured_row(versions: Sequence[tuple[Measured, Measured]]) -> dict[str, list[float]]:
+    """One expert's row of every table that `pooled` reads: of each version, what was found on its own and on others."""
+    out: dict[str, list[float]] = {name: [] for name in MEASURED}
+    for pair in versions:
+        for on, found in zip(("own", "others"), pair, strict=True):
+            for part in PARTS:
+                out[f"{on}.{part}"].append(getattr(found.loss, part))
+                out[f"{on}.{part}.variance"].append(getattr(found.variance, part))
+            out[f"{on}.groups"].append(found.groups)
+            out[f"{on}.doubt"].append(found.doubt)
+    return out
+
+
 def pooled(raw: dict[str, Tensor]) -> dict[str, Tensor]:
     """The losses and their standard errors, float32 [experts, versions] each: "mse", "mse_error" and so on.
 
     Args:
-        raw: [experts, versions] each: "own.mse", "own.mse.variance" and so on, "own.groups", "own.doubt", and the same
-            of "others".
+        raw: MEASURED, each [experts, versions].
     """
     out: dict[str, Tensor] = {}
     for part in PARTS:

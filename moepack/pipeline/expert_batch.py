@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 
     from .recipe import Recipe
 
-# What `pooling` makes a layer's losses of.
-_MEASURED = tuple(
-    f"{on}.{part}{what}"
-    for on in ("own", "others")
-    for part in ("mse", "relative", "gated")
-    for what in ("", ".variance")
-) + ("own.groups", "own.doubt", "others.groups", "others.doubt")
-
 
 @dataclass(frozen=True)
 class ExpertBatchTask:
@@ -88,7 +80,7 @@ class ExpertBatchResult:
     Attributes:
         extents: version -> one extent an expert, uint8.
         payloads: version -> bytes of each extent without padding.
-        losses: what was measured, float64, for `moepack.quantize.pooling.pooled`, and "method", uint8, each
+        losses: `moepack.quantize.pooling.MEASURED`, float64, and "method", uint8, each
             [experts, versions].
     """
 
@@ -148,6 +140,7 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
     from moepack.calibrate.gather import gather_batch
     from moepack.pack.affine import encode_affine
     from moepack.quantize.expert_batch import quantise_batch
+    from moepack.quantize.pooling import MEASURED, measured_row
 
     torch.set_num_threads(task.threads)
     weights, matrices = task.weights, task.weights.layer.matrices
@@ -155,11 +148,14 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
     made = ExpertBatchResult(
         {n: [] for n in names},
         {n: [] for n in names},
-        {k: torch.zeros(len(task.experts), len(names), dtype=torch.float64) for k in _MEASURED}
+        {k: torch.zeros(len(task.experts), len(names), dtype=torch.float64) for k in MEASURED}
         | {"method": torch.zeros(len(task.experts), len(names), dtype=torch.uint8)},
     )
     batch = gather_batch(task.module, weights, task.experts, observation, task.settings, torch.device(task.device))
+    affine = [names.index(v.name) for v in task.settings.versions]
     for i, row in enumerate(quantise_batch(batch, task.settings)):
+        for k, values in measured_row([(item.own, item.others) for item in row]).items():
+            made.losses[k][i, affine] = torch.tensor(values, dtype=torch.float64)
         biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
         if LOSSLESS in made.extents:
             extent, payload = lossless_extent(weights, i)
@@ -170,12 +166,6 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
             packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
             made.extents[name].append(encode_affine(matrices, item.version, packed))
             made.payloads[name].append(affine_payload(matrices, item.version))
-            for on, found in (("own", item.own), ("others", item.others)):
-                for part in ("mse", "relative", "gated"):
-                    made.losses[f"{on}.{part}"][i, column] = getattr(found.loss, part)
-                    made.losses[f"{on}.{part}.variance"][i, column] = getattr(found.variance, part)
-                made.losses[f"{on}.groups"][i, column] = found.groups
-                made.losses[f"{on}.doubt"][i, column] = found.doubt
             made.losses["method"][i, column] = methods.numbered().index(item.method)
     return made
 

@@ -60,10 +60,11 @@ def render(facts: dict[str, Any]) -> Table:
         f"{facts['model_type']}: {facts['experts']} experts in {facts['moe_layers']} layers, "
         f"{facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens"
     )
-    known = any(facts["loss_error"].values())
-    exact = f"{LOSSLESS} holds {EXPERT_DTYPES[facts['expert_dtype']]}" if LOSSLESS in facts["versions"] else None
+    notes = ["± two standard errors"] if any(facts["loss_error"].values()) else []
+    if LOSSLESS in facts["versions"]:
+        notes.insert(0, f"{LOSSLESS} holds {EXPERT_DTYPES[facts['expert_dtype']]}")
     columns = ("version", "bytes", "bits/weight", "group", "mean relative loss", "made by")
-    table = Table(*columns, title=title, caption="; ".join(filter(None, [exact, known and "± two standard errors"])) or None)
+    table = Table(*columns, title=title, caption="; ".join(notes) or None)
     for name, v in facts["versions"].items():
         made = ", ".join(f"{m} {n}" for m, n in facts["methods"][name].items() if m != "none") or "exact"
         row = (

@@ -122,9 +122,9 @@ def _losses(bundle: Bundle, tables: CalibrationTables, classes: Mapping[str, str
     return (
         "<h2>What a version costs</h2>"
         + _paragraph(
-            "Squared error of an expert's output over its square, for tokens like those routed to it in calibration but "
-            "not among those that it was fitted to, against its output in the original's precision; ± two standard "
-            "errors, where the bundle has them."
+            "Squared error of an expert's output over its square, for tokens like those routed to it in calibration "
+            "but not among those that it was fitted to, against its output in the original's precision; ± two "
+            "standard errors, where the bundle has them."
         )
         + _figure(drawn, "Mean over the experts of a layer, from the first layer to the last; logarithmic")
         + "".join(maps)

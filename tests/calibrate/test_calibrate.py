@@ -234,7 +234,7 @@ def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     assert torch.allclose(made["gated"][0].double(), (routed * c[:, None]).T @ routed / c.sum(), atol=1e-4)
     learn = x[layer.learn].double()
     assert torch.allclose(made["all"][0].double(), learn.T @ learn / len(learn), atol=1e-4)
-    assert torch.equal(made["all"][0], made["all"][1])
+    assert torch.allclose(made["all"][0], made["all"][1], atol=1e-5)
     stream.free(1)
 
 

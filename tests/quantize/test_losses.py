@@ -123,7 +123,7 @@ def test_the_correction_is_of_the_tokens_learnt_from_alone() -> None:
     assert made.loss.relative == pytest.approx((3 * 4 * factor + 4) / 400)
     unlearnt = measure(exact, got, torch.ones(4), groups, torch.zeros(4, dtype=torch.bool), correction)
     assert unlearnt.loss.mse == pytest.approx(4.0) and unlearnt.doubt == 0
-    share = 12 * factor / (12 * factor + 4)  # rows whose ratios are alike add no doubt: what is left is the model's
+    share = 12 / (12 * factor + 4)  # rows whose ratios are alike add no doubt: what is left is the model's
     assert made.doubt == pytest.approx((share * MODEL * (factor - 1)) ** 2)
 
 

@@ -43,6 +43,7 @@ from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.paging.address_space import CpuAddressSpace
+from moepack.runtime.paging.cpu_filler import CpuFiller
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.paging import window_size
@@ -64,6 +65,7 @@ class Step:
     waited: float = 0.0
     ahead: Any = None
     demanded: list[tuple[int, int, int]] = field(default_factory=list)
+    issued: list[Any] = field(default_factory=list)
 
 
 class Layers:
@@ -77,10 +79,10 @@ class Layers:
         self.window = Window([self.size.blocks] * 2, len(described), keeps)
         self.file = os.open(file, os.O_RDONLY) if file is not None else -1
         self.digests, self.extent = digests, 0
+        forms = [(x.of.layer, x.of.lossless_forms(BF16)) for x in self.layers]
         self.paging = Paging(
-            self.space, self.window, [(x.of.layer, x.of.lossless_forms(BF16)) for x in self.layers], self.stored,
-            64 << 20, self.device.mark,
-        )  # fmt: skip
+            CpuFiller(self.space, forms, self.stored, 64 << 20), self.window, len(described), self.device.mark
+        )
         self.modules = [Module() for _ in described]
         self.packed_bytes = self.resident_bytes = 0
         self.step = Step()
@@ -112,7 +114,7 @@ class Layers:
                     continue
                 extent = memory[e * block :][: len(extents[e % KINDS])]
                 extent.numpy()[:] = extents[e % KINDS]
-                packed = self.paging.over(position, e, extent, f"expert {e}")
+                packed = self.paging.filler.over(position, e, extent, f"expert {e}")
                 layer.publish(e, layer.of.over(BF16, self.space.extent(position, e), Where.PACKED, packed))
 
     def fill_resident(self, extents: Sequence[np.ndarray[Any, Any]]) -> None:

@@ -14,7 +14,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "policies.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "policies.md",
+    ROOT / "docs" / "reliability.md",
+)
 TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "humaneval": "HumanEval"}
 VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
 
@@ -338,7 +343,21 @@ def alpha() -> str:
 
 def paged() -> str:
     """Paged experts at a large layer's shape."""
-    rows = results("paged")["rows"]
+    return _as_is("paged")
+
+
+def serving() -> str:
+    """Servers by clients."""
+    return _as_is("serve")
+
+
+def start() -> str:
+    """From the start of a command to its first token."""
+    return _as_is("start")
+
+
+def _as_is(name: str) -> str:
+    rows = results(name)["rows"]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[f"{v:.4g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns] for row in rows]
     return table(columns, cells)
@@ -355,11 +374,36 @@ def missed() -> str:
     return table(["results", "target", "measured", "wanted"], out)
 
 
+def hostile() -> str:
+    """What became of hostile bundles."""
+    rows = [*results("hostile")["rows"]]
+    columns = ("cases", "opened", "refused", "wrong")
+    rows.append({"changed": "all", **{c: sum(row[c] for row in rows) for c in columns}})
+    out = [[row["changed"], *(f"{row[c]:,}" for c in columns)] for row in rows]
+    return table(["what is changed", "cases", "opened", "refused", "anything else"], out)
+
+
+def soak() -> str:
+    """A server under load for minutes."""
+    columns = {
+        "minutes": ".1f",
+        "MB": ".1f",
+        "answers": ",",
+        "errors": ",",
+        "left": ",",
+        "promotions": ",",
+        "waits": ",",
+    }
+    out = [[f"{row[c]:{how}}" for c, how in columns.items()] for row in results("soak")["rows"]]
+    return table(["minutes", "memory, MB", "answers", "errors", "clients that left", "promotions", "waits"], out)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary, quality, allocation, quantisers, build, true_size, codec, kernels, whole_model, shapes, residency,
         tpot, overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged,
+        hostile, soak, serving, start,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,26 +92,22 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(t.end - t.begin for h in self.headers.values() for t in h.tensors.values())
 
-    def fingerprint(self) -> dict[str, str]:
-        """File name -> SHA-256 of its header and size: names the checkpoint without reading its weights."""
-        out = {}
-        for name, header in sorted(self.headers.items()):
-            with (self.path / name).open("rb") as f:
-                digest = hashlib.sha256(f.read(header.size))
-            digest.update(str((self.path / name).stat().st_size).encode())
-            out[name] = digest.hexdigest()
-        return out
 
-
-def open_checkpoint(name: str | Path) -> Checkpoint:
+def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:
     """Open a model directory, or download a Hub model by its id.
+
+    Args:
+        name: the directory or the id.
+        revision: of a Hub model: a branch, tag or commit; its main branch without it.
 
     Raises:
         InputError: naming the file that is missing, truncated or not usable.
     """
     path = Path(name)
+    if path.is_dir() and revision is not None:
+        raise InputError(f"{name}: is a directory: --revision is for a model on the Hub")
     if not path.is_dir():
-        path = _download(str(name))
+        path = _download(str(name), revision)
     config, scheme = _config(path)
     files = _files(path)
     headers: dict[str, Header] = {}
@@ -135,13 +130,15 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     return Checkpoint(path, str(name).rstrip("/"), config, headers, file_of, encoded)
 
 
-def _download(name: str) -> Path:
-    if on_hub(name, "config.json") is None:
+def _download(name: str, revision: str | None) -> Path:
+    if on_hub(name, "config.json", revision=revision) is None:
         raise InputError(f"{name}: has no config.json: not a model repository")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=["*/*.safetensors"]))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=["*/*.safetensors"])
+        )
     except OSError as error:
         raise InputError(f"{name}: cannot be downloaded: {str(error).splitlines()[0]}") from None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moepack.pack.errors import MoepackError
+from moepack.pack.errors import MoepackError, printable
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import usages
 
@@ -39,6 +39,7 @@ from .options import (
     Quiet,
     RecipeName,
     Repetition,
+    Revision,
     Seed,
     StopTexts,
     System,
@@ -107,6 +108,7 @@ def build(
     device: Device = "cpu",
     engine: EngineName = "local",
     address: Address = None,
+    revision: Revision = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Make nothing: say what bytes, memory and time it would take.")
     ] = False,
@@ -122,12 +124,12 @@ def build(
         from moepack.pipeline.estimate import estimate, render
 
         with _reporter(quiet) as reporter:
-            expected = estimate(checkpoint, output, recipe, calibration or (), device, reporter)
+            expected = estimate(checkpoint, output, recipe, calibration or (), device, reporter, revision)
         _print_json(asdict(expected)) if as_json else _console().print(render(expected))
         return
     with _reporter(quiet) as reporter:
         report = run(
-            checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter=reporter
+            checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter, revision
         )
     _report(report, as_json)
 
@@ -140,13 +142,14 @@ def calibrate(
     calibration: Texts = None,
     fresh: Fresh = False,
     device: Device = "cpu",
+    revision: Revision = None,
     quiet: Quiet = False,
 ) -> None:
     """Stage 1: what reaches every expert."""
     from moepack.pipeline.build import calibrate as run
 
     with _reporter(quiet) as reporter:
-        run(checkpoint, work, recipe, calibration or (), fresh, device, reporter)
+        run(checkpoint, work, recipe, calibration or (), fresh, device, reporter, revision)
 
 
 @app.command()
@@ -494,14 +497,24 @@ def serve(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     access_log: Annotated[bool, typer.Option("--access-log", help="Print a line a request.")] = False,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=1, help="Copies on Ray Serve, each with the budget to itself.")
+    ] = 1,
+    address: Annotated[
+        str | None, typer.Option("--address", help="Of the Ray cluster for them: ray://HOST:10001; else this machine.")
+    ] = None,
 ) -> None:
     """Answer the OpenAI interface over HTTP, with a page that shows what is served."""
     from .server.command import Serve
-    from .server.command import serve as run
 
+    if replicas > 1 or address is not None:
+        from .server.replicas import serve as run
+    else:
+        from .server.command import serve as run
     asked = Serve(
         bundle, policy, device_memory, device, dtype, host, port, api_key, name, chat_template, max_sequences,
         max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace, access_log,
+        replicas, address,
     )  # fmt: skip
     run(asked, lambda where: typer.echo(f"moepack: serving {where}", err=True))
 
@@ -618,8 +631,10 @@ def _root(
 def main() -> None:
     """The console script: runs a command and turns the errors that a user can act on into one line."""
     from .progress import quiet_libraries
+    from .startup import leave_out
 
     quiet_libraries()
+    leave_out(next(iter(sys.argv[1:]), ""))
     try:
         app()
     except MoepackError as error:
@@ -633,5 +648,5 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    typer.echo(f"moepack: {message}", err=True)
+    typer.echo(f"moepack: {printable(message, keep=chr(10))}", err=True)
     sys.exit(2)

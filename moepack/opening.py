@@ -8,7 +8,7 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import MANIFEST
+from moepack.pack.manifest import CONFIG, MANIFEST
 from moepack.runtime.planning.sizes import DEVICE_MEMORY
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -81,8 +81,11 @@ def check(
     check_device(device)
     if not is_bundle and (policy is not None or device_memory is not None):
         raise InputError(f"{path}: not a bundle: a policy and a memory budget need one")
-    if policy is not None and Path(path).is_dir():
-        check_policy(policy, open_bundle(path), device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))
+    if is_bundle and Path(path).is_dir():
+        bundle = open_bundle(path)
+        bundle.check(CONFIG)  # before transformers reads it
+        if policy is not None:
+            check_policy(policy, bundle, device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))
 
 
 def read_template(file: Path | None) -> str | None:

@@ -23,6 +23,9 @@ Texts = Annotated[
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="The bundle to make; a new or empty directory.", show_default=False)
 ]
+Revision = Annotated[
+    str | None, typer.Option("--revision", help="Of a checkpoint on the Hub: a branch, tag or commit.")
+]
 Bundle = Annotated[Path, typer.Argument(help="A bundle's directory.", show_default=False)]
 Checkpoint = Annotated[str, typer.Argument(help="A model directory or a Hub id.", show_default=False)]
 Model = Annotated[

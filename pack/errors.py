@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+# What can be wrong with a bundle; docs/reading.md says what each means.
+Kind = Literal[
+    "alignment", "bits", "canonical", "codec", "count", "digest", "encoding", "file-type", "format",
+    "format-version", "header", "json", "keys", "layers", "link", "missing", "number", "offsets", "order", "overflow",
+    "padding", "path", "range", "read", "shape", "size", "tables", "text", "trailing", "truncated", "type",
+    "unexpected", "value",
+]  # fmt: skip
+KINDS: tuple[str, ...] = get_args(Kind)
+LONGEST = 1000  # characters of a message that are shown: what a file holds may be in it
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text that a terminal shows and does not obey: every character that is not printed, but those of `keep`, as its
+    escape. What a bundle says of itself was written by somebody else."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,14 +28,22 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        location: where: a path, and after it whatever narrows it down (layer, expert, version, field).
-        kind: a stable word for programs and tests; the message may change, the kind may not.
+        location: where: the bundle's directory and the file in it, and after them whatever narrows it down (layer,
+            expert, version, field).
+        kind: one of KINDS, for programs and tests; the message may change, the kind may not.
         message: what is wrong, in one line of lower case.
+
+    Location and message are made `printable`.
     """
 
     location: str
-    kind: str
+    kind: Kind
     message: str
+
+    def __post_init__(self) -> None:
+        for name in ("location", "message"):
+            text = printable(getattr(self, name)[: LONGEST + 1])
+            object.__setattr__(self, name, text if len(text) <= LONGEST else text[: LONGEST - 3] + "...")
 
     def __str__(self) -> str:
         return f"{self.location}: {self.message}"
@@ -54,7 +79,7 @@ class BundleError(MoepackError):
         super().__init__(f"{problems[0]}{more}")
 
     @classmethod
-    def single(cls, location: str, kind: str, message: str) -> BundleError:
+    def single(cls, location: str, kind: Kind, message: str) -> BundleError:
         """The error for one problem."""
         return cls([Problem(location, kind, message)])
 

@@ -16,10 +16,11 @@ from types import TracebackType
 import numpy as np
 
 from .affine import Buffer
-from .errors import BundleError
+from .errors import BundleError, Kind
+from .files import open_file
 from .manifest import ExpertFileEntry
 from .safetensors_file import Header, make_header, parse_header
-from .spec import PAGE, ExpertLayer, Version, affine_extent_size, align, extent_name
+from .spec import MAX_EXTENT, PAGE, ExpertLayer, Version, affine_extent_size, align, extent_name
 
 _FORMAT = "moepack.experts/1"
 _DIGITS = 15  # of a byte offset, at the most: what a header is sized for before the offsets are known
@@ -91,28 +92,36 @@ class LayerFileWriter:
 class LayerFile:
     """A layer file opened for reading, its header checked against the manifest and against the layer.
 
+    Args:
+        root: the bundle's directory.
+        name: the file's path in it.
+        entry: what the manifest says of it.
+        version, layer: whose extents it holds.
+
     Raises:
         BundleError: when the file is not what the manifest and the format say.
     """
 
-    def __init__(self, path: Path, location: str, entry: ExpertFileEntry, version: Version, layer: ExpertLayer) -> None:
-        self.location, self.version, self.layer = location, version, layer
+    def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: ExpertLayer) -> None:
+        self.location, self.version, self.layer = f"{root}/{name}", version, layer
+        file = open_file(root, name)
         try:
-            with path.open("rb") as f:
-                if os.fstat(f.fileno()).st_size != entry.size:
-                    raise self._bad("size", f"{os.fstat(f.fileno()).st_size} bytes, the manifest says {entry.size}")
-                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+            if (size := os.fstat(file).st_size) != entry.size:
+                raise self._bad("size", f"{size} bytes, the manifest says {entry.size}")
+            self._map = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise self._bad("missing", f"cannot be read: {error}") from None
+            raise self._bad("read", f"cannot be read: {error}") from None
+        finally:
+            os.close(file)
         head = self._map[: entry.header_size]
         if hashlib.sha256(head).hexdigest() != entry.header_sha256:
             raise self._bad("digest", "its header does not match the manifest's digest")
         if struct.unpack("<Q", head[:8])[0] != entry.header_size - 8:
             raise self._bad("header", "its header length does not match the manifest")
-        self._check(parse_header(head, entry.size, location))
+        self._check(parse_header(head, entry.size, self.location))
         self._bytes = np.frombuffer(self._map, np.uint8)
 
-    def _bad(self, kind: str, message: str) -> BundleError:
+    def _bad(self, kind: Kind, message: str) -> BundleError:
         return BundleError.single(self.location, kind, message)
 
     def _check(self, header: Header) -> None:
@@ -128,6 +137,8 @@ class LayerFile:
                 raise self._bad("header", f"expert {e} is missing or not a byte string, or others are there")
             if t.begin % PAGE or t.end % PAGE or (spans and t.begin != spans[-1][1]):
                 raise self._bad("alignment", f"the extent of expert {e} is not whole pages in order")
+            if t.end - t.begin >= MAX_EXTENT:
+                raise self._bad("overflow", f"the extent of expert {e} has {t.end - t.begin} bytes")
             if not version.is_lossless and t.end - t.begin != affine_extent_size(layer.matrices, version):
                 raise self._bad("size", f"the extent of expert {e} has {t.end - t.begin} bytes")
             spans.append((t.begin, t.end))
@@ -142,12 +153,12 @@ class LayerFile:
         begin, end = self._spans[expert]
         view = self._bytes[begin:end]
         if check_digest and hashlib.sha256(view.data).hexdigest() != self.digests[expert]:
-            raise BundleError.single(
-                f"{self.location}: layer {self.layer.index}, expert {expert}, version {self.version.name}",
-                "digest",
-                "its bytes do not match their digest",
-            )
+            raise BundleError.single(self.place(expert), "digest", "its bytes do not match their digest")
         return view
+
+    def place(self, expert: int) -> str:
+        """Where an expert's extent stands, in words."""
+        return f"{self.location}: layer {self.layer.index}, expert {expert}, version {self.version.name}"
 
     def extent_size(self, expert: int) -> int:
         """Bytes of an expert's extent, padding included."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
-from .errors import BundleError, Problem
+from . import strict_json
+from .errors import BundleError, Kind, Problem
 from .spec import (
     EXPERT_DTYPES,
     FORMAT_NAME,
@@ -37,7 +38,17 @@ from .spec import (
 MANIFEST = "manifest.json"
 MAX_BYTES = 64 << 20
 MAX_SIZE = 1 << 48  # of any file
+MAX_FILE_HEADER = 100_000_000  # bytes of a layer file before its first extent
+MAX_NAME = 255  # bytes of one part of a path, as file systems have it
+MAX_PATH = 1024  # bytes of a path
+# What every bundle has; the dense tensors are one file, or several with an index.
+CONFIG, TABLES, DENSE, DENSE_INDEX = (
+    "config.json", "calibration.safetensors", "model.safetensors", "model.safetensors.index.json",
+)  # fmt: skip
+CARD = ("README.md", "losses.png")  # what a page on the Hub shows; the manifest does not list it
 _HEX = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ class _Checker:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 
-    def wrong(self, where: str, kind: str, message: str) -> None:
+    def wrong(self, where: str, kind: Kind, message: str) -> None:
         self.problems.append(Problem(f"{MANIFEST}: {where}", kind, message))
 
     def integer(self, where: str, value: Any, low: int, high: int) -> int:
@@ -130,6 +141,19 @@ class _Checker:
         self.wrong(where, "value", f"not {'one of ' + ', '.join(allowed) if allowed else 'a string'}: {_show(value)}")
         return allowed[0] if allowed else ""
 
+    def matching(self, where: str, value: Any, pattern: re.Pattern[str], what: str) -> str:
+        if isinstance(value, str) and len(value) <= MAX_PATH and pattern.fullmatch(value):
+            return value
+        self.wrong(where, "text", f"not {what}: {_show(value)}")
+        return ""
+
+    def line(self, where: str, value: Any) -> str:
+        """Words that a report shows."""
+        if isinstance(value, str) and 0 < len(value) <= MAX_PATH and value.isprintable():
+            return value
+        self.wrong(where, "text", f"not a line of 1 to {MAX_PATH} characters that are printed: {_show(value)}")
+        return ""
+
     def items(self, where: str, value: Any, most: int) -> list[Any]:
         if isinstance(value, list) and len(value) <= most:
             return value
@@ -141,13 +165,13 @@ class _Checker:
             self.wrong(where, "type", f"not an object: {_show(value)}")
             return {}
         if keys is not None and set(value) != set(keys):
-            self.wrong(where, "keys", f"has keys {sorted(value)}, not {sorted(keys)}")
+            self.wrong(where, "keys", f"has keys {_show(sorted(value))}, not {_show(sorted(keys))}")
         return value
 
 
 def _show(value: Any) -> str:
     text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -159,9 +183,9 @@ def parse_manifest(data: bytes) -> Manifest:
     if len(data) > MAX_BYTES:
         raise BundleError.single(MANIFEST, "size", f"{len(data)} bytes, more than {MAX_BYTES}")
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BundleError.single(MANIFEST, "json", f"not JSON: {error}") from None
+        document = strict_json.loads(data)
+    except ValueError as error:
+        raise BundleError.single(MANIFEST, "json", f"cannot be parsed: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
         raise BundleError.single(MANIFEST, "format", "not a moepack manifest")
     if document.get("format_version") != FORMAT_VERSION:
@@ -170,11 +194,16 @@ def parse_manifest(data: bytes) -> Manifest:
             "format-version",
             f"format version {_show(document.get('format_version'))}; this moepack reads {FORMAT_VERSION}",
         )
-    digest = document.pop("sha256", None)
-    if digest != hashlib.sha256(_canonical(document)).hexdigest():
-        raise BundleError.single(MANIFEST, "digest", "its digest does not match: damaged or edited")
-    if _canonical({**document, "sha256": digest}) != data:
+    try:
+        canonical = _canonical(document)
+    except RecursionError:
+        raise BundleError.single(MANIFEST, "json", "cannot be parsed: nested too deeply") from None
+    if canonical != data:
         raise BundleError.single(MANIFEST, "canonical", "not in canonical form: damaged or edited")
+    digest = document.pop("sha256", None)  # on a line of its own: writing megabytes a second time would take as long
+    without = data.replace(b'\n "sha256": "%s",' % str(digest).encode(), b"", 1)
+    if digest != hashlib.sha256(without).hexdigest():
+        raise BundleError.single(MANIFEST, "digest", "its digest does not match: damaged or edited")
     check = _Checker()
     check.object(
         "top level",
@@ -186,8 +215,7 @@ def parse_manifest(data: bytes) -> Manifest:
     files, expert_files = _files(check, document.get("files"))
     if not check.problems:
         _layer_files(check, layers, versions, expert_files)
-    model = check.object("model", document.get("model"))
-    check.text("model.expert_dtype", model.get("expert_dtype"), list(EXPERT_DTYPES))
+    model = _model(check, document.get("model"), layers)
     manifest = Manifest(
         model,
         layers,
@@ -202,8 +230,20 @@ def parse_manifest(data: bytes) -> Manifest:
     return manifest
 
 
+def _model(check: _Checker, value: Any, layers: Sequence[ExpertLayer]) -> dict[str, Any]:
+    model = check.object("model", value)
+    for key in ("model_type", "architecture"):
+        check.matching(f"model.{key}", model.get(key), _NAME, "a name of letters, digits, '.', '_' and '-'")
+    check.text("model.expert_dtype", model.get("expert_dtype"), list(EXPERT_DTYPES))
+    count = check.integer("model.decoder_layers", model.get("decoder_layers"), 1, MAX_LAYERS)
+    if layers and layers[-1].index >= count and not check.problems:
+        check.wrong("model.decoder_layers", "count", f"{count}, and layer {layers[-1].index} has experts")
+    return model
+
+
 def _layers(check: _Checker, value: Any) -> tuple[ExpertLayer, ...]:
     out: list[ExpertLayer] = []
+    modules: set[str] = set()
     for i, item in enumerate(check.items("layers", value, MAX_LAYERS)):
         at = f"layers[{i}]"
         item = check.object(at, item, ["index", "module", "experts", "matrices"])
@@ -219,16 +259,32 @@ def _layers(check: _Checker, value: Any) -> tuple[ExpertLayer, ...]:
             matrices.append(Matrix(name, rows, cols, m.get("bias") is True))
         if len(matrices) != 2:
             check.wrong(f"{at}.matrices", "count", f"{len(matrices)} matrices, not 2")
+        elif wrong := _shapes(*matrices):
+            check.wrong(f"{at}.matrices", "shape", wrong)
         if sum(m.weights * 2 for m in matrices) + 64 * PAGE > MAX_EXTENT:
             check.wrong(f"{at}.matrices", "overflow", f"an expert of this shape passes {MAX_EXTENT} bytes")
         index = check.integer(f"{at}.index", item.get("index"), 0, MAX_LAYERS - 1)
         if out and index <= out[-1].index:
             check.wrong(f"{at}.index", "order", f"{index} does not come after {out[-1].index}")
         experts = check.integer(f"{at}.experts", item.get("experts"), 1, MAX_EXPERTS)
-        out.append(ExpertLayer(index, check.text(f"{at}.module", item.get("module")), experts, tuple(matrices)))
+        module = check.matching(f"{at}.module", item.get("module"), _MODULE, "a module's name")
+        if module in modules:
+            check.wrong(f"{at}.module", "value", f"{module} stands twice")
+        modules.add(module)
+        out.append(ExpertLayer(index, module, experts, tuple(matrices)))
     if not out:
         check.wrong("layers", "count", "no layer has experts")
     return tuple(out)
+
+
+def _shapes(first: Matrix, down: Matrix) -> str:
+    """What is wrong with an expert's two shapes; nothing where they fit one another."""
+    of_one = 2 if first.name == "gate_up" else 1
+    if first.rows != of_one * down.cols:
+        return f"{first.name} has {first.rows} rows, not {of_one} for each of down's {down.cols} columns"
+    if first.cols != down.rows:
+        return f"down has {down.rows} rows, and {first.name} {first.cols} columns"
+    return ""
 
 
 def _versions(check: _Checker, value: Any) -> tuple[Version, ...]:
@@ -239,7 +295,7 @@ def _versions(check: _Checker, value: Any) -> tuple[Version, ...]:
         name = check.text(f"{at}.name", item.get("name"), version_names())
         size, sizes = item.get("group_size"), encoding_of(name).group_sizes
         expected = Version.of(name, size if size in sizes else max(sizes, default=0))
-        if item != asdict(expected):
+        if _canonical(item) != _canonical(asdict(expected)):  # true is 1, and no integer
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {_show(item)}")
         out.append(expected)
     names = [v.name for v in out]
@@ -249,16 +305,18 @@ def _versions(check: _Checker, value: Any) -> tuple[Version, ...]:
 
 
 def safe_path(path: str) -> bool:
-    """Whether `path` is a plain relative POSIX path that stays inside its directory."""
-    parts = PurePosixPath(path).parts
+    """Whether `path` is a relative POSIX path as FORMAT.md, "Paths", allows it."""
     return (
-        bool(parts)
-        and str(PurePosixPath(*parts)) == path
-        and not path.startswith("/")
-        and all(p not in ("..", ".") for p in parts)
-        and not set(path) & set('\\:*?"<>|')
+        len(path.encode(errors="replace")) <= MAX_PATH
         and path.isprintable()
+        and unicodedata.is_normalized("NFC", path)
+        and not set(path) & set('\\:*?"<>|')
+        and all(_safe_part(part) for part in path.split("/"))
     )
+
+
+def _safe_part(part: str) -> bool:
+    return 0 < len(part.encode(errors="replace")) <= MAX_NAME and part[0] not in ". " and part[-1] not in ". "
 
 
 def _files(check: _Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str, ExpertFileEntry]]:
@@ -266,8 +324,8 @@ def _files(check: _Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str,
     expert_files: dict[str, ExpertFileEntry] = {}
     for path, item in check.object("files", value).items():
         at = f"files[{_show(path)}]"
-        if not safe_path(path) or path == MANIFEST:
-            check.wrong(at, "path", "not a relative path inside the bundle")
+        if not safe_path(path) or path.casefold() == MANIFEST:
+            check.wrong(at, "path", "not a relative path as the format allows them")
         is_experts = path.startswith("experts/")
         digest_key = "header_sha256" if is_experts else "sha256"
         item = check.object(at, item, ["size", digest_key, *(["header_size", "payload"] if is_experts else [])])
@@ -278,14 +336,33 @@ def _files(check: _Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str,
             check.wrong(at, "digest", "not a SHA-256 in lower-case hexadecimal")
         if is_experts:
             most = size if found == len(check.problems) else MAX_SIZE
-            header = check.integer(f"{at}.header_size", item.get("header_size"), 8, most)
-            payload = check.integer(f"{at}.payload", item.get("payload"), 0, most)
+            header = check.integer(f"{at}.header_size", item.get("header_size"), 8, min(most, MAX_FILE_HEADER))
+            payload = check.integer(f"{at}.payload", item.get("payload"), 0, max(most - header, 0))
             if found == len(check.problems) and (header % PAGE or (size - header) % PAGE):
                 check.wrong(at, "alignment", f"header or data are not whole pages of {PAGE} bytes")
             expert_files[path] = ExpertFileEntry(size, header, digest, payload)
         else:
             files[path] = FileEntry(size, digest)
+    _together(check, (*files, *expert_files))
+    for path in (CONFIG, TABLES):
+        if path not in files:
+            check.wrong("files", "missing", f"{path} is not listed")
+    if (DENSE in files) == (DENSE_INDEX in files):
+        check.wrong("files", "missing", f"either {DENSE} or {DENSE_INDEX} is listed, and not both")
     return files, expert_files
+
+
+def _together(check: _Checker, paths: Sequence[str]) -> None:
+    """Paths that name different files on every file system, and folders that are none of the files."""
+    taken: dict[str, str] = {}
+    for path in paths:
+        if (other := taken.setdefault(path.casefold(), path)) != path:
+            check.wrong(f"files[{_show(path)}]", "path", f"differs from {_show(other)} in capitals alone")
+    for path in paths:
+        parts = path.casefold().split("/")
+        for i in range(1, len(parts)):
+            if "/".join(parts[:i]) in taken:
+                check.wrong(f"files[{_show(path)}]", "path", "lies below another file")
 
 
 def _layer_files(
@@ -327,4 +404,4 @@ def _allocation(
         for bad in sorted({_show(v) for v in row if v not in names}):
             check.wrong(at, "value", f"{bad} is not a version of this bundle")
         out.append(tuple(str(v) for v in row))
-    return Allocation(check.text("allocation.name", item.get("name")), tuple(out))
+    return Allocation(check.line("allocation.name", item.get("name")), tuple(out))

@@ -1,22 +1,41 @@
 """Opening a bundle: the manifest, the files it lists, and extents as views of file mappings.
 
 Every size, offset and path is checked before it is used, and all problems are reported at once. Digests of extents are
-checked when they are asked for, digests of everything by `verify`. Decides nothing about who serves what.
+checked when they are asked for, digests of everything by `verify`, and with them the rules that ask for every byte
+(checks.py). Decides nothing about who serves what.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Container, Iterator
 from pathlib import Path
 
 from .affine import Buffer
-from .errors import BundleError, CodecError, Problem
+from .checks import check_affine, check_lossless, lossless_payload
+from .dense import DenseTensors
+from .errors import BundleError, CodecError, InputError, Kind, Problem
+from .files import digest_of, read_file, size_of
 from .layer_file import LayerFile
 from .lossless import decode_lossless
-from .manifest import MANIFEST, MAX_BYTES, ExpertFileEntry, FileEntry, Manifest, parse_manifest
+from .manifest import (
+    CARD,
+    CONFIG,
+    DENSE,
+    DENSE_INDEX,
+    MANIFEST,
+    MAX_BYTES,
+    ExpertFileEntry,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+)
 from .spec import ExpertLayer, Version, expert_file
 from .tables import TABLES, CalibrationTables, read_tables
-from .writer import sha256_of
+from .values import Expert
+
+_CONFIG_BYTES = 64 << 20
 
 
 class Bundle:
@@ -49,7 +68,7 @@ class Bundle:
             layer = self.layers[position]
             name = expert_file(version, layer.index)
             entry = self.manifest.expert_files[name]
-            self._open[key] = LayerFile(self.path / name, name, entry, self.manifest.version(version), layer)
+            self._open[key] = LayerFile(self.path, name, entry, self.manifest.version(version), layer)
         return self._open[key]
 
     def extent(self, version: str, position: int, expert: int, check_digest: bool = True) -> Buffer:
@@ -60,17 +79,67 @@ class Bundle:
         """
         return self.layer_file(version, position).extent(expert, check_digest)
 
-    def calibration(self) -> CalibrationTables:
-        """The loss tables and routing statistics.
+    def expert(self, version: str, layer: int, expert: int) -> Expert:
+        """One expert in one version, its digest checked: `.numpy()` and `.torch()` are its matrices.
+
+        Args:
+            version: its name, one of `versions`.
+            layer: the decoder layer's index in the model, as in `layers`.
+            expert: from 0.
 
         Raises:
-            BundleError: when the file is damaged.
+            InputError: when the bundle does not have it.
+            BundleError: when it is damaged.
         """
-        tables = read_tables(self.path / TABLES, self.layers)
+        here = [v.name for v in self.versions]
+        if version not in here:
+            raise InputError(f"{self.path}: has no version {version!r}: here are {', '.join(here)}")
+        indices = [x.index for x in self.layers]
+        if layer not in indices:
+            raise InputError(f"{self.path}: layer {layer} has no experts: those of {', '.join(map(str, indices))} have")
+        position = indices.index(layer)
+        described = self.layers[position]
+        if not 0 <= expert < described.experts:
+            raise InputError(f"{self.path}: layer {layer} has no expert {expert}: it has {described.experts}, from 0")
+        file = self.layer_file(version, position)
+        return Expert(described, file.version, file.extent(expert), file.place(expert))
+
+    def dense(self, check_digests: bool = True) -> DenseTensors:
+        """The tensors outside the experts: a mapping of their names to shapes, with `.numpy(name)`, `.torch(name)`.
+
+        Args:
+            check_digests: whether the digest of a file is checked before the first of its tensors is given.
+
+        Raises:
+            BundleError: when a file's header is damaged.
+        """
+        return DenseTensors(self.path, self.manifest, check_digests)
+
+    def calibration(self) -> CalibrationTables:
+        """The loss tables and routing statistics; the file's digest is checked first.
+
+        Raises:
+            BundleError: when the file is damaged, or not as FORMAT.md has it.
+        """
+        tables = read_tables(self.path / TABLES, self.layers, self.manifest.files[TABLES].sha256)
         for version in self.versions:
             if version.name not in tables.versions:
                 raise BundleError.single(str(tables.path), "tables", f"has no column of version {version.name}")
         return tables
+
+    def check(self, *names: str) -> None:
+        """See that files outside `experts/` have their digests.
+
+        Raises:
+            BundleError: with those that have not.
+        """
+        problems = [p for name in names for p in _check_digest(self, name)]
+        if problems:
+            raise BundleError(problems)
+
+    def verify(self) -> list[Problem]:
+        """Every problem of the bundle: all digests, and every rule of the format; reads every byte of it."""
+        return [p for _, found in verify(self) for p in found]
 
     def version_bytes(self, version: str) -> int:
         """Bytes of a version's files as stored."""
@@ -94,28 +163,29 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
         BundleError: with every problem of its manifest and of the files it lists.
     """
     root = Path(path)
-    manifest_path = root / MANIFEST
+    if not root.is_dir():
+        what = "not a bundle: a file" if root.exists() else "no such directory"
+        raise BundleError.single(str(root), "missing", what)
     try:
-        if manifest_path.stat().st_size > MAX_BYTES:
-            raise BundleError.single(str(root), "size", f"{MANIFEST} has more than {MAX_BYTES} bytes")
-        data = manifest_path.read_bytes()
-    except OSError:
-        what = f"not a bundle: it has no readable {MANIFEST}" if root.exists() else "no such directory"
-        raise BundleError.single(str(root), "missing", what) from None
+        data = read_file(root, MANIFEST, MAX_BYTES)
+    except BundleError as error:
+        if error.problems[0].kind != "missing":
+            raise
+        raise BundleError.single(str(root), "missing", f"not a bundle: it has no {MANIFEST}") from None
     try:
         manifest = parse_manifest(data)
     except BundleError as error:
         raise BundleError([Problem(f"{root}/{p.location}", p.kind, p.message) for p in error.problems]) from None
-    enough = all if skip_partial else any
+    enough, is_there = (all, os.path.exists) if skip_partial else (any, os.path.lexists)
     present = tuple(
-        v for v in manifest.versions if enough((root / expert_file(v.name, x.index)).exists() for x in manifest.layers)
+        v for v in manifest.versions if enough(is_there(root / expert_file(v.name, x.index)) for x in manifest.layers)
     )
-    problems = []
+    problems: list[Problem] = []
     for name, entry in _expected_files(manifest, present):
         try:
-            size = (root / name).stat().st_size
-        except OSError:
-            problems.append(Problem(f"{root}/{name}", "missing", "listed in the manifest, not there"))
+            size = size_of(root, name)
+        except BundleError as error:
+            problems += error.problems
             continue
         if size != entry.size:
             problems.append(Problem(f"{root}/{name}", "size", f"{size} bytes, the manifest says {entry.size}"))
@@ -136,23 +206,69 @@ def _expected_files(
             yield name, manifest.expert_files[name]
 
 
+def unlisted(bundle: Bundle) -> list[str]:
+    """Files in a bundle's directory that its manifest does not name, the model card and hidden ones aside. They mean
+    nothing to a bundle; other programs may read them."""
+    listed = {MANIFEST, *CARD, *bundle.manifest.files, *bundle.manifest.expert_files}
+    out = []
+    for folder, folders, names in os.walk(bundle.path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        here = Path(folder).relative_to(bundle.path)
+        out += [name for n in sorted(names) if not n.startswith(".") and (name := (here / n).as_posix()) not in listed]
+    return out
+
+
 def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple[str, list[Problem]]]:
-    """Check every digest and decode every lossless extent; yields each file's name with its problems.
+    """Check every digest, decode every lossless extent, and check every rule of FORMAT.md; yields each file's name with
+    its problems.
 
     Args:
         bundle: the bundle.
         only: names of files in it, where not all are to be checked.
     """
-    for name, entry in bundle.manifest.files.items():
-        if only is not None and name not in only:
-            continue
-        good = sha256_of(bundle.path / name) == entry.sha256
-        yield name, [] if good else [Problem(name, "digest", "its bytes do not match their digest")]
+    for name in bundle.manifest.files:
+        if only is None or name in only:
+            skipped = only is not None and name == DENSE_INDEX  # the files that it names may be elsewhere
+            yield name, _check_digest(bundle, name) or ([] if skipped else _check_file(bundle, name))
     for version in bundle.versions:
         for position, layer in enumerate(bundle.layers):
             name = expert_file(version.name, layer.index)
             if only is None or name in only:
                 yield name, _verify_layer(bundle, version, position)
+
+
+def _check_digest(bundle: Bundle, name: str) -> list[Problem]:
+    try:
+        good = digest_of(bundle.path, name) == bundle.manifest.files[name].sha256
+    except BundleError as error:
+        return list(error.problems)
+    return [] if good else [Problem(f"{bundle.path}/{name}", "digest", "its bytes do not match their digest")]
+
+
+def _check_file(bundle: Bundle, name: str) -> list[Problem]:
+    """The rules about a file whose digest is right."""
+    try:
+        if name == TABLES:
+            tables = bundle.calibration()
+            for position in range(len(tables.layers)):
+                tables.check(position)
+        elif name == CONFIG:
+            _check_config(bundle)
+        elif name in (DENSE, DENSE_INDEX):
+            bundle.dense()
+    except BundleError as error:
+        return list(error.problems)
+    return []
+
+
+def _check_config(bundle: Bundle) -> None:
+    where = f"{bundle.path}/{CONFIG}"
+    try:
+        config = json.loads(read_file(bundle.path, CONFIG, _CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise BundleError.single(where, "json", f"cannot be parsed: {error}") from None
+    if not isinstance(config, dict) or config.get("quantization_config") != {"quant_method": "moepack"}:
+        raise BundleError.single(where, "value", "its quantization_config is not that of a bundle")
 
 
 def _verify_layer(bundle: Bundle, version: Version, position: int) -> list[Problem]:
@@ -161,14 +277,26 @@ def _verify_layer(bundle: Bundle, version: Version, position: int) -> list[Probl
         file = bundle.layer_file(version.name, position)
     except BundleError as error:
         return list(error.problems)
+    matrices, payload = file.layer.matrices, 0
     for expert in range(file.layer.experts):
+
+        def wrong(kind: Kind, message: str, where: str = file.place(expert)) -> None:
+            problems.append(Problem(where, kind, message))
+
         try:
             extent = file.extent(expert)
             if version.is_lossless:
-                decode_lossless(file.layer.matrices, extent)
+                decode_lossless(matrices, extent)
+                payload += lossless_payload(matrices, extent)
+            for kind, message in (
+                check_lossless(matrices, extent) if version.is_lossless else check_affine(matrices, version, extent)
+            ):
+                wrong(kind, message)
         except BundleError as error:
             problems.extend(error.problems)
         except CodecError as error:
-            at = f"{file.location}: layer {file.layer.index}, expert {expert}, version {version.name}"
-            problems.append(Problem(at, "codec", str(error)))
+            wrong("codec", str(error))
+    listed = bundle.manifest.expert_files[expert_file(version.name, file.layer.index)].payload
+    if version.is_lossless and not problems and payload != listed:
+        problems.append(Problem(file.location, "size", f"a payload of {payload} bytes, the manifest says {listed}"))
     return problems

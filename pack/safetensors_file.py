@@ -8,16 +8,19 @@ bytes of JSON, then the data without holes.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from .errors import BundleError
+from . import strict_json
+from .errors import BundleError, Kind
 from .spec import align
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors format
+MAX_RANK = 64  # dimensions of a tensor
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -50,25 +53,31 @@ def read_header(path: Path) -> Header:
         BundleError: with one problem, when the file is not a whole, well-formed safetensors file.
         OSError: when it cannot be read.
     """
-    size = path.stat().st_size
     with path.open("rb") as f:
-        prefix = f.read(8)
-        if len(prefix) < 8:
-            raise _bad(path, "truncated", f"{size} bytes, too short for a safetensors file")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > MAX_HEADER or 8 + length > size:
-            raise _bad(path, "truncated", f"its header claims {length} bytes, the file has {size}")
-        return parse_header(prefix + f.read(length), size, str(path))
+        return read_open_header(f, str(path))
+
+
+def read_open_header(file: BinaryIO, location: str) -> Header:
+    """As `read_header`, of a file that is open; it is read from its start, and left after its header."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise _bad(location, "truncated", f"{size} bytes, too short for a safetensors file")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER or 8 + length > size:
+        raise _bad(location, "truncated", f"its header claims {length} bytes, the file has {size}")
+    return parse_header(prefix + file.read(length), size, location)
 
 
 def parse_header(head: bytes, file_size: int, location: str) -> Header:
     """Check a header (length prefix included) against the size of its file; see `read_header`."""
     try:
-        document = json.loads(head[8:])
-    except (ValueError, RecursionError) as error:
-        raise _bad(location, "header", f"header is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise _bad(location, "header", "header is not a JSON object")
+        if head[8:9] != b"{":
+            raise ValueError("it does not begin with {")
+        document = strict_json.loads(head[8:])
+    except ValueError as error:
+        raise _bad(location, "header", f"its header cannot be parsed: {error}") from None
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _bad(location, "header", "__metadata__ does not map names to strings")
@@ -79,24 +88,28 @@ def parse_header(head: bytes, file_size: int, location: str) -> Header:
             raise _bad(location, "offsets", f"tensor {name} begins at {t.begin}, the one before it ends at {at}")
         at = t.end
     if at != file_size:
-        kind = "truncated" if at > file_size else "trailing"
+        kind: Kind = "truncated" if at > file_size else "trailing"
         raise _bad(location, kind, f"the file has {file_size} bytes, its header describes {at}")
     return Header(len(head), tensors, metadata)
 
 
 def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
-    try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    except (KeyError, TypeError, ValueError):
-        raise _bad(location, "header", f"tensor {name} lacks dtype, shape or data_offsets") from None
-    if not all(type(v) is int and 0 <= v < 1 << 48 for v in (*shape, begin, end)) or dtype not in ITEM_BYTES:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _bad(location, "header", f"tensor {name} has not exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        raise _bad(location, "header", f"tensor {name} has a shape or data_offsets that are no lists of numbers")
+    begin, end = offsets
+    numbers = (*shape, begin, end)
+    in_range = all(type(v) is int and 0 <= v < 1 << 48 for v in numbers) and len(shape) <= MAX_RANK
+    if not in_range or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _bad(location, "header", f"tensor {name} has a dtype, shape or offset out of range")
     expected = ITEM_BYTES[dtype]
     for d in shape:
         expected *= d
     if end - begin != expected:
         raise _bad(location, "offsets", f"tensor {name} of {expected} bytes spans {end - begin}")
-    return TensorEntry(dtype, shape, base + begin, base + end)
+    return TensorEntry(dtype, tuple(shape), base + begin, base + end)
 
 
 def make_header(
@@ -116,7 +129,7 @@ def make_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def _bad(location: Path | str, kind: str, message: str) -> BundleError:
+def _bad(location: Path | str, kind: Kind, message: str) -> BundleError:
     return BundleError.single(str(location), kind, message)
 
 

@@ -5,20 +5,25 @@ What the numbers are good for is for those who read them.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import BundleError
-from .safetensors_file import Header, merge, read_header
-from .spec import ExpertLayer
+from .errors import BundleError, Kind
+from .files import open_file
+from .manifest import TABLES as TABLES
+from .safetensors_file import Header, TensorEntry, merge, read_header, read_open_header
+from .spec import ExpertLayer, version_names
 
-TABLES = "calibration.safetensors"
 # Name -> dtype and shape; E experts, V versions, N windows of the layer's calibration.
 _TENSORS = {
     "mse": ("F32", "EV"), "relative": ("F32", "EV"), "gated": ("F32", "EV"), "method": ("U8", "EV"),
@@ -26,9 +31,10 @@ _TENSORS = {
     "prefill_counts": ("I32", "NE"), "decode_counts": ("I32", "NE"), "prefill_gates": ("F32", "NE"),
     "coactivation": ("I64", "EE"), "reuse": ("F32", ""),
 }  # fmt: skip
-# Not in bundles made before there were any: standard errors of the losses.
-_OPTIONAL = {"mse_error": ("F32", "EV"), "relative_error": ("F32", "EV"), "gated_error": ("F32", "EV")}
+# Standard errors of the losses: all of them in every layer, or none in any.
+_ERRORS = {"mse_error": ("F32", "EV"), "relative_error": ("F32", "EV"), "gated_error": ("F32", "EV")}
 _EAGER = ("tokens", "gate_sum", "mse", "relative", "gated", "method")
+_METHOD = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _NUMPY = {"F32": "<f4", "U8": "<u1", "I32": "<i4", "I64": "<i8"}
 
 Array = NDArray[Any]
@@ -99,9 +105,20 @@ class CalibrationTables:
         return mean, math.sqrt(sum(float(np.square(e[:, column], dtype=np.float64).sum()) for e in errors)) / experts
 
     def statistic(self, position: int, name: str) -> Array:
-        """A table that is read on request: how calibration's windows went through the layer at `position`."""
+        """A table that is read on request: how calibration's windows went through the layer at `position`.
+
+        Raises:
+            BundleError: when it is not what FORMAT.md says.
+        """
         layer = self.layers[position]
-        return _read(self.path, read_header(self.path), layer.index, name, len(layer.tokens), len(self.versions))
+        with _open(self.path) as f:
+            header = read_open_header(f, str(self.path))
+            return _read(f, self.path, header, layer.index, name, len(layer.tokens), len(self.versions))
+
+    def check(self, position: int) -> None:
+        """Read every table of the layer at `position`; raises BundleError for what is not as FORMAT.md says."""
+        for name in _TENSORS.keys() - _EAGER:
+            self.statistic(position, name)
 
 
 def shown_loss(loss: float, error: float | None) -> str:
@@ -109,42 +126,82 @@ def shown_loss(loss: float, error: float | None) -> str:
     return f"{loss:.5f}" + (f" ± {2 * error:.5f}" if error else "")
 
 
-def read_tables(path: Path, layers: Sequence[ExpertLayer]) -> CalibrationTables:
-    """Read the tables of these layers.
+def _open(path: Path) -> BufferedReader:
+    return os.fdopen(open_file(path.parent, path.name), "rb")
+
+
+def read_tables(path: Path, layers: Sequence[ExpertLayer], sha256: str | None = None) -> CalibrationTables:
+    """Read the tables of these layers. All that FORMAT.md asks of names, dtypes and shapes is checked, and every number
+    of the tables that are read here; those of others when they are asked for.
 
     Args:
         path: calibration.safetensors.
         layers: those of the manifest.
+        sha256: the file's digest, where it is to be checked.
 
     Raises:
         BundleError: when the file is not whole, or not what FORMAT.md says.
-        OSError: when it cannot be read.
     """
-    header = read_header(path)
-    versions, methods = (tuple(header.metadata.get(key, "").split(",")) for key in ("versions", "methods"))
-    tables = []
-    for layer in layers:
-        arrays = {n: _read(path, header, layer.index, n, layer.experts, len(versions)) for n in _EAGER}
-        for n in _OPTIONAL:
-            if f"layers.{layer.index}.{n}" in header.tensors:
-                arrays[n] = _read(path, header, layer.index, n, layer.experts, len(versions))
-        if int(arrays["method"].max(initial=0)) >= len(methods):
-            raise BundleError.single(str(path), "tables", f"layer {layer.index} has a method that metadata do not name")
-        tables.append(LayerTables(layer.index, **arrays))
+    with _open(path) as f:
+        if sha256 is not None and hashlib.file_digest(f, "sha256").hexdigest() != sha256:
+            raise BundleError.single(str(path), "digest", "its bytes do not match their digest")
+        header = read_open_header(f, str(path))
+        versions, methods = _columns(path, header)
+        errors = any(f"layers.{layer.index}.{name}" in header.tensors for layer in layers for name in _ERRORS)
+        tables = []
+        for layer in layers:
+            for name in _TENSORS:
+                _entry(path, header, layer.index, name, layer.experts, len(versions))
+            eager = (*_EAGER, *(_ERRORS if errors else ()))
+            arrays = {n: _read(f, path, header, layer.index, n, layer.experts, len(versions)) for n in eager}
+            if int(arrays["method"].max(initial=0)) >= len(methods):
+                raise _bad(path, "tables", f"layer {layer.index} has a method that metadata do not name")
+            tables.append(LayerTables(layer.index, **arrays))
     return CalibrationTables(path, versions, methods, tuple(tables))
 
 
-def _read(path: Path, header: Header, layer: int, name: str, experts: int, versions: int) -> Array:
+def _bad(path: Path, kind: Kind, message: str) -> BundleError:
+    return BundleError.single(str(path), kind, message)
+
+
+def _columns(path: Path, header: Header) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of versions and of methods."""
+    versions, methods = (tuple(header.metadata.get(key, "").split(",")) for key in ("versions", "methods"))
+    if versions != tuple(n for n in version_names() if n in versions):
+        raise _bad(path, "tables", f"its columns are not versions, from most to least precise: {','.join(versions)}")
+    if not all(map(_METHOD.fullmatch, methods)) or len(set(methods)) != len(methods) or len(methods) > 256:
+        raise _bad(path, "tables", f"its methods are not names, each once: {','.join(methods)}")
+    return versions, methods
+
+
+def _entry(path: Path, header: Header, layer: int, name: str, experts: int, versions: int) -> TensorEntry:
     full = f"layers.{layer}.{name}"
-    dtype, shape = (_TENSORS | _OPTIONAL)[name]
+    dtype, shape = (_TENSORS | _ERRORS)[name]
     entry = header.tensors.get(full)
     if entry is None:
-        raise BundleError.single(str(path), "tables", f"has no tensor {full}")
-    sizes = {"E": experts, "V": versions, "N": entry.shape[0] if entry.shape else 0}
+        raise _bad(path, "tables", f"has no tensor {full}")
+    counts = header.tensors.get(f"layers.{layer}.prefill_counts")
+    windows = counts.shape[0] if counts is not None and counts.shape else 0
+    sizes = {"E": experts, "V": versions, "N": windows}
     if entry.dtype != dtype or entry.shape != tuple(sizes[d] for d in shape):
-        wanted = f"{dtype} [{', '.join(shape)}] of {experts} experts and {versions} versions"
-        raise BundleError.single(str(path), "tables", f"{full} is {entry.dtype} {list(entry.shape)}, not {wanted}")
-    return np.fromfile(path, _NUMPY[dtype], math.prod(entry.shape), offset=entry.begin).reshape(entry.shape)
+        wanted = f"{dtype} [{', '.join(shape)}] of {experts} experts, {versions} versions and {windows} windows"
+        raise _bad(path, "tables", f"{full} is {entry.dtype} {list(entry.shape)}, not {wanted}")
+    return entry
+
+
+def _read(
+    file: BufferedReader, path: Path, header: Header, layer: int, name: str, experts: int, versions: int
+) -> Array:
+    """One table, every number of it finite and at least 0."""
+    entry = _entry(path, header, layer, name, experts, versions)
+    file.seek(entry.begin)
+    data = bytearray(entry.end - entry.begin)
+    if file.readinto(data) != len(data):
+        raise _bad(path, "truncated", f"ends inside layers.{layer}.{name}")
+    array = np.frombuffer(data, _NUMPY[entry.dtype], math.prod(entry.shape)).reshape(entry.shape)
+    if array.size and not (np.isfinite(array).all() and array.min() >= 0):
+        raise _bad(path, "number", f"layers.{layer}.{name} holds a number that is not finite, or below 0")
+    return array
 
 
 def metadata(versions: Sequence[str], methods: Sequence[str]) -> dict[str, str]:

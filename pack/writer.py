@@ -31,6 +31,16 @@ def check_target(target: Path) -> None:
         raise TargetError(f"{target}: cannot be written: {parent} is not a writable directory")
 
 
+def remove_empty(folder: Path, first: Path) -> None:
+    """Remove a folder and those above it, up to `first`, as far as they are empty: another may have written there."""
+    while folder.is_relative_to(first):
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+        folder = folder.parent
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as f:
@@ -117,5 +127,5 @@ class BundleWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.root.exists():
             shutil.rmtree(self.root, ignore_errors=True)
-            if self._first_made is not None and not self._target.exists():
-                shutil.rmtree(self._first_made, ignore_errors=True)
+            if self._first_made is not None:
+                remove_empty(self._target.parent, self._first_made)

@@ -13,7 +13,7 @@ import torch
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, align
-from moepack.runtime.devices import glibc
+from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
@@ -63,7 +63,7 @@ def attach(
     tracker: BudgetTracker | None = None
     if policy.is_live:
         assert device_memory is not None
-        plan = make_plan(bundle, policy.options, fixed.total, device_memory)
+        plan = make_plan(bundle, policy.options, fixed.total, device_memory, torch_cuda.is_gpu(devices[0]))
         live = Live(bundle, policy, plan, devices, host_memory, host_rate, host_threads)
         activations = fixed.activations + live.plan.workspace
         fixed = replace(fixed, staging=live.plan.staging, activations=activations, window=live.plan.window)

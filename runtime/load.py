@@ -11,7 +11,8 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import MANIFEST
+from moepack.pack.manifest import CONFIG, MANIFEST
+from moepack.pack.reader import open_bundle
 from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_size, read_tier
 from moepack.runtime.policies.registry import parse_policy
 
@@ -79,17 +80,15 @@ def load(
     budget, pinned = parse_size(device_memory), parse_size(host_memory)  # what can be refused at once is
     rate, threads = read_tier(host_rate, host_threads)
     parse_policy(policy, budget is not None or bool(os.environ.get(DEVICE_MEMORY)))
-    path = Path(bundle)
-    if path.exists():
-        held = (path / MANIFEST).is_file()
-    else:
-        held = on_hub(str(bundle), MANIFEST, revision=revision, token=token) is not None
-    if not held:
-        raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
+    check_bundle(bundle, revision, token)
+    opened = open_bundle(bundle) if Path(bundle).exists() else None
+    if opened is not None:
+        opened.check(CONFIG)  # before transformers reads it
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Workload
     from moepack.runtime.store.read_ahead import loading_report
 
@@ -99,10 +98,8 @@ def load(
     check_device(device)
     if torch.get_default_device().type == "meta":
         raise InputError("moepack.load loads weights, which torch.device('meta') does not hold: call it outside")
-    try:
-        config = AutoConfig.from_pretrained(bundle, revision=revision, token=token)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{bundle}: its config cannot be read: {str(error).splitlines()[0]}") from None
+    manifest = None if opened is None else opened.manifest
+    config = read_config(bundle, manifest, revision=revision, token=token)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != METHOD:
         raise InputError(f"{bundle}: its config does not say it is a moepack bundle")
     config.quantization_config.update(
@@ -118,6 +115,21 @@ def load(
         options["attn_implementation"] = attn_implementation
     with _loading, loading_report(progress):
         return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
+
+
+def check_bundle(bundle: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
+    """See that a name is a bundle's, on disk or on the Hub; nothing is read of it.
+
+    Raises:
+        InputError: when it is not.
+    """
+    path = Path(bundle)
+    if path.exists():
+        held = (path / MANIFEST).is_file()
+    else:
+        held = on_hub(str(bundle), MANIFEST, revision=revision, token=token) is not None
+    if not held:
+        raise InputError(f"{bundle}: not a bundle: it has no {MANIFEST}; make one with moepack build")
 
 
 def check_device(device: str) -> None:

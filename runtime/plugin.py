@@ -20,10 +20,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import extract_commit_hash
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moepack.pack.errors import BundleError, InputError, Problem
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import HINT
-from moepack.pack.writer import sha256_of
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
 from moepack.runtime.planning.choice import check_policy
 from moepack.runtime.planning.fixed import Workload
@@ -122,7 +121,7 @@ class MoepackQuantizer(HfQuantizer):
         bundle = self._bundle = _bundle_of(model, checkpoint_files, self._policy(), self._budget() is not None)
         if policy := self._policy():
             check_policy(policy, bundle, self._budget() is not None)
-        _check_files(bundle)
+        bundle.check(*bundle.manifest.files)
         for layer in bundle.layers:
             try:
                 module = model.get_submodule(layer.module)
@@ -190,16 +189,6 @@ def _merge(own: Any, given: Any) -> Any:
     for name, value in given.get_loading_attributes().items():
         setattr(merged, name, value)
     return merged
-
-
-def _check_files(bundle: Bundle) -> None:
-    problems = [
-        Problem(f"{bundle.path}/{name}", "digest", "its bytes do not match their digest")
-        for name, entry in bundle.manifest.files.items()
-        if sha256_of(bundle.path / name) != entry.sha256
-    ]
-    if problems:
-        raise BundleError(problems)
 
 
 register_quantization_config(METHOD)(MoepackConfig)

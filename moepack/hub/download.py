@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import BundleError, InputError, Problem, TargetError
@@ -75,7 +75,6 @@ def pull(
             _check_version(remote, name)
         if not remote.versions:
             raise HubError(f"{repo}: holds no version as a whole: a push to it has not ended, or lost its files")
-        _check_names(remote)
         with Staging(target) as staging, reporter.hub_bars():
             chosen = wanted or (_fitting(api, remote, staging, fit, reporter) if fit else remote.versions)
             _pull(api, remote, staging, chosen, reporter)
@@ -117,17 +116,6 @@ def _check_version(remote: Remote, name: str) -> None:
     if name not in remote.versions:
         here = f"it has {', '.join(remote.versions) or 'none'}"
         raise InputError(f"{remote.repo}: has no version {name}: {here}")
-
-
-def _check_names(remote: Remote) -> None:
-    """Names that begin with a dot are the target's own: this program's, and other programs' settings."""
-    names = [PurePosixPath(name) for name in (*remote.manifest.files, *remote.manifest.expert_files)]
-    folders = {above for name in names for above in name.parents}
-    for name in names:
-        if any(part.startswith(".") for part in name.parts):
-            raise BundleError.single(f"{remote.repo}/{name}", "path", "a bundle has no hidden files")
-        if name in folders:
-            raise BundleError.single(f"{remote.repo}/{name}", "path", "is a file, and a folder of others")
 
 
 def _pull(api: HfApi, remote: Remote, staging: Staging, versions: Sequence[str], reporter: Reporter) -> None:

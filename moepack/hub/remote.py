@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import BundleError
+from moepack.pack.manifest import CARD as CARD
 from moepack.pack.manifest import MANIFEST, MAX_BYTES, Manifest, parse_manifest
 from moepack.pack.spec import expert_file
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
 
 PUSHING = "manifest.partial.json"  # stands for the manifest while a push is under way
-CARD = ("README.md", "losses.png")  # what a page on the Hub shows; the manifest does not list it
 _AT_ONCE = 500  # names in one request
 
 

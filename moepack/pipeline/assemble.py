@@ -21,7 +21,7 @@ from moepack.quantize import methods
 
 from .allocate import LayerCosts, allocate
 from .artifacts import run_record
-from .model_card import carried, hub_id, model_card
+from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe, parse_recipe
 from .work import WorkDirectory
 
@@ -204,6 +204,7 @@ def _provenance(
     source = Path(record["checkpoint"])
     checkpoint = {"name": Path(record["name"]).name, "files": work.settings()["calibrate"]["checkpoint"]}
     checkpoint |= {"id": hub_id(source)} if hub_id(source) else {}
+    checkpoint |= {"revision": commit} if (commit := hub_commit(source)) else {}
     checkpoint |= {"card": card} if (card := carried(source / "README.md")) else {}
     return {
         "checkpoint": checkpoint,

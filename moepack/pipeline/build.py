@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moepack.pack.errors import TargetError
-from moepack.pack.writer import check_target
+from moepack.pack.writer import check_target, remove_empty
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
@@ -34,6 +34,7 @@ def build(
     engine: str = "local",
     address: str | None = None,
     reporter: Reporter | None = None,
+    revision: str | None = None,
 ) -> Report:
     """Make a bundle of a checkpoint.
 
@@ -49,6 +50,7 @@ def build(
         engine: where experts are quantised: "local", or "ray" for a Ray cluster; the bytes are the same.
         address: the Ray cluster's; without it one is started on this machine.
         reporter: who is told of progress.
+        revision: of a Hub checkpoint: a branch, tag or commit.
 
     Raises:
         MoepackError: one line that says what is wrong and what to do; nothing is left at `output`.
@@ -59,10 +61,12 @@ def build(
     target = Path(output)
     check_target(target)
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    above = target.absolute().parent
+    first_made = next((p for p in reversed((above, *above.parents)) if not p.exists()), None)
     with_work = Path(work) if work is not None else _temporary_work(target)
     directory = WorkDirectory(with_work)
     try:
-        run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter)
+        run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision)
         with contextlib.closing(open_executor(engine, address)) as executor:
             run.layers(calibrate=True, quantize=True, reporter=reporter, executor=executor)
         return assemble(directory, target, reporter)
@@ -70,6 +74,8 @@ def build(
         directory.close()
         if work is None:
             shutil.rmtree(with_work, ignore_errors=True)
+            if first_made is not None:
+                remove_empty(above, first_made)
 
 
 def _temporary_work(target: Path) -> Path:
@@ -89,6 +95,7 @@ def calibrate(
     fresh: bool = False,
     device: str = "cpu",
     reporter: Reporter | None = None,
+    revision: str | None = None,
 ) -> None:
     """The first stage: routing statistics, and what the experts saw, into a work directory. See `build`."""
     reporter = reporter or Reporter()
@@ -96,7 +103,7 @@ def calibrate(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     directory = WorkDirectory(Path(work))
     try:
-        run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter)
+        run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision)
         run.layers(calibrate=True, quantize=False, reporter=reporter)
     finally:
         directory.close()
@@ -117,7 +124,8 @@ def quantize(
     check_device(device)
     directory = WorkDirectory(Path(work))
     try:
-        run = Run.resume(directory, load_recipe(recipe) if isinstance(recipe, str) else recipe, fresh, device)
+        recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+        run = Run.resume(directory, recipe, fresh, device, reporter)
         with contextlib.closing(open_executor(engine, address)) as executor:
             run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
     finally:

@@ -64,6 +64,7 @@ def estimate(
     calibration: Sequence[str | Path] = (),
     device: str = "cpu",
     reporter: Reporter | None = None,
+    revision: str | None = None,
 ) -> Estimate:
     """What `moepack.build` with these arguments will take. Writes a probe beside `output`, and removes it.
 
@@ -74,7 +75,7 @@ def estimate(
     check_device(device)
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    run = _DryRun.open(checkpoint, recipe, calibration, device, reporter)
+    run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision)
     base = resident_memory()
     reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
@@ -106,14 +107,19 @@ class _DryRun:
 
     @staticmethod
     def open(
-        checkpoint: str | Path, recipe: Recipe, calibration: Sequence[str | Path], device: str, reporter: Reporter
+        checkpoint: str | Path,
+        recipe: Recipe,
+        calibration: Sequence[str | Path],
+        device: str,
+        reporter: Reporter,
+        revision: str | None,
     ) -> _DryRun:
         """Open all that a build would, and refuse what it would refuse."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
         with reporter.hub_bars():
-            opened = open_checkpoint(checkpoint)
+            opened = open_checkpoint(checkpoint, revision)
         stream = StreamedModel(opened, device)
         check_allocation(recipe.allocation, list(stream.expert_layers.values()), recipe.version_specs())
         _, windows = calibration_text(opened, recipe, calibration)

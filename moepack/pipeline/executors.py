@@ -6,14 +6,12 @@ number of threads included. The cluster's machines need moepack[build,ray] and t
 
 from __future__ import annotations
 
-import logging
-import re
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moepack.pack.errors import InputError, MissingExtraError
+from moepack.cluster import connect
+from moepack.pack.errors import InputError
 
 from .expert_batch import ExpertBatchResult, ExpertBatchTask, make_batch
 
@@ -81,19 +79,8 @@ class OnRay:
     """
 
     def __init__(self, address: str | None) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise MissingExtraError("ray", "ray") from None
-        self._ray, self._started = ray, not ray.is_initialized()
-        _reach(address)
-        if self._started:
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                where = address or "a local cluster"
-                raise InputError(f"Ray at {where}: {str(error).strip().splitlines()[0]}") from None
-        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        self._ray, self._started = connect(address)
+        resources: dict[str, float] = self._ray.cluster_resources()
         self._in_flight = max(2, 2 * int(resources.get("CPU", 1)))
 
     def run(self, tasks: Sequence[ExpertBatchTask], observation: Observation) -> Iterator[ExpertBatchResult]:
@@ -120,14 +107,3 @@ class OnRay:
         """Leave the cluster; end it if it was started here."""
         if self._started:
             self._ray.shutdown()
-
-
-def _reach(address: str | None) -> None:
-    """Connect to a cluster's port: Ray itself tries an address where nobody listens for minutes."""
-    at = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or "")
-    if at is None:
-        return
-    try:
-        socket.create_connection((at.group(1), int(at.group(2))), timeout=10).close()
-    except (OSError, OverflowError) as error:
-        raise InputError(f"Ray at {address}: nobody answers there: {error}") from None

@@ -52,6 +52,12 @@ def hub_id(path: Path) -> str | None:
     return None
 
 
+def hub_commit(path: Path) -> str | None:
+    """The commit that a directory of the Hub's cache holds; None for any other directory."""
+    at = path.parts.index("snapshots") + 1 if hub_id(path) else 0
+    return path.parts[at] if at and at < len(path.parts) else None
+
+
 def model_card(
     manifest: Manifest,
     tables: CalibrationTables,

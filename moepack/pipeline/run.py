@@ -61,6 +61,23 @@ def calibration_text(
     return sources, data.calibration_windows(sources, tokenizer, how.samples, min(how.length, limit), how.seed)
 
 
+def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
+    """The digests of a checkpoint's files; what was read of them stays in the work directory."""
+    from moepack.calibrate.identity import identity
+
+    file = directory.path / "digests.json"
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        known = {}
+    reporter.stage("read the checkpoint", 1)
+    reporter.step(checkpoint.name)
+    reporter.inner("bytes", checkpoint.bytes)
+    digests, kept = identity(checkpoint, known if isinstance(known, dict) else {}, reporter.advance)
+    directory.write(file, json.dumps(kept, indent=1).encode())
+    return digests
+
+
 class Run:
     """The stages' common ground: the checkpoint's skeleton, the recipe, the work directory."""
 
@@ -83,13 +100,14 @@ class Run:
         fresh: bool,
         device: str,
         reporter: Reporter,
+        revision: str | None = None,
     ) -> Run:
         """Open everything a calibration needs, before any work is done."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
         with reporter.hub_bars():
-            opened = open_checkpoint(checkpoint)
+            opened = open_checkpoint(checkpoint, revision)
         stream = StreamedModel(opened, device)
         if stream.unused:
             reporter.note(
@@ -104,7 +122,7 @@ class Run:
         directory.begin(
             "calibrate",
             {
-                "checkpoint": opened.fingerprint(),
+                "checkpoint": _identity(directory, opened, reporter),
                 "calibration tokens": windows.digest,
                 "batch_size": settings.batch_size,
                 "dtype": settings.dtype,
@@ -135,7 +153,7 @@ class Run:
         return run
 
     @staticmethod
-    def resume(directory: WorkDirectory, recipe: Recipe | None, fresh: bool, device: str) -> Run:
+    def resume(directory: WorkDirectory, recipe: Recipe | None, fresh: bool, device: str, reporter: Reporter) -> Run:
         """Open a calibrated work directory for the second stage."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
@@ -144,8 +162,12 @@ class Run:
         if recipe is None:
             recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
         opened = open_checkpoint(where["checkpoint"])
-        if opened.fingerprint() != directory.settings()["calibrate"]["checkpoint"]:
-            raise InputError(f"{where['checkpoint']}: is not the checkpoint that {directory.path} was calibrated with")
+        was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
+        if now != was:
+            other = next(name for name in sorted({*was, *now}) if was.get(name) != now.get(name))
+            raise InputError(
+                f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
+            )
         run = Run(directory, StreamedModel(opened, device), recipe, None)
         run._begin_quantize(fresh)
         return run
@@ -179,13 +201,13 @@ class Run:
         dtype = getattr(torch, self._recipe.calibration.dtype)
         walk: CalibrationPass | None = None
         total = len(stream.layers)
-        if calibrate and quantize and all(self._observed(i) for i in range(total)):
-            calibrate = False  # an earlier `calibrate` did all of it
+        pending = [i for i in range(total) if not self._finished(i, calibrate, quantize)]
+        # What an earlier `calibrate` kept of a layer is enough to quantise it.
+        first = next((i for i in pending if not (quantize and self._observed(i))), total)
+        if 0 < first < total and not work.piece("calibrate", first - 1, "hidden.safetensors").exists():
+            first = 0  # activations that nobody kept
         if calibrate and self._ids is not None:
             walk = CalibrationPass(stream, self._ids, self._recipe.calibration.batch_size, dtype)
-        first = 0
-        while first < total and self._finished(first, calibrate, quantize):
-            first += 1
         if walk is not None and (first < total or not work.done("calibrate", None)):
             rest = stream.load(None)
             save(work.piece("calibrate", None, "dense.safetensors"), rest)
@@ -201,18 +223,19 @@ class Run:
         reporter.stage(names[calibrate, quantize], total)
         for i in range(total):
             reporter.step(f"layer {i}")
-            if i < first or (walk is None and self._finished(i, calibrate, quantize)):
-                continue  # a walk goes through every layer after the first unfinished one, to have its activations
+            walks = walk is not None and i >= first  # from there on through every layer, to have its activations
+            if not walks and i not in pending:
+                continue
             tensors = stream.load(i)
             dense, experts = stream.split(i, tensors)
             del tensors
             observation = None
-            if walk is not None:
+            if walk is not None and walks:
                 observation = self._calibrate_layer(walk, i, dense, dtype, reporter, keep=not quantize)
             stream.free(i)
-            if quantize and experts is not None:
+            if quantize and experts is not None and i in pending:
                 self._quantise_layer(i, experts, observation or load_observation(work, i), reporter)
-            if walk is not None:
+            if walk is not None and walks:
                 self._keep_hidden(walk, i)
             del dense, experts, observation
             trim()  # without it glibc keeps about a layer's worth more after every layer

@@ -61,12 +61,17 @@ class WorkDirectory:
         if fresh:
             have.pop(stage, None)
             shutil.rmtree(self.path / stage, ignore_errors=True)
+            shutil.rmtree(self.path / "objects", ignore_errors=True)
         old = have.get(stage, wanted)
         for key in sorted(set(old) | set(wanted)):
-            if old.get(key) != wanted.get(key):
+            was, now = old.get(key), wanted.get(key)
+            if was != now:
+                if isinstance(was, dict) and isinstance(now, dict):
+                    part = next(k for k in sorted({*was, *now}) if was.get(k) != now.get(k))
+                    key, was, now = f"{key} ({part})", was.get(part), now.get(part)
                 raise InputError(
-                    f"{self.path}: holds pieces made with another {key}: {_short(old.get(key))}, now "
-                    f"{_short(wanted.get(key))}: use the old setting, another --work, or --fresh"
+                    f"{self.path}: holds pieces made with another {key}: {_short(was)}, now {_short(now)}: use the old "
+                    "setting, another --work, or --fresh"
                 )
         (self.path / stage).mkdir(exist_ok=True)
         self.write(self.path / _SETTINGS, json.dumps({**have, stage: dict(wanted)}, indent=1).encode())

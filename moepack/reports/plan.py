@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest import CONFIG
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables, shown_loss
 
 if TYPE_CHECKING:
+    import torch
+
     from moepack.runtime.planning.fixed import Fixed, Workload
     from moepack.runtime.policies.contract import Versions
     from moepack.runtime.policies.registry import Policy
@@ -124,10 +127,10 @@ def plan(
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
 
     import torch
-    from transformers import AutoConfig
 
     import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
     from moepack.runtime.planning.choice import choose_policy
+    from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
 
     try:
@@ -135,12 +138,13 @@ def plan(
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
     parsed = choose_policy(policy, bundle, [where], True)
-    config = AutoConfig.from_pretrained(bundle.path)
+    bundle.check(CONFIG)
+    config = read_config(bundle.path, bundle.manifest)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
     needs, dense = measure(bundle, config, config.dtype or torch.float32, where, workload)
     fixed = Fixed(dense, needs.kv_bytes, needs.activations)
-    least = _decide(bundle, parsed, fixed, 0).least
-    decided = _decide(bundle, parsed, fixed, device_memory)
+    least = _decide(bundle, parsed, fixed, 0, where).least
+    decided = _decide(bundle, parsed, fixed, device_memory, where)
     table, message = decided.table, None
     if table is None:
         message = f"{bundle.path}: {device_memory} bytes are not enough: the least that would do is {least} bytes"
@@ -189,7 +193,8 @@ class _Decided(NamedTuple):
     moving: bool = False
 
 
-def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decided:
+def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: torch.device) -> _Decided:
+    from moepack.runtime.devices import torch_cuda
     from moepack.runtime.planning.capacity import base_bytes
     from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.plan import make_plan, unchanging
@@ -199,7 +204,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> _Decid
         if not policy.is_live:
             versions, experts = unchanging(bundle, policy, fixed, budget)
             return _Decided(versions, tuple(v.name for v in bundle.versions), 0, 0, experts, experts, 0)
-        made = make_plan(bundle, policy.options, fixed.total, budget)
+        made = make_plan(bundle, policy.options, fixed.total, budget, torch_cuda.is_gpu(device))
     except TooSmallError as error:
         return _Decided(None, (), 0, 0, 0, 0, error.least)
     chosen, wanted = made.policy(policy)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.pack.errors import BundleError, CodecError, InputError, Problem
-from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.errors import BundleError, CodecError, InputError, Problem, printable
+from moepack.pack.reader import Bundle, open_bundle, unlisted
 from moepack.pack.reader import verify as verify_digests
-from moepack.pack.spec import LOSSLESS, expert_file
+from moepack.pack.spec import LOSSLESS
 from moepack.progress import Reporter
 
 if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights
+    from moepack.pack.dense import DenseTensors
 
 
 def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Reporter | None = None) -> list[Problem]:
@@ -29,6 +30,9 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
         reporter.step(name)
         problems += found
     reporter.step("done")
+    if more := unlisted(bundle):
+        shown = ", ".join(printable(name) for name in more[:5]) + ", ..." * (len(more) > 5)
+        reporter.note(f"not in the manifest, and no part of the bundle: {shown}")
     if checkpoint is not None and not problems:
         problems += _against(bundle, checkpoint, reporter)
     return problems
@@ -46,7 +50,7 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     if tuple(stream.expert_layers.values()) != bundle.layers:
         return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
     positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
-    dense = _DenseTensors(bundle)
+    dense = bundle.dense(check_digests=False)  # they have just been
     problems: list[Problem] = []
     reporter.stage("compare with checkpoint", len(stream.layers) + 1)
     for i in (None, *range(len(stream.layers))):
@@ -54,7 +58,7 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         tensors = stream.load(i)
         rest, experts = (tensors, None) if i is None else stream.split(i, tensors)
         for name, tensor in rest.items():
-            problems += dense.compare(name, tensor)
+            problems += _compare(dense, str(bundle.path), name, tensor)
         if experts is not None and i is not None:
             problems += _compare_experts(bundle, positions[i], experts)
         stream.free(i)
@@ -70,7 +74,7 @@ def _compare_experts(bundle: Bundle, position: int, experts: ExpertWeights) -> l
 
     layer, problems = experts.layer, []
     for expert in range(layer.experts):
-        where = f"{expert_file(LOSSLESS, layer.index)}: layer {layer.index}, expert {expert}, version {LOSSLESS}"
+        where = bundle.layer_file(LOSSLESS, position).place(expert)
         try:
             decoded = decode_lossless(layer.matrices, bundle.extent(LOSSLESS, position, expert, check_digest=False))
         except CodecError as error:
@@ -86,27 +90,15 @@ def _compare_experts(bundle: Bundle, position: int, experts: ExpertWeights) -> l
     return problems
 
 
-class _DenseTensors:
-    """The dense tensors of a bundle, by name, wherever they are."""
+def _compare(dense: DenseTensors, location: str, name: str, tensor: Any) -> list[Problem]:
+    import torch
 
-    def __init__(self, bundle: Bundle) -> None:
-        from safetensors import safe_open
-
-        self._files: dict[str, Any] = {}
-        for name in bundle.manifest.files:
-            if name.startswith("model") and name.endswith(".safetensors"):
-                handle = safe_open(bundle.path / name, framework="pt")
-                self._files.update(dict.fromkeys(handle.keys(), handle))
-
-    def compare(self, name: str, tensor: Any) -> list[Problem]:
-        import torch
-
-        if name not in self._files:
-            return [Problem(name, "missing", "the bundle does not hold this tensor of the checkpoint")]
-        ours = self._files[name].get_tensor(name)
-        same = ours.dtype == tensor.dtype and ours.shape == tensor.shape
-        if same:
-            pair = [t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, tensor)]
-            if torch.equal(*pair):
-                return []
-        return [Problem(name, "bits", "differs from the checkpoint")]
+    if name not in dense:
+        return [Problem(location, "missing", f"has no tensor {name}, which the checkpoint has")]
+    ours = dense.torch(name)
+    same = ours.dtype == tensor.dtype and ours.shape == tensor.shape
+    if same:
+        pair = [t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, tensor)]
+        if torch.equal(*pair):
+            return []
+    return [Problem(location, "bits", f"tensor {name} differs from the checkpoint")]

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -31,34 +31,14 @@ from .guard import Guard, body
 from .jobs import Event, Job
 from .live_view import LiveView
 from .metrics import Metrics
+from .options import Options
 from .replies import Choice, Head
-from .scheduler import Limits, Scheduler
+from .scheduler import Scheduler
 from .templates import Templates
 from .tokens import Tokens
 
 HELPERS = 2  # threads beside the event loop: the C library keeps memory for every one that there ever was
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a server is to behave.
-
-    Attributes:
-        name: of the model, as clients ask for it.
-        host: what it listens on.
-        key: that clients are to send; None for none.
-        body: bytes of a request's, at the most.
-        template: a chat template in place of the tokenizer's own.
-        limits: what it takes on at a time.
-    """
-
-    name: str
-    host: str = "127.0.0.1"
-    key: str | None = None
-    body: int = 4 << 20
-    template: str | None = None
-    limits: Limits = field(default_factory=Limits)
 
 
 class Server:
@@ -97,6 +77,20 @@ class Server:
         """Begin to answer, from the event loop."""
         self._loop = asyncio.get_running_loop()
         self.scheduler.start()
+
+    def stop(self) -> None:
+        """Take nothing on any more."""
+        self.scheduler.stop()
+
+    def close(self) -> None:
+        """End, whatever still runs."""
+        self.scheduler.close(0.0)
+
+    def check(self) -> None:
+        """Raises RuntimeError, with the reason, when answers fail."""
+        found = self.scheduler.health()
+        if not found["ok"]:
+            raise RuntimeError(f"answers fail: {found['error']}")
 
     async def _aside(self, work: Callable[[], Found]) -> Found:
         """What takes too long for the event loop: reading large bodies, templates, tokenising, the page's numbers."""

@@ -13,12 +13,17 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moepack.opening import DTYPES, read_template
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import parse_policy
+
+from .options import Limits, Options
+
+if TYPE_CHECKING:
+    from .app import Server
 
 KEY = "MOEPACK_API_KEY"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -53,6 +58,8 @@ class Serve:
     max_body: str = "4MiB"
     grace: float = 30.0
     access_log: bool = False
+    replicas: int = 1
+    address: str | None = None
 
 
 def serve(asked: Serve, say: Callable[[str], None]) -> None:
@@ -61,7 +68,20 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     Raises:
         InputError: when it cannot.
     """
-    for variable, count in COMPILED.items():  # read when torch is imported
+    prepare()
+    options = options_of(asked)
+    with listening(asked.host, asked.port) as listener, opened(asked, options) as server:
+        address = shown(asked.host, listener.getsockname()[1])
+        asyncio.run(run(server, listener, asked, lambda _: say(f"{options.name} at {address}")))
+
+
+def prepare() -> None:
+    """Bound what libraries keep of passes; before torch is imported.
+
+    Raises:
+        InputError: when what serving needs is not installed.
+    """
+    for variable, count in COMPILED.items():
         os.environ.setdefault(variable, count)
     try:
         import prometheus_client  # noqa: F401
@@ -69,9 +89,14 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise InputError(f"serving needs {error.name}: pip install 'moepack[serve]'") from None
-    from .app import Options, Server
-    from .scheduler import Limits
 
+
+def options_of(asked: Serve) -> Options:
+    """How the server is to behave.
+
+    Raises:
+        InputError: for a template that cannot be read, a size that is none.
+    """
     template = read_template(asked.chat_template)
     limits = Limits(asked.max_sequences, asked.max_waiting, asked.step_tokens)
     limits = replace(limits, prompt=asked.max_prompt_tokens or limits.prompt)
@@ -81,17 +106,24 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     name = (
         asked.name or Path(asked.bundle).resolve().name if Path(asked.bundle).exists() else asked.name or asked.bundle
     )
-    options = Options(name, asked.host, asked.api_key or os.environ.get(KEY) or None, most, template, limits)
-    with _listening(asked.host, asked.port) as listener:
-        model, tokenizer = _load(asked)
-        try:
-            server = Server(model, tokenizer, options)
-            if (most := server.engine.most_tokens(LEAST)) < LEAST:
-                raise InputError(f"the budget holds {most} tokens of a sequence: give --kv-tokens, or a larger one")
-            address = _shown(asked.host, listener.getsockname()[1])
-            asyncio.run(run(server, listener, asked, lambda _: say(f"{name} at {address}")))
-        finally:
-            model.moepack.close()
+    return Options(name, asked.host, asked.api_key or os.environ.get(KEY) or None, most, template, limits)
+
+
+@contextlib.contextmanager
+def opened(asked: Serve, options: Options) -> Iterator[Server]:
+    """Who answers, with the model loaded.
+
+    Raises:
+        InputError: when it cannot be, or the budget leaves no room for a sequence.
+    """
+    from .app import Server
+
+    model, tokenizer = _load(asked)
+    with model.moepack:
+        server = Server(model, tokenizer, options)
+        if (most := server.engine.most_tokens(LEAST)) < LEAST:
+            raise InputError(f"the budget holds {most} tokens of a sequence: give --kv-tokens, or a larger one")
+        yield server
 
 
 def _load(asked: Serve) -> tuple[Any, Any]:
@@ -99,11 +131,12 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    from moepack.runtime.load import load
+    from moepack.runtime.load import check_bundle, load
     from moepack.runtime.planning.exceeded import BudgetExceeded
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
+    check_bundle(asked.bundle)
     if asked.dtype not in DTYPES:
         raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
     dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
@@ -126,7 +159,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket that is taken before the model is loaded, and answers nothing until it is served."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
@@ -141,7 +174,8 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.close()
 
 
-def _shown(host: str, port: int) -> str:
+def shown(host: str, port: int) -> str:
+    """An address as people type it."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -172,7 +206,7 @@ async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callabl
             ready(self)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            server.scheduler.stop()
+            server.stop()
             await super().shutdown(sockets)
 
     config = uvicorn.Config(
@@ -185,4 +219,4 @@ async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callabl
         logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler(sys.stderr))
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     await Stopping(config).serve([listener])
-    await asyncio.get_running_loop().run_in_executor(None, server.scheduler.close, 0.0)
+    await asyncio.get_running_loop().run_in_executor(None, server.close)

@@ -21,6 +21,7 @@ from moepack.runtime.planning.exceeded import BudgetExceeded
 from .engine import Engine, Item, Slot
 from .errors import ApiError
 from .jobs import Event, Job
+from .options import Limits
 from .rows import NotPackable
 from .sampling import Sampler, Scored, scored
 from .text import Pieces, Stops
@@ -29,27 +30,6 @@ from .tokens import Tokens
 log = logging.getLogger("moepack.server")
 HEADROOM = 32  # tokens of an answer for which there is room before a sequence joins: else it would soon leave again
 SCORED = 32  # tokens of a prompt whose logits are wanted that a step reads: a row of them for each
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a server takes on at a time.
-
-    Attributes:
-        sequences: that are answered at once.
-        waiting: that wait for it.
-        step_tokens: of one forward pass.
-        context: tokens of prompt and answer.
-        prompt: tokens of a prompt.
-        kv_tokens: of all caches together; without end, they take what experts can be pushed out of.
-    """
-
-    sequences: int = 32
-    waiting: int = 256
-    step_tokens: int = 256
-    context: int = 1 << 40
-    prompt: int = 1 << 40
-    kv_tokens: int = 1 << 40
 
 
 @dataclass(slots=True)

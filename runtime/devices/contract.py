@@ -25,8 +25,14 @@ class Memory(Protocol):
     tensor: Tensor
     returnable: bool
 
-    def give_back(self, start: int, size: int) -> None:
-        """Let the device have these bytes until they are written again; their contents are lost."""
+    def cost(self, start: int, size: int) -> int:
+        """Bytes of the device that `take` would take now: of memory in large pieces, more than `size` or fewer."""
+
+    def take(self, start: int, size: int) -> None:
+        """Before these bytes are written. Raises MemoryError where the device has none; nothing is taken then."""
+
+    def give_back(self, start: int, size: int) -> int:
+        """Let the device have what was taken, until it is again; contents are lost. Returns the bytes it has back."""
 
 
 class Event(Protocol):
@@ -59,6 +65,9 @@ class Device(Protocol):
 
     def memory(self, size: int) -> Memory:
         """Set aside `size` bytes. Called while a model is loaded and never after."""
+
+    def host_memory(self, size: int) -> Memory:
+        """The same of the host, for experts that the host runs."""
 
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False

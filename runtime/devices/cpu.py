@@ -39,9 +39,17 @@ class CpuMemory:
         self._map = mmap.mmap(-1, max(align(size, PAGE), PAGE), flags=flags)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def give_back(self, start: int, size: int) -> None:
+    def cost(self, start: int, size: int) -> int:
+        """Pages, no more."""
+        return size
+
+    def take(self, start: int, size: int) -> None:
+        """Nothing: writing takes them."""
+
+    def give_back(self, start: int, size: int) -> int:
         """Return whole pages to the system."""
         self._map.madvise(mmap.MADV_DONTNEED, start, size)
+        return size
 
 
 class CpuDevice(Migration):
@@ -68,6 +76,10 @@ class CpuDevice(Migration):
         self._now = HostEvent(ended=True)
 
     def memory(self, size: int) -> Memory:
+        """Anonymous pages."""
+        return CpuMemory(size)
+
+    def host_memory(self, size: int) -> Memory:
         """Anonymous pages."""
         return CpuMemory(size)
 

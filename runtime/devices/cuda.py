@@ -19,18 +19,23 @@ import torch
 from torch import Tensor
 
 from moepack.pack.affine import Buffer
-from moepack.pack.errors import BundleError, CodecError, InputError
-from moepack.pack.exponent import HEADER, TILE, parse
-from moepack.pack.lossless import directory, directory_size
+from moepack.pack.errors import BundleError, CodecError
+from moepack.pack.exponent import HEADER, TILE
+from moepack.pack.lossless import directory_size
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
+from moepack.runtime.experts.packed_gpu import GpuPacked, Part, parts_of
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.store.cudart import Cudart
+from moepack.runtime.store.cudart import Cudart, HostCalls
 from moepack.runtime.store.files import BackingStore, Stored
 from moepack.runtime.store.host_limit import host_limits
 from moepack.runtime.store.pinned import Held, HostStore
 
 from .contract import Event, Memory
+from .cpu import CpuMemory
+from .driver import Driver, MappingCalls
+from .mapped import MappedMemory
 from .migration import Going, HostEvent, Migration
+from .registered import Refusal, RegisteredMemory
 from .torch_cuda import Gpu, GpuEvent, TorchGpu
 
 log = logging.getLogger("moepack.runtime")
@@ -46,8 +51,16 @@ class CudaMemory:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
-    def give_back(self, start: int, size: int) -> None:
+    def cost(self, start: int, size: int) -> int:
+        """Never called: all of it was taken at once."""
+        return 0
+
+    def take(self, start: int, size: int) -> None:
+        """Never called."""
+
+    def give_back(self, start: int, size: int) -> int:
         """Never called: nothing is returnable."""
+        return 0
 
 
 class ComputeMark:
@@ -84,6 +97,10 @@ class CudaDevice(Migration):
 
     Attributes:
         staging_bytes: of the buffers on the device, which is a part of what the device takes beside the experts.
+        gpu: what makes the calls.
+        pinned: extents in pinned memory; None where none are.
+        calls: the driver's, where experts are paged: memory is then mapped, and may be given back.
+        granule: bytes of the pieces that it is mapped in.
     """
 
     def __init__(
@@ -96,6 +113,9 @@ class CudaDevice(Migration):
         slots: int = SLOTS,
         host: HostStore | None = None,
         gpu: Gpu | None = None,
+        calls: MappingCalls | None = None,
+        granule: int = 0,
+        pins: HostCalls | None = None,
     ) -> None:
         """Set the buffers aside.
 
@@ -107,12 +127,20 @@ class CudaDevice(Migration):
             slots: fetches that may have begun, each with buffers of its own.
             host: extents in pinned memory; started by `serve`, closed with the device.
             gpu: what makes the calls.
+            calls, granule: of memory that is mapped.
+            pins: what pins memory of experts that the host runs.
         """
         gpu = gpu if gpu is not None else TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
         staging = align(largest if staging is None else staging, PAGE)
         self.staging_bytes = slots * staging
-        self._gpu, self._host = gpu, host
+        self._gpu = self.gpu = gpu
+        self._host = self.pinned = host
+        self.calls, self.granule = calls, granule
+        self._mapped: list[MappedMemory] = []
+        self._pins, self._refusal = pins, Refusal()
+        self._registered: list[RegisteredMemory] = []
+        self._parts: dict[int, tuple[Part, ...]] = {}
         self._free = [
             _Slot(gpu.pinned(size), gpu.memory(staging), gpu.pinned(4 * MATRICES).view(torch.int32))
             for _ in range(slots)
@@ -120,26 +148,31 @@ class CudaDevice(Migration):
         super().__init__(on_event, depth=slots)
 
     def memory(self, size: int) -> Memory:
-        """Device memory, allocated at once."""
+        """Device memory: allocated at once; where experts are paged, mapped when it is taken."""
+        if self.calls is not None:
+            self._mapped.append(MappedMemory(size, self.calls, self._gpu.over, self.granule))
+            return self._mapped[-1]
         return CudaMemory(self._gpu.memory(max(align(size, PAGE), PAGE)))
+
+    def host_memory(self, size: int) -> Memory:
+        """Memory that is pinned while it is taken; ordinary where nothing pins."""
+        if self._pins is None:
+            return CpuMemory(size)
+        self._registered.append(RegisteredMemory(size, self._pins, self._refusal))
+        return self._registered[-1]
 
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> Event:
-        """Copy an extent, and decode a lossless one on the device.
-
-        Raises:
-            InputError: for one that is to stay packed: nothing here decodes it when it is needed.
-        """
-        if packed:
-            raise InputError("experts are paged on a CPU alone so far")
+        """Copy an extent, and decode a lossless one on the device unless it is to stay packed: `parts` then tells
+        what it is made of."""
 
         def work(event: HostEvent) -> Going:
             over = contextlib.ExitStack()  # what is given back once the device has ended
             source, slot = find(), self._free.pop()
             over.callback(self._free.append, slot)
             try:
-                return self._issue(event, over, slot, source, target, layer, version)
+                return self._issue(event, over, slot, source, target, layer, version, packed)
             except BaseException:
                 over.close()
                 raise
@@ -155,7 +188,9 @@ class CudaDevice(Migration):
         target: Tensor,
         layer: ExpertLayer,
         version: Version,
+        packed: bool,
     ) -> Going:
+        decodes = version.is_lossless and not packed
         before = self.gate(event, source.size)
         held = self._host.hold(source.place) if self._host is not None else None
         if held is not None:
@@ -164,12 +199,14 @@ class CudaDevice(Migration):
         error: BaseException | None = None
         with self._gpu.migrating():
             try:
-                self._bring(source, slot.device if version.is_lossless else target, slot, held, before)
+                self._bring(source, slot.device if decodes else target, slot, held, before)
                 before(0)
+                if packed:
+                    self._parts[target.data_ptr()] = self._look(source, layer, slot, held)
             except BaseException as caught:  # copies may have been issued: they end first
                 error = caught
             issued = self._gpu.record()
-        if version.is_lossless and error is None:
+        if decodes and error is None:
             with self._gpu.decoding():
                 try:
                     status = self._decode(source, target, layer, version, slot, held)
@@ -213,29 +250,30 @@ class CudaDevice(Migration):
             with self._host.fetching():
                 source.read_into(slot.host.numpy(), before, None, after)
 
+    def _look(self, source: Stored, layer: ExpertLayer, slot: _Slot, held: Held | None) -> tuple[Part, ...]:
+        """What a lossless extent is made of: its heads are on the host, or read there."""
+        host: Buffer = slot.host.numpy()[: source.size] if held is None or held.mapped else held.bytes.numpy()
+        if held is not None and held.mapped:
+            read_heads(source, host, layer)
+        try:
+            return parts_of(layer, host)
+        except CodecError as error:
+            raise BundleError.single(source.where, "codec", str(error)) from None
+
+    def parts(self, extent: Tensor) -> tuple[Part, ...]:
+        """What the extent is made of that was fetched to where this one begins, to stay packed."""
+        return self._parts[extent.data_ptr()]
+
     def _decode(
         self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version, slot: _Slot, held: Held | None
     ) -> Tensor:
         """Issue the decoder, and the copies of biases beside it; returns where it will report on the host."""
-        from moepack.runtime.kernels.exponent_triton import Job
-
-        host: Buffer = slot.host.numpy()[: source.size] if held is None or held.mapped else held.bytes.numpy()
-        if held is not None and held.mapped:
-            _read_heads(source, host, layer)
-        jobs = []
+        parts = self._look(source, layer, slot, held)
+        packed = GpuPacked(slot.device, parts, layer, make_forms(layer.matrices, version), target, source.where)
         try:
-            parts = directory(layer.matrices, host)
-            for m, form, (coded, bias) in zip(layer.matrices, make_forms(layer.matrices, version), parts, strict=True):
-                parse(coded, m.weights)
-                at = coded.ctypes.data - host.ctypes.data
-                out = target[form.low : form.low + 2 * m.weights].view(torch.bfloat16)
-                jobs.append(Job(slot.device[at : at + len(coded)], coded[:HEADER].copy(), out))
-                if bias is not None:
-                    at = bias.ctypes.data - host.ctypes.data
-                    self._gpu.copy(target[form.bias : form.bias + 2 * m.rows], slot.device[at : at + 2 * m.rows])
-            found = self._gpu.decode(jobs)
-        except (CodecError, ValueError) as error:
-            raise BundleError.single(source.where, "codec", str(error)) from None
+            found = self._gpu.decode([packed.job(i, self._gpu.copy) for i in range(len(layer.matrices))])
+        except ValueError as error:
+            raise packed.damaged(str(error)) from None
         status = slot.status[: len(found)]
         self._gpu.copy(status, found)
         return status
@@ -253,14 +291,21 @@ class CudaDevice(Migration):
         """See HostStore.state."""
         return self._host.state() if self._host is not None else {"mode": "staged"}
 
+    def unmap(self) -> None:
+        """Give mapped memory back: no step runs, and all that was issued has ended. May be called twice."""
+        for memory in self._mapped:
+            memory.close()
+
     def close(self, wait: bool = True) -> None:
         """End the stream's thread, then the filling."""
         super().close(wait)
         if self._host is not None:
             self._host.close()
+        for memory in self._registered:
+            memory.close()
 
 
-def _read_heads(source: Stored, out: Buffer, layer: ExpertLayer) -> None:
+def read_heads(source: Stored, out: Buffer, layer: ExpertLayer) -> None:
     """Read of a lossless extent what `directory` and `parse` look at, each into its place."""
 
     def read(at: int, size: int) -> None:
@@ -287,10 +332,14 @@ def open_cuda(
     slots: int,
     on_event: Callable[[], None],
     host_memory: int | None,
+    granule: int = 0,
 ) -> CudaDevice:
-    """The device, and what may be pinned of `versions` beside it: `host_memory` bytes, or what the system has left."""
+    """The device, and what may be pinned of `versions` beside it: `host_memory` bytes, or what the system has left.
+
+    With `granule` its memory is mapped in pieces of so many bytes."""
     gpu = TorchGpu(device)
     host: HostStore | None = None
+    calls: Cudart | None = None
     try:
         calls = Cudart(gpu.device.index)
     except OSError as error:
@@ -298,4 +347,8 @@ def open_cuda(
     else:
         limit = host_limits()["pinnable_bytes"] if host_memory is None else host_memory
         host = HostStore(store, versions, calls, limit)
-    return CudaDevice(largest, device, on_event, staging=staging, slots=slots, host=host, gpu=gpu)
+    driver = Driver(gpu.device.index) if granule else None
+    return CudaDevice(
+        largest, device, on_event, staging=staging, slots=slots, host=host, gpu=gpu, calls=driver, granule=granule,
+        pins=calls,
+    )  # fmt: skip

@@ -202,11 +202,11 @@ def _on_device(
         from .cpu import forward
 
         return forward(module, experts, hidden, top_k_index, top_k_weights, pages)
-    _filled(experts, pages)
     if experts.of.backend == "triton":
         from . import gpu
 
-        return gpu.forward(module, experts, hidden, top_k_index, top_k_weights)
+        return gpu.forward(module, experts, hidden, top_k_index, top_k_weights, pages)
+    _filled(experts, pages)
     return reference_forward(module, experts, hidden, top_k_index, top_k_weights)
 
 

@@ -13,11 +13,18 @@ from torch import Tensor
 from moepack.runtime.kernels.affine_triton import DECODE, PREFILL, product, route
 
 if TYPE_CHECKING:
-    from .handles import Snapshot
+    from .handles import Pages, Snapshot
 
 
-def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`experts_forward` on a GPU; arguments and result as there."""
+def forward(
+    module: Any,
+    experts: Snapshot,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    pages: Pages | None = None,
+) -> Tensor:
+    """`experts_forward` on a GPU; arguments and result as there. `pages` of experts that are to be decoded first."""
     tokens, top_k = top_k_index.shape
     x = (hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()).detach().contiguous()
     if not tokens:
@@ -27,9 +34,13 @@ def forward(module: Any, experts: Snapshot, hidden: Tensor, top_k_index: Tensor,
     geometry = route(top_k_index.long(), count, tiling.tokens)
     handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
     h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
+    if pages is not None:
+        pages.ready(0)
     product(first, experts.of.forms(0), experts.served(), handles, geometry, x, h, tiling, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
+    if pages is not None:
+        pages.ready(1)
     y = x.new_zeros(slots, second.rows)  # rows of experts past the last stay zero
     product(second, experts.of.forms(1), experts.served(), handles, geometry, h, y, tiling)
     if getattr(module, "has_post_expert_norm", False):

@@ -24,6 +24,7 @@ from moepack.runtime.policies.placements import PAGED, Placement, Where
 from . import backends
 from .host_tier import HostTier
 from .packed import Packed
+from .packed_gpu import GpuPacked
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import Coded
@@ -48,7 +49,7 @@ class Handle:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
     where: Where = Where.DEVICE
-    packed: Packed | None = None
+    packed: Packed | GpuPacked | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -71,6 +72,7 @@ class Pages(Protocol):
         """Return once all that is needed of one matrix is in its place."""
 
 
+RUN_THERE = PAGED | {Where.DEVICE}  # where those are that the device runs
 NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)
 
 
@@ -100,7 +102,7 @@ class ServedLayer:
         self._host: ServedLayer | None = None
 
     def over(
-        self, version: Version, extent: Tensor, where: Where = Where.DEVICE, packed: Packed | None = None
+        self, version: Version, extent: Tensor, where: Where = Where.DEVICE, packed: Packed | GpuPacked | None = None
     ) -> Handle:
         """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64; of one in
         PAGED they are while its layer runs."""
@@ -170,9 +172,9 @@ class Snapshot:
         return self._on_device
 
     def served(self) -> list[int]:
-        """The numbers of the versions that experts on the device have."""
+        """The numbers of the versions that experts which the device runs have."""
         if self._served is None:
-            here = [h.version for h in self.handles if h.version is not None and h.where is Where.DEVICE]
+            here = [h.version for h in self.handles if h.version is not None and h.where in RUN_THERE]
             self._served = sorted({self.of.number(v) for v in here})
         return self._served
 

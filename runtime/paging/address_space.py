@@ -30,7 +30,7 @@ _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: nobody else
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _RESERVED_HERE = _RESERVED | 0x10  # MAP_FIXED
 
-Page = tuple[int, int, int]  # matrix (0 gate and up, 1 down), layer position, expert
+Page = tuple[int, int, int]  # matrix (0 gate and up, 1 down; on a GPU always 0: all of them), layer position, expert
 
 
 class AddressSpace(Protocol):
@@ -42,11 +42,17 @@ class AddressSpace(Protocol):
     def size(self, page: Page) -> int:
         """Its bytes."""
 
+    def extent(self, layer: int, expert: int) -> Tensor:
+        """All pages of an expert, uint8: to be read or written only where memory is bound."""
+
     def bind(self, source: Page | None, page: Page) -> None:
         """Give a page the memory that `source` has, which then has none; None: memory that no page has had.
 
         What stood there is lost. Raises MemoryError where the system refuses.
         """
+
+    def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
+        """Where an expert has two pages, give both the memory of another's at once; whether that can be done."""
 
     def drop(self, page: Page) -> None:
         """Give a page's memory, if it has any, back to the system."""

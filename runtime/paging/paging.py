@@ -1,10 +1,10 @@
-"""Expert paging on a CPU: each layer's run has its pages bound, its bytes loaded, and lets them go (Algorithm 1).
+"""Expert paging: each layer's run has its pages bound, its bytes loaded, and lets them go (fluxmoe, Algorithm 1).
 
-Of few active experts only those are loaded, when their layer is reached, and by the threads that then multiply by them:
-a thread decodes rows of a matrix and uses them while they are in its cache. A step that needs most of a layer's experts
-(a prompt) has the next layer's loaded by two threads of their own while this one runs, gate and up projections before
-down projections. What is not in device memory those two threads read. Which pages are where is window.py's matter,
-which placement an expert has the policy's.
+Of few active experts only those are loaded, when their layer is reached: on a CPU by the threads that then multiply by
+them, on a GPU by the stream that does. A step that needs most of a layer's experts (a prompt) has the next layer's
+loaded by two threads of their own while this one runs, gate and up projections before down projections. What is not in
+device memory those two threads read. How bytes get to their places is cpu_filler.py's and gpu_filler.py's matter, which
+pages are where window.py's, which placement an expert has the policy's.
 """
 
 from __future__ import annotations
@@ -16,32 +16,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import ExpertLayer
 from moepack.runtime.devices.contract import Event
-from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.experts.handles import Snapshot
-from moepack.runtime.experts.packed import Packed
-from moepack.runtime.kernels.forms import Form
 from moepack.runtime.planning.paging import LOADERS
-from moepack.runtime.store.files import Stored
 
-from .address_space import CpuAddressSpace, Page
-from .window import Mapped, Run, State, Window
-
-MOST = 0.5  # of a layer's experts: from that share on, a step is taken to need most of the next layer's too
+from .address_space import Page
+from .filler import Filler
+from .window import Compute, Filled, Mapped, Run, State, Window
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import Coded
 
-ReadInto = Callable[[int, int], Stored]  # layer position, expert
+MOST = 0.5  # of a layer's experts: from that share on, a step is taken to need most of the next layer's too
 
 
 @dataclass(slots=True)
@@ -65,11 +57,19 @@ class Counts:
 
 @dataclass(slots=True)
 class Load:
-    """What the loaders are asked for: one page that is decoded, or all pages of an expert that is read."""
+    """What the loaders are asked for: one page that is decoded, or all pages of an expert that is read.
+
+    Attributes:
+        pages: which.
+        packed: what is decoded, as the step sees it; None of what is read.
+        is_ahead: whether their layer has not been reached.
+        step: that asks. Until it ends, what is packed stays where it is.
+    """
 
     pages: list[Mapped]
-    packed: Packed | None
+    packed: Any
     is_ahead: bool
+    step: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -80,37 +80,50 @@ class Ahead:
     run: Run
 
 
+class Issued(Protocol):
+    """What a run had a device do, and its step hears of later: the load of a page that it read, or how long it waited.
+
+    Attributes:
+        seconds: that the run's computation waited for it there, once it has ended.
+    """
+
+    seconds: float
+
+    @property
+    def mapped(self) -> Mapped | None:
+        """The page."""
+
+    @property
+    def filled(self) -> Filled | None:
+        """Its load."""
+
+    def ended(self) -> BaseException | None:
+        """Wait until it has ended; what went wrong."""
+
+
 class Paging:
     """The window, its memory and its threads. Every method may be called from any thread."""
 
     def __init__(
-        self,
-        space: CpuAddressSpace,
-        window: Window,
-        layers: Sequence[tuple[ExpertLayer, Sequence[Form]]],
-        stored: ReadInto,
-        staging: int,
-        mark: Callable[[], Event],
-        ahead: bool = True,
+        self, filler: Filler, window: Window, layers: int, mark: Callable[[], Event], ahead: bool = True
     ) -> None:
         """Start no thread yet.
 
         Args:
-            space: where pages are.
-            window: which have memory.
-            layers: and where the matrices of their experts stand once decoded.
-            stored: where an expert's extent stands.
-            staging: bytes of the largest extent: each loader has a buffer of it.
+            filler: the device's.
+            window: which pages have memory.
+            layers: that have experts.
             mark: an event that ends with the compute issued until now.
             ahead: whether the next layer's experts are loaded while one runs.
         """
-        self.space, self.window, self.counts = space, window, Counts()
-        self._layers, self._stored, self._mark, self._ahead = tuple(layers), stored, mark, ahead
-        self._staging = [CpuMemory(staging).tensor.numpy() for _ in range(LOADERS)]
+        self.filler, self.window, self.counts = filler, window, Counts()
+        self.space = filler.space
+        self._layers, self._mark, self._ahead = layers, mark, ahead
         self._lock = threading.RLock()  # taken by itself: an interruption inside Condition.__enter__ would keep it
         self._change = threading.Condition(self._lock)
         self._line: deque[object] = deque()  # who waits for blocks, in turn
         self._loads: dict[Mapped, Load] = {}  # not begun, by their first page, in order
+        self._going: list[Load] = []  # begun
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -125,17 +138,21 @@ class Paging:
             snapshot: what the step sees of it.
             index: [tokens, top_k], the router's choice.
             step: has what was taken ahead for it, and is told what is; whether it reads a prompt.
+
+        Raises:
+            BundleError: where what is needed is damaged; on a GPU, for what the layer before read.
         """
         paged = snapshot.paged()
-        chosen = np.bincount(index.numpy().ravel(), minlength=len(paged))[: len(paged)]
+        chosen = np.bincount(self.filler.chosen(index).ravel(), minlength=len(paged))[: len(paged)]
         active = np.flatnonzero((chosen > 0) & paged).tolist()
+        self._settle(step)
         began = time.perf_counter()
         ahead, step.ahead = step.ahead, None
         if ahead is not None and ahead.position != position:
             self.let_go(ahead)
             ahead = None
         run = self._acquire(position, active) if ahead is None else ahead.run
-        pages = Pages(self, run, snapshot, position, active)
+        pages = self.filler.pages(self, run, snapshot, position, active, step)
         try:
             pages.begin(run.loads)
             pages.waited += time.perf_counter() - began
@@ -147,11 +164,36 @@ class Paging:
                 pages.give_up()
                 self.window.release(run, [self._mark()])
                 self._count(pages, step)
+                step.issued += pages.issued
                 self._change.notify_all()
+        if position == self._layers - 1:
+            self._settle(step)
+
+    def _settle(self, step: Any) -> None:
+        """See that what was issued to a device for a step's layers so far came out right; how long it took there.
+
+        Raises:
+            BundleError: where it did not. Whoever else has read it is told by its own step.
+        """
+        issued, step.issued = step.issued, []
+        wrong: BaseException | None = None
+        for one in issued:
+            error = one.ended()
+            with self._lock:
+                self.counts.waited += one.seconds
+                if error is not None and one.mapped is not None:
+                    self.window.spoiled(one.mapped, error)
+                elif one.mapped is not None and one.mapped.filled is one.filled:
+                    one.mapped.filled = None
+                self._change.notify_all()
+            step.waited += one.seconds
+            wrong = wrong or error
+        if wrong is not None:
+            raise wrong
 
     def _acquire(self, position: int, experts: Sequence[int]) -> Run:
         """Pages of these experts: in turn, and without holding any while it waits."""
-        pages = _pages(position, experts)
+        pages = self._pages(position, experts)
         ticket = object()
         with self._lock:
             try:
@@ -169,21 +211,24 @@ class Paging:
 
     def _look_ahead(self, position: int, step: Any) -> None:
         """Take the next layer's pages for a step, if that needs no waiting, and have them loaded."""
-        if position >= len(self._layers):
+        if position >= self._layers:
             return  # what the next step needs is not known, nor which snapshot it reads
         snapshot: Snapshot = step.snapshots[position]
         experts = np.flatnonzero(snapshot.paged()).tolist()
         with self._lock:
             if self._closed or self._line or not experts:
                 return
-            run = self.window.acquire(_pages(position, experts))
+            run = self.window.acquire(self._pages(position, experts))
             if run is None:
                 return
             step.ahead = Ahead(position, run)
-            self._submit(run.loads, snapshot, True)
+            self._submit(run.loads, snapshot, step, True)
             run.loads = ()
 
-    def _submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, is_ahead: bool = False) -> None:
+    def _pages(self, position: int, experts: Sequence[int]) -> list[list[Page]]:
+        return [[(d, position, e) for e in experts] for d in range(len(self.window.blocks))]
+
+    def _submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, step: Any, is_ahead: bool = False) -> None:
         if self._closed:  # the loaders have gone
             raise _closed()
         read: dict[int, Load] = {}
@@ -192,17 +237,29 @@ class Paging:
                 expert = mapped.page[2]
                 packed = snapshot.handles[expert].packed
                 if packed is not None:
-                    self._loads[mapped] = Load([mapped], packed, is_ahead)
+                    self._loads[mapped] = Load([mapped], packed, is_ahead, step)
                 elif expert in read:
                     read[expert].pages.append(mapped)
                 else:
-                    read[expert] = self._loads[mapped] = Load([mapped], None, is_ahead)
+                    read[expert] = self._loads[mapped] = Load([mapped], None, is_ahead, step)
         while len(self._threads) < LOADERS and self._loads:
-            work = partial(self._work, self._staging[len(self._threads)])
+            work = partial(self._work, len(self._threads))
             thread = threading.Thread(target=work, name=f"moepack-load-{len(self._threads) + 1}", daemon=True)
             self._threads.append(thread)
             thread.start()
         self._change.notify_all()
+
+    def end(self, step: Any) -> None:
+        """A step ends, however it does. What was asked for it and has not begun is given up; what has begun ends before
+        the step, in whose snapshot it reads."""
+        if step.ahead is not None:
+            self.let_go(step.ahead)
+        with self._lock:
+            for first in [first for first, load in self._loads.items() if load.step is step]:
+                self._withdraw(first)
+            while any(load.step is step for load in (*self._going, *self._loads.values())):
+                self._change.wait()
+        self.filler.follow()
 
     def let_go(self, ahead: Ahead) -> None:
         """A step ends, or goes elsewhere, without what was taken ahead for it."""
@@ -230,19 +287,19 @@ class Paging:
         if not step.prompt.several:
             step.demanded.append((pages.position, *pages.demanded))
 
-    def submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, is_ahead: bool = False) -> None:
+    def submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, step: Any) -> None:
         """Let the loaders bring pages, those of the first matrices first."""
         with self._lock:
-            self._submit(loads, snapshot, is_ahead)
+            self._submit(loads, snapshot, step)
 
-    def loaded(self, pages: Sequence[Mapped]) -> None:
-        """Every byte of these is in its place."""
+    def loaded(self, pages: Sequence[tuple[Mapped, Filled | None]]) -> None:
+        """Every byte of these is in its place, or will be behind what was issued for it."""
         with self._lock:
-            for mapped in pages:
-                self.window.loaded(mapped)
+            for mapped, filled in pages:
+                self.window.loaded(mapped, filled)
             self._change.notify_all()
 
-    def finished_or_mine(self, mapped: Mapped, snapshot: Snapshot) -> bool:
+    def finished_or_mine(self, mapped: Mapped, snapshot: Snapshot, step: Any) -> bool:
         """Wait until a page is complete; or whether it is the caller's to load now, as nobody has begun to.
 
         Raises:
@@ -257,52 +314,56 @@ class Paging:
                 if self.window.adopt(mapped):
                     if packed is not None:
                         return True
-                    self._submit([[mapped]], snapshot)
+                    self._submit([[mapped]], snapshot, step)
                 self._change.wait()
         return False
 
     # --- the loaders
 
-    def _work(self, staging: npt.NDArray[np.uint8]) -> None:
+    def _work(self, loader: int) -> None:
         while True:
             with self._lock:
                 while not self._loads and not self._closed:
                     self._change.wait()
                 if self._closed:
-                    return
+                    break
                 load = self._loads.pop(next(iter(self._loads)))
-            self._bring(load, staging)
+                self._going.append(load)
+            try:
+                self._bring(load, loader)
+            finally:
+                with self._lock:
+                    self._going.remove(load)
+                    self._change.notify_all()
             del load
+        self.filler.rest(loader)
 
-    def _bring(self, load: Load, staging: npt.NDArray[np.uint8]) -> None:
-        left = list(load.pages)
+    def _bring(self, load: Load, loader: int) -> None:
+        left, filler = list(load.pages), self.filler
         try:
             for mapped in left:
                 self.place(mapped)
-            if load.packed is not None:
-                load.packed.decode(left[0].page[0], 1)
-                self._brought(left.pop(), load)
-                return
-            _, position, expert = left[0].page
-            stored = self._stored(position, expert)
-            stored.read_into(staging)
-            with self._lock:
-                self.counts.read += stored.size
-            packed = self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where)
+            packed = load.packed
+            if packed is None:
+                _, position, expert = left[0].page
+                packed, size = filler.read(loader, position, expert)
+                with self._lock:
+                    self.counts.read += size
             for mapped in load.pages:
-                packed.decode(mapped.page[0], 1)
-                self._brought(left.pop(0), load)
+                filled = filler.fill(loader, packed, mapped.page)
+                self._brought(left.pop(0), load, filled)
         except BaseException as error:
+            after = filler.issued()
             with self._lock:
                 for mapped in left:
-                    self.gave_up(mapped, error)
+                    self.gave_up(mapped, error, after)
                 self._change.notify_all()
 
-    def _brought(self, mapped: Mapped, load: Load) -> None:
+    def _brought(self, mapped: Mapped, load: Load, filled: Filled | None) -> None:
         with self._lock:
             if load.is_ahead:
                 self.counts.ahead[load.packed is None] += self.space.size(mapped.page)
-            self.window.loaded(mapped)
+            self.window.loaded(mapped, filled)
             self._change.notify_all()
 
     def place(self, mapped: Mapped) -> None:
@@ -320,7 +381,7 @@ class Paging:
     def place_all(self, pages: Sequence[dict[int, Mapped]]) -> None:
         """The same for pages of some experts, by matrix: both of an expert at once, where their blocks are one's."""
         pairs = []
-        for expert, first in pages[0].items():
+        for expert, first in pages[0].items() if len(pages) == 2 else ():
             second = pages[1].get(expert)
             if first.at is None or second is None or second.at != (1, *first.at[1:]) or first.at == first.page:
                 continue
@@ -338,8 +399,9 @@ class Paging:
             for mapped in row.values():
                 self.place(mapped)
 
-    def gave_up(self, mapped: Mapped, error: BaseException | None = None) -> None:
-        """A load has ended without its bytes. Where its block was being moved nobody knows where that is: it goes."""
+    def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Sequence[Compute] = ()) -> None:
+        """A load has ended without its bytes; `after` it, what was issued for it has. Where its block was being moved
+        nobody knows where that is: it goes."""
         with self._lock:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete
                 return
@@ -348,15 +410,17 @@ class Paging:
                     assert page is not None
                     self.space.drop(page)
                 self.window.lost(mapped)
-            self.window.gave_up(mapped, error)
+            self.window.gave_up(mapped, error, after)
 
-    def over(self, position: int, expert: int, extent: Tensor, where: str) -> Packed:
-        """What decodes an expert's extent to its pages."""
-        layer, forms = self._layers[position]
-        return Packed(extent, layer, forms, self.space.extent(position, expert), where)
+    def forget(self) -> None:
+        """No step runs, and none will: once all computation has ended, memory and addresses go back."""
+        self._join()
+        for event in self.window.running():
+            event.wait()
+        self.filler.close()
 
-    def close(self) -> None:
-        """End the loaders; whoever waits is told. May be called twice."""
+    def close(self, wait: bool = True) -> None:
+        """End the loaders, and wait until they have; whoever waits for them is told. May be called twice."""
         with self._lock:
             self._closed = True
             for load in self._loads.values():
@@ -364,23 +428,37 @@ class Paging:
                     self.window.gave_up(mapped, _closed())
             self._loads.clear()
             self._change.notify_all()
+        if wait:
+            self._join()
+
+    def _join(self) -> None:
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
 
 class Pages:
-    """One run's pages, as the forward pass asks for them.
+    """One run's pages, as the forward pass asks for them; a device's own kind says how they get ready.
 
     Attributes:
         position: the layer's.
         waits: experts that it had to wait for.
         waited: seconds it did.
         demanded: bytes brought for it alone: [packed, stored].
+        issued: what goes on on a device, for `Paging` to settle.
     """
 
-    def __init__(self, paging: Paging, run: Run, snapshot: Snapshot, position: int, active: Sequence[int]) -> None:
+    def __init__(
+        self, paging: Paging, run: Run, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
+    ) -> None:
         self.position, self.waits, self.waited, self.demanded = position, 0, 0.0, [0, 0]
+        self.issued: list[Issued] = []
         self._paging, self._snapshot, self._wanted = paging, snapshot, set(active)
         self._needed = tuple([m for m in pages if m.page[2] in self._wanted] for pages in run.pages)
         self._own: tuple[dict[int, Mapped], ...] = tuple({} for _ in run.pages)
+        self._step = step
 
     def begin(self, loads: Sequence[Sequence[Mapped]]) -> None:
         """See to the pages that are missing: what is stored the loaders read, what is packed this step decodes."""
@@ -395,55 +473,16 @@ class Pages:
                 else:
                     self._own[d][mapped.page[2]] = mapped
         if any(read):
-            self._paging.submit(read, self._snapshot)
+            self._paging.submit(read, self._snapshot, self._step)
         self._paging.place_all(self._own)
 
-    @contextlib.contextmanager
-    def decoding(self, matrix: int) -> Iterator[Coded | None]:
-        """Around the product of one matrix, which is to decode those that are yielded to where they belong (RAW).
-
-        Raises:
-            BundleError: where one is damaged.
-        """
-        self._gather(matrix)
-        own = self._own[matrix]
-        if not own:
-            yield None
-            return
-        from moepack.runtime.kernels.affine_native import BadCodes, Coded
-
-        began = time.perf_counter()
-        coded = Coded(len(self._snapshot.handles))
-        for expert in list(own):
-            packed = self._packed(expert)
-            coded.opened[expert] = address = packed.opened(matrix)
-            if address:
-                packed.bias(matrix)
-            else:
-                self._decode(matrix, expert)
-        self.waited += time.perf_counter() - began
-        if not own:
-            yield None
-            return
-        try:
-            yield coded
-        except BadCodes as error:
-            raise self._packed(error.expert).damaged(str(error)) from None
-        self.waited += coded.seconds / torch.get_num_threads()
-        self._paging.loaded(list(own.values()))
-        own.clear()
-
     def ready(self, matrix: int) -> None:
-        """Return once all that is needed of one matrix is in its place.
+        """Return once whatever is issued next may read one matrix."""
+        raise NotImplementedError
 
-        Raises:
-            BundleError: where one is damaged.
-        """
-        self._gather(matrix)
-        began = time.perf_counter()
-        for expert in list(self._own[matrix]):
-            self._decode(matrix, expert)
-        self.waited += time.perf_counter() - began
+    def decoding(self, matrix: int) -> contextlib.AbstractContextManager[Coded | None]:
+        """Around a product that decodes what it multiplies by: only where there are such kernels."""
+        raise NotImplementedError
 
     def give_up(self) -> None:
         """The run ends: what it has not loaded by now it will not."""
@@ -451,24 +490,20 @@ class Pages:
             while own:
                 self._paging.gave_up(own.popitem()[1])
 
-    def _packed(self, expert: int) -> Packed:
+    def _packed(self, expert: int) -> Any:
         packed = self._snapshot.handles[expert].packed
         assert packed is not None
         return packed
 
-    def _decode(self, matrix: int, expert: int) -> None:
-        self._packed(expert).decode(matrix, torch.get_num_threads())
-        self._paging.loaded([self._own[matrix].pop(expert)])
-
-    def _gather(self, matrix: int) -> None:
+    def _gather(self, kind: int) -> None:
         """Wait for what others load, take over what nobody has begun, and bind the blocks of what is left to do."""
-        own, paging = self._own[matrix], self._paging
+        own, paging = self._own[kind], self._paging
         began = time.perf_counter()
         for mapped in own.values():
             paging.place(mapped)
-        late = [m for m in self._needed[matrix] if m.state is not State.RESIDENT and m.page[2] not in own]
+        late = [m for m in self._needed[kind] if m.state is not State.RESIDENT and m.page[2] not in own]
         for mapped in late:
-            if paging.finished_or_mine(mapped, self._snapshot):
+            if paging.finished_or_mine(mapped, self._snapshot, self._step):
                 own[mapped.page[2]] = mapped
                 paging.place(mapped)
         self.waited += time.perf_counter() - began
@@ -476,7 +511,3 @@ class Pages:
 
 def _closed() -> InputError:
     return InputError("this model was closed: load the bundle again")
-
-
-def _pages(position: int, experts: Sequence[int]) -> tuple[list[Page], list[Page]]:
-    return [(0, position, e) for e in experts], [(1, position, e) for e in experts]

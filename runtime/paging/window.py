@@ -37,6 +37,17 @@ class Compute(Protocol):
         """Wait until it has: whoever moves a block does, or lets its stream."""
 
 
+class Filled(Protocol):
+    """A load that was issued to a device, and goes on there."""
+
+    @property
+    def events(self) -> tuple[Compute, ...]:
+        """Behind the bytes of each matrix (RAW)."""
+
+    def error(self) -> BaseException | None:
+        """What went wrong, once its events have ended."""
+
+
 class State(enum.Enum):
     """Of a page."""
 
@@ -62,6 +73,7 @@ class Mapped:
         is_moving: whether the move has begun, and nobody knows where the memory is.
         is_loading: whether somebody is at its bytes; of a loading page without, whoever needs it may go on.
         error: why its bytes could not be had.
+        filled: of a resident page whose load may still go on, on a device whose streams keep the order.
     """
 
     page: Page
@@ -75,6 +87,7 @@ class Mapped:
     is_moving: bool = False
     is_loading: bool = False
     error: BaseException | None = None
+    filled: Filled | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -177,9 +190,20 @@ class Window:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False
 
-    def loaded(self, mapped: Mapped) -> None:
-        """Every byte of a page is in its place (its load event)."""
-        mapped.state, mapped.is_loading = State.RESIDENT, False
+    def loaded(self, mapped: Mapped, filled: Filled | None = None) -> None:
+        """Every byte of a page is in its place (its load event), or will be once `filled` has ended: whoever reads it
+        lets its stream wait for that, and the block stays until then."""
+        mapped.state, mapped.is_loading, mapped.filled = State.RESIDENT, False, filled
+        self._unpin(mapped, () if filled is None else filled.events)
+
+    def spoiled(self, mapped: Mapped, error: BaseException) -> None:
+        """What stands at a resident page turned out to be wrong: no run takes it as it is from now on."""
+        of = self._of[mapped.page[0]]
+        if mapped.state is not State.RESIDENT or of.pages.get(mapped.page) is not mapped:
+            return
+        of.idle.pop(mapped.page, None)
+        mapped.state, mapped.error = State.LOADING, error
+        mapped.pins += 1
         self._unpin(mapped, ())
 
     def lost(self, mapped: Mapped) -> None:
@@ -192,9 +216,13 @@ class Window:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.is_moving = None, False
 
-    def gave_up(self, mapped: Mapped, error: BaseException | None = None) -> None:
-        """A load has ended without that: another run that holds the page may go on with it; else its block is free."""
+    def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Iterable[Compute] = ()) -> None:
+        """A load has ended without that: another run that holds the page may go on with it; else its block is free.
+
+        `after`: what may still write there.
+        """
         mapped.is_loading, mapped.error = False, error
+        mapped.after = (*mapped.after, *after)
         self._unpin(mapped, ())
 
     def adopt(self, mapped: Mapped) -> bool:
@@ -249,6 +277,11 @@ class Window:
     def held(self, d: int) -> int:
         """Blocks of one type that pages have."""
         return len(self._of[d].pages)
+
+    def running(self) -> list[Compute]:
+        """All that reads or writes blocks and has not ended."""
+        found = [mapped for of in self._of for mapped in (*of.pages.values(), *of.free.values())]
+        return list(_running(event for mapped in found for event in (*mapped.after, *mapped.reads)))
 
     def mapped(self) -> list[Mapped]:
         """All pages that have blocks."""

@@ -19,6 +19,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.experts import backends
 
+from .config import TOP_K
 from .kv_cache import KvShape
 from .skeleton import EXPERT_PARAMETERS, Probe, skeleton
 
@@ -212,7 +213,7 @@ def _measure(
 def top_k(config: Any) -> int:
     """Experts of a token, by its config's names for it."""
     text = config.get_text_config()
-    return int(getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None) or 8)
+    return int(next((k for name in TOP_K if (k := getattr(text, name, None))), 8))
 
 
 def arena_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:

@@ -26,6 +26,7 @@ from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
 
 LOADERS = 2  # threads that bring experts beside the forward pass
+GRANULE = 2 << 20  # bytes of the pieces that a GPU's memory is mapped in
 BRIEFLY = 0.08  # seconds of measuring one backend
 
 
@@ -36,7 +37,8 @@ class WindowSize:
     Attributes:
         blocks: of each matrix type: as many as two consecutive layers have experts, at the most (the last layer is
             before the first).
-        sizes: bytes of a block of each type: the largest matrix's, with its bias, in whole pages.
+        sizes: bytes of a block of each type: the largest matrix's, with its bias, in whole pages; on a GPU there is one
+            type, the expert.
     """
 
     blocks: int
@@ -55,10 +57,17 @@ def page_sizes(layer: ExpertLayer, version: Version) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise([*at, whole]))
 
 
-def window_size(layers: Sequence[ExpertLayer], version: Version) -> WindowSize:
-    """The window of these layers."""
+def gpu_block(sizes: Sequence[int], granule: int) -> int:
+    """Bytes of a block on a GPU, for experts of these sizes: all matrices of the largest, in whole pieces."""
+    return align(max(sizes), granule)
+
+
+def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 0) -> WindowSize:
+    """The window of these layers; with `granule` on a GPU, whose blocks are whole experts in such pieces."""
     experts = [x.experts for x in layers]
     blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
+    if granule:
+        return WindowSize(blocks, (gpu_block([resident_size(x.matrices, version) for x in layers], granule),))
     rows = [page_sizes(x, version) for x in layers]
     return WindowSize(blocks, tuple(max(row[d] for row in rows) for d in range(len(rows[0]))))
 

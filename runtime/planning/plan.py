@@ -23,6 +23,7 @@ from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.placements import PAGED, Placement, Where
 from moepack.runtime.policies.registry import Policy
 
+from . import paging
 from .capacity import base_bytes, bytes_by_loss, even_bytes
 from .exceeded import TooSmallError
 from .fixed import Fixed
@@ -54,6 +55,8 @@ class Plan:
         demand: bytes that experts which are loaded on demand must find in any case: those of one layer, the largest, at
             the best placement; 0 where experts have a resident version.
         workspace: of the fixed bytes, those that what the policy is told takes inside a pass.
+        rates, together: as of `Setting`.
+        granule: bytes of the pieces that paged experts' memory on a GPU is mapped in; 0 on a CPU.
     """
 
     ladder: Placements
@@ -73,6 +76,8 @@ class Plan:
     workspace: int = 0
     window: int = 0
     rates: tuple[float, ...] = ()
+    together: bool = False
+    granule: int = 0
 
     @property
     def base(self) -> int:
@@ -117,18 +122,50 @@ class Plan:
         return total
 
     def divided(self) -> Plan:
-        """The same for memory that is cut into blocks once and for all: as many of each as calibration would have."""
+        """The same for memory that is cut into blocks once and for all: as many of each as calibration would have.
+
+        Where experts are loaded on demand, first blocks at the best placement for all experts of any one layer; layers
+        whose experts are of one size share them.
+
+        Raises:
+            TooSmallError: when the budget does not hold those, of layers of different sizes.
+        """
+        if self.demand:
+            return replace(self, most=self._divided_cache())
         most = []
         for ladder, tokens, room in zip(self.ladders(), self.traffic, self.capacity(), strict=True):
             placed = ladder.fill(np.array(tokens, np.float64), room)
             most.append(tuple(np.bincount(placed, minlength=len(self.ladder)).tolist()))
         return replace(self, most=tuple(most))
 
+    def _divided_cache(self) -> tuple[tuple[int, ...], ...]:
+        left, sizes = sum(self.capacity()), [row[0] for row in self.growing()]
+        if left >= sum(n * size for n, size in zip(self.experts, sizes, strict=True)):
+            return tuple((n, *[0] * self.base) for n in self.experts)
+        largest = {size: max(n for n, s in zip(self.experts, sizes, strict=True) if s == size) for size in set(sizes)}
+        short = sum(n * size for size, n in largest.items()) - left
+        if short > 0:
+            least = self.budget + short
+            raise TooSmallError(
+                f"a budget of {self.budget} bytes does not hold all experts of a layer of each size: the least that "
+                f"would do is {least} bytes",
+                least,
+            )
+        counts = []
+        for ladder, tokens in zip(self.ladders(), self.traffic, strict=True):
+            placed = ladder.fill(np.array(tokens, np.float64), -short // len(self.experts))
+            counts.append(np.bincount(placed, minlength=len(self.ladder)).tolist())
+        for size, n in largest.items():
+            alike = [p for p, s in enumerate(sizes) if s == size]
+            room = sum(self.experts[p] for p in alike) - sum(counts[p][0] for p in alike)
+            counts[alike[0]][0] += min(n, room)
+        return tuple(map(tuple, counts))
+
     def policy(self, policy: Policy) -> tuple[LivePolicy, Wanted]:
         """A policy that changes placements, made for this plan, and what it wants before any token."""
         assert policy.entry.make is not None
         setting = Setting(
-            self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates
+            self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates, self.together
         )  # fmt: skip
         made = policy.entry.make(setting, policy.options)
         nothing = [np.zeros(n, np.int64) for n in self.experts]
@@ -148,7 +185,7 @@ def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Placements]:
         raise InputError(f"{bundle.path}: {error}") from None
 
 
-def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -> Plan:
+def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, on_gpu: bool = False) -> Plan:
     """Choose a ladder and see that it fits.
 
     Args:
@@ -156,6 +193,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
         options: the policy's.
         outside: bytes outside the experts, but for the staging buffer: dense tensors, KV cache, activations.
         budget: bytes for everything.
+        on_gpu: whether it is a GPU's: what experts are brought at there is then measured once that is open.
 
     Raises:
         InputError: when versions are not there.
@@ -165,6 +203,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
     ladders = ladders_of(bundle, options)
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses = calibration(bundle, ladders)
+    granule = paging.GRANULE if on_gpu else 0
     plans: list[tuple[float, Plan]] = []
     least: list[tuple[int, Plan]] = []
     for ladder, loss in zip(ladders, losses, strict=True):
@@ -172,7 +211,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
         on_device = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
         sizes = tuple(tuple(n if here else 0 for n, here in zip(row, on_device, strict=True)) for row in blocks)
         staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
-        window = window_bytes(bundle, ladder, staging)
+        window = window_bytes(bundle, ladder, staging, granule)
         demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
         work, most = options.workspace
         fixed = outside + staging + window
@@ -181,6 +220,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
         plan = Plan(
             ladder, blocks, sizes, experts, fixed + work, staging, budget, options.keeps_low, options.spare_blocks,
             traffic, loss, options.share == "loss", demand=demand, workspace=work, window=window,
+            granule=granule if window else 0,
         )  # fmt: skip
         least.append((needed, plan))
         if needed <= budget:
@@ -194,7 +234,8 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int) -
             needed,
         )
     chosen = min(plans, key=lambda found: found[0])[1]
-    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if chosen.window else chosen
+    measured = chosen.window and not on_gpu
+    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if measured else chosen
 
 
 def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
@@ -207,10 +248,17 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
     return align(resident_size(bundle.layers[position].matrices, placement.version), PAGE)
 
 
-def window_bytes(bundle: Bundle, ladder: Placements, staging: int) -> int:
-    """Bytes of the window, and of the buffers that experts are read into on their way there; 0 where none is paged."""
+def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int = 0) -> int:
+    """Bytes of the window, and of the buffers that experts are read into on their way there; 0 where none is paged.
+
+    With `granule`, on a GPU: also what the last piece of each pool has beyond the pool's blocks.
+    """
     found = next((p.version for p in ladder if p.where in PAGED), None)
-    return 0 if found is None else window_size(bundle.layers, found).bytes + LOADERS * staging
+    if found is None:
+        return 0
+    pools = {(p, block_bytes(bundle, position, p)) for p in ladder for position in range(len(bundle.layers))}
+    ends = granule * sum(size > 0 for _, size in pools)
+    return window_size(bundle.layers, found, granule).bytes + LOADERS * staging + ends
 
 
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums]]:

@@ -232,7 +232,8 @@ class Setting:
             where it is.
         rates: [placements], bytes of weights a second that experts are brought at from each when their layer runs,
             measured here; infinity where they are there. Empty where all are.
-        together: whether those that bring them work beside one another; else they share the machine's cores.
+        together: whether those that bring them work beside one another, as a bus and a GPU do; else they share the
+            machine's cores.
     """
 
     experts: Sequence[int]

@@ -157,7 +157,7 @@ class Importance:
         self._low = min(LOW, setting.base)
         self._base = setting.base
         self._random = np.random.default_rng(options.seed)
-        self._cache = MixedCache(setting.sizes, options.reuse == "yes")
+        self._cache = MixedCache(setting.sizes, options.reuse == "yes", setting.most)
 
     def decide(self, event: Event) -> Changes | None:
         """What the layer needs and the cache lacks, what the next one will need, and what leaves for both."""

@@ -62,7 +62,7 @@ class Recent:
 
     def __init__(self, setting: Setting, options: RecentOptions | None = None) -> None:
         sizes = [[max(1, int(row[0] - row[-1])), 0] for row in setting.sizes]
-        self._cache, self._strict = MixedCache(sizes), setting.ladder[-1] == ABSENT
+        self._cache, self._strict = MixedCache(sizes, most=setting.most), setting.ladder[-1] == ABSENT
 
     def decide(self, event: Event) -> Changes | None:
         """What the cache lacks of what is needed now, and what leaves for it."""

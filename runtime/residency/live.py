@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError, MoepackError
 from moepack.pack.reader import Bundle
+from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.counters import Counters
@@ -30,6 +31,7 @@ from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Pages
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.kernels.forms import resident_size
+from moepack.runtime.paging.opening import gpu_rates
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.plan import Plan
@@ -113,9 +115,10 @@ class Live:
         """
         if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
-        self._can_shrink = devices[0].type == "cpu"
-        if plan.window and not self._can_shrink:
-            raise InputError(f"policy {policy}: experts are paged on a CPU alone so far, not on {devices[0]}")
+        self._on_gpu = torch_cuda.is_gpu(devices[0])
+        self._can_shrink = not self._on_gpu or bool(plan.window)
+        if plan.granule:
+            plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
         plan, buffers = (plan, 1) if self._can_shrink else second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
         self.policy, wanted = plan.policy(policy)
@@ -136,8 +139,8 @@ class Live:
         try:
             if any(p.where is Where.HOST for p in plan.ladder):
                 check_host(bundle, plan, host_memory)
-                threads = host_threads or (max(1, torch.get_num_threads() // 2) if self._can_shrink else None)
-                self.tier = HostTier(threads, host_rate, None if self._can_shrink else CudaLink())
+                threads = host_threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
+                self.tier = HostTier(threads, host_rate, CudaLink() if self._on_gpu else None)
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
             self._end_streams()
@@ -148,7 +151,7 @@ class Live:
     def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
         """Make the pools, load, and let passes read."""
         plan = self.plan
-        if not self._can_shrink and any(p.where is Where.HOST for p in plan.ladder):
+        if self._on_gpu and any(p.where is Where.HOST for p in plan.ladder):
             self._host_device = CpuDevice(plan.staging, self.worker.wake)
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
@@ -158,7 +161,7 @@ class Live:
             layer.of.tier = self.tier
             layer.of.makes_up_for_absent = self._makes_up
         self._epoch = 0
-        self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if devices[0].type != "cpu" else None
+        self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
         pools = make_pools(plan, self.device, self.tracker, self.host, self._can_shrink)
         self.residency = Residency(
             plan.experts, plan.base, lambda p, v: pools.get((v, plan.blocks[p][v])), self._fetch, self._make,
@@ -224,7 +227,7 @@ class Live:
             described, packed = version_of(self.plan, version), None
             if tensor is not None:
                 stored = self.store.stored(described.name, *key)
-                packed = self.paging.over(*key, tensor[: stored.size], stored.where)
+                packed = self.paging.filler.over(*key, tensor[: stored.size], stored.where)
             return layer.of.over(described, self.paging.space.extent(*key), placement.where, packed)
         if tensor is None:
             return NOTHING
@@ -297,8 +300,8 @@ class Live:
             raise
 
     def _end(self, step: Step) -> None:
-        if step.ahead is not None and self.paging is not None:
-            self.paging.let_go(step.ahead)
+        if self.paging is not None:
+            self.paging.end(step)
         step.seconds = time.perf_counter() - step.began - step.waited
         if step.table is not None and self._tables is not None:
             self._tables.give(step.table)
@@ -416,7 +419,7 @@ class Live:
 
     def _end_streams(self, wait: bool = True) -> None:
         if self.paging is not None:
-            self.paging.close()
+            self.paging.close(wait)
         for device in (self.device, self._host_device):
             if device is not None:
                 device.close(wait)
@@ -428,4 +431,5 @@ class Live:
         """End the streams and close the files; once no step reads them, forget what keeps the experts' memory."""
         self._end_streams(wait)
         self.each_round = lambda: None
-        self.residency.let_go([layer.let_go for layer in self.layers])
+        forget = [self.paging.forget] if self.paging is not None and self._on_gpu else []
+        self.residency.let_go([*(layer.let_go for layer in self.layers), *forget])

@@ -13,10 +13,11 @@ import torch
 
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
+from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.contract import Device
-from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
+from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.experts.handles import LayerExperts
-from moepack.runtime.paging.address_space import CpuAddressSpace
+from moepack.runtime.paging.opening import open_filler
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
@@ -49,7 +50,7 @@ def open_device(
 ) -> Device:
     """The device, with `buffers` staging buffers, calling `on_event` after each copy; of the host, `host` bytes may be
     pinned."""
-    if device.type == "cpu":
+    if not torch_cuda.is_gpu(device):
         return CpuDevice(plan.staging, on_event)
     from moepack.runtime.devices.cuda import open_cuda
 
@@ -58,7 +59,7 @@ def open_device(
     coded = [v for v in on_device if not version_of(plan, v).is_lossless]
     largest = max([staging, *(row[v] for row in plan.sizes for v in coded)])
     served = [version_of(plan, v).name for v in on_device if v < last]
-    return open_cuda(store, served, device, largest, staging, buffers, on_event, host)
+    return open_cuda(store, served, device, largest, staging, buffers, on_event, host, plan.granule)
 
 
 def check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
@@ -100,7 +101,7 @@ def make_pools(
                 assert plan.most is not None
                 spare = plan.spare_blocks if number == plan.base else 0
                 blocks = sum(plan.most[p][number] for p in mine) + spare
-            memory = CpuMemory(size * blocks) if on_host else device.memory(size * blocks)
+            memory = (device.host_memory if on_host else device.memory)(size * blocks)
             pools[number, size] = Pool(f"{placement}/{size}", size, blocks, of, memory, on_host)
     return pools
 
@@ -111,10 +112,7 @@ def open_paging(
     """The window: addresses for every expert, blocks for two layers' of them."""
     version = next(version_of(plan, v) for v, p in enumerate(plan.ladder) if p.where in PAGED)
     described = [layer.of.layer for layer in layers]
-    size = window_size(described, version)
-    return Paging(
-        CpuAddressSpace([(x.matrices, x.experts) for x in described], version),
-        Window([size.blocks] * len(size.sizes), len(layers)),
-        [(x.of.layer, x.of.lossless_forms(version)) for x in layers],
-        partial(store.stored, version.name), plan.staging, device.mark, looks_ahead,
-    )  # fmt: skip
+    size = window_size(described, version, plan.granule)
+    forms = [(x.of.layer, x.of.lossless_forms(version)) for x in layers]
+    filler = open_filler(device, forms, version, partial(store.stored, version.name), plan.staging)
+    return Paging(filler, Window([size.blocks] * len(size.sizes), len(layers)), len(layers), device.mark, looks_ahead)

@@ -86,7 +86,7 @@ class Pool:
         with self._lock:
             if self._reserved:
                 index = self._reserved.pop()
-            elif self._untouched and self._tracker.try_reserve(self.name, self.block_bytes):
+            elif self._untouched and self._take(self._untouched[-1]):
                 index = self._untouched.pop()
             else:
                 return None
@@ -94,6 +94,19 @@ class Pool:
             start = index * self.block_bytes
             tensor = self._memory.tensor[start : start + self.block_bytes]
             return Block(self, index, self._generation[index], tensor)
+
+    def _take(self, index: int) -> bool:
+        """Reserve what a block takes, and take it; whether both could be."""
+        start = index * self.block_bytes
+        cost = self._memory.cost(start, self.block_bytes)
+        if not self._tracker.try_reserve(self.name, cost):
+            return False
+        try:
+            self._memory.take(start, self.block_bytes)
+        except MemoryError:
+            self._tracker.release(self.name, cost)
+            return False
+        return True
 
     def free(self, block: Block) -> None:
         """Take a block back. It stays reserved for the next one who asks.
@@ -135,10 +148,10 @@ class Pool:
                 if not self._reserved:
                     break
                 index = self._reserved.pop()
-                self._memory.give_back(index * self.block_bytes, self.block_bytes)
-                self._tracker.release(self.name, self.block_bytes)
+                back = self._memory.give_back(index * self.block_bytes, self.block_bytes)
+                self._tracker.release(self.name, back)
                 self._untouched.append(index)
-            given += self.block_bytes
+            given += back
         return given
 
     @property

@@ -83,6 +83,7 @@ class Step:
         waited: seconds that it waited for experts' bytes.
         demanded: layer position, and bytes that were brought for it: what was packed, what was stored.
         ahead: pages that were taken for it before it got to their layer.
+        issued: what a device was given to do for its pages, and has not been asked about.
     """
 
     number: int
@@ -95,3 +96,4 @@ class Step:
     waited: float = 0.0
     demanded: list[tuple[int, int, int]] = field(default_factory=list)
     ahead: Any = None
+    issued: list[Any] = field(default_factory=list)

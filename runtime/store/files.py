@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import BundleError, InputError
+from moepack.pack.files import open_file
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import expert_file
 
@@ -174,16 +175,13 @@ class BackingStore:
             layer = self.bundle.layers[position]
             key, name = (version, position), expert_file(version, layer.index)
             if key not in self._files:
-                try:
-                    self._files[key] = os.open(self.bundle.path / name, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise BundleError.single(name, "missing", f"cannot be read: {error.strerror}") from None
+                self._files[key] = open_file(self.bundle.path, name)
             return Stored(
                 self._files[key],
                 described.offset(expert),
                 described.extent_size(expert),
                 described.digests[expert],
-                f"{name}: layer {layer.index}, expert {expert}, version {version}",
+                described.place(expert),
                 (version, position, expert),
                 self._ahead,
                 self._checked,

@@ -1,7 +1,9 @@
 """A CUDA runtime and a GPU that are not there: every call is written down, any can be made to fail.
 
-Work on the stream is done as late as it may be, when an event after it is found to have ended: a buffer that is used
-again too early is then seen in the bytes. What is copied from must be pinned when the copy is carried out.
+Work on a stream is done as late as it may be, when an event after it is found to have ended: a buffer that is used
+again too early is then seen in the bytes. What is copied from must be pinned when the copy is carried out. Compute is
+done at once, as what is made is looked at at once; that it goes on reading until an event after it has ended is kept
+as ranges, which nobody may write to or unmap.
 """
 
 from __future__ import annotations
@@ -17,8 +19,16 @@ import torch
 from torch import Tensor
 
 from moepack.pack import exponent_fast
+from moepack.runtime.devices.torch_cuda import tensor_over
 
 REGISTERS, READS_ONLY = 99, 113
+Ranges = list[tuple[int, int]]  # first address, bytes
+
+
+def overlap(some: Ranges, others: Ranges) -> bool:
+    return any(a < b + n and b < a + m for a, m in some for b, n in others)
+
+
 ERRORS = {2: "out of memory", 801: "operation not supported"}
 
 
@@ -113,21 +123,33 @@ class FakeEvent:
         self._gpu.carry_out(self._stream, self._issued)
         return True
 
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 0.001
+
     def synchronize(self) -> None:
         self._left = 0
         self.query()
 
 
 class FakeGpu:
-    """A GPU whose memory is the host's, with two streams that know of each other only by waiting."""
+    """A GPU whose memory is the host's, with streams that know of each other only by waiting.
 
-    def __init__(self, cuda: FakeCudart, patience: int = 3) -> None:
+    Any thread may call it.
+    """
+
+    def __init__(self, cuda: FakeCudart, patience: int = 3, decodes_by: Callable[..., Any] | None = None) -> None:
         self.cuda, self.patience, self.broken = cuda, patience, False
         self.log: list[str] = []
         self.wrong: list[str] = []
         self.own: list[tuple[int, int]] = []  # pinned by torch, or on the device
-        self._work: dict[str, list[Callable[[], None]]] = {"copies": [], "decoder": [], "compute": []}
+        streams = ("copies", "decoder", "load0", "load1", "compute")
+        self._work: dict[str, list[tuple[Callable[[], None], Ranges]]] = {name: [] for name in streams}
         self._done = dict.fromkeys(self._work, 0)
+        self.lock = threading.RLock()
+        self.reading: dict[int, Ranges] = {}  # by the compute stream, until an event after it is found to have ended
+        self.device = torch.device("cpu")
+        self._decodes_by = decodes_by
+        self.may_touch: Callable[[Ranges], bool] = lambda ranges: True
         self._stream = threading.local()
 
     def memory(self, size: int) -> Tensor:
@@ -138,29 +160,84 @@ class FakeGpu:
 
     pinned = memory
 
+    def over(self, address: int, size: int) -> Tensor:
+        self.own.append((address, size))
+        return tensor_over(address, size, self.device)
+
     @contextlib.contextmanager
     def _on(self, stream: str) -> Iterator[None]:
         if self.cuda.sticky:
             self.wrong.append(f"an error was left set: {self.cuda.sticky}")
-        self._stream.name = stream
-        yield
-        self._stream.name = None
+        before, self._stream.name = getattr(self._stream, "name", None), stream
+        try:
+            yield
+        finally:
+            self._stream.name = before
 
     def migrating(self) -> contextlib.AbstractContextManager[None]:
         return self._on("copies")
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         issued = len(self._work["copies"])
-        self._work["decoder"].append(lambda: self.carry_out("copies", issued))
+        self._work["decoder"].append((lambda: self.carry_out("copies", issued), []))
         return self._on("decoder")
 
-    def _issue(self, name: str, work: Callable[[], None]) -> None:
+    def loading(self, number: int) -> contextlib.AbstractContextManager[None]:
+        return self._on(f"load{number}")
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        return self._on("compute")
+
+    def _issue(self, name: str, work: Callable[[], None], *writes: Tensor) -> None:
         stream = getattr(self._stream, "name", None)
         if stream is None:
             self.wrong.append(f"{name} on no stream of its own")
             return
-        self.log.append(name)
-        self._work[stream].append(work)
+        ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in writes]
+        with self.lock:
+            self.log.append(name)
+            self._work[stream].append((work, ranges))
+            if stream == "compute":
+                self._begin(ranges)
+                work()
+                self._work[stream][-1] = (lambda: None), ranges
+
+    def wait(self, event: FakeEvent) -> None:
+        with self.lock:
+            if self._stream.name == "compute":
+                self.carry_out(event._stream, event._issued)
+            else:
+                entry = (lambda: self.carry_out(event._stream, event._issued)), list[tuple[int, int]]()
+                self._work[self._stream.name].append(entry)
+
+    def launch(self, ranges: Ranges) -> None:
+        """A kernel on the compute stream reads these; it goes on until an event after it has ended."""
+        with self.lock:
+            for stream, work in self._work.items():
+                pending = [] if stream == "compute" else [r for _, more in work[self._done[stream] :] for r in more]
+                if overlap(ranges, pending):
+                    self.wrong.append("read before its load has ended")
+            number = len(self._work["compute"])
+            self.reading[number] = ranges
+            kept = [(at, size, ctypes.string_at(at, size)) for at, size in ranges]
+
+            def end() -> None:
+                if self.may_touch(ranges) and any(ctypes.string_at(at, n) != bytes_ for at, n, bytes_ in kept):
+                    self.wrong.append("written to while it is read")
+                del self.reading[number]
+
+            self._work["compute"].append((end, []))
+
+    def _begin(self, ranges: Ranges) -> None:
+        """Something is written."""
+        if overlap(ranges, [r for own in self.reading.values() for r in own]):
+            self.wrong.append("written to while it is read")
+
+    def busy(self) -> Ranges:
+        """What is read or will be written by what was issued and has not ended."""
+        with self.lock:
+            writes = [r for name, work in self._work.items() for _, more in work[self._done[name] :] for r in more]
+            return writes + [r for own in self.reading.values() for r in own]
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         if to.numel() != source.numel() or to.dtype != source.dtype:
@@ -172,15 +249,18 @@ class FakeGpu:
                 self.wrong.append("copied from memory that is not pinned")
             to.copy_(source)
 
-        self._issue("copy", work)
+        self._issue("copy", work, to)
 
     def decode(self, jobs: list[Any]) -> Tensor:
-        if getattr(self._stream, "name", None) != "decoder":
+        if getattr(self._stream, "name", None) == "copies":
             self.wrong.append("decoded beside no copy")
         status = torch.zeros(len(jobs), dtype=torch.int32)
         self.own.append((status.data_ptr(), status.nbytes))
 
         def work() -> None:
+            if self._decodes_by is not None:
+                status.copy_(self._decodes_by(jobs))
+                return
             for i, job in enumerate(jobs):
                 try:
                     out = job.out.view(torch.int16).numpy().view(np.uint16)
@@ -188,23 +268,27 @@ class FakeGpu:
                 except Exception:
                     status[i] = 1
 
-        self._issue("decode", work)
+        self._issue("decode", work, *(job.out for job in jobs))
         return status
 
-    def record(self) -> FakeEvent:
+    def record(self, timed: bool = False) -> FakeEvent:
         stream = self._stream.name
         return FakeEvent(self, stream, len(self._work[stream]))
 
     def mark(self) -> FakeEvent:
-        return FakeEvent(self, "compute", 0)
+        return FakeEvent(self, "compute", len(self._work["compute"]))
 
     def carry_out(self, stream: str, issued: int) -> None:
-        work = self._work[stream]
-        while self._done[stream] < issued:
-            at = self._done[stream]
-            self._done[stream] += 1
-            work[at]()
-            work[at] = lambda: None
+        with self.lock:
+            work = self._work[stream]
+            while self._done[stream] < issued:
+                at = self._done[stream]
+                do, ranges = work[at]
+                if stream != "compute":
+                    self._begin(ranges)
+                self._done[stream] += 1
+                do()
+                work[at] = (lambda: None), []
 
     @property
     def idle(self) -> bool:

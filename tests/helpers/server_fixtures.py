@@ -20,9 +20,9 @@ import moepack
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
-from moepack.server.app import Options, Server
+from moepack.server.app import Server
 from moepack.server.command import Serve, run
-from moepack.server.scheduler import Limits
+from moepack.server.options import Limits, Options
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}</tools>"

@@ -445,4 +445,4 @@ def test_verify_against_another_checkpoint(run: Run, bundle: Path, checkpoint: P
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
     code, out, err = run("verify", bundle, "--checkpoint", checkpoint, "-q")
     assert code == 2 and len(out.splitlines()) == 2 and err == f"moepack: {bundle}: 2 problems\n"
-    assert "layer 1, expert 3, version bf16: gate_up differs" in out and "model.norm.weight: differs" in out
+    assert "layer 1, expert 3, version bf16: gate_up differs" in out and "tensor model.norm.weight differs" in out

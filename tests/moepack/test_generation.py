@@ -170,7 +170,7 @@ def test_a_chat_with_a_server(bundle: Path) -> None:
     pytest.importorskip("uvicorn")
     from server_fixtures import begin
 
-    from moepack.server.app import Options
+    from moepack.server.options import Options
 
     model = moepack.load(bundle, policy="static:bf16")
     server, end = begin(model, load_tokenizer(bundle), Options("mini", key="secret", template=TEMPLATE))

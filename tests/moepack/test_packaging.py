@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -65,6 +68,39 @@ def test_the_wheel_works_without_the_repository(unpacked: Path, bundle: Path, tm
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == "static:w4"
+
+
+def test_the_wheel_serves_without_what_builds_and_tests(unpacked: Path, bundle: Path, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("prometheus_client")
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('gptqmodel', 'hqq', 'datasets', 'pytest', 'openai', 'ray', 'scipy')))\n"
+        f"sys.path.insert(0, {str(unpacked)!r})\n"
+        "from moepack.cli import main\n"
+        f"sys.argv = ['moepack', 'serve', {str(bundle)!r}, '--name', 'm', '--port', '0', '--device-memory', '5MB']\n"
+        "main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if found := re.search(r"serving m at http://127.0.0.1:(\d+)", line):
+                break
+        else:
+            pytest.fail(said)
+        body = json.dumps({"model": "m", "prompt": "The history of", "max_tokens": 4, "ignore_eos": True}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{found[1]}/v1/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
 
 
 def test_without_a_compiler_it_installs_and_numba_runs_the_codec(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ def test_58_layers_of_256_experts_at_5_versions_open_within_a_second(tmp_path: P
     """Files with the sizes of DeepSeek-V3's, and holes for their bytes."""
     layers = tuple(ExpertLayer(3 + i, f"model.layers.{3 + i}.mlp.experts", EXPERTS, MATRICES) for i in range(LAYERS))
     versions = tuple(Version.of(name, 128) for name in ("bf16", "w4", "w3", "w2", "w1"))
-    files, experts = {"config.json": FileEntry(100, "0" * 64)}, {}
+    names = ("config.json", "calibration.safetensors", "model.safetensors")
+    files, experts = {name: FileEntry(100, "0" * 64) for name in names}, {}
     for version in versions:
         for layer in layers:
             head, size, payload = header_size(version.name, layer), 60 * PAGE, 59 * PAGE

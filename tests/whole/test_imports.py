@@ -33,7 +33,7 @@ FLOORS = (
     "runtime.kernels",
     "pack",
 )
-SHARED = ("progress", "memory", "version", "opening")
+SHARED = ("progress", "memory", "version", "opening", "cluster")
 # Below, and yet not to be imported: a server needs neither quantisers nor data sets.
 NEVER = {room: {"calibrate", "quantize", "recipes"} for room in FLOORS if room.startswith("runtime")}
 NEVER |= {"quantize": {r for r in FLOORS if r.startswith(("runtime", "recipes"))}}

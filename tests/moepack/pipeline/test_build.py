@@ -155,7 +155,7 @@ def test_the_manifest_tells_how_the_bundle_was_made(bundle: Path) -> None:
     assert "method: rtn" in made["recipe"] and made["method"] == "rtn"
     assert made["calibration"]["samples"] == 16 and len(made["calibration"]["tokens_sha256"]) == 64
     assert made["tools"]["moepack"] == moepack.__version__ and "torch" in made["tools"]
-    assert list(made["checkpoint"]["files"]) == ["model.safetensors"]
+    assert list(made["checkpoint"]["files"]) == ["config.json", "model.safetensors"]
     assert str(Path.home()) not in json.dumps(dict(made)) and "/" not in made["checkpoint"]["name"]
 
 

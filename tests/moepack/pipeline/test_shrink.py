@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -37,10 +38,13 @@ def test_versions_that_are_kept_are_the_same_bytes(bundle: Path, tmp_path: Path)
 
 
 def test_weights_are_linked_and_what_people_edit_is_copied(bundle: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"  # as the Hub's: every file a link
-    for name in tree(bundle):
+    home = tmp_path / "models--some--bundle"  # as the Hub's cache: every file a link to a blob
+    cache = home / "snapshots" / "0123abc"
+    (home / "blobs").mkdir(parents=True)
+    for number, name in enumerate(tree(bundle)):
         (cache / name).parent.mkdir(parents=True, exist_ok=True)
-        (cache / name).symlink_to(bundle / name)
+        os.link(bundle / name, home / "blobs" / str(number))
+        (cache / name).symlink_to(home / "blobs" / str(number))
     shrink(cache, tmp_path / "small", ["w2"])
     for name, linked in (
         ("experts/w2/layer-001.safetensors", True),

@@ -128,6 +128,9 @@ def test_what_cannot_begin_says_why(bundle: Path, tmp_path: Path) -> None:
         taken.listen()
         with pytest.raises(InputError, match=f"127.0.0.1 port {taken.getsockname()[1]}: Address already in use"):
             serve(Serve(str(bundle), port=taken.getsockname()[1]), lambda where: None)
+    with pytest.raises(InputError, match="not a bundle"):
+        serve(Serve(str(tmp_path), port=0), lambda where: None)
+    (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(InputError, match="no tokenizer"):
         serve(Serve(str(tmp_path), port=0), lambda where: None)
     with pytest.raises(InputError, match="dtype 'int3' is unknown"):

@@ -6,32 +6,22 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from listening import Listener, heard, listened_to
 from live_models import least, wait_for
 from server_fixtures import Options, Running, begin
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.runtime.policies import registry
 from moepack.runtime.policies.contract import (
-    DecodingBegan,
-    DeviceOptions,
-    Entry,
-    Event,
-    Key,
-    Needs,
     PrefillEnded,
-    SequenceBegan,
     SequenceEnded,
-    Setting,
-    Wanted,
-    read_options,
 )
 from moepack.runtime.policies.prefill import Prefill
 from moepack.runtime.residency.sequences import Sequences
@@ -99,38 +89,10 @@ def test_requests_at_once_are_answered_as_alone(
 # --- what policies are told
 
 
-class Listener:
-    """Hears everything, wants nothing."""
-
-    needs = Needs(interval=0.02, prompts=True, gates=True)
-    heard: list[Any]
-
-    def __init__(self, setting: Setting, options: DeviceOptions) -> None:
-        Listener.heard = self.mine = []
-
-    def decide(self, event: Event) -> Wanted | None:
-        if isinstance(event, SequenceBegan | PrefillEnded | DecodingBegan | SequenceEnded):
-            self.mine.append(event)
-        return None
-
-    def worth(self, key: Key) -> float:
-        return 0.0
-
-
 @pytest.fixture
-def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    entry = Entry("listener", "listener", lambda text: read_options(DeviceOptions, text), True, make=Listener)
-    monkeypatch.setattr(registry, "ENTRIES", (*registry.ENTRIES, entry))
-    budget = least(bundle, "listener") + 1_000_000
-    model = moepack.load(bundle, policy="listener", device_memory=budget, kv_tokens=128)
-    yield Engine(model, STEP)
-    model.moepack.close()
-
-
-def told(engine: Engine, until: Callable[[list[Any]], bool]) -> list[Any]:
-    live = engine._model.moepack.live
-    wait_for(lambda: until(Listener.heard) and not live.hearing._told and not live.hearing._ended)
-    return list(Listener.heard)
+def engine(bundle: Path) -> Iterator[Engine]:
+    with listened_to(bundle) as model:
+        yield Engine(model, STEP)
 
 
 def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -> None:
@@ -145,7 +107,7 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
     engine.run([Item(b, [5]), Item(c, [6])])
     engine.remove(b)
     engine.remove(c)
-    events = told(engine, lambda all: sum(isinstance(e, SequenceEnded) for e in all) == 3)
+    events = heard(engine._model, lambda all: sum(isinstance(e, SequenceEnded) for e in all) == 3)
     names = {
         n: [type(e).__name__ + str(getattr(e, "tokens", "")) for e in events if e.sequence == n] for n in (1, 2, 3)
     }
@@ -162,7 +124,7 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
         if prompt[8:]:
             engine.run([Item(slot, prompt[8:], is_prompt=True)])
         engine.remove(slot)
-    alone = [e for e in told(engine, lambda all: len(all) == 10) if isinstance(e, PrefillEnded)]
+    alone = [e for e in heard(engine._model, lambda all: len(all) == 10) if isinstance(e, PrefillEnded)]
     for mine, right in zip(packed, alone, strict=True):
         assert mine.counts[0].tolist() == right.counts[0].tolist(), "the first layer routes by the token alone"
         for row, other in zip(mine.gates[:1], right.gates[:1], strict=True):

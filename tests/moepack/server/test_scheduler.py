@@ -15,9 +15,10 @@ from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.engine import Item, Slot
 from moepack.server.errors import ApiError
 from moepack.server.jobs import Event, Job
+from moepack.server.options import Limits
 from moepack.server.rows import NotPackable
 from moepack.server.sampling import Sampling
-from moepack.server.scheduler import SCORED, Limits, Scheduler
+from moepack.server.scheduler import SCORED, Scheduler
 
 WORDS = 50
 

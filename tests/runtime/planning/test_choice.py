@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.pack.reader import open_bundle
+from moepack.pack.manifest import CONFIG
+from moepack.pack.reader import Bundle, open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
-from moepack.runtime import plugin
 from moepack.runtime.planning.choice import choose_policy
 from moepack.runtime.planning.exceeded import BudgetExceeded, TooSmallError
 
@@ -65,7 +65,10 @@ def test_it_is_the_same_everywhere(bundle: Path, single: Path, evaluation: Path,
 def test_a_policy_that_does_not_fit_is_refused_before_weights_are_read(
     bundle: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plugin, "_check_files", lambda _: pytest.fail("the dense weights were read"))
+    def check(bundle: Bundle, *names: str) -> None:
+        assert names == (CONFIG,), "the dense weights were read"
+
+    monkeypatch.setattr(Bundle, "check", check)
     for load in (moepack.load, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(InputError):
             load(bundle, policy=policy, device_memory=None if policy == "lru" else "30MB")

@@ -192,6 +192,7 @@ def test_ladders_and_options() -> None:
 
 SIZES = [[4, 2, 0], [5, 3, 0]]
 EXPERTS = 4
+ALIKE = [[4, 2, 0], [4, 2, 0]]
 HIGH, LOW, NONE = range(3)
 
 
@@ -431,3 +432,74 @@ def test_lru_without_a_low_version_loads_everything() -> None:
     assert policy.decide(LayerReached(0.0, [6, 6], 1, np.array([1, 1]))) == {(1, 0): 0, (1, 1): 0, (0, 0): 1}
     with pytest.raises(InputError, match="12 bytes, which 11"):
         policy.decide(LayerReached(0.0, [6, 5], 0, np.array([1, 1, 1])))
+
+
+def test_blocks_bound_each_placement() -> None:
+    """Two blocks of either placement, whatever the bytes: the least recently used of the same placement leaves."""
+    cache = MixedCache(ALIKE, most=[(1, 1, 0), (1, 1, 0)])
+    cache.serve(0, {0: HIGH, 1: LOW}, 100)
+    cache.serve(1, {0: LOW}, 100)
+    assert cache.serve(1, {1: HIGH, 2: HIGH}, 100) == {(1, 1): HIGH, (1, 2): HIGH, (0, 0): NONE}
+    assert cache.held == {(0, 1): LOW, (1, 0): LOW, (1, 2): HIGH, (1, 1): HIGH}
+    got = cache.serve(0, {0: HIGH, 1: HIGH, 2: HIGH, 3: HIGH}, 100)
+    assert [got[0, e] for e in range(4)] == [HIGH, HIGH, LOW, LOW], "the least important are served at what there is"
+    got = MixedCache(ALIKE, most=[(2, 0, 0), (1, 1, 0)]).serve(0, {0: HIGH, 1: LOW, 2: LOW, 3: LOW}, 100)
+    assert [got[0, e] for e in range(4)] == [HIGH, LOW, HIGH, HIGH], "a better placement first"
+    with pytest.raises(InputError, match="4 experts are more than there are blocks"):
+        MixedCache(ALIKE, most=[(1, 1, 0), (1, 0, 0)]).serve(0, dict.fromkeys(range(4), HIGH), 100)
+    some = MixedCache([[4, 0], [4, 0]], most=[(1, 0), (1, 0)])
+    got = some.serve(0, dict.fromkeys((3, 2, 1), HIGH), 100, all_of_them=False)
+    assert got == {(0, 3): HIGH, (0, 2): HIGH, (0, 1): 1}
+
+
+def test_prefetch_takes_blocks_of_its_own_placement() -> None:
+    cache = MixedCache(ALIKE, most=[(1, 1, 0), (1, 1, 0)])
+    cache.serve(0, {0: LOW, 1: HIGH, 2: HIGH}, 100)
+    assert cache.foresee(1, {0: HIGH, 1: LOW}, 100, {(0, 2): HIGH}) == {(0, 1): NONE, (1, 0): HIGH, (1, 1): LOW}
+    assert cache.foresee(1, {0: HIGH, 2: HIGH}, 100, {(0, 2): HIGH, (1, 0): HIGH}) == {}, "none may leave for it"
+
+
+def test_layers_of_other_sizes_have_blocks_of_their_own() -> None:
+    cache = MixedCache([[4, 0], [6, 0]], most=[(1, 0), (1, 0)])
+    cache.serve(0, {0: HIGH}, 100)
+    assert cache.serve(1, {0: HIGH}, 100) == {(1, 0): HIGH}, "nobody leaves"
+    assert cache.serve(1, {1: HIGH}, 100) == {(1, 1): HIGH, (1, 0): 1}
+
+
+class Blocks(RuleBasedStateMachine):
+    """A cache over divided memory: whatever is asked for, no placement has more experts than blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.told = MixedCache(ALIKE, most=[(3, 1, 0), (1, 2, 0)]), dict[Key, int]()
+
+    def heard(self, changes: Mapping[Key, int]) -> None:
+        """An answer is carried out: what leaves goes first, then blocks are taken one after another."""
+        self.told = {key: v for key, v in self.told.items() if key not in changes}
+        self.told |= {key: v for key, v in changes.items() if v != NONE}
+        count = [sum(v == placement for v in self.told.values()) for placement in (HIGH, LOW)]
+        assert count[HIGH] <= 4 and count[LOW] <= 3, "more than there are blocks"
+        assert self.told == dict(self.cache.held)
+
+    @rule(layer=st.integers(0, 1), wants=placements, more=placements)
+    def serve(self, layer: int, wants: dict[int, int], more: dict[int, int]) -> None:
+        got = self.cache.serve(layer, wants, 1000)
+        self.heard(got)
+        assert all(got[layer, e] != NONE for e in wants)
+        self.heard(self.cache.foresee(1 - layer, more, 1000, got))
+
+
+def test_no_placement_has_more_experts_than_blocks() -> None:
+    run_state_machine_as_test(Blocks, settings=QUICK)
+
+
+def test_planted_a_cache_that_knows_bytes_alone_has_more() -> None:
+    class Planted(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = MixedCache(ALIKE)
+
+    with pytest.raises(AssertionError, match="more than there are blocks"):
+        run_state_machine_as_test(
+            Planted, settings=settings(QUICK, phases=(Phase.generate,), report_multiple_bugs=False)
+        )

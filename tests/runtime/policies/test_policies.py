@@ -258,7 +258,7 @@ def test_experts_are_ranked_by_what_they_save() -> None:
         ("hotness:reserve=0", "a demotion needs a block"),
         ("hotness:rate=-1", "from 0"),
         ("hotness:slack=1.5", "whole number"),
-        ("lru:alpha=0.5", "'alpha' is unknown: there are share, hi, lo, between, rate"),
+        ("lru:alpha=0.5", "'alpha' is unknown: there are share, rate, hi, lo, between"),
         ("lru:between=yes", "between is no"),
         ("lru:keep=no", "'keep' is unknown"),
         ("hotnes", "did you mean hotness"),

@@ -6,32 +6,24 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from live_models import ids, least, wait_for
+from listening import Listener, heard, listened_to
+from live_models import ids
 from transformers import DynamicCache, StaticCache
 
-import moepack
 from moepack.runtime.experts.counters import Counters
-from moepack.runtime.policies import registry
 from moepack.runtime.policies.contract import (
     DecodingBegan,
-    DeviceOptions,
-    Entry,
     Event,
     Interval,
-    Key,
-    Needs,
     PrefillEnded,
     SequenceBegan,
     SequenceEnded,
-    Setting,
-    Wanted,
-    read_options,
 )
 from moepack.runtime.residency import sequences as sequences_module
 from moepack.runtime.residency.sequences import Sequences
@@ -124,40 +116,10 @@ def test_what_fails_ends_with_its_pass() -> None:
 # --- served
 
 
-class Listener:
-    """Hears everything, wants nothing."""
-
-    needs = Needs(interval=0.02, prompts=True, gates=True)
-    heard: list[Event]
-
-    def __init__(self, setting: Setting, options: DeviceOptions) -> None:
-        Listener.heard = self.mine = []
-
-    def decide(self, event: Event) -> Wanted | None:
-        if not isinstance(event, Interval):
-            self.mine.append(event)
-        return None
-
-    def worth(self, key: Key) -> float:
-        return 0.0
-
-
 @pytest.fixture
-def model(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    entry = Entry("listener", "listener", lambda text: read_options(DeviceOptions, text), True, make=Listener)
-    monkeypatch.setattr(registry, "ENTRIES", (*registry.ENTRIES, entry))
-    budget = least(bundle, "listener") + 1_000_000
-    made = moepack.load(bundle, policy="listener", device_memory=budget, kv_tokens=128)
-    yield made
-    made.moepack.close()
-
-
-def heard(model: Any, until: Callable[[list[Event]], bool] = lambda events: True) -> list[Event]:
-    """Of one sequence or several, once everything has been heard."""
-    hearing = model.moepack.live.hearing
-    wait_for(lambda: until(Listener.heard) and not hearing._told and not hearing._ended)
-    time.sleep(0.05)
-    return list(Listener.heard)
+def model(bundle: Path) -> Iterator[Any]:
+    with listened_to(bundle) as made:
+        yield made
 
 
 def kinds(events: list[Event]) -> list[str]:

@@ -1,0 +1,65 @@
+"""How long it takes from the start of a command to its first token, and what of that is importing.
+
+    python -m benchmarks.start BUNDLE [--repeat N]
+
+`moepack generate` of one token, in a process of its own each time that finds its bytecode, beside a process that
+imports torch and the model's class from transformers and does nothing else, with and without the libraries that
+moepack leaves out (startup.py). Processor time is printed beside the clock's: on a shared machine they differ.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from benchmarks.common import Target, arguments, finish
+
+IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
+BOUND = 5.0  # seconds to the first token
+
+
+def timed(command: list[str]) -> tuple[float, float]:
+    """Seconds by the clock, and of processors, that a command takes."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    """Parse arguments, measure, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("bundle")
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    left_out = f"from moepack.startup import leave_out; leave_out('serve'); {IMPORTS}"
+    generate = [sys.executable, "-m", "moepack", "generate", args.bundle, "--prompt", "The", "--max-new-tokens", "1"]
+    ways = {
+        "importing torch and the model's class": [sys.executable, "-c", IMPORTS],
+        "the same, without what serving leaves out": [sys.executable, "-c", left_out],
+        "moepack generate, one token": generate,
+        "the same under hotness in a budget": [*generate, "--device-memory", "40MB"],
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for turn in range(1 + (2 if args.quick else args.repeat)):
+        for name, command in ways.items():
+            row = timed(command)
+            found[name] += [row] * (turn > 0)  # the first writes bytecode, and fills the system's cache
+    rows: list[dict[str, Any]] = [
+        {"what": name, "s": statistics.median(s for s, _ in of), "processor s": statistics.median(c for _, c in of)}
+        for name, of in found.items()
+    ]
+    target = Target(
+        "seconds to the first token", min(s for s, _ in found["moepack generate, one token"]), BOUND, "lower"
+    )
+    finish(f"from start to token, {os.cpu_count()} processors", ["what", "s", "processor s"], rows, [target], args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Rules of the format that only reading every byte can check: for `verify`, not for loading.
+
+A digest says who wrote the bytes, not that they are what FORMAT.md allows. Nothing here makes a decoder safe (the codec
+does that itself); it makes two readers agree, and leaves no room for what nobody reads. Decides nothing about digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from .affine import Buffer, section_array
+from .errors import Kind
+from .exponent import CODED, ESCAPE, LANE_WORDS, TILE, Coded, parse
+from .lossless import directory
+from .spec import BLOCK_ROWS, PAGE, SECTION, Matrix, Version, affine_sections, align
+
+Wrong = tuple[Kind, str]
+_ENTRY = 16
+
+
+def check_affine(matrices: tuple[Matrix, ...], version: Version, extent: Buffer) -> Iterator[Wrong]:
+    """What is wrong with an affine extent of the right size: scales that are no numbers, padding that is not zero."""
+    sections = affine_sections(matrices, version)
+    ends = [0, *(s.end for s in sections)]
+    if _any(extent, zip(ends, [*(s.offset for s in sections), len(extent)], strict=True)):
+        yield "padding", "bytes between its sections, or after them, are not zero"
+    for section in sections:
+        m, array = matrices[section.matrix], section_array(extent, section)
+        if section.kind == "bias":
+            continue
+        if section.kind == "scale" and (array & np.uint16(0x7F80) == 0x7F80).any():  # type: ignore[operator]
+            yield "number", f"{m.name} has a scale that is not finite"
+        if m.rows % BLOCK_ROWS and array[-1, :, m.rows % BLOCK_ROWS :].any():
+            yield "padding", f"{section.kind} of {m.name}: rows past the last are not zero"
+        if section.kind.startswith("plane"):
+            bits = m.cols * version.planes[int(section.kind[5:])] % 32
+            if bits and (array[:, -1] >> np.uint32(bits)).any():  # type: ignore[operator]
+                yield "padding", f"{section.kind} of {m.name}: bits past the last column are not zero"
+
+
+def _any(extent: Buffer, gaps: Iterator[tuple[int, int]]) -> bool:
+    return any(bool(extent[begin:end].any()) for begin, end in gaps)
+
+
+def check_lossless(matrices: tuple[Matrix, ...], extent: Buffer) -> Iterator[Wrong]:
+    """What is wrong with a lossless extent that decodes: parts out of place, padding that is not zero, patches out of
+    order."""
+    table = extent[: _ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
+    ends, at = [table.nbytes], align(table.nbytes, SECTION)
+    begins = []
+    for i, (offset, size) in enumerate(table.tolist()):
+        if i % 2 and not matrices[i // 2].bias:
+            if offset:
+                yield "offsets", f"{matrices[i // 2].name} has no bias, and an offset of one"
+            continue
+        if offset != at:
+            yield "offsets", f"part {i} begins at {offset}, its place is {at}"
+            return
+        begins.append(offset)
+        ends.append(offset + size)
+        at = align(offset + size, SECTION)
+    if len(extent) != align(at, PAGE):
+        yield "size", f"{len(extent)} bytes, where its parts end at {ends[-1]}"
+    if _any(extent, zip(ends, [*begins, len(extent)], strict=True)):
+        yield "padding", "bytes between its parts, or after them, are not zero"
+    for m, (data, _) in zip(matrices, directory(matrices, extent), strict=True):
+        for kind, message in check_coded(parse(data, m.weights)):
+            yield kind, f"{m.name}: {message}"
+
+
+def lossless_payload(matrices: tuple[Matrix, ...], extent: Buffer) -> int:
+    """Bytes of a lossless extent that carry something: its directory's entries, coded matrices and biases."""
+    table = extent[: _ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
+    return table.nbytes + int(table[:, 1].sum(dtype=np.int64))
+
+
+def check_coded(coded: Coded) -> Iterator[Wrong]:
+    """What is wrong with a coded matrix that decodes."""
+    unused = coded.code.length == 0
+    unused[ESCAPE] = True
+    if coded.code.exponent[unused].any():
+        yield "padding", "the exponent of a symbol that has none is not zero"
+    starts = coded.patch_start.astype(np.int64)
+    tile = np.repeat(np.arange(coded.tiles), starts[1:] - starts[:-1])
+    position = (coded.patches & np.uint32(0xFFFF)).astype(np.int64)
+    if (np.diff(tile * TILE + position) <= 0).any():
+        yield "order", "patches of a tile do not stand by rising position"
+    if _loose_bits(coded):
+        yield "padding", "bits past the end of a tile are not zero"
+
+
+def _loose_bits(coded: Coded) -> bool:
+    begins, last = coded.tile_start[:-1].astype(np.int64), coded.stream[coded.tile_start[1:].astype(np.int64) - 1]
+    first = coded.stream[begins]
+    is_coded = first >> np.uint32(16) == CODED
+    at = begins[is_coded]
+    deltas = coded.stream[at[:, None] + np.arange(1, LANE_WORDS)]
+    total = deltas.view(np.uint8).sum(axis=1, dtype=np.int64) + 32 * (first[is_coded] & np.uint32(0xFFFF))
+    spare = (-total % 32).astype(np.uint64)
+    ones: npt.NDArray[np.uint64] = (np.uint64(1) << spare) - np.uint64(1)
+    if (last[is_coded].astype(np.uint64) & ones).any():
+        return True
+    rest = coded.weights % TILE % 4
+    return bool(rest and not is_coded[-1] and int(last[-1]) >> 8 * rest)

@@ -1,0 +1,126 @@
+"""Opening files of a bundle: regular files alone, and no path that leaves its directory.
+
+Folders inside it are entered one by one and never through a symbolic link; nothing but a regular file is opened, so
+that nothing waits. One kind of link is followed: that of a snapshot in the Hub's cache into the `blobs` beside
+`snapshots`, which is where huggingface_hub keeps what it has downloaded. Decides nothing about what files hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from .errors import BundleError, Kind
+
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+_SPECIAL = (
+    (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISBLK, "a device"),
+    (stat.S_ISCHR, "a device"), (stat.S_ISLNK, "a symbolic link"),
+)  # fmt: skip
+
+
+def open_file(root: Path, name: str) -> int:
+    """A file descriptor of `name` in the bundle at `root`, for reading.
+
+    Args:
+        root: the bundle's directory; links that lead to it are followed.
+        name: a relative POSIX path, as `manifest.safe_path` allows them.
+
+    Raises:
+        BundleError: of kind "missing", "link", "file-type" or "read".
+    """
+    location = f"{root}/{name}"
+    *folders, last = name.split("/")
+    try:
+        at = os.open(root, _FOLDER)
+        try:
+            for folder in folders:
+                _check(location, os.stat(folder, dir_fd=at, follow_symlinks=False), folder)
+                inner = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+                os.close(at)
+                at = inner
+            found = os.stat(last, dir_fd=at, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                return _open_blob(root, name)
+            _check(location, found)
+            file = os.open(last, _FILE, dir_fd=at)
+        finally:
+            os.close(at)
+        return _regular(location, file)
+    except OSError as error:
+        raise _refusal(location, error) from None
+
+
+def _open_blob(root: Path, name: str) -> int:
+    """Through a link of the Hub's cache: from `models--A--B/snapshots/COMMIT/NAME` to `models--A--B/blobs/DIGEST`.
+
+    The folders of `name` are none. The target is compared after every link on the way is resolved, so that a `blobs`
+    which is itself a link is refused.
+    """
+    location, home = f"{root}/{name}", Path(os.path.realpath(root))
+    target = Path(os.path.realpath(home / name))
+    if home.parent.name != "snapshots" or target.parent != home.parent.parent / "blobs":
+        raise BundleError.single(location, "link", "is a symbolic link, which a bundle does not hold: copy the file")
+    _check(location, target.lstat())
+    return _regular(location, os.open(target, _FILE))
+
+
+def _check(location: str, found: os.stat_result, folder: str | None = None) -> None:
+    wanted = stat.S_ISREG if folder is None else stat.S_ISDIR
+    if not wanted(found.st_mode):
+        what = next((words for is_one, words in _SPECIAL if is_one(found.st_mode)), "a regular file")
+        kind: Kind = "link" if stat.S_ISLNK(found.st_mode) else "file-type"
+        shown = "is" if folder is None else f"its folder {folder} is"
+        raise BundleError.single(location, kind, f"{shown} {what}: a bundle holds regular files in directories alone")
+
+
+def _regular(location: str, file: int) -> int:
+    """See once more what was opened: it may have been replaced since it was looked at."""
+    try:
+        _check(location, os.fstat(file))
+    except BundleError:
+        os.close(file)
+        raise
+    return file
+
+
+def _refusal(location: str, error: OSError) -> BundleError:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return BundleError.single(location, "missing", "listed in the manifest, not there")
+    if error.errno in (errno.ELOOP, errno.EMLINK):
+        return BundleError.single(location, "link", "is a symbolic link, which a bundle does not hold")
+    return BundleError.single(location, "read", f"cannot be read: {error.strerror}")
+
+
+def size_of(root: Path, name: str) -> int:
+    """Bytes of a file; raises BundleError as `open_file`."""
+    file = open_file(root, name)
+    try:
+        return os.fstat(file).st_size
+    finally:
+        os.close(file)
+
+
+def read_file(root: Path, name: str, most: int) -> bytes:
+    """All of a file of at most `most` bytes; raises BundleError as `open_file`, and of kind "size" for a larger one."""
+    with os.fdopen(open_file(root, name), "rb") as f:
+        try:
+            data = f.read(most + 1)
+        except OSError as error:
+            raise _refusal(f"{root}/{name}", error) from None
+    if len(data) > most:
+        raise BundleError.single(f"{root}/{name}", "size", f"has more than {most} bytes")
+    return data
+
+
+def digest_of(root: Path, name: str) -> str:
+    """The SHA-256 of a file, in hexadecimal; raises BundleError as `open_file`."""
+    with os.fdopen(open_file(root, name), "rb") as f:
+        try:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+        except OSError as error:
+            raise _refusal(f"{root}/{name}", error) from None

@@ -1,0 +1,141 @@
+"""Addresses for every expert on a GPU, and the blocks of device memory that stand at some of them at a time.
+
+The GPU's form of PagedTensor (fluxmoe, section 4.1), by the driver's virtual memory management. It has not run on a GPU
+yet: tests put a driver in its place that holds to the driver's rules (devices/driver.py). Memory comes in pieces of 2
+MiB, and a block is all of an expert, its matrices side by side: one block wastes less than a piece, where two of a
+matrix each could waste one each; and a rebinding, which is three calls of the driver, is one and not two. Decides
+nothing about which experts have memory (window.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.devices.driver import DriverError, MappingCalls
+from moepack.runtime.devices.mapped import TensorAt, whole_pieces
+from moepack.runtime.kernels.forms import resident_size
+from moepack.runtime.planning.paging import gpu_block
+
+from .address_space import Page
+
+log = logging.getLogger("moepack.runtime")
+
+
+class CudaAddressSpace:
+    """A reserved range of a GPU's addresses; a page is all matrices of an expert, and its first number always 0.
+
+    What has no memory must not be touched: a kernel that does ends the process's context. So whoever unbinds a page has
+    waited for all that reads or writes it.
+
+    Attributes:
+        moved: bindings of a block that stood elsewhere before.
+        fresh: those of a new one.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[Sequence[Matrix], int]],
+        version: Version,
+        calls: MappingCalls,
+        tensor_at: TensorAt,
+        granule: int,
+    ) -> None:
+        """Reserve the range; no memory is taken.
+
+        Args:
+            layers: their matrices and how many experts they have.
+            version: the lossless one.
+            calls: the driver's.
+            tensor_at: uint8 over addresses and bytes.
+            granule: bytes of the pieces that a block is made of.
+
+        Raises:
+            InputError: where the driver does not give so many addresses, or not such pieces.
+        """
+        whole_pieces(calls, granule)
+        sizes = [resident_size(matrices, version) for matrices, _ in layers]
+        self._calls, self._sizes, self._block = calls, sizes, gpu_block(sizes, granule)
+        self._first, count = [], 0
+        for _, experts in layers:
+            self._first.append(count * self._block)
+            count += experts
+        self._whole = count * self._block
+        try:
+            self._at = calls.reserve(self._whole)
+        except DriverError as error:
+            raise InputError(f"{self._whole} bytes of addresses cannot be reserved for experts: {error}") from None
+        self._tensor = tensor_at(self._at, self._whole)
+        self._bound: dict[Page, int] = {}  # handles; of a block that is being moved, by both pages
+        self.moved = self.fresh = 0
+        log.info("window: blocks of %d bytes for experts of %s (%.1f%% of them wasted)", self._block,
+                 " or ".join(str(n) for n in sorted(set(sizes))), 100 * (1 - max(sizes) / self._block))  # fmt: skip
+
+    def address(self, page: Page) -> int:
+        """Of a page's first byte (equation 4, with all of an expert as the page)."""
+        _, layer, expert = page
+        return self._at + self._first[layer] + expert * self._block
+
+    def size(self, page: Page) -> int:
+        """Bytes of an expert's weights; its block has a few more."""
+        return self._sizes[page[1]]
+
+    def extent(self, layer: int, expert: int) -> Tensor:
+        """An expert's matrices, uint8: for kernels, while memory is bound, and for nobody else."""
+        start = self._first[layer] + expert * self._block
+        return self._tensor[start : start + self._sizes[layer]]
+
+    def bind(self, source: Page | None, page: Page) -> None:
+        """Take a block from one page to another, or a new one.
+
+        What is noted is noted before it is so: wherever this is interrupted, `drop` of both pages frees the block.
+
+        Raises:
+            MemoryError: when the driver refuses; neither page then has memory.
+        """
+        calls, to = self._calls, self.address(page)
+        try:
+            if source is None:
+                self._bound[page] = calls.create(self._block)
+                self.fresh += 1
+            else:
+                self._bound[page] = self._bound[source]
+                calls.unmap(self.address(source), self._block)
+                del self._bound[source]
+                self.moved += 1
+            calls.map(to, self._block, self._bound[page])
+            calls.allow(to, self._block)
+        except DriverError:
+            self.drop(page)
+            if source is not None:
+                self.drop(source)
+            raise
+
+    def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
+        """An expert is one page: there are no two to move at once."""
+        return False
+
+    def drop(self, page: Page) -> None:
+        """Give a page's block, if it has one, back to the device."""
+        handle = self._bound.pop(page, None)
+        if handle is None:
+            return
+        with contextlib.suppress(DriverError):  # it was interrupted before it was mapped
+            self._calls.unmap(self.address(page), self._block)
+        if handle not in self._bound.values():
+            with contextlib.suppress(DriverError):
+                self._calls.release(handle)
+
+    def close(self) -> None:
+        """Give everything back; nothing on the device may read or write it any more. May be called twice."""
+        for page in list(self._bound):
+            self.drop(page)
+        if self._at:
+            with contextlib.suppress(DriverError):  # the process may be ending, and the device gone
+                self._calls.unreserve(self._at, self._whole)
+        self._at = 0

@@ -1,0 +1,320 @@
+"""Pages on a GPU: all is issued to streams, and whoever reads a page lets its own stream wait for the page's load.
+
+It has not run on a GPU yet: tests put stand-ins behind torch_cuda.py and driver.py. What a step finds missing and is
+packed, its own compute stream decodes before it multiplies, in one launch. What loaders bring goes through two streams,
+one for gate and up projections and one for down projections, so that the first product begins before the second's
+weights are there (fluxmoe, Algorithm 1). Unmapping is ordered behind no stream: that the loaders wait for on the host
+(paging.py). What the decoder reports is looked at when the next layer is reached, whose routing came after it. Decides
+nothing about which pages have memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moepack.pack.affine import Buffer
+from moepack.pack.errors import BundleError, CodecError, InputError
+from moepack.pack.spec import ExpertLayer, Version
+from moepack.runtime.devices.cuda import CudaDevice, read_heads
+from moepack.runtime.devices.torch_cuda import LOADS, Gpu, GpuEvent
+from moepack.runtime.experts.handles import Snapshot
+from moepack.runtime.experts.packed_gpu import GpuPacked, Part, parts_of
+from moepack.runtime.kernels.forms import Form
+from moepack.runtime.planning.paging import LOADERS
+from moepack.runtime.store.files import Stored
+from moepack.runtime.store.pinned import Held
+
+from .address_space import Page
+from .cuda_space import CudaAddressSpace
+from .paging import Pages, Paging
+from .window import Filled, Mapped, Run
+
+
+class Reached:
+    """That a stream has reached an event."""
+
+    def __init__(self, event: GpuEvent) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        """Whether it has."""
+        return self.event.query()
+
+    def wait(self) -> None:
+        """Wait until it has, on the host."""
+        self.event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFilled:
+    """A page's load as it was issued: its events by matrix, and what the decoder will have reported."""
+
+    events: tuple[Reached, ...]
+    packed: GpuPacked
+    reports: tuple[Tensor, ...]
+
+    def error(self) -> BundleError | None:
+        """What the decoder found."""
+        return self.packed.damaged() if any(bool(report.any()) for report in self.reports) else None
+
+
+@dataclass(slots=True)
+class Read:
+    """A page that a run's products read, before its load was seen to have come out right."""
+
+    mapped: Mapped
+    filled: Filled
+    seconds: float = 0.0
+
+    def ended(self) -> BaseException | None:
+        """Its load's events lie before products that have ended: waiting for them costs nothing, unless it is the last
+        layer's."""
+        for event in self.filled.events:
+            event.wait()
+        return self.filled.error()
+
+
+@dataclass(slots=True)
+class Stall:
+    """What a compute stream spent on a run's loads, or on waiting for them."""
+
+    first: GpuEvent
+    last: GpuEvent
+    seconds: float = 0.0
+    mapped: None = None
+    filled: None = None
+
+    def ended(self) -> None:
+        """Note how long it was."""
+        self.last.synchronize()
+        self.seconds = self.first.elapsed_time(self.last) / 1000
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A loader's buffers: the host's staging, and the device's that extents are decoded from."""
+
+    host: Tensor
+    device: Tensor
+    busy: tuple[Reached, ...] = ()
+    held: Held | None = None
+
+    def wait(self) -> None:
+        """Until both may be written again."""
+        for event in self.busy:
+            event.wait()
+        self.busy = ()
+        if self.held is not None:
+            self.held.release()
+            self.held = None
+
+
+class GpuFiller:
+    """`Filler` of a GPU."""
+
+    space: CudaAddressSpace
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        layers: Sequence[tuple[ExpertLayer, Sequence[Form]]],
+        version: Version,
+        stored: Callable[[int, int], Stored],
+        staging: int,
+    ) -> None:
+        """Reserve the addresses, and set the loaders' buffers aside.
+
+        Args:
+            device: with the driver's calls.
+            layers: and where the matrices of their experts stand once decoded.
+            version: the lossless one.
+            stored: where an expert's extent stands, by layer position and expert.
+            staging: bytes of the largest extent.
+
+        Raises:
+            InputError: where that cannot be, or nothing decodes on the device.
+        """
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            raise InputError("experts are paged on a GPU by Triton's kernels, which is not installed") from None
+        assert device.calls is not None
+        gpu = device.gpu
+        described = [(layer.matrices, layer.experts) for layer, _ in layers]
+        self.space = CudaAddressSpace(described, version, device.calls, gpu.over, device.granule)
+        self.gpu: Gpu = gpu
+        self._device, self._layers, self._stored = device, tuple(layers), stored
+        self._slots = [_Slot(gpu.pinned(staging), gpu.memory(staging)) for _ in range(LOADERS)]
+        self._closed = False
+
+    def chosen(self, index: Tensor) -> npt.NDArray[np.int64]:
+        """Waits for the router, and so for everything before it on this stream."""
+        out: npt.NDArray[np.int64] = index.cpu().numpy()
+        return out
+
+    def pages(
+        self, paging: Paging, run: Run, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
+    ) -> Pages:
+        """Of a run."""
+        return GpuPages(self, paging, run, snapshot, position, active, step)
+
+    def over(self, position: int, expert: int, extent: Tensor, where: str) -> GpuPacked:
+        """What decodes an extent that the device fetched."""
+        return self._packed(position, expert, extent, self._device.parts(extent), where)
+
+    def _packed(self, position: int, expert: int, extent: Tensor, parts: Sequence[Part], where: str) -> GpuPacked:
+        layer, forms = self._layers[position]
+        return GpuPacked(extent, parts, layer, forms, self.space.extent(position, expert), where)
+
+    def read(self, loader: int, position: int, expert: int) -> tuple[GpuPacked, int]:
+        """To the loader's buffer on the device: from pinned memory in one copy, else through the file and the loader's
+        own pinned buffer, where it is digested."""
+        slot, gpu, host = self._slots[loader], self.gpu, self._device.pinned
+        slot.wait()
+        stored = self._stored(position, expert)
+        staging: Buffer = slot.host.numpy()
+        slot.held = host.hold(stored.place) if host is not None else None
+        with gpu.loading(0):
+            try:
+                if slot.held is not None:
+                    gpu.copy(slot.device[: stored.size], slot.held.bytes)
+                else:
+                    with host.fetching() if host is not None else contextlib.nullcontext():
+                        stored.read_into(staging, after=lambda a, b: gpu.copy(slot.device[a:b], slot.host[a:b]))
+            finally:
+                slot.busy = (Reached(gpu.record()),)
+        extent = staging[: stored.size]
+        if slot.held is not None and slot.held.mapped:
+            read_heads(stored, extent, self._layers[position][0])
+        elif slot.held is not None:
+            extent = slot.held.bytes.numpy()
+        try:
+            parts = parts_of(self._layers[position][0], extent)
+        except CodecError as error:
+            raise BundleError.single(stored.where, "codec", str(error)) from None
+        return self._packed(position, expert, slot.device[: stored.size], parts, stored.where), stored.size
+
+    def fill(self, loader: int, packed: GpuPacked, page: Page) -> GpuFilled:
+        """Each matrix on its stream, behind the copy of what was read for it."""
+        slot, gpu = self._slots[loader], self.gpu
+        is_read = packed.extent.data_ptr() == slot.device.data_ptr()
+        copied, events, reports = slot.busy if is_read else (), [], []
+        for matrix in range(len(self._layers[page[1]][0].matrices)):
+            with gpu.loading(matrix % LOADS):
+                for event in copied:
+                    gpu.wait(event.event)
+                try:
+                    reports.append(self.decode([packed], [matrix]))
+                finally:
+                    events.append(Reached(gpu.record()))
+                    slot.busy = (*slot.busy, events[-1]) if is_read else slot.busy
+        return GpuFilled(tuple(events), packed, tuple(reports))
+
+    def decode(self, all_packed: Sequence[GpuPacked], matrices: Sequence[int]) -> Tensor:
+        """Decode matrices of some experts in one launch on the current stream; nothing waits.
+
+        Returns:
+            int32 [experts x matrices] in pinned memory, where the decoder's reports are copied.
+
+        Raises:
+            BundleError: where one is no coded matrix.
+        """
+        jobs = [packed.job(matrix, self.gpu.copy) for packed in all_packed for matrix in matrices]
+        try:
+            found = self.gpu.decode(jobs)
+        except ValueError as error:
+            raise all_packed[0].damaged(str(error)) from None
+        report = self.gpu.pinned(4 * len(jobs)).view(torch.int32)
+        self.gpu.copy(report, found)
+        return report
+
+    def issued(self) -> tuple[Reached, ...]:
+        """An event a stream; none where the device fails, as nothing goes on there."""
+        events: list[Reached] = []
+        with contextlib.suppress(RuntimeError):
+            for number in range(LOADS):
+                with self.gpu.loading(number):
+                    events.append(Reached(self.gpu.record()))
+        return tuple(events)
+
+    def follow(self) -> None:
+        """Marks of this thread's compute stream lie behind what loaders read of packed extents."""
+        events = self.issued()
+        with self.gpu.computing():
+            for event in events:
+                self.gpu.wait(event.event)
+
+    def rest(self, loader: int) -> None:
+        """Its buffers are not read any more."""
+        self._slots[loader].wait()
+
+    def close(self) -> None:
+        """Give the window back, and the pools' mapped memory."""
+        if self._closed:
+            return
+        self._closed = True
+        for slot in self._slots:
+            slot.wait()
+        self.space.close()
+        self._device.unmap()
+
+
+class GpuPages(Pages):
+    """A run's pages on a GPU; a page is all matrices of an expert."""
+
+    def __init__(self, filler: GpuFiller, *of: Any) -> None:
+        super().__init__(*of)
+        self._filler = filler
+        self._mine: dict[int, GpuFilled] = {}
+
+    def ready(self, matrix: int) -> None:
+        """Let the compute stream have one matrix's bytes first: by decoding them, or by waiting for those who do. The
+        host waits only until that has been issued.
+
+        Raises:
+            BundleError: where one is damaged.
+        """
+        gpu = self._filler.gpu
+        if matrix == 0:
+            self._gather(0)
+        with gpu.computing():
+            events = [e for m in self._needed[0] for e in self._others(m, matrix) if not e.done()]
+            own = self._own[0] if matrix == 0 else {}
+            if events or own:
+                first = gpu.record(timed=True)
+                for event in events:
+                    gpu.wait(event.event)
+                if own:
+                    self._decode(own)
+                self.issued.append(Stall(first, gpu.record(timed=True)))
+        if matrix == 0:
+            self.issued += [Read(m, m.filled) for m in self._needed[0] if m.filled is not None]
+
+    def _others(self, mapped: Mapped, matrix: int) -> tuple[Reached, ...]:
+        """What is to be waited for before one matrix of a page is read, by another than who issued it."""
+        filled = mapped.filled
+        if filled is None or id(filled) in self._mine:
+            return ()
+        assert isinstance(filled, GpuFilled)
+        return filled.events[matrix : matrix + 1]
+
+    def _decode(self, own: dict[int, Mapped]) -> None:
+        """All that is missing and packed, all matrices, in one launch."""
+        all_packed, count = [self._packed(expert) for expert in own], len(self._snapshot.of.layer.matrices)
+        report = self._filler.decode(all_packed, range(count))
+        event = Reached(self._filler.gpu.record())
+        done = []
+        for i, (mapped, packed) in enumerate(zip(own.values(), all_packed, strict=True)):
+            filled = GpuFilled((event,) * count, packed, (report[i * count : (i + 1) * count],))
+            self._mine[id(filled)] = filled
+            done.append((mapped, filled))
+        self._paging.loaded(done)
+        own.clear()

@@ -1,0 +1,48 @@
+"""A bundle's config.json as transformers reads it: whatever is wrong with it is said in one line.
+
+The file was written by somebody else. Its digest is checked by who opens the bundle. Decides nothing about the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moepack.pack.errors import InputError, printable
+from moepack.pack.manifest import CONFIG, Manifest
+
+TOP_K = ("num_experts_per_tok", "num_experts_per_token")  # experts of a token, by families' names for it
+_SHOWN = 300  # characters of transformers' own words
+
+
+def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -> Any:
+    """The model's configuration.
+
+    Args:
+        bundle: a bundle's directory or Hub id.
+        manifest: the bundle's, where it is here.
+        options: of `AutoConfig.from_pretrained`.
+
+    Raises:
+        InputError: when transformers does not take it, or it is not that of this bundle's model.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(bundle, **options)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    except Exception as error:  # which classes its validation raises depends on transformers' version
+        why = printable((str(error).strip() or type(error).__name__).splitlines()[0][:_SHOWN])
+        raise InputError(f"{bundle}: its config cannot be read: {why}") from None
+    if not isinstance(config.dtype, torch.dtype | None):
+        raise InputError(f"{bundle}: its config has no dtype that torch knows")
+    if manifest is None:
+        return config
+    most = max(layer.experts for layer in manifest.layers)
+    for name in TOP_K:
+        if (k := getattr(config.get_text_config(), name, None)) is not None and not (type(k) is int and 1 <= k <= most):
+            raise InputError(f"{bundle}: its {CONFIG} has {name} {str(k)[:40]!r}, its layers have {most} experts")
+    if isinstance(layers, int) and layers > manifest.model["decoder_layers"]:
+        raise InputError(f"{bundle}: its {CONFIG} has {layers} layers, its manifest {manifest.model['decoder_layers']}")
+    return config

@@ -1,0 +1,82 @@
+"""Whole models served as on a GPU, on a machine without one: kernels by Triton's interpreter, streams and the driver by
+stand-ins that hold their callers to the rules.
+
+Device memory is the host's, and so is torch's device: `torch_cuda.is_gpu` says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from fake_cuda import FakeCudart, FakeGpu, Ranges
+from fake_driver import FakeBindings
+
+from moepack.runtime.devices import cuda, driver, torch_cuda
+from moepack.runtime.experts import backends
+from moepack.runtime.experts import gpu as gpu_module
+from moepack.runtime.planning import paging as planning
+from moepack.runtime.residency import live
+from moepack.runtime.store.cudart import Cudart
+
+GRANULE = 8192  # of so small experts: blocks are made of several, and pools of packed ones share some
+RATES = (float("inf"), 2e9, 1e9)
+
+
+class StandIn:
+    """One GPU.
+
+    Attributes:
+        gpu, bindings, cudart: what takes the place of streams, the driver, and the runtime's calls on host memory.
+    """
+
+    def __init__(self, patience: int = 3, decodes_by: Any = None) -> None:
+        self.cudart = FakeCudart()
+        self.gpu = FakeGpu(self.cudart, patience, decodes_by)
+        self.bindings = FakeBindings(busy=self.gpu.busy)
+        self.gpu.may_touch = self.bindings.may_touch
+
+    def wrong(self) -> list[str]:
+        """Every rule that was broken."""
+        return self.gpu.wrong + self.bindings.wrong
+
+    def leaks(self) -> list[str]:
+        """What was not given back."""
+        return [*self.bindings.leaks(), *(f"pinned at {a:#x}" for a in self.cudart.registered)]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, patience: int = 3, decodes_by: Any = None) -> StandIn:
+    """Let whatever is loaded from now on be served by a stand-in."""
+    made = StandIn(patience, decodes_by)
+    monkeypatch.setattr(torch_cuda, "is_gpu", lambda device: True)
+    monkeypatch.setattr(cuda, "TorchGpu", lambda device: made.gpu)
+    monkeypatch.setattr(torch_cuda, "TorchGpu", lambda device: made.gpu)
+    monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
+    monkeypatch.setattr(cuda, "Driver", lambda index: driver.Driver(0, made.bindings))
+    monkeypatch.setattr(planning, "GRANULE", GRANULE)
+    monkeypatch.setattr(live, "gpu_rates", lambda *args: RATES)
+    kernels(monkeypatch)
+    real = gpu_module.product
+
+    def watched(matrix: Any, forms: Any, served: Any, handles: Any, geometry: Any, *more: Any) -> None:
+        active = geometry.expert[geometry.count > 0].unique()
+        words = handles[active].tolist()
+        ranges: Ranges = [((w & ~63) + forms[w & 63].low, 2 * matrix.weights) for w in words if w & 63 in served]
+        paged = [r for r in ranges if any(a <= r[0] < a + n for a, n in made.bindings.reserved.items())]
+        with made.gpu.lock:
+            if not made.bindings.may_touch(paged):
+                made.bindings.wrong.append("read where nothing is mapped")
+                raise RuntimeError("an illegal memory access was encountered")
+            made.gpu.launch(paged)
+            real(matrix, forms, served, handles, geometry, *more)
+
+    monkeypatch.setattr(gpu_module, "product", watched)
+    return made
+
+
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the GPU's kernels run experts."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backends, "backend", lambda device: "triton")
+    monkeypatch.setattr(backends, "native_layer", lambda *args: None)

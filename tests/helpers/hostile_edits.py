@@ -1,0 +1,343 @@
+"""Edits of a copy of a bundle by somebody who means harm: by hand, signed again, and random.
+
+One random edit at a time of a copy: the manifest's fields, signed again, or its bytes; headers of layer files, of
+tables and of dense tensors; extents; files replaced by links, pipes and folders. Each must end in a refusal of one line
+that a terminal only prints, or in a bundle whose values can all be read; never in a traceback, and within SECONDS.
+`python -m benchmarks.hostile` makes others, several at a time, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moepack.pack.errors import MoepackError
+from moepack.pack.manifest import MANIFEST
+from moepack.pack.reader import open_bundle
+from moepack.pack.tables import TABLES
+from moepack.reports.inspect import inspect, render
+
+SECONDS = 20  # an edit that takes longer hangs
+VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2, 7, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 63, 1 << 80, -(1 << 63), 2.0, -0.5, 1e300,
+    float("nan"), float("inf"), "", "a", "\x1b[31mred", "\x00", "\ud800", "../../etc/passwd", "/etc/passwd", "bf16",
+    "w4", "w9", "0" * 64, "x" * 3000, [], {}, [[]], [None], {"a": {}}, "\u202e", "a\nb", "a,b", "1", "nan",
+)  # fmt: skip
+Change = Callable[[Any], Any]
+
+
+def canonical(document: Any) -> bytes:
+    """The bytes of a manifest."""
+    return (json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode()
+
+
+def signed(document: dict[str, Any]) -> bytes:
+    """The bytes of a manifest, with the digest that it should have."""
+    document.pop("sha256", None)
+    return canonical({**document, "sha256": hashlib.sha256(canonical(document)).hexdigest()})
+
+
+class Victim:
+    """A copy of a bundle that is edited and put right again. `path` is its directory."""
+
+    def __init__(self, source: Path, room: Path) -> None:
+        self.path = Path(shutil.copytree(source, room / "bundle"))
+        self._source = source
+        self.manifest: dict[str, Any] = json.loads((source / MANIFEST).read_text())
+        self._touched: set[str] = set()
+
+    def restore(self) -> None:
+        """Undo every edit."""
+        for name in self._touched:
+            file = self.path / name
+            if file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file)
+            elif os.path.lexists(file):
+                file.unlink()
+            if (self._source / name).is_dir():
+                shutil.copytree(self._source / name, file)
+            elif (self._source / name).exists():
+                shutil.copyfile(self._source / name, file)
+        self._touched.clear()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file."""
+        self._touched.add(name)
+        (self.path / name).write_bytes(data)
+
+    def replace(self, name: str, by: Callable[[Path], object]) -> None:
+        """Remove a file or folder, and put something else there."""
+        self._touched.add(name)
+        file = self.path / name
+        shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+        by(file)
+
+    def sign(self, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change the manifest, and sign it."""
+        document = json.loads((self.path / MANIFEST).read_text())
+        change(document)
+        self.write(MANIFEST, signed(document))
+
+    def rewrite(self, name: str, data: bytes) -> None:
+        """Replace a file, and have the manifest say so. Of a layer file the header's digest alone is the manifest's."""
+        self.write(name, data)
+        entry: dict[str, Any] = {"size": len(data)}
+        if name.startswith("experts/"):
+            head = min(8 + struct.unpack("<Q", data[:8])[0], len(data)) if len(data) >= 8 else 0
+            entry |= {"header_size": head, "header_sha256": hashlib.sha256(data[:head]).hexdigest()}
+        else:
+            entry["sha256"] = hashlib.sha256(data).hexdigest()
+        self.sign(lambda d: d["files"][name].update(entry))
+
+    def header(self, name: str, change: Change) -> None:
+        """Change the header of a safetensors file: `change` is given its document, and returns the new one or bytes.
+
+        The new header takes the old one's length where it fits, so that data stay where they are.
+        """
+        data = (self.path / name).read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        text = change(json.loads(data[8 : 8 + length]))
+        text = text if isinstance(text, bytes) else json.dumps(text, separators=(",", ":")).encode(errors="replace")
+        text += b" " * (length - len(text))
+        if name.startswith("experts/"):
+            text += b" " * (-(len(text) + 8) % 4096)
+        self.rewrite(name, struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    def extent(self, name: str, expert: int, change: Callable[[np.ndarray[Any, Any]], object]) -> None:
+        """Change the bytes of an extent in place, and sign them, their header and the manifest."""
+        data = bytearray((self.path / name).read_bytes())
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        begin, end = (8 + length + at for at in header[f"expert.{expert:05d}"]["data_offsets"])
+        room = np.frombuffer(data, np.uint8)[begin:end]
+        change(room)
+        digests = header["__metadata__"]["sha256"].split(",")
+        digests[expert] = hashlib.sha256(room.data).hexdigest()
+        header["__metadata__"]["sha256"] = ",".join(digests)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        data[8 : 8 + length] = text + b" " * (length - len(text))
+        del room
+        self.rewrite(name, bytes(data))
+
+    def tables(self, change: Callable[[dict[str, np.ndarray[Any, Any]], dict[str, str]], object]) -> None:
+        """Change the tables and their metadata, and sign them."""
+        from safetensors import safe_open
+        from safetensors.numpy import save
+
+        with safe_open(self.path / TABLES, framework="np") as f:
+            arrays, metadata = {n: f.get_tensor(n).copy() for n in f.keys()}, dict(f.metadata())  # noqa: SIM118
+        change(arrays, metadata)
+        self.rewrite(TABLES, save({n: np.array(a, order="C") for n, a in arrays.items()}, metadata))
+
+
+def read_all(path: Path, plan: bool = False) -> None:
+    """Use a bundle as a user may: all of it is checked, shown, and decoded; with `plan`, planned for a budget.
+
+    Raises:
+        MoepackError: when it is refused.
+    """
+    bundle = open_bundle(path)
+    json.dumps(facts := inspect(path))
+    from rich.console import Console
+
+    with Path(os.devnull).open("w") as out:
+        Console(file=out, markup=False).print(render(facts))
+    if plan:
+        from moepack.reports.plan import plan as run
+
+        run(path, 1 << 40, policy=f"static:{bundle.versions[-1].name}")
+    problems = bundle.verify()
+    for problem in problems:
+        one_line(str(problem))
+    if problems:
+        raise Refused(str(problems[0]))
+    for version in bundle.versions:
+        for layer in (bundle.layers[0], bundle.layers[-1]):
+            bundle.expert(version.name, layer.index, layer.experts - 1).numpy()
+    dense = bundle.dense()
+    dense.numpy(next(iter(dense)))
+
+
+class Refused(MoepackError):
+    """By `verify`."""
+
+
+def one_line(text: str) -> None:
+    """See that a message is a line that a terminal prints."""
+    assert text and text.isprintable() and len(text) < 2500, repr(text[:300])
+
+
+@contextmanager
+def in_time(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def refusal(path: Path, plan: bool = False) -> str | None:
+    """The line in which a bundle is refused; None for one that is good."""
+    try:
+        with in_time(SECONDS):
+            read_all(path, plan)
+    except MoepackError as error:
+        one_line(str(error))
+        return str(error)
+    return None
+
+
+# --- random edits
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """A JSON document with one thing changed, somewhere in it."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
+        what = rng.random()
+        if what < 0.1:
+            return {k: v for k, v in value.items() if k != key}
+        if what < 0.2:
+            return {**value, str(rng.choice([v for v in VALUES if isinstance(v, str)])): value[key]}
+        return {**value, key: mutated(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        at = rng.randrange(len(value))
+        what = rng.random()
+        if what < 0.1:
+            return value[:at] + value[at + 1 :]
+        if what < 0.2:
+            return [*value, value[at]]
+        if what < 0.3:
+            return value[::-1]
+        return [*value[:at], mutated(value[at], rng), *value[at + 1 :]]
+    if type(value) is int and rng.random() < 0.4:
+        return value + rng.choice([-1, 1, 64, -64, 4096, -4096, value])
+    return rng.choice(VALUES)
+
+
+def flipped(data: bytes, rng: random.Random, low: int = 0) -> bytes:
+    """Bytes with some of them changed, cut off, or added."""
+    out = bytearray(data)
+    what = rng.random()
+    if what < 0.1:
+        return bytes(out[: rng.randrange(low, len(out))])
+    if what < 0.2:
+        return bytes(out) + rng.randbytes(rng.choice([1, 8, 4096]))
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        out[rng.randrange(low, len(out))] = rng.choice([0, 1, 0x1B, 0x22, 0x7B, 0xFF, rng.randrange(256)])
+    return bytes(out)
+
+
+def _manifest(victim: Victim, rng: random.Random) -> None:
+    document = {k: v for k, v in victim.manifest.items() if k not in ("sha256", "provenance")}
+    changed = mutated(document, rng)
+    if isinstance(changed, dict):
+        changed = signed({"provenance": victim.manifest["provenance"], **changed})
+    victim.write(MANIFEST, changed if isinstance(changed, bytes) else canonical(changed))
+
+
+def _manifest_bytes(victim: Victim, rng: random.Random) -> None:
+    victim.write(MANIFEST, flipped((victim.path / MANIFEST).read_bytes(), rng))
+
+
+def _layer_file(victim: Victim, rng: random.Random) -> str:
+    return rng.choice(sorted(str(n) for n in victim.manifest["files"] if n.startswith("experts/")))
+
+
+def _layer_header(victim: Victim, rng: random.Random) -> None:
+    victim.header(_layer_file(victim, rng), lambda d: mutated(d, rng))
+
+
+def _header_bytes(victim: Victim, rng: random.Random) -> None:
+    name = rng.choice([_layer_file(victim, rng), TABLES, "model.safetensors"])
+    victim.header(name, lambda d: flipped(json.dumps(d, separators=(",", ":")).encode(), rng))
+
+
+def _other_header(victim: Victim, rng: random.Random) -> None:
+    victim.header(rng.choice([TABLES, "model.safetensors"]), lambda d: mutated(d, rng))
+
+
+def _extent(victim: Victim, rng: random.Random) -> None:
+    def change(room: np.ndarray[Any, Any]) -> None:
+        most = rng.choice([16, 64, 256, 4096, len(room)])
+        for _ in range(rng.choice([1, 2, 16])):
+            room[rng.randrange(min(most, len(room)))] = rng.randrange(256)
+
+    victim.extent(_layer_file(victim, rng), 0, change)
+
+
+def _numbers(victim: Victim, rng: random.Random) -> None:
+    data = bytearray((victim.path / TABLES).read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    at = rng.randrange(8 + length, len(data))
+    data[at] = rng.choice([0x7F, 0x80, 0xFF, rng.randrange(256)])
+    victim.rewrite(TABLES, bytes(data))
+
+
+def _file(victim: Victim, rng: random.Random) -> None:
+    name = rng.choice([*sorted(victim.manifest["files"]), MANIFEST, "experts", "experts/w4"])
+    if name not in (MANIFEST, "experts", "experts/w4") and rng.random() < 0.4:
+        victim.rewrite(name, flipped((victim.path / name).read_bytes(), rng))
+        return
+    target = rng.choice(["/etc/passwd", "/dev/zero", str(victim.path / "README.md"), "nowhere", str(victim.path), "."])
+    victim.replace(
+        name,
+        rng.choice(
+            [
+                lambda p: p.symlink_to(target),
+                lambda p: os.mkfifo(p),
+                lambda p: p.mkdir(),
+                lambda p: p.write_bytes(b""),
+                lambda p: None,
+            ]
+        ),
+    )
+
+
+KINDS: dict[str, Callable[[Victim, random.Random], None]] = {
+    "manifest, signed": _manifest, "manifest, bytes": _manifest_bytes, "layer header, signed": _layer_header,
+    "header, bytes": _header_bytes, "other header, signed": _other_header, "extent, signed": _extent,
+    "numbers, signed": _numbers, "files": _file,
+}  # fmt: skip
+
+
+def attack(source: Path, count: int, seed: int = 0) -> dict[str, Counter[str]]:
+    """Edit a bundle `count` times; how many edits of each kind were refused, and accepted.
+
+    Raises:
+        AssertionError: for an edit that ends in anything else, with the number that repeats it.
+    """
+    out: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as room:
+        victim = Victim(source, Path(room))
+        for number in range(seed, seed + count):
+            rng = random.Random(number)
+            kind = rng.choice(list(KINDS))
+            try:
+                KINDS[kind](victim, rng)
+                out[kind]["refused" if refusal(victim.path) else "accepted"] += 1
+            except Exception as error:
+                raise AssertionError(f"{kind}, number {number}: {type(error).__name__}: {error}") from error
+            finally:
+                victim.restore()
+    return out

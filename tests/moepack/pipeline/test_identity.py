@@ -1,0 +1,171 @@
+"""Which checkpoint a build is of, and what is left when builds of several kinds are stopped and go on."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import tree
+
+import moepack
+from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.forward import CalibrationPass
+from moepack.calibrate.identity import identity
+from moepack.pack.errors import InputError
+from moepack.pack.writer import BundleWriter
+from moepack.pipeline import build as pipeline
+from moepack.pipeline.model_card import hub_commit, hub_id
+from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.run import Run
+
+RECIPE = parse_recipe("quantize: {method: rtn, group_size: 64, loss_tokens: 64}\n"
+                      "calibration: {samples: 4, length: 64, batch_size: 2}\n", "test")  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(demo_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_model, tmp_path / "model"))
+
+
+def tuned(checkpoint: Path) -> None:
+    """Another model with the same header, size and times: one weight differs."""
+    file = checkpoint / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-100] ^= 1
+    file.write_bytes(whole)
+
+
+def stop(monkeypatch: pytest.MonkeyPatch, name: str, at: int, of: Any = Run) -> None:
+    """Let the call `name` for layer `at` be interrupted."""
+    real = getattr(of, name)
+
+    def stops(self: Any, *args: Any, **more: Any) -> Any:
+        if args[0 if of is CalibrationPass or name == "_quantise_layer" else 1] == at:
+            raise KeyboardInterrupt
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(of, name, stops)
+
+
+def test_a_digest_is_of_the_whole_file_and_is_not_taken_twice(checkpoint: Path) -> None:
+    opened, read = open_checkpoint(checkpoint), []
+    digests, known = identity(opened, None, read.append)
+    assert digests == {
+        name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
+        for name in ("config.json", "model.safetensors")
+    }
+    assert sum(read) == sum((checkpoint / name).stat().st_size for name in digests)
+    read.clear()
+    assert identity(opened, known, read.append) == (digests, known) and not read
+    tuned(checkpoint)
+    other, _ = identity(opened, known, read.append)
+    assert read and other["model.safetensors"] != digests["model.safetensors"]
+    assert other["config.json"] == digests["config.json"]
+    wrong = {**known, "config.json": {**known["config.json"], "sha256": None, "more": 1}}
+    assert identity(opened, wrong)[0]["config.json"] == digests["config.json"], "an entry that was tampered with"
+
+
+def test_a_file_that_changes_meanwhile_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(InputError, match=r"changed while it was read"):
+        identity(open_checkpoint(checkpoint), None, lambda size: tuned(checkpoint))
+
+
+def test_two_fine_tunes_do_not_mix(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    pipeline.calibrate(checkpoint, work, RECIPE, [text])
+    tuned(checkpoint)
+    with pytest.raises(InputError, match=r"another checkpoint \(model.safetensors\)"):
+        pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
+    with pytest.raises(InputError, match=r"model.safetensors is not what .* was calibrated with"):
+        pipeline.quantize(work)
+    pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work, fresh=True)
+    made = moepack.open(tmp_path / "b").manifest.provenance["checkpoint"]["files"]
+    assert made["model.safetensors"] == hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_commit_is_known_by_its_folder() -> None:
+    folder = Path("/cache/hub/models--someone--mini/snapshots/" + 40 * "a")
+    assert hub_id(folder) == "someone/mini" and hub_commit(folder) == 40 * "a"
+    assert hub_commit(Path("/models/snapshots/mini")) is None
+
+
+def test_a_revision_is_for_the_hub(checkpoint: Path) -> None:
+    with pytest.raises(InputError, match="--revision is for a model on the Hub"):
+        open_checkpoint(checkpoint, "main")
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("where", ["_quantise_layer", "_keep_hidden"])
+def test_a_stopped_build_then_calibrate_then_build(
+    checkpoint: Path, text: Path, tmp_path: Path, where: str, at: int
+) -> None:
+    """A layer that the build has not quantised is quantised from what `calibrate` kept of it."""
+    work = tmp_path / "work"
+    pipeline.build(checkpoint, tmp_path / "whole", RECIPE, [text])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop(patch, where, at)
+        pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
+    pipeline.calibrate(checkpoint, work, RECIPE, [text])
+    pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
+    assert tree(tmp_path / "b") == tree(tmp_path / "whole")
+
+
+def test_a_stopped_calibrate_goes_on_in_a_build(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that were calibrated are not gone through again."""
+    work, ran = tmp_path / "work", []
+    pipeline.build(checkpoint, tmp_path / "whole", RECIPE, [text])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop(patch, "_keep_hidden", 2)
+        pipeline.calibrate(checkpoint, work, RECIPE, [text])
+    real = CalibrationPass.run_layer
+    monkeypatch.setattr(
+        CalibrationPass, "run_layer", lambda self, layer, *rest: (ran.append(layer), real(self, layer, *rest))[1]
+    )
+    pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
+    assert tree(tmp_path / "b") == tree(tmp_path / "whole") and ran == [2, 3]
+
+
+def test_activations_that_nobody_kept_are_made_again(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    pipeline.build(checkpoint, tmp_path / "whole", RECIPE, [text])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop(patch, "_quantise_layer", 2)
+        pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
+    (work / "calibrate" / "layer-001" / "hidden.safetensors").unlink()
+    pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
+    assert tree(tmp_path / "b") == tree(tmp_path / "whole")
+
+
+def test_fresh_keeps_no_object(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    pipeline.calibrate(checkpoint, work, RECIPE, [text])
+    left = work / "objects" / "left.safetensors"
+    left.parent.mkdir()
+    left.write_bytes(b"")
+    pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work, fresh=True)
+    assert not left.exists()
+
+
+def test_what_another_build_put_beside_stays(tmp_path: Path) -> None:
+    """A build made the folder that both write to, and fails."""
+    other = tmp_path / "new" / "deep" / "other"
+    with pytest.raises(RuntimeError), BundleWriter(tmp_path / "new" / "deep" / "mine") as writer:
+        writer.path("a").write_text("a")
+        other.mkdir()
+        (other / "manifest.json").write_text("{}")
+        raise RuntimeError
+    assert (other / "manifest.json").exists() and [p.name for p in other.parent.iterdir()] == ["other"]
+    with pytest.raises(RuntimeError), BundleWriter(tmp_path / "alone" / "deep" / "mine") as writer:
+        raise RuntimeError
+    assert not (tmp_path / "alone").exists()
+
+
+def test_a_build_that_is_refused_leaves_no_folder(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        pipeline.build(checkpoint, tmp_path / "new" / "deep" / "b", RECIPE, [tmp_path / "missing.txt"])
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,91 @@
+"""Configurations, tables and files edited by somebody who means harm, where transformers or a plan meets them: every
+command says so in one line, and none waits or prints a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_edits import Victim, in_time, one_line
+
+import moepack
+from moepack.pack.errors import MoepackError
+from moepack.reports.plan import plan
+
+CONFIG, TABLES = "config.json", "calibration.safetensors"
+
+
+@pytest.fixture(scope="module")
+def copied(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Victim:
+    plan(bundle, 1 << 30, policy="static:w2")  # imports what it needs, which takes seconds
+    return Victim(bundle, tmp_path_factory.mktemp("victim"))
+
+
+@pytest.fixture
+def victim(copied: Victim) -> Iterator[Victim]:
+    yield copied
+    copied.restore()
+
+
+def config(**changes: Any) -> Callable[[Victim], None]:
+    def edit(v: Victim) -> None:
+        v.rewrite(CONFIG, json.dumps({**json.loads((v.path / CONFIG).read_text()), **changes}).encode())
+
+    return edit
+
+
+EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
+    "no JSON": (lambda v: v.rewrite(CONFIG, b"{"), "its config cannot be read"),
+    "a list": (lambda v: v.rewrite(CONFIG, b"[]"), "its config cannot be read"),
+    "no UTF-8": (lambda v: v.rewrite(CONFIG, b"\xff"), "its config cannot be read"),
+    "nested deeply": (lambda v: v.rewrite(CONFIG, b'{"a":' * 50_000), "its config cannot be read"),
+    "an escape": (config(model_type="\x1b[31m\ud800"), r"model type `\\x1b\[31m\\ud800`"),
+    "no model type": (config(model_type=None), "its config cannot be read"),
+    "a long word": (config(dtype="x" * 100_000), "its config cannot be read"),
+    "a dtype that is an object": (config(dtype={"a": {}}), "has no dtype that torch knows"),
+    "a width that is text": (config(hidden_size="64"), "its config cannot be read"),
+    "two billion layers": (config(num_hidden_layers=1 << 31), "layers, its manifest 4"),
+    "-1 experts of a token": (config(num_experts_per_tok=-1), "num_experts_per_tok '-1', its layers have 16"),
+    "2^40 experts of a token": (config(num_experts_per_tok=1 << 40), "its layers have 16 experts"),
+    "a quantisation that is a list": (config(quantization_config=[]), "config"),
+    "not signed": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes() + b" "), "bytes, the manifest says"),
+    "another byte": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes().replace(b"1", b"2")), "digest"),
+    "a pipe": (lambda v: v.replace(CONFIG, os.mkfifo), "is a pipe"),
+    "a link": (lambda v: v.replace(CONFIG, lambda p: p.symlink_to("/etc/passwd")), "is a symbolic link"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_config_is_refused_in_a_line(name: str, victim: Victim) -> None:
+    edit, message = EDITS[name]
+    edit(victim)
+    for use in (lambda: plan(victim.path, 1 << 30, policy="static:w2"), lambda: moepack.load(victim.path)):
+        with in_time(20), pytest.raises(MoepackError, match=message) as error:
+            use()
+        one_line(str(error.value))
+
+
+def test_tables_are_refused_in_a_line_by_plan(victim: Victim) -> None:
+    for edit, message in (
+        (lambda v: v.tables(lambda a, m: m.update(versions="bf16,w4,w3,w2,w9")), "its columns are not versions"),
+        (lambda v: v.write(TABLES, (v.path / TABLES).read_bytes()[:-1] + b"\x7f"), "do not match their digest"),
+        (lambda v: v.tables(lambda a, m: a["layers.0.relative"].fill(float("nan"))), "not finite"),
+        (lambda v: (v.sign(lambda d: d["files"].pop(TABLES)), v.replace(TABLES, str)), "is not listed"),
+    ):
+        edit(victim)
+        with pytest.raises(MoepackError, match=message) as error:
+            plan(victim.path, 1 << 30, policy="hotness")
+        one_line(str(error.value))
+        victim.restore()
+
+
+def test_the_manifest_a_pipe_is_no_bundle(victim: Victim) -> None:
+    victim.replace("manifest.json", os.mkfifo)
+    with in_time(20), pytest.raises(MoepackError, match="not a bundle"):
+        moepack.load(victim.path)
+    with in_time(20), pytest.raises(MoepackError, match="is a pipe"):
+        plan(victim.path, 1 << 30)

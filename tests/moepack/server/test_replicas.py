@@ -1,0 +1,121 @@
+"""Replicas on Ray Serve: one address, requests with one beginning go to one replica, who dies is started anew."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("ray.serve")
+
+from moepack.server.replicas import PAGE, beginning
+
+BUDGET = "5MB"
+
+
+def test_what_a_prompt_is_known_by() -> None:
+    def key(**given: Any) -> str:
+        return beginning(json.dumps(given).encode())
+
+    system = {
+        "role": "system",
+        "content": "Answer in one word, whatever you are asked by anybody. " * 2,
+    }
+    asked = [key(messages=[system, {"role": "user", "content": words}]) for words in ("one", "two")]
+    assert asked[0] == asked[1] != key(messages=[{"role": "user", "content": "one"}])
+    assert key(prompt="a" * 64 + "b") == key(prompt="a" * 64 + "c", max_tokens=3) == key(prompt=["a" * 64, "d"])
+    assert key(prompt="a") != key(prompt="b") and key(prompt=[1, 2]) != key(prompt=[1, 3])
+    assert key(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]) != PAGE
+    for raw in (b"", b"{", b"[1]", b"\xff", b"[" * 100_000):
+        assert beginning(raw) == PAGE
+
+
+class Served:
+    def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
+        self.url, self.process = f"http://127.0.0.1:{port}", process
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return json.load(answer)
+
+    def ask(self, prompt: str, **more: Any) -> str:
+        body = json.dumps({"model": "mini", "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return str(answer.read().decode() if more.get("stream") else json.load(answer)["choices"][0]["text"])
+
+    def replicas(self) -> list[psutil.Process]:
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [p for p in found if p.cmdline() and p.cmdline()[0].startswith("ray::ServeReplica")]
+
+
+@pytest.fixture(scope="module")
+def served(bundle: Path) -> Iterator[Served]:
+    command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--port", "0", "--name", "mini"]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    process = subprocess.Popen(
+        [*command, "--replicas", "2", "--device-memory", BUDGET, "--step-tokens", "64"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"moepack: serving mini at http://127.0.0.1:(\d+), 2 replicas", line):
+            yield Served(int(found[1]), process)
+            break
+    else:
+        pytest.fail("it ended before it answered")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/health", timeout=5)
+
+
+def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served) -> None:
+    prompts = [f"{word} history of the town" for word in ("The", "A", "Our", "One", "Some", "His")]
+    alone = [served.ask(prompt, seed=1) for prompt in prompts]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert all(list(pool.map(served.ask, prompts * 3)))
+    assert len(alone) == 6 and served.get("/health")["status"] == "ok"
+    assert served.ask(prompts[0], stream=True).rstrip().endswith("data: [DONE]")
+    replicas = served.replicas()
+    assert len(replicas) == 2
+
+    def work() -> list[float]:
+        return [sum(p.cpu_times()[:2]) for p in replicas]
+
+    time.sleep(1)
+    before = work()
+    for _ in range(12):
+        served.ask(prompts[0], max_tokens=48)
+    busy = sorted(now - then for now, then in zip(work(), before, strict=True))
+    assert busy[1] > 3 * busy[0], "requests with one beginning go to one replica"
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        served.ask("x", max_tokens=-1)
+
+
+def test_a_replica_that_dies_is_started_anew(served: Served) -> None:
+    gone = served.replicas()[0]
+    gone.kill()
+    until, answered = time.monotonic() + 120, 0
+    while time.monotonic() < until and (answered < 8 or len(served.replicas()) < 2):
+        try:
+            answered += bool(served.ask(f"{answered} apples"))
+        except urllib.error.HTTPError as error:
+            assert error.code == 503
+            time.sleep(0.2)
+    assert answered >= 8 and len(served.replicas()) == 2 and gone.pid not in {p.pid for p in served.replicas()}

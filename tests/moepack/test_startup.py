@@ -1,0 +1,31 @@
+"""What a serving process leaves out, and that it serves without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from moepack.startup import UNUSED, leave_out
+
+
+def test_only_commands_that_serve_leave_libraries_out() -> None:
+    modules: dict[str, object] = {"scipy": sys}
+    leave_out("build", modules)
+    assert modules == {"scipy": sys}
+    leave_out("serve", modules)
+    assert modules == {**dict.fromkeys(UNUSED), "scipy": sys}, "what is there already stays"
+
+
+def test_a_budget_is_served_without_them(bundle: Path) -> None:
+    code = (
+        "import atexit, sys; sys.argv = ['moepack', 'generate', *sys.argv[1:]]\n"
+        "atexit.register(lambda: print([n for n in ('hqq', 'torchao') if sys.modules.get(n)]))\n"
+        "from moepack.cli import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, str(bundle), "--prompt", "The", "--max-new-tokens", "2"]
+    for more in (["--device-memory", "30MB"], ["--policy", "uniform", "--device-memory", "30MB"]):
+        run = subprocess.run([*command, *more], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.endswith("[]\n"), run.stdout

@@ -1,0 +1,70 @@
+"""Hostile bundles, some of those that `python -m benchmarks.hostile` makes, and what was found with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hostile as cases
+from moepack.pack.errors import BundleError
+from moepack.pack.reader import open_bundle
+from moepack.pack.safetensors_file import read_header
+
+
+def test_some_cases() -> None:
+    rows, wrong = cases.hostile(600, first=1_000_000)
+    assert not wrong, "\n".join(wrong)
+    assert sum(row["cases"] for row in rows) == 600
+    assert all(row["refused"] for row in rows) and sum(row["opened"] for row in rows) > 10
+
+
+def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception, a process that ends, a case that takes too long, and bytes written elsewhere."""
+    began = cases.attempt
+
+    def attempt(root: Path, out: Path, shrinks: bool) -> str:
+        number = next(turns)
+        if number == 1:
+            raise KeyError("x")
+        if number == 2:
+            os._exit(7)
+        if number == 3:
+            (root.parent / "outside" / "file").write_text("changed")
+        if number == 4:
+            while True:
+                pass
+        return began(root, out, shrinks)
+
+    monkeypatch.setattr(cases, "BATCH", 4)
+    monkeypatch.setattr(cases, "PATIENCE", 1)
+    monkeypatch.setattr(cases, "attempt", attempt)
+    turns = iter(range(100))
+    _, wrong = cases.hostile(2)
+    assert len(wrong) == 2 and "KeyError at" in wrong[0] and "ended with 7" in wrong[1]
+    turns = iter([0, 0, 3, 4, 0])
+    _, wrong = cases.hostile(4)
+    assert len(wrong) == 2 and "more than 1 s" in wrong[0] and "outside was changed" in wrong[1]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json"])
+def test_pipes_and_devices_are_not_read(name: str, tmp_path: Path) -> None:
+    cases.whole(tmp_path / "bundle")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()):
+        (tmp_path / "bundle" / name).unlink()
+        make(tmp_path / "bundle" / name)
+        with pytest.raises(BundleError, match=r"not a (bundle|file)|a bundle (holds|does not hold)"):
+            open_bundle(tmp_path / "bundle")
+        if (tmp_path / "bundle" / name).is_dir():
+            break
+
+
+def test_a_header_whose_words_are_none(tmp_path: Path) -> None:
+    for dtype, shape in (([], [4]), ({}, [4]), ("U8", [1 << 40] * 1000), ("U8", [[4]])):
+        text = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 4]}}).encode()
+        (tmp_path / "x").write_bytes(struct.pack("<Q", len(text)) + text + b"1234")
+        with pytest.raises(BundleError):
+            read_header(tmp_path / "x")

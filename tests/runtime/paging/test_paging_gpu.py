@@ -1,0 +1,284 @@
+"""Models paged on a GPU that is not there: the bits of resident weights, and each rule broken on purpose is seen."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_stand_in import GRANULE, RATES, StandIn, install, kernels
+from live_models import ids, least, load
+from tiny_models import save_tiny
+
+import moepack
+from moepack.pack.errors import BundleError
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import expert_file
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.runtime.devices.driver import Driver
+from moepack.runtime.paging import gpu_filler, gpu_rates
+from moepack.runtime.paging.window import State
+from moepack.runtime.policies.placements import Placement, Where
+from moepack.runtime.residency import kv_reserve
+from moepack.runtime.residency import live as live_module
+
+ROOT = Path(__file__).resolve().parents[3]
+ONLY = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\nallocation: {average_bits: 16}\n"
+ROOM = 800_000  # for all experts, packed, and some
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of three layers of eight experts."""
+    path = tmp_path_factory.mktemp("gpu")
+    model = save_tiny("qwen3_moe", path / "model", ROOT / "examples" / "mini-qwen3-moe", num_hidden_layers=3)
+    text = ROOT / "examples" / "text" / "calibration.jsonl"
+    build(model, path / "bundle", parse_recipe(ONLY, "only"), [text])
+    return path / "bundle"
+
+
+@pytest.fixture(scope="module")
+def want(small: Path) -> Any:
+    """What resident uncompressed weights make of some tokens, by the same kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        kernels(patch)
+        model = moepack.load(small, policy="static:bf16")
+        return {n: logits(model, n) for n in (1, 2, 9)}
+
+
+def logits(model: Any, n: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids(n, n), use_cache=False).logits
+
+
+def paged(bundle: Path, options: str = "alpha=1", room: int = ROOM, **more: Any) -> Any:
+    more = {"prefill_tokens": 32, **more}
+    return load(bundle, f"paged:{options}", least(bundle, f"paged:{options}", **more) + room, **more)
+
+
+def at(model: Any, name: str) -> int:
+    return sum(row.count(name) for row in model.moepack.versions)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """At the end no rule was broken and everything was given back."""
+    made = install(monkeypatch)
+    yield made
+    assert made.wrong() == [] and made.leaks() == []
+
+
+def close(model: Any) -> None:
+    model.moepack.close()
+    gc.collect()
+
+
+@pytest.mark.parametrize("options", ["alpha=1", "alpha=0.4", "alpha=0.5,resident=0.3", "alpha=0.01,ahead=no"])
+def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, options: str) -> None:
+    """Prompts, which load ahead, and tokens, which decode on demand: packed, stored, resident."""
+    model = paged(small, options)
+    for n in (9, 1, 2, 9):
+        assert torch.equal(logits(model, n), want[n]), n
+    window = model.moepack.live.paging.window
+    assert not any(m.pins or m.state is not State.RESIDENT or m.at != m.page for m in window.mapped())
+    counters = model.moepack.counters()
+    assert (counters["forward_waits"] > 0 and "ahead=no" in options) or sum(model.moepack.live.paging.counts.ahead) > 0
+    assert gpu.bindings.held <= model.moepack.budget_bytes
+    close(model)
+
+
+def test_the_decoder_of_gpus(small: Path, want: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernel in place of the host's decoder."""
+    from moepack.runtime.kernels.exponent_triton import decode
+
+    made = install(monkeypatch, decodes_by=decode)
+    model = paged(small, "alpha=0.6,ahead=no")
+    assert torch.equal(logits(model, 1), want[1])
+    close(model)
+    assert made.wrong() == [] and made.leaks() == []
+
+
+def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
+    small: Path, want: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed experts leave, their pieces go back to the device, and come again; the bits stay the same throughout."""
+    monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs goes back when this test says so
+    monkeypatch.setattr(live_module, "gpu_rates", lambda *args: (float("inf"), 2e4, 1e4))
+    model = paged(small, "alpha=1,interval=0.02,theta=1,rate=0", room=520_000)
+    live, whole = model.moepack.live, at(model, "bf16@packed")
+    live.paging.window._keeps = False  # else all that is asked for is soon there
+    assert whole == 24 and live.policy.alpha == 1
+    memory, window = gpu.bindings.held, live.plan.window
+
+    def serve() -> None:
+        for n in (1, 2):
+            assert torch.equal(logits(model, n), want[n])
+
+    serve()
+    packed = live.plan.sizes[0][1] * 24
+    grown = live.tracker.free + packed // 2
+    live.grow_kv(grown)
+    wait_for(lambda: not live.transitions.kv_asked, serve)
+    low = at(model, "bf16@packed")
+    assert 0 < low < 0.8 * whole and live.tracker.held("kv") == grown
+    pools = sum(n for name, n in live.tracker.named().items() if name.startswith("bf16"))
+    blocks = sum(n for _, n in gpu.bindings.handles.values() if n > 8192)
+    assert gpu.bindings.held - blocks == pools < 0.8 * packed, "the tracker has what the driver has"
+    assert live.tracker.peak <= live.tracker.budget and memory <= packed + 8192 * 2 + window
+    live.transitions.shrink_kv(grown)
+    wait_for(lambda: at(model, "bf16@packed") > low, serve)
+    serve()
+    close(model)
+
+
+def wait_for(what: Callable[[], bool], serve: Callable[[], None], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not come about"
+        serve()
+
+
+def test_rates_are_measured_and_add_up_side_by_side(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bus and a GPU: the policy takes the slower one's time, not both times together."""
+    made = install(monkeypatch)
+    bundle = open_bundle(small)
+    ladder = tuple(Placement(bundle.versions[0], where) for where in (Where.DEVICE, Where.PACKED, Where.STORED))
+    monkeypatch.setattr(gpu_rates, "BRIEFLY", 0.01)
+    rates = gpu_rates.measure_rates(bundle, ladder, made.gpu)
+    assert rates[0] == float("inf") and all(0 < rate < 1e12 for rate in rates[1:]) and made.gpu.wrong == []
+    model = paged(small, "alpha=0.5")
+    setting = model.moepack.live.policy._setting
+    assert setting.together and setting.rates == RATES and model.moepack.live.plan.granule == GRANULE
+    assert model.moepack.live.policy._seconds([[4e9, 3e9]]) == pytest.approx(3.0)
+    close(model)
+
+
+def test_threads_share_the_window(small: Path, want: Any, gpu: StandIn) -> None:
+    model = paged(small, "alpha=0.5")
+    wrong: list[int] = []
+
+    def serve(seed: int) -> None:
+        for i in range(2):
+            n = (1, 9, 2)[(seed + i) % 3]
+            if not torch.equal(logits(model, n), want[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads) and not wrong
+    close(model)
+
+
+def test_planted_unmapping_before_readers_have_ended(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is late, with a wait on the host left out."""
+    made = install(monkeypatch)
+    model = paged(small, "alpha=1,ahead=no")
+    made.gpu.patience = 10**9
+    model.moepack.live.paging.window._keeps = False
+    logits(model, 9)
+    assert made.wrong() == []
+    monkeypatch.setattr("moepack.runtime.devices.cuda.ComputeMark.wait", lambda self: None)
+    logits(model, 9)
+    assert "unmap: the device still reads or writes there" in made.wrong()
+    made.gpu.patience = 3
+    close(model)
+
+
+def test_planted_reading_before_a_load_has_ended(small: Path, want: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute does not wait for the streams that fill pages."""
+    made = install(monkeypatch)
+    model = paged(small, "alpha=0.01")
+    made.gpu.patience = 10**9
+    monkeypatch.setattr(gpu_filler.GpuPages, "_others", lambda *args: ())
+    assert not torch.equal(logits(model, 9), want[9])
+    assert "read before its load has ended" in made.wrong()
+    made.gpu.patience = 3
+    close(model)
+
+
+@pytest.mark.parametrize("what", ["release", "unmap", "unreserve"])
+def test_planted_leaks(small: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = install(monkeypatch)
+    model = paged(small, "alpha=0.5")
+    logits(model, 2)
+    monkeypatch.setattr(Driver, what, lambda *args: None)
+    close(model)
+    kinds = {leak.split()[0] for leak in made.leaks()}
+    assert (
+        kinds == {"release": {"handle"}, "unmap": {"handle", "mapping", "addresses"}, "unreserve": {"addresses"}}[what]
+    )
+
+
+def test_what_only_decoding_shows_ends_the_pass_and_is_not_served(small: Path, want: Any, gpu: StandIn) -> None:
+    """Memory went bad after its digest was checked: decoders report, the page goes, the bytes come back right."""
+    model = paged(small, "alpha=1")
+    extents = [h.packed.extent.numpy() for h in model.moepack.layers[2].current.handles]
+    kept = [extent.copy() for extent in extents]
+    for extent in extents:
+        extent[600:16_000] = 0xFF
+    for n in (1, 9):
+        with pytest.raises(BundleError, match=r"layer 2, expert \d+, version bf16: "):
+            logits(model, n)
+    for extent, bytes_ in zip(extents, kept, strict=True):
+        extent[:] = bytes_
+    for n in (1, 9):
+        assert torch.equal(logits(model, n), want[n])
+    close(model)
+
+
+def test_damage_in_a_file_is_named_and_not_served(small: Path, want: Any, gpu: StandIn, tmp_path: Path) -> None:
+    import shutil
+
+    path = Path(shutil.copytree(small, tmp_path / "damaged"))
+    opened = open_bundle(path)
+    file, stored = path / expert_file("bf16", opened.layers[1].index), opened.layer_file("bf16", 1)
+    whole = file.read_bytes()
+    damaged = bytearray(whole)
+    for expert in range(8):
+        damaged[stored.offset(expert) + stored.extent_size(expert) // 2] ^= 1
+    file.write_bytes(damaged)
+    model = load(path, "paged", least(path, "paged", prefill_tokens=32), prefill_tokens=32, host_memory=1)
+    for n in (1, 9):
+        with pytest.raises(BundleError, match=r"layer 1, expert \d+, version bf16: its bytes do not match"):
+            logits(model, n)
+    file.write_bytes(whole)
+    for n in (1, 9):
+        assert torch.equal(logits(model, n), want[n])
+    close(model)
+
+
+@pytest.mark.parametrize("where", ["loaded", "bind", "decode"])
+def test_an_interrupted_pass_lets_go(
+    small: Path, want: Any, gpu: StandIn, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = paged(small, "alpha=1,ahead=no")
+    paging, calls = model.moepack.live.paging, 0
+    holder: Any = {"loaded": paging, "bind": paging.space, "decode": paging.filler}[where]
+    original = getattr(holder, where)
+
+    def stops(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        out = original(*args)
+        if calls == 2:
+            raise KeyboardInterrupt
+        return out
+
+    monkeypatch.setattr(holder, where, stops)
+    with pytest.raises(KeyboardInterrupt):
+        for n in (1, 2):
+            logits(model, n)
+    monkeypatch.setattr(holder, where, original)
+    assert not any(m.pins for m in paging.window.mapped())
+    for n in (1, 9):
+        assert torch.equal(logits(model, n), want[n])
+    close(model)

@@ -1,0 +1,140 @@
+"""Experts on the host, and caches on demand, beside a GPU that is not there: blocks that are pinned, or divided."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCudart
+from gpu_stand_in import StandIn, install
+from live_models import ids, least, load
+from tiny_models import save_tiny
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import PAGE
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.runtime.devices.registered import Refusal, RegisteredMemory
+from moepack.runtime.experts import host_tier
+from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.policies import mixed_cache
+from moepack.runtime.residency import live
+from moepack.runtime.residency.pools import Pool
+from moepack.runtime.store.cudart import Cudart
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPE = """
+versions: [bf16, w4, w2]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 32, batch_size: 4}
+allocation: {average_bits: 4}
+"""
+ALL = {"prefill_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of three layers of eight experts."""
+    path = tmp_path_factory.mktemp("gpu")
+    model = save_tiny("qwen3_moe", path / "model", ROOT / "examples" / "mini-qwen3-moe", num_hidden_layers=3)
+    text = ROOT / "examples" / "text" / "calibration.jsonl"
+    build(model, path / "bundle", parse_recipe(RECIPE, "small"), [text])
+    return path / "bundle"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    made = install(monkeypatch)
+    yield made
+    assert made.wrong() == [] and made.leaks() == []
+
+
+def logits(model: Any, n: int, seed: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids(seed, n), use_cache=False).logits
+
+
+def close(model: Any) -> None:
+    model.moepack.close()
+    gc.collect()
+
+
+def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """Each as it is taken; past what the system pins the rest is ordinary, and one line says so."""
+    cuda = FakeCudart(fails=lambda name, size, flags: 2 if name == "register" and len(cuda.registered) == 3 else 0)
+    memory, refusal = [], Refusal()
+    for _ in range(2):
+        memory.append(RegisteredMemory(4 * PAGE, Cudart(0, cuda), refusal))
+    tracker = BudgetTracker(1 << 20)
+    pools = [Pool(f"p{i}", PAGE, 4, tracker, m, on_host=True) for i, m in enumerate(memory)]
+    with caplog.at_level(logging.INFO, "moepack.runtime"):
+        blocks = [pool.allocate() for pool in pools for _ in range(3)]
+    assert [m.pinned for m in memory] == [3 * PAGE, 0] and cuda.names().count("register") == 4 and not cuda.sticky
+    assert [r.message for r in caplog.records if "ordinary memory" in r.message] == [caplog.records[0].message]
+    for block in blocks:
+        assert block is not None
+        block.tensor.fill_(3)
+        block.pool.free(block)
+    assert pools[0].trim(2 * PAGE) == 2 * PAGE and memory[0].pinned == PAGE and len(cuda.registered) == 1
+    for one in memory:
+        one.close()
+        one.close()
+    assert not cuda.registered and pools[1].trim(PAGE) == PAGE
+
+
+def test_a_host_tier_beside_a_gpu(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are pinned; what it makes are the bits of ordinary memory."""
+    monkeypatch.setattr(live, "CudaLink", lambda: None)
+    monkeypatch.setattr(host_tier, "CudaLink", lambda: None)
+    policy = "prefill:k=3"
+    seen = []
+    for refused in (False, True):
+        if refused:
+            monkeypatch.setattr(gpu.cudart, "fails", lambda name, size, flags: 2 if name == "register" else 0)
+        model = load(small, policy, least(small, policy, **ALL) + 60_000, **ALL)
+        memory = model.moepack.live.device._registered
+        pinned = sum(m.pinned for m in memory)
+        names = [name for row in model.moepack.versions for name in row]
+        on_host = sum(name.endswith("@host") for name in names)
+        assert on_host and (pinned >= on_host * PAGE) == (not refused)
+        assert pinned == model.moepack.live.host.reserved * (not refused)
+        seen.append(logits(model, 5, 1))
+        close(model)
+        assert not gpu.cudart.registered
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("policy", ["importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent", "lru:hi=w4,lo=absent"])
+def test_caches_on_demand_keep_within_their_blocks(
+    small: Path, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the least budget and above: prompts that need most of a layer, and tokens that need two of it."""
+    smallest = least(small, policy, **ALL)
+    for more in (0, 9_000) if policy.endswith("w2") else (0,):
+        model = load(small, policy, smallest + more, **ALL)
+        most = [sum(column) for column in zip(*model.moepack.live.plan.most, strict=True)]
+        assert most[0] >= 8
+        for seed, n in enumerate((9, 1, 5)):
+            logits(model, n, seed)
+            names = [name for row in model.moepack.versions for name in row]
+            assert names.count("w4") <= most[0] and names.count("w2") <= (most[1] if len(most) == 3 else 0)
+        close(model)
+
+
+def test_planted_a_cache_that_knows_bytes_alone_finds_no_block(
+    small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = mixed_cache.MixedCache.__init__
+    monkeypatch.setattr(mixed_cache.MixedCache, "__init__", lambda self, *of: real(self, *of[:2]))
+    policy = "importance:hi=w4,lo=w2,prefetch=no"
+    model = load(small, policy, least(small, policy, **ALL), **ALL)
+    with pytest.raises(InputError, match="no block of memory"):
+        for seed in range(6):
+            logits(model, 9, seed)
+            logits(model, 1, seed)
+    close(model)

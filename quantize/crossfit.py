@@ -27,8 +27,8 @@ from .methods import quantise_all
 from .moments import ExpertMoments
 
 FOLDS = 4
-LEAST_ROWS = 32
-SHARE = 32  # one row in so many, but LEAST_ROWS at the least
+LEAST_ROWS = 16
+SHARE = 64  # one row in so many, but LEAST_ROWS at the least
 _STACK = 1 << 26  # bytes of moments that are quantised from together
 
 

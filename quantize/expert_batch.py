@@ -201,17 +201,15 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         means = torch.stack([x.mean() for x in m]) if reading else None
         both.append(quantise_all(settings.method, w, means, settings.versions))
     del moments
-    exact = [batch.output(i, batch.own(i), torch.cat([t.measure, t.others])) for i, t in enumerate(batch.tokens)]
-    results: list[list[ExpertVersion]] = [[] for _ in batch.experts]
+    chosen = {}
     for version, maker in makers.items():
-        made, names = replace_starved(batch, settings.method, maker.name, (both[0][version], both[1][version]), version)
-        values = [dequantise(q, version) for q in made]
-        for i, e in enumerate(batch.experts):
-            shipped = values[0][i], values[1][i]
-            fitted = refitted.get((i, version)) if names[i] == maker.name else None
-            own, others = _measure(batch, i, exact[i], shipped, fitted)
-            results[i].append(ExpertVersion(e, version, made, names[i], own, others, i))
-    yield from results
+        chosen[version] = replace_starved(
+            batch, settings.method, maker.name, (both[0][version], both[1][version]), version
+        )
+    for i, e in enumerate(batch.experts):
+        fitted = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
+        found = _measure(batch, i, {v: made for v, (made, _) in chosen.items()}, fitted)
+        yield [ExpertVersion(e, v, made, names[i], *found[v], i) for v, (made, names) in chosen.items()]
 
 
 def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], list[ExpertMoments]]:
@@ -287,28 +285,36 @@ def _refitted(
 
 
 def _measure(
-    batch: ExpertBatch, expert: int, exact: Tensor, shipped: tuple[Tensor, Tensor], refitted: Refitted | None
-) -> tuple[Measured, Measured]:
-    """An expert's losses with these matrices, on its own tokens and on others of the layer."""
-    tokens = batch.tokens[expert]
-    got = batch.output(expert, shipped, torch.cat([tokens.measure, tokens.others]))
+    batch: ExpertBatch, expert: int, made: dict[Version, Pair], refitted: dict[Version, Refitted | None]
+) -> dict[Version, tuple[Measured, Measured]]:
+    """An expert's losses at every version, on its own tokens and on others of the layer."""
+    tokens, n = batch.tokens[expert], len(batch.tokens[expert].measure)
     groups = [group_of(t, batch.block, batch.spare) for t in (tokens.measure, tokens.others)]
-    n = len(tokens.measure)
-    correction = None
-    if refitted is not None:
-        learnt = tokens.measure[tokens.learnt]
-        x = batch.gather(learnt)
-        fold, group = fold_of(learnt, batch.block, batch.spare), groups[0][tokens.learnt]
-        reads, original = (x, batch.act(expert, x)), batch.own(expert)
-        found = [row_errors(reads[m], group, fold, original[m], shipped[m], refitted.errors[m]) for m in range(2)]
-        correction = Correction(
-            torch.stack([f.groups[0] for f in found]), torch.stack([f.groups[1] for f in found]),
-            (found[0].rows, found[1].rows), found[1].share, refitted.gain,
-        )  # fmt: skip
-    own = measure(exact[:n], got[:n], tokens.gates, groups[0], tokens.learnt, correction)
+    x = batch.gather(torch.cat([tokens.measure, tokens.others]))
+    act, original, bias = batch.act(expert, x), batch.own(expert), batch.biases[expert]
+    exact = batch.forward.out(act, original[1], bias[1])
+    reads = fold = group = None
+    if any(refitted.values()):
+        at = torch.where(tokens.learnt)[0].to(x.device)
+        reads = x[at], act[at]
+        fold, group = fold_of(tokens.measure[tokens.learnt], batch.block, batch.spare), groups[0][tokens.learnt]
     rest = torch.full((len(tokens.others),), tokens.gate_square**0.5)
     unlearnt = torch.zeros(len(tokens.others), dtype=torch.bool)
-    return own, measure(exact[n:], got[n:], rest, groups[1], unlearnt, None)
+    out = {}
+    for version, pair in made.items():
+        shipped = tuple(dequantise(q.one(expert), version)[0] for q in pair)
+        got = batch.forward.out(batch.forward.act(x, shipped[0], bias[0]), shipped[1], bias[1])
+        correction, again = None, refitted.get(version)
+        if again is not None:
+            assert reads is not None and fold is not None and group is not None
+            found = [row_errors(reads[m], group, fold, original[m], shipped[m], again.errors[m]) for m in range(2)]
+            correction = Correction(
+                torch.stack([f.groups[0] for f in found]), torch.stack([f.groups[1] for f in found]),
+                (found[0].rows, found[1].rows), found[1].share, again.gain,
+            )  # fmt: skip
+        own = measure(exact[:n], got[:n], tokens.gates, groups[0], tokens.learnt, correction)
+        out[version] = own, measure(exact[n:], got[n:], rest, groups[1], unlearnt, None)
+    return out
 
 
 def replace_starved(

@@ -41,7 +41,7 @@ BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
 # A step along the columns costs its dispatch where lanes are few: matrices of few rows are worked on together until
 # they have so many lanes, in up to NARROW times the memory. Cross-fitting an expert of 1,024 columns then adds 45 % to
 # its time, where it added 64 %.
-LANES, NARROW = 512, 8
+LANES, NARROW = 1024, 8
 
 
 def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:

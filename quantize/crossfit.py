@@ -5,10 +5,10 @@ the other folds, and their error on the fold is held against that of the shipped
 any of the methods that read moments, so a few of them, evenly spaced, show what all would. What follows from the two
 errors is `losses`' business; which tokens and folds, the caller's.
 
-Cost: a row costs cols^2 products a width, a factor cols^3 / 3 once for all rows: with a 32nd of the rows and four folds
-an eighth of a fit, and four factors, which are 3 % of a fit of Qwen3-30B-A3B's gate_up each. Measured, quantising and
-measuring an expert of 1,024 and 512 columns at four widths takes 1.45 times as long with 1,100 tokens and 1.43 times
-with 4,096, in spite of the few rows. With 17,000 it takes 0.63 times as long: nothing is fitted again.
+Cost: a row costs cols^2 products a width, a factor cols^3 / 3 once for all rows: with a 64th of the rows and four folds
+a sixteenth of a fit, and four factors, which are 3 % of a fit of Qwen3-30B-A3B's gate_up each. Measured, quantising and
+measuring an expert of 1,024 and 512 columns at four widths takes 1.2 times as long as without with 1,100 tokens; about
+half of what is left is the four factors. With 17,000 it takes 0.63 times as long: nothing is fitted again.
 """
 
 from __future__ import annotations

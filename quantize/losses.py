@@ -9,8 +9,8 @@ error on a fold of weights fitted to all tokens and h that of weights fitted to 
 
 where r is how many times more evidence the shipped weights had. Why a: with evidence m, counted in tokens, the loss is
 to first order L (1 + c/m) on new tokens and L (1 - c/m) on those learnt from (Akaike's argument), so h = L (1 + r c/m)
-and s = L (1 - c/m), while the wanted t = L (1 + c/m): t - s = (h - s) * 2 / (1 + r). Measured over 64 to 4,096 tokens,
-1,024 columns and 4 to 1 bits: t is within 4 % of it with four folds, within 8 % with two.
+and s = L (1 - c/m), while the wanted t = L (1 + c/m): t - s = (h - s) * 2 / (1 + r). How near t is to the truth, by
+tokens and bits: `python -m benchmarks.losses`.
 
 The two matrices of an expert have a rho each. Their errors, x and y as shares of the output's square, add up to a loss
 of x + y - x y (measured: at one bit, where x y matters, the last term is 1.2 x y on both kinds of tokens), so with y
@@ -26,9 +26,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# How losses are estimated, here, in `crossfit`, `pooling` and by the choice of tokens: one more whenever their numbers
+# change, so that a work directory does not mix those of two estimates. 1 was the loss as it is on the tokens measured.
+ESTIMATE = 2
 GROUPS = 64
 MOST = 0.8  # of the output's square, that one matrix may cost for its error to combine with the other's as above
-MODEL = 0.07  # of rho - 1: how far off the first-order correction was (see above)
+MODEL = 0.07  # of rho - 1: how far off the first-order correction is taken to be
 
 
 @dataclass(frozen=True, slots=True)

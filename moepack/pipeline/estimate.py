@@ -247,17 +247,20 @@ def _lossless_bytes(experts: ExpertWeights, reporter: Reporter) -> int:
 
 
 def _probe(task: ExpertBatchTask, observation: Observation, tokens: int, experts: int) -> float:
-    """Seconds for one expert that sees its share of `tokens` tokens, the observed ones over and over."""
+    """Seconds for one expert that sees its share of `tokens` tokens, the observed ones over and over.
+
+    Others of the layer stand among its own: it is fitted to some of them too, and measured on some.
+    """
     import torch
 
+    from moepack.calibrate.tokens import LAYER
+
     share = max(1, tokens * observation.experts.shape[1] // experts)
-    at = torch.arange(share) % len(observation.inputs)
-    seen = replace(
-        observation,
-        inputs=observation.inputs[at],
-        experts=torch.zeros(share, 1, dtype=torch.int32),
-        gates=observation.gates[at, :1],
-    )
+    total = max(share, min(tokens, share + 2 * LAYER))
+    at = torch.arange(total) % len(observation.inputs)
+    chosen = torch.full((total, 1), experts, dtype=torch.int32)  # none of the layer's
+    chosen[torch.linspace(0, total - 1, share).long()] = 0
+    seen = replace(observation, inputs=observation.inputs[at], experts=chosen, gates=observation.gates[at, :1])
     times = []
     for _ in range(2):  # the first loads and compiles what the quantisers need
         began = time.perf_counter()

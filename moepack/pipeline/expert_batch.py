@@ -56,8 +56,11 @@ class ExpertBatchTask:
 
     def address(self, observed: str) -> str:
         """SHA-256 of all that the result follows from; `observed` is the observation's digest."""
+        from moepack.quantize.losses import ESTIMATE
+
         facts = {
             "moepack": __version__,
+            "estimate": ESTIMATE,
             "observed": observed,
             "layer": self.layer,
             "experts": [self.experts.start, self.experts.stop],

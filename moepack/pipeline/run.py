@@ -173,6 +173,8 @@ class Run:
         return run
 
     def _begin_quantize(self, fresh: bool) -> None:
+        from moepack.quantize.losses import ESTIMATE
+
         q = self._recipe.quantize
         how, versions = self._recipe.allocation, self._recipe.version_specs()
         check_allocation(how, list(self._stream.expert_layers.values()), versions)
@@ -184,6 +186,7 @@ class Run:
                 "min_tokens": q.min_tokens,
                 "loss_tokens": q.loss_tokens,
                 "moments": q.moments,
+                "estimate of losses": ESTIMATE,
                 "allocation": None if how is None else asdict(how),
             },
             fresh,

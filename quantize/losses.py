@@ -1,7 +1,7 @@
 """What quantised matrices cost an expert: its output against its output in BF16, on tokens they were not made for.
 
 Weights that were fitted to tokens err less on those than on any others: with 1,024 columns of correlated inputs the
-true loss is 2.4, 1.7 and 1.2 times that on the tokens learnt from, at 256, 1,024 and 4,096 of them. So where an expert
+true loss is 2.4, 1.4 and 1.1 times that on the tokens learnt from, at 256, 1,024 and 4,096 of them. So where an expert
 must learn from all of its tokens, the loss on them is multiplied by what cross-fitting finds (`crossfit`): with s the
 error on a fold of weights fitted to all tokens and h that of weights fitted to the other folds, both summed over folds,
 

@@ -88,8 +88,8 @@ def estimate(
     return run.result(base, _write_rate(Path(output)))
 
 
-# Experts quantised together in the probe. With one, what a batch's experts share counts for it alone: tiny-qwen3-moe, by
-# 16 together, took 0.5 to 0.65 of the CPU time that was said; with eight 0.91 to 0.93.
+# Experts quantised together in the probe. With one, what a batch's experts share counts for it alone: tiny-qwen3-moe,
+# by 16 together, took 0.5 to 0.65 of the CPU time that was said; with eight 0.91 to 0.93.
 PROBED = 8
 
 

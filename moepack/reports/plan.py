@@ -138,12 +138,13 @@ def plan(
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
     from moepack.runtime.planning.sizes import parse_bound
     from moepack.runtime.planning.token_cost import dense_read, within
+    from moepack.runtime.policies.registry import parse_policy
 
     try:
         where = torch.device(device)
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
-    choose_policy(policy, bundle, [where], True)
+    parse_policy(policy, True)  # refuses a name before anything is measured
     bundle.check(CONFIG)
     config = read_config(bundle.path, bundle.manifest)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,18 @@ class Checkpoint:
     def stored_dtype(self, weight: str) -> str:
         """The dtype of a weight as it is stored: of an encoded one, its scheme."""
         return self.encoded[weight].scheme.name if weight in self.encoded else self._entry(weight).dtype
+
+    def shape(self, weight: str) -> tuple[int, ...]:
+        """The shape of a weight as it is stored: of an encoded one, its codes'."""
+        return self._entry(self.encoded[weight].codes if weight in self.encoded else weight).shape
+
+    def files_of(self, weights: Iterable[str]) -> set[str]:
+        """The files that these weights are in."""
+        names = set()
+        for weight in weights:
+            pair = self.encoded.get(weight)
+            names |= {weight} if pair is None else {pair.codes, pair.scales}
+        return {self.file_of[name] for name in names}
 
     def _entry(self, tensor: str) -> TensorEntry:
         return self.headers[self.file_of[tensor]].tensors[tensor]

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from moepack.pack.spec import ExpertLayer
 from .checkpoint import Checkpoint, source_dtype
 from .encoded import Decoded
 from .experts import ExpertWeights, describe, is_experts_module, parameter_names
+from .some_experts import Parts, sources_of
 
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -101,6 +103,7 @@ class StreamedModel:
             else:
                 self.unused.append(key)
         self._merged = {target for target, keys in targets.items() if len(keys) > 1}
+        self._targets = targets
         expert_sources: list[str] = []
         for name in self._experts.values():
             module = self.model.get_submodule(name)
@@ -160,14 +163,7 @@ class StreamedModel:
         Raises:
             InputError: when the checkpoint lacks one of them or has it in another shape.
         """
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        with contextlib.ExitStack() as stack, quiet_transformers():
-            reader = _Reader(self.checkpoint, stack)
-            sources = {key: reader.weight(key) for key in self._sources.get(layer, [])}
-            config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
-            info, _ = convert_and_load_state_dict_in_model(self.model, sources, config)
+        info = self._read(dict.fromkeys(self._sources.get(layer, [])))
         if info.mismatched_keys:
             name, got, want = sorted(info.mismatched_keys)[0]
             raise InputError(f"{self.checkpoint.name}: {name} has shape {tuple(got)}, its config says {tuple(want)}")
@@ -187,6 +183,63 @@ class StreamedModel:
         if lost:
             raise InputError(f"{self.checkpoint.name}: the checkpoint has nothing for {lost[0]}: it is not complete")
         return out
+
+    def _read(self, parts: Parts) -> Any:
+        """Bring weights of the checkpoint into the model; what transformers says of them."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        with contextlib.ExitStack() as stack, quiet_transformers():
+            reader = _Reader(self.checkpoint, stack)
+            sources = {key: reader.weight(key, part) for key, part in parts.items()}
+            config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
+            info, _ = convert_and_load_state_dict_in_model(self.model, sources, config)
+        return info
+
+    def experts(self, layer: int, some: range) -> ExpertWeights:
+        """Some experts of a layer as the checkpoint has them: only they are read, where its layout lets that be told.
+
+        The layer must not be loaded.
+
+        Raises:
+            InputError: see `load`.
+        """
+        parts = self._expert_parts(layer, some)
+        names = self._expert_parameters(layer)
+        meta = {name: self.model.get_parameter_or_buffer(name) for name in names}
+        try:
+            for name, whole in meta.items():
+                _set(self.model, name, torch.empty(len(some), *whole.shape[1:], dtype=whole.dtype, device="meta"))
+            info = None if parts is None else self._read(parts)
+            got = {name: self.model.get_parameter_or_buffer(name).detach() for name in names}
+        finally:
+            for name, whole in meta.items():
+                _set(self.model, name, whole)
+        read = info is not None and not (info.mismatched_keys or info.conversion_errors)
+        if read and not any(tensor.is_meta for tensor in got.values()):
+            own = {n.rpartition(".")[2]: t if n in self._merged else t.clone() for n, t in got.items()}
+            few = replace(self.expert_layers[layer], experts=len(some))
+            return ExpertWeights.of(few, self.experts_module(layer), own)
+        try:
+            _, weights = self.split(layer, self.load(layer))
+        finally:
+            self.free(layer)
+        assert weights is not None
+        return weights.select(some).copied()
+
+    def expert_files(self, layer: int, some: range) -> set[str]:
+        """The files that `experts` reads."""
+        parts = self._expert_parts(layer, some)
+        return self.checkpoint.files_of(self._sources.get(layer, []) if parts is None else parts)
+
+    def _expert_parameters(self, layer: int) -> list[str]:
+        prefix, module = self._experts[layer], self.experts_module(layer)
+        return [f"{prefix}.{p}" for pair in parameter_names(module).values() for p in pair if p is not None]
+
+    def _expert_parts(self, layer: int, some: range) -> Parts | None:
+        sources = {name: self._targets.get(name, []) for name in self._expert_parameters(layer)}
+        shapes = {key: self.checkpoint.shape(key) for keys in sources.values() for key in keys}
+        return sources_of(some, self.expert_layers[layer].experts, sources, shapes)
 
     def split(self, layer: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ExpertWeights | None]:
         """A loaded layer as its dense tensors and, where it has them, its experts."""
@@ -222,17 +275,31 @@ class _Reader:
         self._checkpoint, self._stack = checkpoint, stack
         self._handles: dict[str, Any] = {}
 
-    def weight(self, name: str) -> Any:
-        """What gives the weight when it is indexed: as it is stored, or decoded to BF16."""
+    def weight(self, name: str, part: range | None = None) -> Any:
+        """What gives the weight when it is indexed: as it is stored, or decoded to BF16; `part` of its first axis."""
         pair = self._checkpoint.encoded.get(name)
-        return self._slice(name) if pair is None else Decoded(pair, self._slice(pair.codes), self._slice(pair.scales))
+        if pair is None:
+            return self._slice(name, part)
+        return Decoded(pair, self._slice(pair.codes, part), self._slice(pair.scales, part))
 
-    def _slice(self, tensor: str) -> Any:
+    def _slice(self, tensor: str, part: range | None) -> Any:
         file = self._checkpoint.file_of[tensor]
         if file not in self._handles:
             path = self._checkpoint.path / file
             self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._handles[file].get_slice(tensor)
+        whole = self._handles[file].get_slice(tensor)
+        return whole if part is None else _First(whole, part)
+
+
+class _First:
+    """A part of a tensor's first axis, read when it is indexed."""
+
+    def __init__(self, whole: Any, part: range) -> None:
+        self._whole, self._part = whole, part
+
+    def __getitem__(self, index: Any) -> Tensor:
+        out: Tensor = self._whole[self._part.start : self._part.stop][index]
+        return out
 
 
 def _set(model: Any, name: str, value: Tensor) -> None:

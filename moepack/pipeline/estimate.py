@@ -22,7 +22,8 @@ from moepack.runtime.load import check_device
 
 from .allocate import check_allocation
 from .dense_part import lossless_matrix
-from .expert_batch import ExpertBatchTask, bare, batch_settings, lossless_extent, make_batch
+from .executors import workers
+from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
 from .run import calibration_text
 
@@ -227,25 +228,24 @@ class _DryRun:
         return seconds
 
     def _quantise_some(self, index: int, experts: ExpertWeights, observation: Observation) -> float:
-        """Seconds that one expert takes at every width, among some that are quantised together."""
-        import torch
-
+        """Seconds that one expert takes at every width, in a batch of some, with other batches at its side."""
         from moepack.quantize.expert_batch import expert_batches
 
-        settings = batch_settings(self._recipe)
+        settings, device = batch_settings(self._recipe), self._stream.device
 
-        def task(some: range) -> ExpertBatchTask:
-            return ExpertBatchTask(
-                bare(self._stream.experts_module(index)), experts.select(some), index, some, settings.versions,
-                settings, str(self._stream.device), torch.get_num_threads(),
-            )  # fmt: skip
+        def make(some: range) -> None:
+            task = ExpertBatchTask("", index, some, settings.versions, settings, device.type)
+            make_batch(task, self._stream.experts_module(index), experts.select(some), seen, device)
 
-        few = expert_batches(experts.layer, settings)[0][:PROBED]
+        batches = expert_batches(experts.layer, settings)
+        few = batches[0][:PROBED]
         seen = _shared_out(observation, self._ids.numel(), experts.layer.experts, len(few))
-        make_batch(task(range(1)), seen)  # loads and compiles what the quantisers need
+        make(range(1))  # loads and compiles what the quantisers need
         began = time.perf_counter()
-        make_batch(task(few), seen)
-        return (time.perf_counter() - began) / len(few)
+        make(few)
+        seconds = (time.perf_counter() - began) / len(few)
+        # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.
+        return seconds * -(-len(batches) // workers(device)) / len(batches)
 
     def result(self, base: int, rate: float) -> Estimate:
         """What was measured, scaled to the whole.
@@ -278,13 +278,15 @@ class _DryRun:
         return Estimate(self._sizes, self._dense, work_bytes, memory, seconds, count, len(self._experts), shown)
 
     def _batch_memory(self) -> int:
-        """The most that an expert batch takes."""
+        """The most that the expert batches take that are made at once."""
         from moepack.quantize.expert_batch import expert_batches, expert_memory
 
-        settings = batch_settings(self._recipe)
-        return max(
-            expert_memory(x, settings) * max(len(part) for part in expert_batches(x, settings)) for x in self._experts
-        )
+        settings, most = batch_settings(self._recipe), 0
+        for x in self._experts:
+            parts = expert_batches(x, settings)
+            at_once = min(len(parts), workers(self._stream.device))
+            most = max(most, expert_memory(x, settings) * len(parts[0]) * at_once)
+        return most
 
 
 def _known_sizes(recipe: Recipe, layers: Sequence[ExpertLayer]) -> dict[str, int]:

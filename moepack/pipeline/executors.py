@@ -1,36 +1,65 @@
 """Executors: where a build's expert batches are made. `local` makes them here; `ray` sends them to a Ray cluster.
 
-Both give the same results in the same order: what a batch's bytes follow from travels with it (expert_batch.py), its
-number of threads included. The cluster's machines need moepack[build,ray] and the same kind of processor.
+Both make the same bytes: a batch is made on a fixed number of threads (expert_batch.py). The local one is done with a
+layer when it was given it; Ray goes on while the next ones are calibrated, as far as its bounds let it (ray_executor).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moepack.cluster import connect
 from moepack.pack.errors import InputError
+from moepack.runtime.devices.glibc import trim
 
-from .expert_batch import ExpertBatchResult, ExpertBatchTask, make_batch
+from .expert_batch import make_batch, save_batch
+from .layer_work import LayerWork, write_layer
 
 if TYPE_CHECKING:
+    import torch
+
+    from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
 
+    from .remote import Source
+
 NAMES = ("local", "ray")
-RETRIES = 8  # times a batch is tried again when its worker dies
+Note = tuple[int, dict[str, Any]]  # a layer, and what the work directory notes of it
+Advance = Callable[[int], None]
 
 
 class Executor(Protocol):
-    """Makes expert batches."""
+    """Makes layers.
 
-    def run(self, tasks: Sequence[ExpertBatchTask], observation: Observation) -> Iterator[ExpertBatchResult]:
-        """The results of the tasks, in their order."""
+    Attributes:
+        reads: whether it reads weights from the checkpoint itself; else it is given them.
+    """
+
+    reads: bool
+
+    @property
+    def left(self) -> int:
+        """Experts of layers that were taken which are not made yet."""
+        ...
+
+    def begin(self, source: Source, folder: Path, device: torch.device) -> None:
+        """Be told of the checkpoint, of a folder that finished pieces are kept in, and of where to compute."""
+        ...
+
+    def submit(
+        self, work: LayerWork, observation: Observation, module: Any, weights: ExpertWeights | None, advance: Advance
+    ) -> None:
+        """Take a layer; returns once there is room for another. `advance` is told of experts that are done."""
+        ...
+
+    def finished(self, wait: bool) -> Iterator[Note]:
+        """The layers that became done; with `wait` all that were taken, as they become so."""
         ...
 
     def close(self) -> None:
-        """Let go of what was started."""
+        """Let go of what was started, and of what is not done."""
         ...
 
 
@@ -56,54 +85,73 @@ def open_executor(name: str, address: str | None) -> Executor:
         if address is not None:
             raise InputError("--address is a Ray cluster's: say --engine ray as well")
         return Local()
+    from .ray_executor import OnRay
+
     return OnRay(address)
 
 
 class Local:
-    """One batch after another, in this process."""
+    """In this process, on a CPU as many batches of a layer at once as torch has threads."""
 
-    def run(self, tasks: Sequence[ExpertBatchTask], observation: Observation) -> Iterator[ExpertBatchResult]:
+    reads = False
+
+    left = 0
+
+    def __init__(self) -> None:
+        self._done: list[Note] = []
+        self._device: torch.device | None = None
+
+    def begin(self, source: Source, folder: Path, device: torch.device) -> None:
         """See `Executor`."""
-        for task in tasks:
-            yield make_batch(task, observation)
+        self._device = device
+
+    def submit(
+        self, work: LayerWork, observation: Observation, module: Any, weights: ExpertWeights | None, advance: Advance
+    ) -> None:
+        """See `Executor`."""
+        device = self._device
+        assert weights is not None and device is not None
+
+        missing = work.missing
+        advance(sum(len(task.experts) for i, task in enumerate(work.tasks) if i not in missing))
+
+        def one(i: int) -> int:
+            task = work.tasks[i]
+            save_batch(make_batch(task, module, weights.select(task.experts), observation, device), work.kept[i])
+            return len(task.experts)
+
+        _at_once(one, missing, workers(device), advance)
+        self._done.append((work.layer.index, write_layer(work)))
+
+    def finished(self, wait: bool) -> Iterator[Note]:
+        """See `Executor`."""
+        while self._done:
+            yield self._done.pop(0)
 
     def close(self) -> None:
         """Nothing was started."""
 
 
-class OnRay:
-    """Batches as tasks of a Ray cluster: an existing one, or one started on this machine and ended with the build.
+def workers(device: torch.device) -> int:
+    """Batches that are made here at once: one on a GPU, which has no cores to share out."""
+    import torch
 
-    A layer's observation is put into the object store once; at most two batches a CPU are in flight, so that results
-    wait in memory no more than the layer file can take them. A task whose worker dies is run again by Ray.
-    """
+    return torch.get_num_threads() if device.type == "cpu" else 1
 
-    def __init__(self, address: str | None) -> None:
-        self._ray, self._started = connect(address)
-        resources: dict[str, float] = self._ray.cluster_resources()
-        self._in_flight = max(2, 2 * int(resources.get("CPU", 1)))
 
-    def run(self, tasks: Sequence[ExpertBatchTask], observation: Observation) -> Iterator[ExpertBatchResult]:
-        """See `Executor`."""
-        ray, waiting = self._ray, list(tasks)
-        remote = ray.remote(make_batch)
-        seen = ray.put(observation)
-        running: list[Any] = []
-        while waiting or running:
-            while waiting and len(running) < self._in_flight:
-                task = waiting.pop(0)
-                task = replace(task, weights=task.weights.copied())
-                resources = {"num_gpus": 1} if task.device.startswith("cuda") else {"num_cpus": task.threads}
-                running.append(remote.options(max_retries=RETRIES, **resources).remote(task, seen))
-            try:
-                yield ray.get(running.pop(0))
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                raise cause if isinstance(cause, Exception) else error from None
-            except ray.exceptions.RayError as error:
-                raise InputError(f"Ray gave up on an expert batch: {str(error).strip().splitlines()[0]}") from None
-
-    def close(self) -> None:
-        """Leave the cluster; end it if it was started here."""
-        if self._started:
-            self._ray.shutdown()
+def _at_once(one: Callable[[int], int], items: list[int], most: int, advance: Advance) -> None:
+    """Do `one` of all items, `most` at a time; after an error no further one is begun."""
+    if min(most, len(items)) < 2:
+        for i in items:
+            advance(one(i))
+            trim()
+        return
+    left, running = list(items), set[Future[int]]()
+    with ThreadPoolExecutor(most, "moepack-batch") as pool:
+        while left or running:
+            while left and len(running) < most:
+                running.add(pool.submit(one, left.pop(0)))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                advance(future.result())
+            trim()

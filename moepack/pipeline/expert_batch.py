@@ -1,14 +1,15 @@
 """An expert batch at every width: the unit of a build's quantising, the same bytes wherever it is made.
 
-What goes in is picklable, so that an executor can send it to another machine; what comes out is what a layer file
-takes, and can be kept in the work directory under the address of what went in.
+What a batch's bytes follow from is a task, a few numbers that travel anywhere; its weights and its tokens are the
+maker's to bring. What comes out is what a layer file takes, and can be kept in the work directory under the address of
+what went in.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,29 +31,30 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 
+# A batch is made on so many of torch's threads, everywhere: sums come out in another order with another number, and the
+# bytes must not depend on who makes them. With one, a machine makes as many batches at once as it has cores.
+THREADS = 1
+
+
 @dataclass(frozen=True)
 class ExpertBatchTask:
-    """What making one expert batch takes, but for what the calibration tokens brought to the layer.
+    """What an expert batch is made of, but for what the calibration tokens brought to the layer.
 
     Attributes:
-        module: the layer's experts module without its parameters, for its gate activation.
-        weights: the weights of these experts.
+        checkpoint: SHA-256 over its files' digests.
         layer: the decoder layer's index.
         experts: which of the layer's experts they are.
         versions: all versions wanted, the lossless one among them.
         settings: how to quantise.
-        device: where to compute, as torch names it.
-        threads: torch's threads: sums come out in another order with another number.
+        device: the kind of device that computes, as torch names it.
     """
 
-    module: Any
-    weights: ExpertWeights
+    checkpoint: str
     layer: int
     experts: range
     versions: tuple[Version, ...]
     settings: Settings
     device: str
-    threads: int
 
     def address(self, observed: str) -> str:
         """SHA-256 of all that the result follows from; `observed` is the observation's digest."""
@@ -61,19 +63,16 @@ class ExpertBatchTask:
         facts = {
             "moepack": __version__,
             "estimate": ESTIMATE,
+            "checkpoint": self.checkpoint,
             "observed": observed,
             "layer": self.layer,
             "experts": [self.experts.start, self.experts.stop],
             "versions": [asdict(v) for v in self.versions],
             "settings": asdict(self.settings),
-            "threads": self.threads,
-            "device": self.device.partition(":")[0],
+            "threads": THREADS,
+            "device": self.device,
         }
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-        for tensor in (*self.weights.weights, *self.weights.biases):
-            if tensor is not None:
-                digest.update(_bytes(tensor).data)
-        return digest.hexdigest()
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,6 @@ def batch_settings(recipe: Recipe) -> Settings:
     q = recipe.quantize
     affine = tuple(v for v in recipe.version_specs() if not v.is_lossless)
     return Settings(q.method, affine, q.min_tokens, q.loss_tokens, q.moments)
-
-
-def bare(module: Any) -> Any:
-    """A copy of an experts module without its parameters."""
-    out = copy.copy(module)
-    out._parameters = {}
-    return out
 
 
 def observation_digest(observation: Observation) -> str:
@@ -135,8 +127,31 @@ def lossless_extent(weights: ExpertWeights, expert: int) -> tuple[Buffer, int]:
     return encode_lossless(weights.layer.matrices, values)
 
 
-def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchResult:
-    """Quantise, measure and encode one expert batch."""
+def make_batch(
+    task: ExpertBatchTask, module: Any, weights: ExpertWeights, observation: Observation, device: torch.device
+) -> ExpertBatchResult:
+    """Quantise, measure and encode one expert batch, on THREADS of torch's threads.
+
+    Args:
+        task: which experts, and how.
+        module: the layer's experts module, for its gate activation only.
+        weights: the weights of these experts.
+        observation: what the calibration tokens brought to the layer.
+        device: where to compute.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        return _make(task, module, weights, observation, device)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _make(
+    task: ExpertBatchTask, module: Any, weights: ExpertWeights, observation: Observation, device: torch.device
+) -> ExpertBatchResult:
     import torch
 
     from moepack.calibrate.experts import bits_of
@@ -145,8 +160,7 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
     from moepack.quantize.expert_batch import quantise_batch
     from moepack.quantize.pooling import MEASURED, measured_row
 
-    torch.set_num_threads(task.threads)
-    weights, matrices = task.weights, task.weights.layer.matrices
+    matrices = weights.layer.matrices
     names = [v.name for v in task.versions]
     made = ExpertBatchResult(
         {n: [] for n in names},
@@ -154,7 +168,7 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
         {k: torch.zeros(len(task.experts), len(names), dtype=torch.float64) for k in MEASURED}
         | {"method": torch.zeros(len(task.experts), len(names), dtype=torch.uint8)},
     )
-    batch = gather_batch(task.module, weights, task.experts, observation, task.settings, torch.device(task.device))
+    batch = gather_batch(module, weights, task.experts, observation, task.settings, device)
     affine = [names.index(v.name) for v in task.settings.versions]
     for i, row in enumerate(quantise_batch(batch, task.settings)):
         for k, values in measured_row([(item.own, item.others) for item in row]).items():
@@ -173,23 +187,26 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
     return made
 
 
-def save_batch(made: ExpertBatchResult, path: Path) -> None:
-    """Keep a finished expert batch."""
+def batch_tensors(made: ExpertBatchResult) -> dict[str, torch.Tensor]:
+    """A finished expert batch as tensors, which `load_batch` reads out of a file."""
     import torch
 
     tensors = {f"losses.{k}": v for k, v in made.losses.items()}
     for name, extents in made.extents.items():
         tensors[f"payloads.{name}"] = torch.tensor(made.payloads[name], dtype=torch.int64)
-        tensors |= {f"extents.{name}.{i}": torch.from_numpy(_writeable(extent)) for i, extent in enumerate(extents)}
-    save(path, tensors)
+        tensors |= {f"extents.{name}.{i}": torch.from_numpy(extent) for i, extent in enumerate(extents)}
+    return tensors
 
 
-def _writeable(extent: Buffer) -> Buffer:
-    return extent if extent.flags.writeable else extent.copy()  # a view of Ray's object store is not
+def save_batch(made: ExpertBatchResult, path: Path) -> None:
+    """Keep a finished expert batch. Two may be at it at once: one that a cluster gave up on, and another."""
+    own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
+    save(own, batch_tensors(made))
+    own.replace(path)
 
 
 def load_batch(path: Path) -> ExpertBatchResult:
-    """The inverse of `save_batch`."""
+    """What `save_batch` kept."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)

@@ -1,13 +1,13 @@
 """One streaming pass over a checkpoint's decoder layers: calibrate, quantise, or both, into a work directory.
 
-For each decoder layer: load, run the calibration batches, quantise every expert at every width, measure, write, free.
-At any time one layer, the calibration activations and a bounded amount of second moments are in memory. What is done is
-not redone.
+For each decoder layer: load, run the calibration batches, have every expert quantised at every width and measured,
+free. At any time one layer, the calibration activations and a bounded amount of second moments are in memory; an
+executor that quantises elsewhere says how far calibration goes ahead of it. What is done is not redone.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches
 from moepack.pack.errors import InputError
-from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, DenseLayer
-from moepack.pack.tables import metadata
 from moepack.progress import Reporter
-from moepack.quantize import methods
 from moepack.runtime.devices.glibc import trim
 from moepack.version import __version__
 
@@ -28,8 +25,10 @@ from .allocate import check_allocation
 from .artifacts import MOMENTS, load_hidden, load_moments, load_observation, run_record, save
 from .dense_part import quantise_dense
 from .executors import Executor, Local
-from .expert_batch import ExpertBatchTask, bare, batch_settings, load_batch, observation_digest, save_batch
+from .expert_batch import ExpertBatchTask, batch_settings, observation_digest
+from .layer_work import LayerWork
 from .recipe import Recipe, parse_recipe
+from .remote import Source
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
@@ -41,7 +40,11 @@ if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import CalibrationPass, Observation
     from moepack.calibrate.stream import StreamedModel
-    from moepack.pack.spec import DenseMatrix, Version
+    from moepack.pack.spec import DenseMatrix
+
+
+_DIGESTS = "digests.json"
+_HIDDEN = "hidden.safetensors"
 
 
 def calibration_text(
@@ -67,17 +70,22 @@ def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Report
     """The digests of a checkpoint's files; what was read of them stays in the work directory."""
     from moepack.calibrate.identity import identity
 
-    file = directory.path / "digests.json"
-    try:
-        known = json.loads(file.read_text())
-    except (OSError, ValueError):
-        known = {}
+    known = _digested(directory)
     reporter.stage("read the checkpoint", 1)
     reporter.step(checkpoint.name)
     reporter.inner("bytes", checkpoint.bytes)
-    digests, kept = identity(checkpoint, known if isinstance(known, dict) else {}, reporter.advance)
-    directory.write(file, json.dumps(kept, indent=1).encode())
+    digests, kept = identity(checkpoint, known, reporter.advance)
+    directory.write(directory.path / _DIGESTS, json.dumps(kept, indent=1).encode())
     return digests
+
+
+def _digested(directory: WorkDirectory) -> dict[str, Any]:
+    """What is known of the checkpoint's files."""
+    try:
+        known = json.loads((directory.path / _DIGESTS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 class Run:
@@ -92,7 +100,9 @@ class Run:
     ) -> None:
         self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
         self._executor: Executor = Local()
-        self._objects: list[Path] = []  # of the layer at hand: they go once it is done
+        self._objects: dict[int, tuple[Path, ...]] = {}  # of layers at hand: they go once these are done
+        self._notes: dict[int, dict[str, Any]] = {}  # what is to be noted of these layers, as far as it is known
+        self._walked = -1  # the last layer whose activations are kept
         self._dense: dict[int | None, list[DenseMatrix]] = {}
         if recipe.dense:
             from moepack.calibrate.dense import dense_matrices
@@ -215,14 +225,17 @@ class Run:
         from moepack.calibrate.forward import CalibrationPass
 
         stream, work = self._stream, self._work
+        source = Source(str(Path(stream.checkpoint.path).absolute()), _digested(work))
+        work.tidy()
+        self._executor.begin(source, work.path, stream.device)
         dtype = getattr(torch, self._recipe.calibration.dtype)
         walk: CalibrationPass | None = None
         total = len(stream.layers)
         pending = [i for i in range(total) if not self._finished(i, calibrate, quantize)]
         # What an earlier `calibrate` kept of a layer is enough to quantise it.
         first = next((i for i in pending if not (quantize and self._observed(i))), total)
-        if 0 < first < total and not work.piece("calibrate", first - 1, "hidden.safetensors").exists():
-            first = 0  # activations that nobody kept
+        while 0 < first < total and not work.piece("calibrate", first - 1, _HIDDEN).exists():
+            first -= 1  # activations that nobody kept
         if calibrate and self._ids is not None:
             walk = CalibrationPass(stream, self._ids, self._recipe.calibration.batch_size, dtype)
         if walk is not None and (first < total or not work.done("calibrate", None)):
@@ -235,7 +248,7 @@ class Run:
             del rest
             stream.free(None)
             if first:
-                walk.hidden = load_hidden(work.piece("calibrate", first - 1, "hidden.safetensors"))
+                walk.hidden = load_hidden(work.piece("calibrate", first - 1, _HIDDEN))
         names = {(True, True): "calibrate and quantise", (True, False): "calibrate", (False, True): "quantise"}
         reporter.stage(names[calibrate, quantize], total)
         for i in range(total):
@@ -243,25 +256,41 @@ class Run:
             walks = walk is not None and i >= first  # from there on through every layer, to have its activations
             if not walks and i not in pending:
                 continue
-            tensors = stream.load(i)
-            dense, experts = stream.split(i, tensors)
-            del tensors
-            observation, moments = None, None
+            has_experts = i in stream.expert_layers
+            made = quantize and i in pending and (has_experts or i in self._dense)
+            dense: dict[str, torch.Tensor] = {}
+            experts, observation, moments = None, None, None
+            if walks or not self._executor.reads or i in self._dense:
+                tensors = stream.load(i)
+                dense, experts = stream.split(i, tensors)
+                del tensors
             if walk is not None and walks:
                 observation, moments = self._calibrate_layer(walk, i, dense, dtype, reporter, keep=not quantize)
             stream.free(i)
-            if quantize and i in pending and (experts is not None or i in self._dense):
-                note = self._quantise_dense(i, dense, moments, reporter)
-                if experts is not None:
-                    note |= self._quantise_layer(i, experts, observation or load_observation(work, i), reporter)
-                self._finish(i, note)
+            if made:
+                self._notes[i] = self._quantise_dense(i, dense, moments, reporter)
+                if has_experts:
+                    self._quantise_layer(i, experts, observation or load_observation(work, i), reporter)
+                else:
+                    self._finish(i, self._notes.pop(i))
+            del dense, experts, observation, moments
+            self._take(wait=False)
             if walk is not None and walks:
                 self._keep_hidden(walk, i)
-            del dense, experts, observation, moments
             trim()  # without it glibc keeps about a layer's worth more after every layer
+        reporter.inner("experts", self._executor.left)
+        self._take(wait=True)
         if None in self._dense:
             self._head(walk, dtype, quantize, reporter)
         reporter.step("done")
+
+    def _take(self, wait: bool) -> None:
+        """Declare layers quantised that the executor has done."""
+        for layer, note in self._executor.finished(wait):
+            self._finish(layer, self._notes.pop(layer) | note)
+            for path in self._objects.pop(layer):
+                path.unlink(missing_ok=True)
+            self._drop_hidden()
 
     def _head(self, walk: CalibrationPass | None, dtype: torch.dtype, quantize: bool, reporter: Reporter) -> None:
         """What lies behind the last layer: its moments, and with `quantize` its versions."""
@@ -274,9 +303,7 @@ class Run:
         tensors = stream.load(None)
         moments = None
         if walk is not None and not kept.exists():
-            walk.hidden = walk.hidden or load_hidden(
-                work.piece("calibrate", len(stream.layers) - 1, "hidden.safetensors")
-            )
+            walk.hidden = walk.hidden or load_hidden(work.piece("calibrate", len(stream.layers) - 1, _HIDDEN))
             stream.to_compute(None, dtype)
             watch = watch_part(stream, self._dense[None], walk.windows, walk.length)
             walk.run_head(watch)
@@ -294,9 +321,6 @@ class Run:
     def _finish(self, part: int | None, note: dict[str, Any]) -> None:
         """Declare a part quantised."""
         self._work.mark("quantize", part, note)
-        for path in self._objects:
-            path.unlink()
-        self._objects.clear()
 
     def _observed(self, layer: int) -> bool:
         """Whether the calibrate stage finished a layer and kept what its experts saw."""
@@ -341,14 +365,19 @@ class Run:
         return observation, moments
 
     def _keep_hidden(self, walk: Any, layer: int) -> None:
-        """Persist the live activations, then declare the layer done: regenerated ones would not be the same bits."""
+        """Persist the live activations, then declare the layer done: regenerated ones may not be the same bits."""
         save(
-            self._work.piece("calibrate", layer, "hidden.safetensors"),
+            self._work.piece("calibrate", layer, _HIDDEN),
             {f"{b:06d}": hidden for b, hidden in enumerate(walk.hidden)},
         )
         self._work.mark("calibrate", layer, {})
-        if layer:
-            self._work.piece("calibrate", layer - 1, "hidden.safetensors").unlink(missing_ok=True)
+        self._walked = layer
+        self._drop_hidden()
+
+    def _drop_hidden(self) -> None:
+        """Remove activations that no resumed run would start from: it starts at the first layer in flight."""
+        for layer in range(min(self._objects, default=self._walked + 1) - 1):
+            self._work.piece("calibrate", layer, _HIDDEN).unlink(missing_ok=True)
 
     def _quantise_dense(
         self, part: int | None, tensors: dict[str, torch.Tensor], moments: DenseMoments | None, reporter: Reporter
@@ -375,64 +404,28 @@ class Run:
         }  # fmt: skip
 
     def _before(self, part: int | None) -> int:
-        """Dense matrices of the layers before a part: these are quantised."""
-        notes = [
-            self._work.done("quantize", i) or {} for i in range(len(self._stream.layers) if part is None else part)
-        ]
+        """Dense matrices of the layers before a part: these are quantised, or their experts are being."""
+        before = range(len(self._stream.layers) if part is None else part)
+        notes = [self._notes.get(i) or self._work.done("quantize", i) or {} for i in before]
         return sum(len(note["dense"]["matrices"]) for note in notes if "dense" in note)
 
     def _quantise_layer(
-        self, index: int, experts: ExpertWeights, observation: Observation, reporter: Reporter
-    ) -> dict[str, Any]:
-        """Make every expert batch that is not there yet, then the layer's files of all of them."""
-        import torch
-
-        from moepack.quantize.pooling import pooled
-
-        versions, work = self._recipe.version_specs(), self._work
-        tasks = self._tasks(index, experts, versions)
-        observed = observation_digest(observation)
-        kept = [work.object(task.address(observed)) for task in tasks]
-        missing = [i for i, path in enumerate(kept) if not path.exists()]
-        reporter.inner("experts", experts.layer.experts)
-        reporter.advance(sum(len(t.experts) for i, t in enumerate(tasks) if i not in missing))
-        for i, made in zip(missing, self._executor.run([tasks[i] for i in missing], observation), strict=True):
-            save_batch(made, kept[i])
-            trim()
-            reporter.advance(len(tasks[i].experts))
-        losses: list[dict[str, torch.Tensor]] = []
-        with contextlib.ExitStack() as stack:
-            writers = {
-                v.name: stack.enter_context(
-                    LayerFileWriter(work.piece("quantize", index, f"{v.name}.safetensors"), v.name, experts.layer)
-                )
-                for v in versions
-            }
-            for path in kept:
-                batch = load_batch(path)
-                losses.append(batch.losses)
-                for name, writer in writers.items():
-                    for extent, payload in zip(batch.extents[name], batch.payloads[name], strict=True):
-                        writer.add(extent, payload)
-        measured = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
-        table = pooled(measured) | {"method": measured["method"]}
-        columns = metadata([v.name for v in versions], methods.numbered())
-        save(work.piece("quantize", index, "losses.safetensors"), table, columns)
-        self._objects = kept
-        return {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}}
-
-    def _tasks(self, index: int, experts: ExpertWeights, versions: tuple[Version, ...]) -> list[ExpertBatchTask]:
-        import torch
-
+        self, index: int, experts: ExpertWeights | None, observation: Observation, reporter: Reporter
+    ) -> None:
+        """Give a layer to the executor."""
         from moepack.quantize.expert_batch import expert_batches
 
-        settings = batch_settings(self._recipe)
-        module, device, threads = (
-            bare(self._stream.experts_module(index)),
-            str(self._stream.device),
-            torch.get_num_threads(),
+        layer, settings = self._stream.expert_layers[index], batch_settings(self._recipe)
+        identity = json.dumps(self._work.settings()["calibrate"]["checkpoint"], sort_keys=True)
+        checkpoint, observed = hashlib.sha256(identity.encode()).hexdigest(), observation_digest(observation)
+        versions, device = self._recipe.version_specs(), self._stream.device.type
+        tasks = tuple(
+            ExpertBatchTask(checkpoint, index, part, versions, settings, device)
+            for part in expert_batches(layer, settings)
         )
-        return [
-            ExpertBatchTask(module, experts.select(part), index, part, versions, settings, device, threads)
-            for part in expert_batches(experts.layer, settings)
-        ]
+        kept = tuple(self._work.object(task.address(observed)).absolute() for task in tasks)
+        folder = self._work.piece("quantize", index, "").absolute()
+        self._objects[index] = kept
+        reporter.inner("experts", self._executor.left + layer.experts)
+        module = self._stream.experts_module(index)
+        self._executor.submit(LayerWork(layer, tasks, kept, folder), observation, module, experts, reporter.advance)

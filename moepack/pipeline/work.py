@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from moepack.pack.errors import InputError, TargetError
 from moepack.pack.writer import sync
 
 _SETTINGS = "settings.json"
+_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
+PROBE = "shared-"  # how the names of files begin by which machines learn that they share the directory
 
 
 class WorkDirectory:
@@ -87,6 +90,16 @@ class WorkDirectory:
         directory = self.path / "objects"
         directory.mkdir(exist_ok=True)
         return directory / f"{address}.safetensors"
+
+    def tidy(self) -> None:
+        """Remove what a killed build was writing: files under other names than they were to have in the end."""
+        for path in (self.path / "objects").glob("*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif not _OBJECT.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        for path in self.path.glob(f"{PROBE}*"):
+            path.unlink(missing_ok=True)
 
     def done(self, stage: str, layer: int | None) -> dict[str, Any] | None:
         """What `mark` noted of a finished piece, or None."""

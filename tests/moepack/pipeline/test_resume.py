@@ -65,11 +65,11 @@ def test_a_killed_layer_keeps_its_finished_batches(
     recipe, made = parse_recipe(RECIPE, "test"), []
     original = moepack.pipeline.executors.make_batch
 
-    def counted(task, observation):  # type: ignore[no-untyped-def]
+    def counted(task, *rest):  # type: ignore[no-untyped-def]
         made.append((task.layer, task.experts.start))
         if len(made) == 7:
             raise KeyboardInterrupt
-        return original(task, observation)
+        return original(task, *rest)
 
     monkeypatch.setattr(moepack.pipeline.executors, "make_batch", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -91,13 +91,13 @@ def test_losses_of_two_estimates_are_not_mixed(
     recipe, addresses = parse_recipe(RECIPE, "test"), []
     original = moepack.pipeline.executors.make_batch
 
-    def stopped(task, observation):  # type: ignore[no-untyped-def]
+    def stopped(task, *rest):  # type: ignore[no-untyped-def]
         for number in (1, 2, 2):
             monkeypatch.setattr(moepack.quantize.losses, "ESTIMATE", number)
             addresses.append(task.address("observed"))
         if task.layer:
             raise KeyboardInterrupt
-        return original(task, observation)
+        return original(task, *rest)
 
     monkeypatch.setattr(moepack.pipeline.executors, "make_batch", stopped)
     with pytest.raises(KeyboardInterrupt):

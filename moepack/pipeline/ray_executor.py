@@ -1,0 +1,239 @@
+"""The Ray executor: expert batches as tasks of a Ray cluster, an existing one or one started on this machine.
+
+Through this process go a layer's tokens, once, a few hundred bytes a batch, and, where workers do not see the work
+directory, the finished batches. A task asks for what it takes: THREADS cores, the memory of its batch, a GPU where the
+build computes on one. A batch whose worker dies is made again. The cluster's machines need moepack[build,ray], the
+checkpoint at the same path and the same kind of processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepack.cluster import connect
+from moepack.pack.errors import InputError
+from moepack.pack.writer import sync
+
+from .executors import Advance, Note
+from .expert_batch import THREADS
+from .layer_work import LayerWork, write_layer
+from .remote import Order, Probe, Seen, Source, batch_memory, finish_layer, make_piece
+
+if TYPE_CHECKING:
+    import torch
+
+    from moepack.calibrate.experts import ExpertWeights
+    from moepack.calibrate.forward import Observation
+
+PROCESS = 1 << 30  # bytes of a worker before it makes anything: Python, torch, transformers
+RETRIES = 8  # times a batch is tried again when its worker dies
+AHEAD = 2  # batches a slot that are given out before calibration waits
+SHARE = 0.5  # of this node's object store that tokens of unfinished layers may take
+
+
+@dataclass
+class Traffic:
+    """Bytes that went through this process.
+
+    Attributes:
+        tokens: of observations, put into the object store.
+        orders: of what tasks were told besides.
+        answers: of what came back, without the pieces of batches.
+        pieces: of batches that workers could not write where they belong.
+    """
+
+    tokens: int = 0
+    orders: int = 0
+    answers: int = 0
+    pieces: int = 0
+
+
+@dataclass
+class _Layer:
+    """A layer in flight."""
+
+    work: LayerWork
+    seen: Any  # the reference of its tokens
+    bytes: int  # of them, in the object store until the batches are made
+    advance: Advance
+    running: dict[Any, int] = field(default_factory=dict)  # task -> batch
+    writing: Any = None
+    here: bool = False  # whether a batch came in pieces, so that this process has to write the layer's files
+    note: dict[str, Any] | None = None
+
+
+class OnRay:
+    """See the module.
+
+    Calibration goes ahead while fewer than AHEAD batches a slot are given out and the tokens of unfinished layers take
+    at most SHARE of this node's object store; beside those, one layer's tokens are in this process.
+
+    Attributes:
+        traffic: what went through this process so far.
+    """
+
+    reads = True
+
+    def __init__(self, address: str | None) -> None:
+        self.traffic = Traffic()
+        self._ray, self._started = connect(address)
+        self._layers: list[_Layer] = []
+        self._slots = 1
+        self._probe: Probe | None = None
+
+    def begin(self, source: Source, folder: Path, device: torch.device) -> None:
+        """See `Executor`."""
+        ray = self._ray
+        self._probe = Probe.leave(folder.absolute())
+        self._source, self._gpus = ray.put(source), int(device.type == "cuda")
+        self.traffic.orders += len(pickle.dumps(source))
+        nodes = [n for n in ray.nodes() if n["Alive"]]
+        here = ray.get_runtime_context().get_node_id()
+        own = next((n["Resources"] for n in nodes if n["NodeID"] == here), {})
+        self._nodes, self._store = [n["Resources"] for n in nodes], own.get("object_store_memory", 0.0)
+
+    @property
+    def left(self) -> int:
+        """See `Executor`."""
+        return sum(len(layer.work.tasks[i].experts) for layer in self._layers for i in layer.running.values())
+
+    def submit(
+        self, work: LayerWork, observation: Observation, module: Any, weights: ExpertWeights | None, advance: Advance
+    ) -> None:
+        """See `Executor`."""
+        layer, missing = _Layer(work, None, 0, advance), work.missing
+        self._layers.append(layer)
+        advance(sum(len(task.experts) for i, task in enumerate(work.tasks) if i not in missing))
+        if missing:
+            seen, need = Seen.of(observation), needs(work, self._gpus)
+            self._slots = slots(self._nodes, need)
+            if not self._slots:
+                parts = f"{need['CPU']:g} core, {need['memory'] / 2**30:.1f} GiB" + ", a GPU" * self._gpus
+                raise InputError(f"Ray: an expert batch takes {parts}, and no node of the cluster has that")
+            layer.seen, layer.bytes = self._ray.put(seen), seen.bytes
+            self.traffic.tokens += seen.bytes
+            options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
+            for i in missing:
+                layer.running[self._remote(make_piece, options, Order(work.tasks[i], work.kept[i]), layer.seen)] = i
+        self._write(layer)
+        while self._full(layer.bytes):
+            self._step(None)
+
+    def finished(self, wait: bool) -> Iterator[Note]:
+        """See `Executor`."""
+        while True:
+            for layer in [x for x in self._layers if x.note is not None]:
+                self._layers.remove(layer)
+                assert layer.note is not None
+                yield layer.work.layer.index, layer.note
+            if not self._layers or not self._step(None if wait else 0):
+                return
+
+    def close(self) -> None:
+        """Leave the cluster; end it if it was started here. What is under way there is not wanted any more."""
+        for layer in self._layers:
+            for task in layer.running:
+                self._ray.cancel(task)
+        self._layers.clear()
+        if self._probe is not None:
+            self._probe.file.unlink(missing_ok=True)
+        if self._started:
+            self._ray.shutdown()
+
+    def _remote(self, function: Any, options: dict[str, Any], what: Any, *more: Any) -> Any:
+        """Start a task that yields."""
+        self.traffic.orders += len(pickle.dumps((what, self._probe)))
+        task = self._ray.remote(function).options(num_returns="streaming", max_retries=RETRIES, **options)
+        return task.remote(what, self._source, self._probe, *more)
+
+    def _full(self, more: int) -> bool:
+        """Whether a next layer, of `more` bytes of tokens, has to wait."""
+        out = sum(len(layer.running) for layer in self._layers)
+        held = sum(layer.bytes for layer in self._layers)
+        return out > 0 and (out >= AHEAD * self._slots or held + more > SHARE * self._store)
+
+    def _step(self, timeout: float | None) -> bool:
+        """Take what one task answered, waiting for one so long; whether there was one."""
+        tasks = {task: layer for layer in self._layers for task in (*layer.running, layer.writing) if task is not None}
+        if not tasks:
+            return False
+        ready, _ = self._ray.wait(list(tasks), num_returns=1, timeout=timeout)
+        for task in ready:
+            layer = tasks[task]
+            if task is layer.writing:
+                self._written(layer, task)
+            else:
+                self._made(layer, task)
+        return bool(ready)
+
+    def _made(self, layer: _Layer, task: Any) -> None:
+        """Take a batch."""
+        i = layer.running[task]
+        path = layer.work.kept[i]
+        own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
+        digest, expected = hashlib.sha256(), ""
+        with own.open("wb") as file:
+            for reference in task:
+                answer = self._get(reference)
+                if isinstance(answer, str):
+                    self.traffic.answers += len(answer)
+                    expected = answer
+                else:
+                    self.traffic.pieces += answer.nbytes
+                    digest.update(answer.data)
+                    file.write(answer.data)
+        if expected:
+            if expected != digest.hexdigest():
+                own.unlink()
+                raise InputError(f"Ray: {path.name} came with other bytes than it left with: run again to go on")
+            sync(own)
+            own.replace(path)
+            layer.here = True
+        else:
+            own.unlink()
+        del layer.running[task]
+        layer.advance(len(layer.work.tasks[i].experts))
+        self._write(layer)
+
+    def _write(self, layer: _Layer) -> None:
+        """Have a layer's files written once its batches are there."""
+        if layer.running:
+            return
+        layer.seen, layer.bytes = None, 0
+        if layer.here:
+            layer.note = write_layer(layer.work)
+        else:
+            layer.writing = self._remote(finish_layer, {"num_cpus": THREADS}, layer.work)
+
+    def _written(self, layer: _Layer, task: Any) -> None:
+        note = self._get(next(task))
+        self.traffic.answers += len(pickle.dumps(note))
+        layer.writing, layer.note = None, write_layer(layer.work) if note is None else note
+
+    def _get(self, reference: Any) -> Any:
+        ray = self._ray
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise cause if isinstance(cause, Exception) else error from None
+        except ray.exceptions.RayError as error:
+            raise InputError(f"Ray gave up on an expert batch: {str(error).strip().splitlines()[0]}") from None
+
+
+def needs(work: LayerWork, gpus: int) -> dict[str, float]:
+    """What a batch of a layer takes of a node, by Ray's names."""
+    most = max(len(task.experts) for task in work.tasks)
+    memory = PROCESS + batch_memory(work.layer, work.tasks[0].settings, most)
+    return {"CPU": float(THREADS), "memory": float(memory)} | ({"GPU": 1.0} if gpus else {})
+
+
+def slots(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:
+    """Tasks that need so much and run at once on nodes with these resources."""
+    return sum(min(int(node.get(name, 0.0) // wanted) for name, wanted in need.items()) for node in nodes)

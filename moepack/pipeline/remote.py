@@ -1,0 +1,198 @@
+"""What a worker on another machine is told, what it makes, and what it answers.
+
+No weights travel to it: it reads those of its experts from the checkpoint, once it has seen that the files are the
+driver's. Tokens come as NumPy arrays, which the workers of a node share. What it makes it writes into the work
+directory, where that is the driver's too; else it answers with the bytes, in pieces. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import secrets
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moepack.pack.affine import Buffer
+from moepack.pack.errors import InputError
+from moepack.pack.spec import ExpertLayer
+
+from .expert_batch import ExpertBatchTask, batch_tensors, make_batch, save_batch
+from .layer_work import LayerWork, write_layer
+from .work import PROBE
+
+if TYPE_CHECKING:
+    from moepack.calibrate.forward import Observation
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.quantize.expert_batch import Settings
+
+PIECE = 32 << 20  # bytes of an answer's pieces
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An observation in NumPy.
+
+    Attributes:
+        inputs: uint8 [tokens, bytes of a token].
+        dtype: of the inputs, as torch names it.
+        experts: int32 [tokens, top_k].
+        gates: float32 [tokens, top_k].
+        length: tokens of a window.
+    """
+
+    inputs: Buffer
+    dtype: str
+    experts: npt.NDArray[np.int32]
+    gates: npt.NDArray[np.float32]
+    length: int
+
+    @staticmethod
+    def of(observation: Observation) -> Seen:
+        """The same memory where it can be."""
+        import torch
+
+        inputs = observation.inputs.contiguous()
+        return Seen(
+            inputs.view(torch.uint8).numpy(), str(inputs.dtype).removeprefix("torch."),
+            observation.experts.numpy(), observation.gates.numpy(), observation.length,
+        )  # fmt: skip
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.inputs.nbytes + self.experts.nbytes + self.gates.nbytes
+
+    def observation(self) -> Observation:
+        """The observation, in the arrays' own memory; not to be written to."""
+        import torch
+
+        from moepack.calibrate.forward import Observation
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+            inputs = torch.from_numpy(self.inputs).view(getattr(torch, self.dtype))
+            return Observation(inputs, torch.from_numpy(self.experts), torch.from_numpy(self.gates), self.length)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, by the path that it has on every machine.
+
+    Attributes:
+        path: its directory.
+        files: file name -> what `moepack.calibrate.identity.identity` keeps of it.
+    """
+
+    path: str
+    files: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A file with a word that nobody can guess: who reads it sees the driver's directory."""
+
+    file: Path
+    word: str
+
+    @staticmethod
+    def leave(folder: Path) -> Probe:
+        """Write one."""
+        probe = Probe(folder / f"{PROBE}{secrets.token_hex(8)}", secrets.token_hex(32))
+        probe.file.write_text(probe.word)
+        return probe
+
+    def seen(self) -> bool:
+        """Whether it is seen from here."""
+        try:
+            return self.file.read_text() == self.word
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker is asked for: a batch, and where it belongs."""
+
+    task: ExpertBatchTask
+    path: Path
+
+
+def make_piece(order: Order, source: Source, probe: Probe, seen: Seen) -> Iterator[Buffer | str]:
+    """Make a batch. Yields its file in pieces of PIECE bytes and their SHA-256, or an empty word where it is written.
+
+    Raises:
+        InputError: when this machine does not see the checkpoint, or sees another one.
+    """
+    import torch
+
+    shared = probe.seen()
+    if shared and order.path.exists():
+        yield ""
+        return
+    task = order.task
+    stream = _stream(source.path)
+    for name in sorted({"config.json", *stream.expert_files(task.layer, task.experts)}):
+        _check(Path(source.path) / name, source.files[name])
+    weights = stream.experts(task.layer, task.experts)
+    module, device = stream.experts_module(task.layer), torch.device(task.device)
+    made = make_batch(task, module, weights, seen.observation(), device)
+    if shared:
+        save_batch(made, order.path)
+        yield ""
+        return
+    from safetensors.torch import save
+
+    data = np.frombuffer(save(batch_tensors(made)), np.uint8)
+    for start in range(0, len(data), PIECE):
+        yield data[start : start + PIECE]
+    yield hashlib.sha256(data.data).hexdigest()
+
+
+def finish_layer(work: LayerWork, source: Source, probe: Probe) -> Iterator[dict[str, Any] | None]:
+    """Yields `write_layer`'s note; None where this machine does not see the work directory, or not yet all of it."""
+    yield write_layer(work) if probe.seen() and not work.missing else None
+
+
+def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
+    """Bytes that making a batch of so many experts takes: with the quantisers', its weights and its extents."""
+    from moepack.quantize.expert_batch import expert_memory
+
+    weights = sum(m.weights for m in layer.matrices)
+    return experts * (expert_memory(layer, settings) + 4 * 2 * weights)
+
+
+@functools.lru_cache(maxsize=1)
+def _stream(path: str) -> StreamedModel:
+    """The checkpoint's skeleton; a worker makes many batches of one."""
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.memory import bound_kernel_caches
+
+    bound_kernel_caches()
+    if not Path(path).is_dir():
+        raise InputError(f"{path}: is not on {socket.gethostname()}: every node has to see the checkpoint there")
+    return StreamedModel(open_checkpoint(path))
+
+
+def _check(path: Path, known: Mapping[str, Any]) -> None:
+    try:
+        now = path.stat()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read on {socket.gethostname()} ({error.strerror})") from None
+    if not _same(path, (now.st_size, now.st_mtime_ns, now.st_ino), tuple(known.items())):
+        raise InputError(f"{path}: is another file on {socket.gethostname()} than where the build was started")
+
+
+@functools.lru_cache(maxsize=4096)
+def _same(path: Path, state: tuple[int, ...], known: tuple[tuple[str, Any], ...]) -> bool:
+    from moepack.calibrate.identity import is_known
+
+    return is_known(path, dict(known))

@@ -1,11 +1,15 @@
-"""The Ray executor: the local one's bytes, with a worker killed in the middle of the build."""
+"""The Ray executor: the local one's bytes, whatever dies, and no weights through the driver. One cluster for all."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,43 +17,225 @@ import pytest
 from support import tree
 
 from moepack.pack.errors import InputError
-from moepack.pipeline.build import build
+from moepack.pipeline import build as pipeline
+from moepack.pipeline.build import build, calibrate, pack, quantize
 from moepack.pipeline.recipe import parse_recipe
+from moepack.progress import Reporter
 
 ray = pytest.importorskip("ray")
+
+from moepack.cluster import connect  # noqa: E402
+from moepack.pipeline import ray_executor  # noqa: E402
+from moepack.pipeline.ray_executor import OnRay, needs, slots  # noqa: E402
+from moepack.pipeline.remote import Probe  # noqa: E402
 
 RECIPE = """
 quantize: {method: gptq, group_size: 64, loss_tokens: 128}
 calibration: {samples: 8, length: 128, batch_size: 8}
 """
+LAYERS, TOKENS, TOP_K = 4, 8 * 128, 4
 
 
-def kill_a_worker(killed: list[int], stop: threading.Event) -> None:
-    """Kill the first process that is making an expert batch."""
-    while not stop.is_set() and not killed:
-        for process in psutil.process_iter(["cmdline"]):
-            if (process.info["cmdline"] or [""])[0].startswith("ray::make_batch"):
-                os.kill(process.pid, signal.SIGKILL)
-                killed.append(process.pid)
-                return
-        time.sleep(0.01)
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two workers. Builds find Ray started, and leave it so."""
+    _, started = connect(None, num_cpus=2)
+    yield
+    if started:
+        ray.shutdown()
 
 
-def test_the_same_bytes_with_a_worker_killed(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    recipe = parse_recipe(RECIPE, "test")
-    build(demo_model, tmp_path / "local", recipe, [text])
+@pytest.fixture(scope="module")
+def local(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What the local executor makes, and leaves of a work directory's objects: nothing."""
+    folder = tmp_path_factory.mktemp("local")
+    build(demo_model, folder / "b", parse_recipe(RECIPE, "test"), [text])
+    return tree(folder / "b")
+
+
+@pytest.fixture
+def executor(cluster: None, monkeypatch: pytest.MonkeyPatch) -> OnRay:
+    """The one that the next build uses."""
+    made = OnRay(None)
+    monkeypatch.setattr(pipeline, "open_executor", lambda name, address: made)
+    return made
+
+
+def workers() -> list[psutil.Process]:
+    """Processes that are making an expert batch, of this process's cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if (process.cmdline() or [""])[0].startswith("ray::make_piece"):
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def killing(wanted: int) -> Iterator[list[int]]:
+    """Inside, the first few processes that are making a batch are killed."""
     killed: list[int] = []
     stop = threading.Event()
-    watcher = threading.Thread(target=kill_a_worker, args=(killed, stop))
+
+    def watch() -> None:
+        while not stop.is_set() and len(killed) < wanted:
+            for process in workers():
+                if process.pid not in killed:
+                    os.kill(process.pid, signal.SIGKILL)
+                    killed.append(process.pid)
+            time.sleep(0.01)
+
+    watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        build(demo_model, tmp_path / "ray", recipe, [text], engine="ray")
+        yield killed
     finally:
         stop.set()
         watcher.join()
+
+
+def test_the_same_bytes_with_workers_killed(
+    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    with killing(2) as killed:
+        build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
     assert killed, "no worker was seen at work"
-    assert tree(tmp_path / "ray") == tree(tmp_path / "local")
-    assert not ray.is_initialized()
+    assert tree(tmp_path / "ray") == local
+    assert ray.is_initialized(), "a cluster that was there stays"
+    assert [p.name for p in (tmp_path / "work").iterdir() if p.name.startswith("shared-")] == []
+    assert list((tmp_path / "work" / "objects").iterdir()) == []
+
+
+def test_no_weights_go_through_the_driver(
+    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its traffic is exactly the tokens that experts saw, and a few bytes a batch."""
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.quantize import expert_batch
+
+    monkeypatch.setattr(expert_batch, "MOST", 4)
+    hidden = open_checkpoint(demo_model).config.hidden_size
+    build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
+    tokens = LAYERS * TOKENS * (2 * hidden + 8 * TOP_K)
+    assert executor.traffic.tokens == tokens and executor.traffic.pieces == 0
+    weights = sum(len(b) for name, b in local.items() if "experts" in name)
+    rest = executor.traffic.orders + executor.traffic.answers
+    assert rest < 4096 * LAYERS * (16 // 4 + 1) + 4096 < weights / 20, (rest, weights)
+
+
+def test_a_directory_that_workers_do_not_see(
+    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Batches come back in pieces; the same bytes. One that comes with others is not kept."""
+    original = Probe.leave
+    monkeypatch.setattr(Probe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
+    build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
+    assert tree(tmp_path / "ray") == local
+    weights = sum(len(b) for name, b in local.items() if "experts" in name)
+    assert executor.traffic.pieces > 0.99 * weights
+
+
+def test_pieces_that_change_on_their_way_are_refused(
+    executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, get = Probe.leave, OnRay._get
+    monkeypatch.setattr(Probe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
+
+    def damaged(self: OnRay, reference: object) -> object:
+        answer = get(self, reference)
+        return answer if isinstance(answer, str) or answer is None else answer ^ 1
+
+    monkeypatch.setattr(OnRay, "_get", damaged)
+    with pytest.raises(InputError, match="other bytes than it left with"):
+        build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
+    assert list((tmp_path / "work" / "objects").iterdir()) == [] and not (tmp_path / "ray").exists()
+
+
+def test_calibration_goes_ahead_within_its_bounds(
+    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With a batch a layer and two slots, as many layers as batches may be out; with no room for tokens, one."""
+    seen: list[int] = []
+    submit: Callable[..., None] = OnRay.submit
+
+    def watched(self: OnRay, *args: object) -> None:
+        seen.append(len(self._layers))
+        submit(self, *args)
+
+    monkeypatch.setattr(OnRay, "submit", watched)
+    build(demo_model, tmp_path / "ahead", parse_recipe(RECIPE, "test"), [text])
+    assert 1 <= max(seen) <= ray_executor.AHEAD * 2 and executor._slots == 2
+    seen.clear()
+    monkeypatch.setattr(ray_executor, "SHARE", 0.0)
+    build(demo_model, tmp_path / "behind", parse_recipe(RECIPE, "test"), [text])
+    assert seen == [0] * LAYERS or max(seen) <= 1  # a layer may be waiting for its files alone
+    assert tree(tmp_path / "ahead") == tree(tmp_path / "behind") == local
+
+
+def test_quantising_alone_loads_no_layer_here(
+    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from moepack.calibrate.stream import StreamedModel
+
+    calibrate(demo_model, tmp_path / "work", parse_recipe(RECIPE, "test"), [text])
+    monkeypatch.setattr(StreamedModel, "load", lambda *args: pytest.fail("a layer was loaded"))
+    quantize(tmp_path / "work", engine="ray")
+    pack(tmp_path / "work", tmp_path / "ray")
+    assert tree(tmp_path / "ray") == local
+
+
+def test_another_checkpoint_there_is_refused(
+    executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = OnRay.begin
+
+    def other(self: OnRay, source: object, *rest: object) -> None:
+        files = {name: {**entry, "sha256": "0" * 64, "size": 1} for name, entry in source.files.items()}  # type: ignore[attr-defined]
+        begin(self, replace(source, files=files), *rest)  # type: ignore[type-var, arg-type]
+
+    monkeypatch.setattr(OnRay, "begin", other)
+    with pytest.raises(InputError, match=r"config\.json: is another file on .* than where the build was started"):
+        build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_node_has_what_a_batch_takes(
+    executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_executor, "PROCESS", 1 << 50)
+    with pytest.raises(InputError, match="no node of the cluster has that"):
+        build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
+
+
+def test_slots_are_counted_by_node() -> None:
+    nodes = [{"CPU": 8.0, "memory": 10.0}, {"CPU": 2.0, "memory": 100.0, "GPU": 1.0}, {"memory": 50.0}]
+    assert slots(nodes, {"CPU": 1.0, "memory": 3.0}) == 3 + 2
+    assert slots(nodes, {"CPU": 1.0, "memory": 3.0, "GPU": 1.0}) == 1
+    assert slots(nodes, {"CPU": 1.0, "memory": 200.0}) == 0
+
+
+def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
+    """One core, a GPU where the build has one; memory as the formula says, by hand."""
+    from moepack.pack.spec import ExpertLayer, Matrix, Version
+    from moepack.pipeline.expert_batch import ExpertBatchTask
+    from moepack.pipeline.layer_work import LayerWork
+    from moepack.quantize.expert_batch import FOLDS, Settings
+
+    layer = ExpertLayer(0, "m", 8, (Matrix("gate_up", 128, 64), Matrix("down", 64, 64)))
+    settings = Settings("gptq", (Version.of("w4", 64), Version.of("w2", 64)))
+    tasks = tuple(
+        ExpertBatchTask("c", 0, part, settings.versions, settings, "cuda") for part in (range(5), range(5, 8))
+    )
+    work = LayerWork(layer, tasks, (tmp_path / "a", tmp_path / "b"), tmp_path)
+    weights, squares = 128 * 64 + 64 * 64, 2 * 64 * 64
+    expert = 4 * (1 + FOLDS) * squares + (4 * 3 + 2) * weights + 8 * weights
+    want = {"CPU": 1.0, "memory": float(ray_executor.PROCESS + 5 * expert)}
+    assert needs(work, 0) == want and needs(work, 1) == {**want, "GPU": 1.0}
+    assert len(pickle.dumps(work)) < 4096
 
 
 def test_a_cluster_that_does_not_answer_is_one_line(demo_model: Path, text: Path, tmp_path: Path) -> None:
@@ -63,3 +249,18 @@ def test_an_address_needs_the_engine(demo_model: Path, text: Path, tmp_path: Pat
         build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], address="auto")
     with pytest.raises(InputError, match="unknown"):
         build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], engine="dask")
+
+
+def test_progress_reaches_every_expert(executor: OnRay, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    class Counting(Reporter):
+        name, done = "", 0
+
+        def inner(self, name: str, total: int) -> None:
+            self.name = name
+
+        def advance(self, amount: int = 1) -> None:
+            self.done += amount * (self.name == "experts")
+
+    counting = Counting()
+    build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], reporter=counting)
+    assert counting.done == LAYERS * 16

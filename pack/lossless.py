@@ -30,8 +30,11 @@ def directory_size(matrices: tuple[Matrix, ...]) -> int:
     return align(_ENTRY * len(matrices), SECTION)
 
 
-def encode_lossless(matrices: tuple[Matrix, ...], values: Sequence[LosslessMatrix]) -> tuple[Buffer, int]:
-    """The extent of one expert, padding included, and its payload in bytes (without padding)."""
+def encode_lossless(
+    matrices: tuple[Matrix, ...], values: Sequence[LosslessMatrix], threads: int | None = None
+) -> tuple[Buffer, int]:
+    """The extent of one expert, padding included, and its payload in bytes (without padding); coded by so many threads,
+    or by one a core."""
     from . import exponent_fast
 
     directory = np.zeros((len(matrices), 4), "<u4")
@@ -40,7 +43,7 @@ def encode_lossless(matrices: tuple[Matrix, ...], values: Sequence[LosslessMatri
     for i, (m, value) in enumerate(zip(matrices, values, strict=True)):
         if value.weight.shape != (m.rows, m.cols):
             raise ValueError(f"{m.name} is {value.weight.shape}, not {(m.rows, m.cols)}")
-        chunks = [exponent_fast.encode(value.weight)]
+        chunks = [exponent_fast.encode(value.weight, threads)]
         if m.bias:
             if value.bias is None or value.bias.shape != (m.rows,):
                 raise ValueError(f"{m.name} needs a bias of {m.rows} values")

@@ -23,7 +23,7 @@ from moepack.runtime.load import check_device
 from .allocate import check_allocation
 from .dense_part import lossless_matrix
 from .executors import workers
-from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
+from .expert_batch import ExpertBatchTask, batch_memory, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
 from .run import calibration_text
 
@@ -245,7 +245,8 @@ class _DryRun:
         make(few)
         seconds = (time.perf_counter() - began) / len(few)
         # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.
-        return seconds * -(-len(batches) // workers(device)) / len(batches)
+        at_once = workers(device, batch_memory(experts.layer, settings, len(batches[0])))
+        return seconds * -(-len(batches) // at_once) / len(batches)
 
     def result(self, base: int, rate: float) -> Estimate:
         """What was measured, scaled to the whole.
@@ -279,13 +280,13 @@ class _DryRun:
 
     def _batch_memory(self) -> int:
         """The most that the expert batches take that are made at once."""
-        from moepack.quantize.expert_batch import expert_batches, expert_memory
+        from moepack.quantize.expert_batch import expert_batches
 
         settings, most = batch_settings(self._recipe), 0
         for x in self._experts:
             parts = expert_batches(x, settings)
-            at_once = min(len(parts), workers(self._stream.device))
-            most = max(most, expert_memory(x, settings) * len(parts[0]) * at_once)
+            one = batch_memory(x, settings, len(parts[0]))
+            most = max(most, one * min(len(parts), workers(self._stream.device, one)))
         return most
 
 

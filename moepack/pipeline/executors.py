@@ -91,7 +91,7 @@ def open_executor(name: str, address: str | None) -> Executor:
 
 
 class Local:
-    """In this process, on a CPU as many batches of a layer at once as torch has threads."""
+    """In this process, on a CPU several batches of a layer at once (`workers`)."""
 
     reads = False
 
@@ -120,7 +120,7 @@ class Local:
             save_batch(make_batch(task, module, weights.select(task.experts), observation, device), work.kept[i])
             return len(task.experts)
 
-        _at_once(one, missing, workers(device), advance)
+        _at_once(one, missing, workers(device, work.batch_memory), advance)
         self._done.append((work.layer.index, write_layer(work)))
 
     def finished(self, wait: bool) -> Iterator[Note]:
@@ -132,11 +132,15 @@ class Local:
         """Nothing was started."""
 
 
-def workers(device: torch.device) -> int:
-    """Batches that are made here at once: one on a GPU, which has no cores to share out."""
+def workers(device: torch.device, need: int) -> int:
+    """Batches of `need` bytes that are made here at once: one on a GPU, which has no cores to share out; on a CPU one a
+    thread of torch's, as far as half of the memory that is available holds them. Their number changes no byte."""
+    import psutil
     import torch
 
-    return torch.get_num_threads() if device.type == "cpu" else 1
+    if device.type != "cpu":
+        return 1
+    return max(1, min(torch.get_num_threads(), int(psutil.virtual_memory().available // 2 // need)))
 
 
 def _at_once(one: Callable[[int], int], items: list[int], most: int, advance: Advance) -> None:

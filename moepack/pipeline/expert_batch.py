@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.affine import Buffer
-from moepack.pack.spec import LOSSLESS, Version, affine_payload
+from moepack.pack.spec import LOSSLESS, ExpertLayer, Version, affine_payload
 from moepack.quantize import methods
 from moepack.version import __version__
 
@@ -115,8 +115,16 @@ def _bytes(tensor: torch.Tensor) -> Buffer:
     return out
 
 
-def lossless_extent(weights: ExpertWeights, expert: int) -> tuple[Buffer, int]:
-    """The lossless extent of one expert, and its bytes without padding."""
+def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
+    """Bytes that making a batch of so many experts takes: with the quantisers', its weights and its extents."""
+    from moepack.quantize.expert_batch import expert_memory
+
+    weights = sum(m.weights for m in layer.matrices)
+    return experts * (expert_memory(layer, settings) + 4 * 2 * weights)
+
+
+def lossless_extent(weights: ExpertWeights, expert: int, threads: int | None = None) -> tuple[Buffer, int]:
+    """The lossless extent of one expert, and its bytes without padding; coded by all cores, or by so many threads."""
     from moepack.calibrate.experts import bits_of
     from moepack.pack.lossless import LosslessMatrix, encode_lossless
 
@@ -124,7 +132,7 @@ def lossless_extent(weights: ExpertWeights, expert: int) -> tuple[Buffer, int]:
     for m in range(len(weights.layer.matrices)):
         bias = weights.bias(expert, m)
         values.append(LosslessMatrix(bits_of(weights.matrix(expert, m)), None if bias is None else bits_of(bias)))
-    return encode_lossless(weights.layer.matrices, values)
+    return encode_lossless(weights.layer.matrices, values, threads)
 
 
 def make_batch(
@@ -175,7 +183,7 @@ def _make(
             made.losses[k][i, affine] = torch.tensor(values, dtype=torch.float64)
         biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
         if LOSSLESS in made.extents:
-            extent, payload = lossless_extent(weights, i)
+            extent, payload = lossless_extent(weights, i, THREADS if device.type == "cpu" else None)
             made.extents[LOSSLESS].append(extent)
             made.payloads[LOSSLESS].append(payload)
         for item in row:

@@ -17,7 +17,7 @@ from moepack.pack.tables import metadata
 from moepack.quantize import methods
 
 from .artifacts import save
-from .expert_batch import ExpertBatchTask, load_batch
+from .expert_batch import ExpertBatchTask, batch_memory, load_batch
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class LayerWork:
     tasks: tuple[ExpertBatchTask, ...]
     kept: tuple[Path, ...]
     folder: Path
+
+    @property
+    def batch_memory(self) -> int:
+        """Bytes that making the largest batch takes."""
+        return batch_memory(self.layer, self.tasks[0].settings, max(len(task.experts) for task in self.tasks))
 
     @property
     def missing(self) -> list[int]:

@@ -23,7 +23,7 @@ from moepack.pack.writer import sync
 from .executors import Advance, Note
 from .expert_batch import THREADS
 from .layer_work import LayerWork, write_layer
-from .remote import Order, Probe, Seen, Source, batch_memory, finish_layer, make_piece
+from .remote import Order, Probe, Seen, Source, finish_layer, make_piece
 
 if TYPE_CHECKING:
     import torch
@@ -229,9 +229,7 @@ class OnRay:
 
 def needs(work: LayerWork, gpus: int) -> dict[str, float]:
     """What a batch of a layer takes of a node, by Ray's names."""
-    most = max(len(task.experts) for task in work.tasks)
-    memory = PROCESS + batch_memory(work.layer, work.tasks[0].settings, most)
-    return {"CPU": float(THREADS), "memory": float(memory)} | ({"GPU": 1.0} if gpus else {})
+    return {"CPU": float(THREADS), "memory": float(PROCESS + work.batch_memory)} | ({"GPU": 1.0} if gpus else {})
 
 
 def slots(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:

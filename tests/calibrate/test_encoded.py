@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from expert_reading import compare
 from safetensors.torch import load_file, save_file
 
 import moepack
@@ -130,6 +132,13 @@ def test_a_bundle_of_it_is_the_decoded_model(
     with torch.inference_mode():
         want, got = model(ids).logits, ours(ids).logits
     assert float((got - want).norm() / want.norm()) <= 1e-3  # as in test_families: another order of sums
+
+
+@pytest.mark.parametrize("make", [fp8_checkpoint, mxfp4_checkpoint])
+def test_some_experts_are_read_alone(
+    make: Callable[[Path, Path], tuple[Path, Path]], demo_model: Path, tmp_path: Path
+) -> None:
+    compare(make(tmp_path, demo_model)[0])
 
 
 def test_fp8_agrees_with_transformers() -> None:

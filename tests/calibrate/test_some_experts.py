@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
-import torch
-from test_encoded import fp8_checkpoint, mxfp4_checkpoint
+from expert_reading import compare
 
-from moepack.calibrate.checkpoint import open_checkpoint
-from moepack.calibrate.experts import ExpertWeights
 from moepack.calibrate.some_experts import sources_of
-from moepack.calibrate.stream import StreamedModel
 
 
 def test_one_tensor_an_expert() -> None:
@@ -51,51 +46,9 @@ def test_where_it_cannot_be_told_nothing_is_said(keys: list[str], shape: tuple[i
     assert sources_of(range(1), 4, {"p": keys}, dict.fromkeys(keys, shape)) is None
 
 
-def assert_same(got: ExpertWeights, want: ExpertWeights) -> None:
-    assert got.layer == want.layer and got.transposed == want.transposed
-    for a, b in zip((*got.weights, *got.biases), (*want.weights, *want.biases), strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
-
-
-def compare(checkpoint: Path, every: bool = True) -> None:
-    """Read the middle experts of the last layer both ways, and count what was read."""
-    stream = StreamedModel(open_checkpoint(checkpoint))
-    layer = max(stream.expert_layers)
-    some = range(1, 3)
-    read: dict[str, Any] = {}
-    original = stream._read
-
-    def watched(parts: dict[str, range | None]) -> Any:
-        read.update(parts)
-        return original(parts)
-
-    stream._read = watched  # type: ignore[method-assign]
-    got = stream.experts(layer, some)
-    assert all(p.is_meta for p in stream.experts_module(layer).parameters()), "nothing is left in the model"
-    stream._read = original  # type: ignore[method-assign]
-    _, want = stream.split(layer, stream.load(layer))
-    assert want is not None
-    assert_same(got, want.select(some))
-    sizes = [stream.checkpoint.shape(key) for key in read]
-    elements = sum(
-        torch.Size(s).numel() if part is None else torch.Size((len(part), *s[1:])).numel()
-        for s, part in zip(sizes, read.values(), strict=True)
-    )
-    whole = sum(torch.Size(stream.checkpoint.shape(key)).numel() for key in stream._sources[layer])
-    assert elements < whole * len(some) / stream.expert_layers[layer].experts or not every
-    stream.free(layer)
-    assert stream.expert_files(layer, some) <= set(stream.checkpoint.headers)
-
-
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_family(family: str, demo_model: Path, tmp_path: Path) -> None:
     compare(tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model))
-
-
-@pytest.mark.parametrize("make", [fp8_checkpoint, mxfp4_checkpoint])
-def test_encoded(make: Any, demo_model: Path, tmp_path: Path) -> None:
-    compare(make(tmp_path, demo_model)[0])
 
 
 def test_a_layout_that_nothing_is_known_of_is_read_whole(

@@ -33,7 +33,7 @@ RECIPE = """
 quantize: {method: gptq, group_size: 64, loss_tokens: 128}
 calibration: {samples: 8, length: 128, batch_size: 8}
 """
-LAYERS, TOKENS, TOP_K = 4, 8 * 128, 4
+LAYERS, TOKENS = 4, 8 * 128
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def killing(wanted: int) -> Iterator[list[int]]:
 def test_the_same_bytes_with_workers_killed(
     executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
-    with killing(2) as killed:
+    with killing(1) as killed:
         build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
     assert killed, "no worker was seen at work"
     assert tree(tmp_path / "ray") == local
@@ -115,9 +115,9 @@ def test_no_weights_go_through_the_driver(
     from moepack.quantize import expert_batch
 
     monkeypatch.setattr(expert_batch, "MOST", 4)
-    hidden = open_checkpoint(demo_model).config.hidden_size
+    config = open_checkpoint(demo_model).config
     build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
-    tokens = LAYERS * TOKENS * (2 * hidden + 8 * TOP_K)
+    tokens = LAYERS * TOKENS * (2 * config.hidden_size + 8 * config.num_experts_per_tok)
     assert executor.traffic.tokens == tokens and executor.traffic.pieces == 0
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
     rest = executor.traffic.orders + executor.traffic.answers

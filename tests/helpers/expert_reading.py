@@ -1,0 +1,49 @@
+"""Some experts of a checkpoint's layer, read alone and out of the whole layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.experts import ExpertWeights
+from moepack.calibrate.stream import StreamedModel
+
+
+def assert_same(got: ExpertWeights, want: ExpertWeights) -> None:
+    assert got.layer == want.layer and got.transposed == want.transposed
+    for a, b in zip((*got.weights, *got.biases), (*want.weights, *want.biases), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+def compare(checkpoint: Path, every: bool = True) -> None:
+    """Read the middle experts of the last layer both ways, and count what was read."""
+    stream = StreamedModel(open_checkpoint(checkpoint))
+    layer = max(stream.expert_layers)
+    some = range(1, 3)
+    read: dict[str, Any] = {}
+    original = stream._read
+
+    def watched(parts: dict[str, range | None]) -> Any:
+        read.update(parts)
+        return original(parts)
+
+    stream._read = watched  # type: ignore[method-assign]
+    got = stream.experts(layer, some)
+    assert all(p.is_meta for p in stream.experts_module(layer).parameters()), "nothing is left in the model"
+    stream._read = original  # type: ignore[method-assign]
+    _, want = stream.split(layer, stream.load(layer))
+    assert want is not None
+    assert_same(got, want.select(some))
+    sizes = [stream.checkpoint.shape(key) for key in read]
+    elements = sum(
+        torch.Size(s).numel() if part is None else torch.Size((len(part), *s[1:])).numel()
+        for s, part in zip(sizes, read.values(), strict=True)
+    )
+    whole = sum(torch.Size(stream.checkpoint.shape(key)).numel() for key in stream._sources[layer])
+    assert elements < whole * len(some) / stream.expert_layers[layer].experts or not every
+    stream.free(layer)
+    assert stream.expert_files(layer, some) <= set(stream.checkpoint.headers)

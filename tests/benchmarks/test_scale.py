@@ -23,7 +23,7 @@ def test_calibration_waits_for_room() -> None:
 
 
 def test_a_second_node() -> None:
-    """At 1 three cores begin, at 2, when calibration is through, a fourth: of twelve batches four by 12, by 22 and 32."""
+    """Three cores begin at 1, a fourth, which calibrated, at 2: of twelve batches four are made by 12, by 22, by 32."""
     out = simulate(Job(layers=2, batches=6, calibrate=1, quantise=10), Cluster(nodes=2, cores=2))
     assert (out.calibrated, out.seconds) == (2, 32)
     assert out.floors["cores"] == pytest.approx((120 + 2) / 4)

@@ -5,9 +5,9 @@
 
 The first builds a generated checkpoint of 8 layers by GPTQ on clusters of one and of two workers of one core each, each
 in a process of its own; Ray's start and the workers' imports, the same for every build, are not counted. The second
-measures one batch of each shape on one core, with the recipe's tokens, and a BF16 product as large as an expert's; what
-is simulated with them, and so assumed, stands in scale_simulation.py. There: nodes of 64 such cores, 25 Gb/s links, a
-filesystem of 2 GB/s, half of 150 GB for tokens.
+measures one batch of each shape on one core, with the recipe's tokens, and a BF16 product as large as an expert's, in
+seconds of the processor, so that a busy machine tells the same. What is simulated with them, and so assumed, stands in
+scale_simulation.py. There: nodes of 64 such cores, 25 Gb/s links, a filesystem of 2 GB/s, 75 GB for tokens.
 """
 
 from __future__ import annotations
@@ -143,14 +143,14 @@ def batch_seconds(hidden: int, size: int, experts: int, top_k: int, tokens: int)
     observed = Observation(inputs, chosen, torch.full((total, few), 1 / top_k), 2048)
     own = ExpertWeights(layer, (weights[0], weights[1]), (None, None), False)
     task = ExpertBatchTask("", 0, batch, (Version.of(LOSSLESS, 64), *affine), settings, "cpu")
-    began = time.perf_counter()
+    began = time.process_time()
     made = make_batch(task, Gated, own, observed, torch.device("cpu"))
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     x, rate = inputs[: min(1024, total)], 0.0
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         torch.nn.functional.linear(x, weights[0][0])
-        rate = max(rate, 2 * len(x) * 2 * size * hidden / (time.perf_counter() - began))
+        rate = max(rate, 2 * len(x) * 2 * size * hidden / (time.process_time() - began))
     out = sum(len(extent) for extents in made.extents.values() for extent in extents)
     return {"batch": few, "seconds": seconds, "rate": rate, "made": out}
 

@@ -1,0 +1,204 @@
+"""Batches made at once, and what a worker elsewhere answers, without a cluster: the same bytes, errors in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from support import tree
+
+from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.forward import Observation
+from moepack.calibrate.identity import identity, is_known
+from moepack.calibrate.stream import StreamedModel
+from moepack.pack.errors import InputError
+from moepack.pipeline import executors, remote
+from moepack.pipeline.build import build
+from moepack.pipeline.executors import workers
+from moepack.pipeline.expert_batch import ExpertBatchTask, batch_settings, load_batch
+from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.remote import Order, Probe, Seen, Source, make_piece
+from moepack.pipeline.work import WorkDirectory
+from moepack.quantize import expert_batch
+
+RECIPE = """
+quantize: {method: gptq, group_size: 64, loss_tokens: 64}
+calibration: {samples: 4, length: 64, batch_size: 2}
+"""
+
+
+def test_batches_made_at_once_are_the_same(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four batches a layer, three at a time; each on one of torch's threads whatever the caller's are."""
+    monkeypatch.setattr(expert_batch, "MOST", 4)
+    build(demo_model, tmp_path / "one", parse_recipe(RECIPE, "t"), [text])
+    at_work, most, threads = 0, 0, set()
+    lock, original, before = threading.Lock(), executors.make_batch, torch.get_num_threads()
+    real = expert_batch.quantise_batch
+
+    def counted(*args: object) -> object:
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        try:
+            return original(*args)  # type: ignore[arg-type]
+        finally:
+            with lock:
+                at_work -= 1
+
+    def watched(*args: object) -> object:
+        threads.add(torch.get_num_threads())
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executors, "make_batch", counted)
+    monkeypatch.setattr(expert_batch, "quantise_batch", watched)
+    monkeypatch.setattr(executors, "workers", lambda device, need: 3)
+    build(demo_model, tmp_path / "three", parse_recipe(RECIPE, "t"), [text])
+    assert most == 3 and threads == {1} and torch.get_num_threads() == before
+    assert tree(tmp_path / "one") == tree(tmp_path / "three")
+
+
+def test_after_an_error_no_batch_is_begun() -> None:
+    begun: list[int] = []
+
+    def one(i: int) -> int:
+        begun.append(i)
+        raise InputError(f"batch {i}")
+
+    with pytest.raises(InputError, match=r"batch [01]"):
+        executors._at_once(one, list(range(20)), 2, lambda done: None)
+    assert sorted(begun) == [0, 1]
+
+
+def test_as_many_at_once_as_threads_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory:
+        available = 100
+
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    cpu = torch.device("cpu")
+    assert [workers(cpu, need) for need in (1, 8, 10, 20, 49, 51)] == [6, 6, 5, 2, 1, 1]
+    assert workers(torch.device("cuda", 1), 1) == 1
+
+
+@pytest.fixture
+def order(demo_model: Path, tmp_path: Path) -> tuple[Order, Source, Seen]:
+    """Three experts of the demo model's last layer, and tokens that reached it."""
+    opened = open_checkpoint(demo_model)
+    stream = StreamedModel(opened)
+    layer = max(stream.expert_layers)
+    g = torch.Generator().manual_seed(0)
+    shape = stream.expert_layers[layer]
+    inputs = torch.randn(256, shape.matrices[0].cols, generator=g).bfloat16()
+    chosen = torch.randint(0, shape.experts, (256, 2), generator=g, dtype=torch.int32)
+    seen = Seen.of(Observation(inputs, chosen, torch.rand(256, 2, generator=g), 64))
+    recipe = parse_recipe(RECIPE, "t")
+    task = ExpertBatchTask("c", layer, range(4, 7), recipe.version_specs(), batch_settings(recipe), "cpu")
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    return Order(task, folder / "piece"), Source(str(demo_model), identity(opened)[1]), seen
+
+
+def test_an_observation_travels_as_it_is(order: tuple[Order, Source, Seen]) -> None:
+    seen = order[2]
+    again = seen.observation()
+    assert again.inputs.dtype == torch.bfloat16 and again.length == 64
+    assert again.inputs.data_ptr() == seen.inputs.ctypes.data, "no copy"
+    assert seen.bytes == 256 * (2 * again.inputs.shape[1] + 2 * 8)
+    frozen = replace(seen, inputs=seen.inputs.copy())
+    frozen.inputs.flags.writeable = False  # as out of Ray's object store
+    assert torch.equal(frozen.observation().inputs, again.inputs)
+
+
+def test_written_or_answered(
+    order: tuple[Order, Source, Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what, source, seen = order
+    probe = Probe.leave(tmp_path)
+    assert list(make_piece(what, source, probe, seen)) == [""]
+    written = what.path.read_bytes()
+    assert [p.name for p in what.path.parent.iterdir()] == ["piece"]
+    assert len(load_batch(what.path).extents["w4"]) == 3
+    changed = what.path.stat().st_mtime_ns
+    assert list(make_piece(what, source, probe, seen)) == [""] and what.path.stat().st_mtime_ns == changed
+    monkeypatch.setattr(remote, "PIECE", 10_000)
+    *pieces, digest = make_piece(what, source, replace(probe, word="another"), seen)
+    data = np.concatenate([p for p in pieces if not isinstance(p, str)]).tobytes()
+    assert data == written and digest == hashlib.sha256(data).hexdigest()
+    assert len(pieces) == -(-len(data) // 10_000)
+
+
+@pytest.mark.parametrize("what", ["path", "bytes", "lacking"])
+def test_another_checkpoint_is_refused(
+    what: str, order: tuple[Order, Source, Seen], demo_model: Path, tmp_path: Path
+) -> None:
+    placed, source, seen = order
+    if what == "path":
+        source, said = replace(source, path=str(tmp_path / "nowhere")), "every node has to see the checkpoint there"
+    else:
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        for file in demo_model.iterdir():
+            (copy / file.name).write_bytes(file.read_bytes())
+        weights = copy / "model.safetensors"
+        if what == "bytes":
+            data = bytearray(weights.read_bytes())
+            data[-1] ^= 1
+            weights.write_bytes(data)
+            said = "is another file on"
+        else:
+            weights.unlink()
+            said = "model.safetensors"
+        source = replace(source, path=str(copy))
+    with pytest.raises(InputError, match=said) as caught:
+        list(make_piece(placed, source, Probe.leave(tmp_path), seen))
+    assert "\n" not in str(caught.value) and not placed.path.exists()
+
+
+def test_a_file_of_another_machine(tmp_path: Path) -> None:
+    """By size and a fine time alone; where the time says nothing, by its bytes."""
+    file = tmp_path / "f"
+    file.write_bytes(b"weights")
+    entry = {
+        "size": 7,
+        "mtime_ns": 1_700_000_000_123_456_789,
+        "inode": -1,
+        "sha256": hashlib.sha256(b"weights").hexdigest(),
+    }
+    os.utime(file, ns=(0, entry["mtime_ns"]))  # type: ignore[arg-type]
+    assert is_known(file, entry) and is_known(file, {**entry, "sha256": "not asked for"})
+    file.write_bytes(b"WEIGHTS")
+    os.utime(file, ns=(0, 1_700_000_000_000_000_000))
+    coarse = {**entry, "mtime_ns": 1_700_000_000_000_000_000}
+    assert not is_known(file, coarse)
+    file.write_bytes(b"weights")
+    assert is_known(file, coarse) and not is_known(file, {**coarse, "size": 8, "sha256": ""})
+    with pytest.raises(InputError, match="cannot be read"):
+        is_known(tmp_path / "absent", entry)
+
+
+def test_what_a_killed_build_was_writing_is_removed(tmp_path: Path) -> None:
+    work = WorkDirectory(tmp_path / "w")
+    kept = work.object("0" * 64)
+    kept.write_bytes(b"done")
+    (kept.parent / "tmpabc").mkdir()
+    leave: list[Callable[[], object]] = [
+        (kept.parent / "tmpabc" / "w4.safetensors").touch, (kept.parent / f"{'0' * 64}.1f2e.partial").touch,
+        (kept.parent / f"{'1' * 64}.12345678").touch, lambda: Probe.leave(work.path),
+    ]  # fmt: skip
+    for make in leave:
+        make()
+    work.tidy()
+    assert list(kept.parent.iterdir()) == [kept]
+    assert sorted(p.name for p in work.path.iterdir()) == ["lock", "objects"]
+    work.close()

@@ -15,7 +15,7 @@ from moepack.pack.errors import InputError
 from moepack.runtime.devices.glibc import trim
 
 from .expert_batch import make_batch, save_batch
-from .layer_work import LayerWork, write_layer
+from .layer_work import Advance, LayerWork, Note, write_layer
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from .remote import Source
 
 NAMES = ("local", "ray")
-Note = tuple[int, dict[str, Any]]  # a layer, and what the work directory notes of it
-Advance = Callable[[int], None]
 
 
 class Executor(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from moepack.quantize import methods
 
 from .artifacts import save
 from .expert_batch import ExpertBatchTask, batch_memory, load_batch
+
+Note = tuple[int, dict[str, Any]]  # a layer, and what the work directory notes of it
+Advance = Callable[[int], None]  # told of experts that are done
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from moepack.cluster import connect
 from moepack.pack.errors import InputError
 from moepack.pack.writer import sync
 
-from .executors import Advance, Note
 from .expert_batch import THREADS
-from .layer_work import LayerWork, write_layer
+from .layer_work import Advance, LayerWork, Note, write_layer
 from .remote import Order, Probe, Seen, Source, finish_layer, make_piece
 
 if TYPE_CHECKING:

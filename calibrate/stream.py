@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
 
@@ -34,25 +35,28 @@ class StreamedModel:
         layers: its decoder layers (a ModuleList).
         expert_layers: layer index -> descriptor, for the layers that have experts.
         expert_dtype: the dtype of the experts in the checkpoint, one of `moepack.pack.spec.EXPERT_DTYPES`.
+        mtp: names of the checkpoint's tensors that are its layers for multi-token prediction, which the model has not.
+        unused: names of its other tensors that have no place in the model.
 
     Raises:
-        InputError: for a model without experts, or a checkpoint that lacks a tensor.
+        InputError: for a model without experts, one whose layers or experts are of an unknown layout, or a checkpoint
+            that lacks a tensor.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
-        from transformers import AutoModelForCausalLM
+        from moepack.families.model_class import model_of
 
         self.checkpoint, self.device = checkpoint, torch.device(device)
         config = checkpoint.config
         try:
             with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                self.model = model_of(config, dtype=torch.bfloat16)
         except ValueError as error:
             raise InputError(f"{checkpoint.name}: {str(error).splitlines()[0]}") from None
         self.model.eval()
         experts = {n: m for n, m in self.model.named_modules() if is_experts_module(m)}
         if not experts:
-            raise InputError(f"{checkpoint.name}: {config.model_type} has no experts: not a Mixture-of-Experts model")
+            raise InputError(f"{checkpoint.name}: {config.model_type} {_why_none(self.model)}")
         found = {re.match(r"(.*?)\.(\d+)\.", name) for name in experts}
         prefixes = {m.group(1) for m in found if m}
         if len(prefixes) != 1 or None in found:
@@ -61,6 +65,8 @@ class StreamedModel:
             )
         self.prefix = prefixes.pop()
         self.layers = self.model.get_submodule(self.prefix)
+        self.mtp: list[str] = []
+        self.unused: list[str] = []
         self._experts = {int(name[len(self.prefix) + 1 :].split(".")[0]): name for name in experts}
         self.expert_layers: dict[int, ExpertLayer] = {
             i: describe(i, name, experts[name]) for i, name in sorted(self._experts.items())
@@ -88,7 +94,7 @@ class StreamedModel:
         self._compute_dtype = {name: self._dtype_for(name) for name in state}
         self._source_dtype = {name: tensor.dtype for name, tensor in state.items()}
         self._sources: dict[int | None, list[str]] = {}
-        self.unused: list[str] = []
+        self.unused = []
         targets: dict[str, list[str]] = {}
         for key in self.checkpoint.weights:
             target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
@@ -100,6 +106,8 @@ class StreamedModel:
                     targets.setdefault(target, []).append(key)
             else:
                 self.unused.append(key)
+        self.mtp = mtp_tensors(self.unused, len(self.layers))
+        self.unused = sorted(set(self.unused) - set(self.mtp))
         self._merged = {target for target, keys in targets.items() if len(keys) > 1}
         expert_sources: list[str] = []
         for name in self._experts.values():
@@ -188,6 +196,25 @@ class StreamedModel:
             raise InputError(f"{self.checkpoint.name}: the checkpoint has nothing for {lost[0]}: it is not complete")
         return out
 
+    @property
+    def mtp_bytes(self) -> int:
+        """Bytes of the tensors of `mtp_groups`."""
+        return sum(self.checkpoint.weight_bytes(name) for name in self.mtp)
+
+    def mtp_groups(self, most: int) -> Iterator[dict[str, Tensor]]:
+        """The tensors of the MTP layers, by their names in the checkpoint, at most about so many bytes at a time: as
+        they are stored, those that are codes and scales decoded to BF16."""
+        group: dict[str, Tensor] = {}
+        with contextlib.ExitStack() as stack:
+            reader = _Reader(self.checkpoint, stack)
+            for name in self.mtp:
+                group[name] = reader.weight(name)[...].clone()  # not a view of the mapped file
+                if sum(t.nbytes for t in group.values()) >= most:
+                    yield group
+                    group = {}
+        if group:
+            yield group
+
     def split(self, layer: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ExpertWeights | None]:
         """A loaded layer as its dense tensors and, where it has them, its experts."""
         if layer not in self._experts:
@@ -233,6 +260,15 @@ class _Reader:
             path = self._checkpoint.path / file
             self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._handles[file].get_slice(tensor)
+
+
+def _why_none(model: Any) -> str:
+    """What to say of a model in which no experts were found."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("experts", "input_linear") or type(module).__name__.endswith("Experts"):
+            kind = type(module).__name__
+            return f"has experts ({kind}) that transformers' experts interface does not run: not supported"
+    return "has no experts: not a Mixture-of-Experts model"
 
 
 def _set(model: Any, name: str, value: Tensor) -> None:

@@ -42,13 +42,26 @@ SMALL: dict[str, Any] = {
     "qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "router_aux_loss_coef": 0.0,
+    "moe_topk": 2, "moe_k": 2, "moe_top_k": 2, "moe_num_shared_experts": 1, "num_dense_layers": 1,
+    "n_layers": 2, "num_layers": 2, "n_heads": 4, "kv_n_heads": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
+    "index_head_dim": 16, "index_n_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
+    "mamba_chunk_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
+    "chunk_size": 16, "linear_head_dim": 16, "linear_num_heads": 4, "router_hidden_size": 32, "o_groups": 2,
+    "o_lora_rank": 32,
 }  # fmt: skip
 TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
     "num_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 64, "image_size": 32, "patch_size": 16,
 }  # fmt: skip
 # What is small in another way, by model_type; for a model with towers, of its text configuration.
-OWN: dict[str, dict[str, Any]] = {}
+OWN: dict[str, dict[str, Any]] = {
+    "doge": {"is_moe": True, "num_experts": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "llama4": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
+    "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
+    "longcat_flash": {"zero_expert_num": 4},
+    "qwen3_next": {"num_hidden_layers": 4},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +101,15 @@ def small(model_type: str) -> Any:
 
 
 def _small(kind: Any, values: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     known = {f.name for f in dataclasses.fields(kind)}
-    parts = getattr(kind, "sub_configs", {})
+    parts = getattr(kind, "sub_configs_defaults", {})
     given: dict[str, Any] = {}
-    for name, part in parts.items():
-        if hasattr(part, "from_dict") and part.__name__ != "AutoConfig" and name in known:
-            text = name in ("text_config", "thinker_config", "language_config", "llm_config")
+    for name, spec in parts.items():
+        part = CONFIG_MAPPING[spec.model_type] if spec.model_type in CONFIG_MAPPING else spec.config_class
+        if dataclasses.is_dataclass(part) and name in known:
+            text = name in ("text_config", "thinker_config")
             made = _small(part, SMALL, own) if text else _small(part, TOWER, own.get(name, {}))
             given[name] = made.to_dict()
     reached = known | set(getattr(kind, "attribute_map", {}))

@@ -64,6 +64,11 @@ class StreamedModel:
                 f"{checkpoint.name}: experts of {config.model_type} are not in one stack of decoder layers"
             )
         self.prefix = prefixes.pop()
+        layers = {re.match(rf"{re.escape(self.prefix)}\.\d+\.", name)[0] for name in experts}  # type: ignore[index]
+        if len(layers) != len(experts):
+            raise InputError(
+                f"{checkpoint.name}: layers of {config.model_type} have several sets of experts: not supported"
+            )
         self.layers = self.model.get_submodule(self.prefix)
         self.mtp: list[str] = []
         self.unused: list[str] = []

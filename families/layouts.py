@@ -1,6 +1,7 @@
 """Experts that transformers does not run through its experts interface, brought behind it.
 
-Finds the modules by their class; what becomes of them is in a module for each family. A model without any stays as it is.
+Finds the modules by their class; what becomes of them is in a module for each family. A model without any stays as
+it is.
 """
 
 from __future__ import annotations

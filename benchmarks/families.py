@@ -95,19 +95,21 @@ def walk() -> list[Family]:
 
 def small(model_type: str) -> Any:
     """The configuration of a small model."""
+    return _small(_by_name(model_type), SMALL, OWN.get(model_type, {}))
+
+
+def _by_name(model_type: str | None) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _small(CONFIG_MAPPING[model_type], SMALL, OWN.get(model_type, {}))
+    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
 
 
 def _small(kind: Any, values: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     known = {f.name for f in dataclasses.fields(kind)}
     parts = getattr(kind, "sub_configs_defaults", {})
     given: dict[str, Any] = {}
     for name, spec in parts.items():
-        part = CONFIG_MAPPING[spec.model_type] if spec.model_type in CONFIG_MAPPING else spec.config_class
+        part = _by_name(spec.model_type) or spec.config_class
         if dataclasses.is_dataclass(part) and name in known:
             text = name in ("text_config", "thinker_config")
             made = _small(part, SMALL, own) if text else _small(part, TOWER, own.get(name, {}))

@@ -1,5 +1,5 @@
-"""Transformers' own list of models that have experts, each built and loaded: what comes of it is what docs/families.md says,
-which is drawn from the same file. A family that newly works fails as one that no longer does."""
+"""Transformers' own list of models that have experts, each built and loaded: what comes of it is what docs/families.md
+says, which is drawn from the same file. A family that newly works fails as one that no longer does."""
 
 from __future__ import annotations
 

@@ -101,7 +101,10 @@ def small(model_type: str) -> Any:
 def _by_name(model_type: str | None) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
+    try:
+        return CONFIG_MAPPING[model_type]  # its `get` knows of none
+    except KeyError:
+        return None
 
 
 def _small(kind: Any, values: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
@@ -178,6 +181,8 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> str:
 
     moepack.build(checkpoint, bundle, parse_recipe(RECIPE, "walk"), [example / "text" / "calibration.jsonl"])
     plain = auto_class(open_checkpoint(checkpoint).config).from_pretrained(checkpoint, dtype=torch.float32)
+    if not _calibrates(checkpoint, plain):
+        raise AssertionError("calibration does not see the model's own hidden states")
     ours = moepack.load(bundle, dtype=torch.float32, policy="static:bf16")
     ids = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
@@ -196,6 +201,33 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> str:
             if not torch.equal(held[name].float(), parameter.float()):
                 raise AssertionError(f"{name} differs")
     return ""
+
+
+def _calibrates(checkpoint: Path, plain: Any) -> bool:
+    """Whether what goes through the layers one by one is what goes through the plain model's, for two texts."""
+    import torch
+
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.forward import CalibrationPass
+    from moepack.calibrate.stream import StreamedModel
+
+    ids = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(2))
+    stream, want = StreamedModel(open_checkpoint(checkpoint)), []
+    walk = CalibrationPass(stream, ids, 1, torch.float32)
+    stream.load(None)
+    stream.to_compute(None, torch.float32)
+    walk.start()
+    for i in range(len(stream.layers)):
+        stream.load(i)
+        stream.to_compute(i, torch.float32)
+        walk.run_layer(i)
+    last = plain.get_submodule(f"{stream.prefix}.{len(stream.layers) - 1}")
+    hook = last.register_forward_hook(lambda module, args, out: want.append(out))
+    with torch.inference_mode():
+        for one in ids.split(1):
+            plain(input_ids=one, use_cache=False)
+    hook.remove()
+    return all(float((a - b).norm()) <= CLOSE * float(b.norm()) for a, b in zip(walk.hidden, want, strict=True))
 
 
 def all_rows(families: Iterable[Family]) -> Iterator[dict[str, str]]:

@@ -34,7 +34,7 @@ _HAS_EXPERTS = re.compile(r"use_experts_implementation|^class \w*(Experts|MoE|Mo
 # By any of the names that families have for it, what a configuration is made small with.
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 4096, "max_position_embeddings": 512,
+    "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 4096, "max_position_embeddings": 512,
     "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 8, "num_local_experts": 8,
     "n_routed_experts": 8, "moe_num_experts": 8, "num_shared_experts": 1, "n_shared_experts": 1,
     "shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
@@ -53,14 +53,39 @@ TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
     "num_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 64, "image_size": 32, "patch_size": 16,
 }  # fmt: skip
-# What is small in another way, by model_type; for a model with towers, of its text configuration.
+# What is small in another way, by model_type; for a model with towers, of its text configuration, of another part under
+# its name, and under "" of the whole.
 OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v4": {"num_key_value_heads": 1},
     "doge": {"is_moe": True, "num_experts": 16},
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 48]},
+    "flint": {"mlp_only_layers": []},
+    "gemma4": {"enable_moe_block": True, "top_k_experts": 2},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
+    "glm4v_moe": {
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "inkling2": {"vision_config": {"text_hidden_size": 64}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "longcat_flash": {"zero_expert_num": 4},
+    "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
+    "qwen3_5_moe": {"num_hidden_layers": 4},
+    "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},
+    "qwen3_omni_moe": {"": {"enable_audio_output": False}},
+    "qwen4_exp": {"num_hidden_layers": 4},
+    "qwen4_exp_text": {"num_hidden_layers": 4},
+    "step3p7": {"mlp_layer_types": ["dense", "sparse"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -115,12 +140,12 @@ def _small(kind: Any, values: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
         part = _by_name(spec.model_type) or spec.config_class
         if dataclasses.is_dataclass(part) and name in known:
             text = name in ("text_config", "thinker_config")
-            made = _small(part, SMALL, own) if text else _small(part, TOWER, own.get(name, {}))
+            its = {n: v for n, v in own.items() if n not in (*parts, "")} if text else own.get(name, {})
+            made = _small(part, SMALL if text else TOWER, its)
             given[name] = made.to_dict()
     reached = known | set(getattr(kind, "attribute_map", {}))
     given |= {n: v for n, v in values.items() if n in reached and not (parts and n not in _PLAIN)}
-    given |= {n: v for n, v in own.items() if n in reached}
-    return kind(**given)
+    return kind(**{**given, **(own.get("", {}) if parts else own)})
 
 
 _PLAIN = ("pad_token_id", "bos_token_id", "eos_token_id")  # what a configuration of parts has of its own

@@ -24,6 +24,19 @@ from .stream import StreamedModel
 EXPERTS_IMPLEMENTATION = "moepack_observe"
 
 
+class _Alone(Tensor):
+    """Hidden states that a decoder layer returns, and nothing beside them: a model that expects more is told so."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __iter__(self) -> Any:
+        raise _More
+
+
+class _More(Exception):
+    """A decoder layer returns more than hidden states."""
+
+
 class _Reached(Exception):
     """The output projection would be computed now."""
 
@@ -86,7 +99,7 @@ class CalibrationPass:
                 first = self._arguments.setdefault((index, len(hidden_states)), kwargs)
                 if own := {n: v for n, v in kwargs.items() if not is_same(v, first.get(n))}:
                     self._own[index, len(self.hidden) - 1] = own
-                return hidden_states
+                return hidden_states.as_subclass(_Alone)
 
             return forward
 
@@ -97,9 +110,15 @@ class CalibrationPass:
             with torch.inference_mode():
                 for batch in self._batches:
                     stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
+        except _More:
+            raise self._returns_more() from None
         finally:
             for layer, forward in zip(stream.layers, restore, strict=True):
                 layer.forward = forward
+
+    def _returns_more(self) -> InputError:
+        name = self._stream.checkpoint.config.model_type
+        return InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
 
     @property
     def windows(self) -> int:
@@ -145,8 +164,7 @@ class CalibrationPass:
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
                 out = layer(hidden.to(self._stream.device), **arguments)
                 if not isinstance(out, Tensor):
-                    name = self._stream.checkpoint.config.model_type
-                    raise InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
+                    raise self._returns_more()
                 self.hidden[i] = out.to("cpu")
                 if watch is not None:
                     watch.batch(len(hidden))

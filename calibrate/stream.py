@@ -270,8 +270,8 @@ class _Reader:
 def _why_none(model: Any) -> str:
     """What to say of a model in which no experts were found."""
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("experts", "input_linear") or type(module).__name__.endswith("Experts"):
-            kind = type(module).__name__
+        kind = type(module).__name__
+        if name.rpartition(".")[2] == "experts" or re.search("Experts$|Mo[eE]$", kind):
             return f"has experts ({kind}) that transformers' experts interface does not run: not supported"
     return "has no experts: not a Mixture-of-Experts model"
 

@@ -150,7 +150,9 @@ class MoepackQuantizer(HfQuantizer):
                 ) from None
             for name in EXPERT_PARAMETERS:
                 module._parameters.pop(name, None)
-            module._is_hf_initialized = True
+            above = model.get_submodule(layer.module.rpartition(".")[0])
+            for initialised in (module, *([] if above._non_persistent_buffers_set else [above])):
+                initialised._is_hf_initialized = True  # a block may fill its experts' parameters with numbers, too
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._experts_implementation_internal = IMPLEMENTATION

@@ -53,6 +53,11 @@ TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
     "num_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 64, "image_size": 32, "patch_size": 16,
 }  # fmt: skip
+_QWEN4: dict[str, Any] = {
+    "num_hidden_layers": 4, "indexer_n_heads": 2, "indexer_kv_heads": 2, "indexer_head_dim": 16, "indexer_budget": 32,
+    "indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_layer_ids": [1], "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 100, "split_ngram_parts": 2,
+}  # fmt: skip
 # What is small in another way, by model_type; for a model with towers, of its text configuration, of another part under
 # its name, and under "" of the whole.
 OWN: dict[str, dict[str, Any]] = {
@@ -62,28 +67,40 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v4": {"num_key_value_heads": 1},
     "doge": {"is_moe": True, "num_experts": 16},
-    "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 48]},
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [48, 48],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+    },
+    "dots3_note": {
+        "vision_config": {
+            "mlp_layer_types": ["dense"],
+            "per_layer_config": {},
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 64,
+        },
+    },
     "flint": {"mlp_only_layers": []},
-    "gemma4": {"enable_moe_block": True, "top_k_experts": 2},
-    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
+    "gemma4": {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+    "glm5_next": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
     "glm4v_moe": {
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "inkling2": {"vision_config": {"text_hidden_size": 64}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"num_hidden_layers": 4},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "longcat_flash": {"zero_expert_num": 4},
-    "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
+    "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
     "qwen3_5_moe": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},
     "qwen3_omni_moe": {"": {"enable_audio_output": False}},
-    "qwen4_exp": {"num_hidden_layers": 4},
-    "qwen4_exp_text": {"num_hidden_layers": 4},
+    "qwen4_exp": _QWEN4,
+    "qwen4_exp_text": _QWEN4,
     "step3p7": {"mlp_layer_types": ["dense", "sparse"]},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -104,7 +121,7 @@ def walk() -> list[Family]:
     from transformers.models.auto import modeling_auto as models
 
     makes_text: dict[str, str] = {}
-    for table in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+    for table in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"):  # with its tower first
         for model_type, name in getattr(models, f"MODEL_FOR_{table}_MAPPING_NAMES", {}).items():
             makes_text.setdefault(model_type, name if isinstance(name, str) else name[0])
     root = Path(inspect.getfile(transformers)).parent / "models"
@@ -163,6 +180,9 @@ def save(config: Any, path: Path, tokenizer: Path) -> Any:
         for name, parameter in model.named_parameters():
             if "bias" in name or "experts" in name:
                 parameter.normal_(0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # a token's experts, from a table that only a checkpoint has
+                buffer.copy_(torch.rand(len(buffer), 8).topk(buffer.shape[1]).indices)
     model.to(torch.bfloat16).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((tokenizer / name).read_bytes())
@@ -179,7 +199,9 @@ def attempt(family: Family, folder: Path) -> dict[str, str]:
     with warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")
         try:
-            save(small(family.model_type), checkpoint, example / "mini-qwen3-moe")
+            config = small(family.model_type)
+            config.architectures = [family.architecture]
+            save(config, checkpoint, example / "mini-qwen3-moe")
         except Exception as error:  # whatever a family's own code raises
             return row | {"outcome": "no small model", "why": _line(error, folder)}
         try:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 
 from .dense import DenseWatch
-from .stream import StreamedModel
+from .stream import CODE_ERRORS, StreamedModel
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
 
@@ -112,6 +112,12 @@ class CalibrationPass:
                     stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
         except _More:
             raise self._returns_more() from None
+        except CODE_ERRORS as error:
+            name, why = (
+                stream.checkpoint.config.model_type,
+                (str(error).strip() or type(error).__name__).splitlines()[0],
+            )
+            raise InputError(f"{name} cannot be run layer by layer: its own code says: {why}") from error
         finally:
             for layer, forward in zip(stream.layers, restore, strict=True):
                 layer.forward = forward

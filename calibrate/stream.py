@@ -24,6 +24,8 @@ from .checkpoint import Checkpoint, source_dtype
 from .encoded import Decoded
 from .experts import ExpertWeights, describe, is_experts_module, parameter_names
 
+# What a family's own code raises where it meets what it was not written for: no weights, layers that do nothing.
+CODE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -51,8 +53,8 @@ class StreamedModel:
         try:
             with torch.device("meta"):
                 self.model = model_of(config, dtype=torch.bfloat16)
-        except ValueError as error:
-            raise InputError(f"{checkpoint.name}: {str(error).splitlines()[0]}") from None
+        except CODE_ERRORS as error:
+            raise InputError(f"{checkpoint.name}: {str(error).splitlines()[0]}") from error
         self.model.eval()
         experts = {n: m for n, m in self.model.named_modules() if is_experts_module(m)}
         if not experts:

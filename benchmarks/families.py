@@ -54,7 +54,7 @@ TOWER: dict[str, Any] = {
     "num_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 64, "image_size": 32, "patch_size": 16,
 }  # fmt: skip
 _QWEN4: dict[str, Any] = {
-    "num_hidden_layers": 4, "indexer_n_heads": 2, "indexer_kv_heads": 2, "indexer_head_dim": 16, "indexer_budget": 32,
+    "num_hidden_layers": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32,
     "indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_layer_ids": [1], "heads_per_ngram": 2,
     "ngram_vocab_size_base": 100, "split_ngram_parts": 2,
 }  # fmt: skip
@@ -67,10 +67,6 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v4": {"num_key_value_heads": 1},
     "doge": {"is_moe": True, "num_experts": 16},
-    "ernie4_5_vl_moe": {
-        "moe_intermediate_size": [48, 48],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
-    },
     "dots3_note": {
         "vision_config": {
             "mlp_layer_types": ["dense"],
@@ -78,6 +74,11 @@ OWN: dict[str, dict[str, Any]] = {
             "adapter_in_dim": 32,
             "adapter_out_dim": 64,
         },
+        "audio_config": {"whisper_adapter_in_dim": 32, "whisper_adapter_out_dim": 64},
+    },
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [48, 48],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
     },
     "flint": {"mlp_only_layers": []},
     "gemma4": {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
@@ -94,6 +95,7 @@ OWN: dict[str, dict[str, Any]] = {
     "llama4": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "longcat_flash": {"zero_expert_num": 4},
+    "mimo_v2_flash": {"num_key_value_heads": 2},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
     "qwen3_5_moe": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
@@ -192,6 +194,7 @@ def save(config: Any, path: Path, tokenizer: Path) -> Any:
 def attempt(family: Family, folder: Path) -> dict[str, str]:
     """What comes of a family: "works", "refused" and why, or "no small model" where transformers makes none."""
     from moepack.calibrate.stream import quiet_transformers
+    from moepack.families.model_class import auto_class
     from moepack.pack.errors import MoepackError
 
     row = {"model_type": family.model_type, "class": family.architecture}
@@ -201,6 +204,10 @@ def attempt(family: Family, folder: Path) -> dict[str, str]:
         try:
             config = small(family.model_type)
             config.architectures = [family.architecture]
+            try:
+                auto_class(config)
+            except ValueError as error:
+                return row | {"outcome": "refused", "why": _line(error, folder)}
             save(config, checkpoint, example / "mini-qwen3-moe")
         except Exception as error:  # whatever a family's own code raises
             return row | {"outcome": "no small model", "why": _line(error, folder)}

@@ -232,6 +232,14 @@ class StreamedModel:
         own = {n.removeprefix(prefix): t for n, t in tensors.items() if n in owned}
         return dense, ExpertWeights.of(self.expert_layers[layer], module, own)
 
+    def _inside(self, layer: int | None) -> set[str]:
+        """Names of what a layer's experts module has beside the experts' matrices."""
+        if layer is None or layer not in self._experts:
+            return set()
+        prefix = self._experts[layer] + "."
+        own = {prefix + p for pair in parameter_names(self.experts_module(layer)).values() for p in pair if p}
+        return {n for n in self.names(layer) if n.startswith(prefix)} - own
+
     def to_compute(self, layer: int | None, dtype: torch.dtype) -> None:
         """Bring a loaded part to the device and to the dtypes transformers would compute with."""
         for name in self.names(layer):
@@ -243,9 +251,13 @@ class StreamedModel:
                 _set(self.model, name, tensor.to(self.device))
 
     def free(self, layer: int | None) -> None:
-        """Put a part back on the meta device; its dtypes are again the checkpoint's."""
-        state = self.model.state_dict()
+        """Put a part back on the meta device; its dtypes are again the checkpoint's. What an experts module has beside
+        its matrices (a norm behind each expert) stays, on the device: quantising asks it."""
+        state, inside = self.model.state_dict(), self._inside(layer)
         for name in self.names(layer):
+            if name in inside:
+                _set(self.model, name, state[name].detach().to(self.device))
+                continue
             _set(self.model, name, torch.empty_like(state[name], device="meta", dtype=self._source_dtype[name]))
 
 

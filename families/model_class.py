@@ -18,7 +18,7 @@ def auto_class(config: Any) -> Any:
     whole model's to AutoModelForImageTextToText. The one that the checkpoint names (`architectures`) is meant.
 
     Raises:
-        ValueError: when no class of transformers generates text from it.
+        ValueError: when no class of transformers continues a text with it.
     """
     import transformers
 
@@ -33,7 +33,7 @@ def auto_class(config: Any) -> Any:
             return auto
         found.append(auto)
     if not found:
-        raise ValueError(f"{config.model_type}: transformers has no class that generates text from it")
+        raise ValueError(f"{config.model_type}: transformers has no class that continues a text")
     return found[0]
 
 

@@ -31,5 +31,5 @@ def test_the_one_that_is_named(model_type: str, named: tuple[str, ...], auto: st
 
 
 def test_no_text_no_class() -> None:
-    with pytest.raises(ValueError, match="vit: transformers has no class that generates text"):
+    with pytest.raises(ValueError, match="vit: transformers has no class that continues a text"):
         auto_class(config("vit"))

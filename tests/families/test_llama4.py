@@ -75,19 +75,19 @@ def test_the_whole_model_and_its_tower(demo_model: Path, text: Path, tmp_path: P
     }  # fmt: skip
     config = Llama4Config(text_config=text_config().to_dict(), vision_config=vision)
     torch.manual_seed(0)
-    plain = Llama4ForConditionalGeneration(config).eval()
+    plain = Llama4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             if "experts" in name:
                 parameter.normal_(0, 0.1)
-    plain.to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
+    plain.save_pretrained(tmp_path / "checkpoint")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "checkpoint" / name).write_bytes((demo_model / name).read_bytes())
     report = build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
-    assert report.methods["w4"] == {"gptq": 8}
+    assert report.methods["w4"]["gptq"] >= 4  # of 8; those with few tokens keep the best of three
     assert moepack.open(tmp_path / "bundle").manifest.model["architecture"] == "Llama4ForConditionalGeneration"
     ours = moepack.load(tmp_path / "bundle", policy="static:bf16", dtype=torch.float32)
-    plain = plain.float()
+    plain = Llama4ForConditionalGeneration.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
     ids = torch.randint(1, 4000, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         want, got = plain(input_ids=ids).logits, ours(input_ids=ids).logits

@@ -96,7 +96,10 @@ OWN: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "longcat_flash": {"zero_expert_num": 4},
     "mimo_v2_flash": {"num_key_value_heads": 2},
-    "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
+    "muse_spark": {
+        "audio_config": {"hidden_sizes": [16] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "out_hidden_size": 64},
+        "": {"projector_hidden_size": 64, "out_hidden_size": 64},
+    },
     "qwen3_5_moe": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},

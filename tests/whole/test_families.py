@@ -31,7 +31,8 @@ def test_family(family: str, demo_model: Path, text: Path, evaluation: Path, tmp
     checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
     report = build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE.format("gptq"), "test"), [text])
     assert report.calibration_tokens == 4 * 64
-    assert report.methods["w4"].get("gptq", 0) > sum(report.methods["w4"].values()) / 2, report.methods
+    made = report.methods["w2"]  # of random weights GPTQ's grid and HQQ's come close at w4, and the better one is kept
+    assert made.get("gptq", 0) > sum(made.values()) / 2, report.methods
     assert verify(tmp_path / "bundle", checkpoint) == []
 
     ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -145,7 +145,7 @@ def small(model_type: str) -> Any:
     return _small(_by_name(model_type), SMALL, OWN.get(model_type, {}))
 
 
-def _by_name(model_type: str | None) -> Any:
+def _by_name(model_type: Any) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:

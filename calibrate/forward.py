@@ -27,7 +27,7 @@ EXPERTS_IMPLEMENTATION = "moepack_observe"
 class _Alone(Tensor):
     """Hidden states that a decoder layer returns, and nothing beside them: a model that expects more is told so."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __iter__(self) -> Any:
         raise _More

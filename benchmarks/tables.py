@@ -17,6 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "families.md",
     ROOT / "docs" / "policies.md",
     ROOT / "docs" / "reliability.md",
 )
@@ -424,12 +425,23 @@ def soak() -> str:
     return table(["minutes", "memory, MB", "answers", "errors", "clients that left", "promotions", "waits"], out)
 
 
+def families() -> str:
+    """Those that work first, then the others with what moepack says of them."""
+    rows = results("families")["rows"]
+    order = ["works", "refused", "no small model"]
+    rows = sorted(rows, key=lambda r: (order.index(r["outcome"]), r["model_type"]))
+    return table(
+        ["`model_type`", "class", "", "why"],
+        [[f"`{r['model_type']}`", f"`{r['class']}`", r["outcome"], r["why"]] for r in rows],
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary, quality, allocation, weighting, losses, quantisers, build, true_size, codec, kernels,
         whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector, retention,
-        on_demand, prediction, alpha, paged, hostile, soak, serving, start,
+        on_demand, prediction, alpha, paged, hostile, soak, serving, start, families,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

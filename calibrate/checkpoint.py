@@ -14,7 +14,7 @@ from moepack.pack.manifest import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES
 
-from .encoded import Encoded, Scheme, find_encoded, read_scheme
+from .encoded import FP8, Encoded, Scheme, find_encoded, read_scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -95,6 +95,14 @@ class Checkpoint:
             pair = self.encoded.get(weight)
             names |= {weight} if pair is None else {pair.codes, pair.scales}
         return {self.file_of[name] for name in names}
+
+    def weight_bytes(self, weight: str) -> int:
+        """Bytes of a weight as it is read: of an encoded one, in BF16."""
+        if weight not in self.encoded:
+            entry = self._entry(weight)
+            return entry.end - entry.begin
+        codes = self._entry(self.encoded[weight].codes)
+        return (codes.end - codes.begin) * (2 if self.encoded[weight].scheme.name == FP8 else 4)
 
     def _entry(self, tensor: str) -> TensorEntry:
         return self.headers[self.file_of[tensor]].tensors[tensor]

@@ -2,7 +2,8 @@
 
 Before the first layer, one run of the model with every decoder layer replaced by a recorder gives the embeddings'
 output and the keyword arguments that each layer is called with (masks and rotary tables differ between layers of a
-model). All windows have one length and no padding, so one set of arguments serves all batches of a size.
+model). All windows have one length and no padding, so one set of arguments serves all batches of a size, but for those
+that come from the text (the ids, where a layer routes by them), which are kept for each batch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,22 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 
 from .dense import DenseWatch
-from .stream import StreamedModel
+from .stream import CODE_ERRORS, StreamedModel
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
+
+
+class _Alone(Tensor):
+    """Hidden states that a decoder layer returns, and nothing beside them: a model that expects more is told so."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __iter__(self) -> Any:
+        raise _More
+
+
+class _More(Exception):
+    """A decoder layer returns more than hidden states."""
 
 
 class _Reached(Exception):
@@ -57,20 +71,35 @@ class CalibrationPass:
         self._batches = list(ids.split(batch_size))
         self.hidden: list[Tensor] = []
         self._arguments: dict[tuple[int, int], dict[str, Any]] = {}
+        self._own: dict[tuple[int, int], dict[str, Any]] = {}  # (layer, batch) -> arguments that are this batch's alone
 
     def start(self) -> None:
         """Embed every batch and record how each layer is called. The part outside the layers must be loaded."""
         stream = self._stream
         restore = []
+        same: dict[tuple[int, int], tuple[bool, Tensor]] = {}  # of a batch's tensors, held: layers are given the same
+
+        def is_same(a: Any, b: Any) -> bool:
+            if isinstance(a, tuple) and isinstance(b, tuple):
+                return len(a) == len(b) and all(map(is_same, a, b))
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a is b:
+                return True
+            if (id(a), id(b)) not in same:
+                same[id(a), id(b)] = torch.equal(a, b), a
+            return same[id(a), id(b)][0]
 
         def recorder(index: int) -> Callable[..., Any]:
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                if args:
-                    raise InputError(f"{stream.checkpoint.name}: its decoder layers take positional arguments")
+                if any(a is not None for a in args):
+                    name = stream.checkpoint.config.model_type
+                    raise InputError(f"decoder layers of {name} take positional arguments: not supported yet")
                 if index == 0:
                     self.hidden.append(hidden_states.to("cpu"))
-                self._arguments.setdefault((index, len(hidden_states)), kwargs)
-                return hidden_states
+                    same.clear()
+                first = self._arguments.setdefault((index, len(hidden_states)), kwargs)
+                if own := {n: v for n, v in kwargs.items() if not is_same(v, first.get(n))}:
+                    self._own[index, len(self.hidden) - 1] = own
+                return hidden_states.as_subclass(_Alone)
 
             return forward
 
@@ -81,9 +110,21 @@ class CalibrationPass:
             with torch.inference_mode():
                 for batch in self._batches:
                     stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
+        except _More:
+            raise self._returns_more() from None
+        except CODE_ERRORS as error:
+            name, why = (
+                stream.checkpoint.config.model_type,
+                (str(error).strip() or type(error).__name__).splitlines()[0],
+            )
+            raise InputError(f"{name} cannot be run layer by layer: its own code says: {why}") from error
         finally:
             for layer, forward in zip(stream.layers, restore, strict=True):
                 layer.forward = forward
+
+    def _returns_more(self) -> InputError:
+        name = self._stream.checkpoint.config.model_type
+        return InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
 
     @property
     def windows(self) -> int:
@@ -126,11 +167,10 @@ class CalibrationPass:
         module = self._stream.experts_module(index) if has_experts else None
         with watch.watching() if watch else nullcontext(), observing(module, seen), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
-                arguments = self._arguments[(index, len(hidden))]
+                arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
                 out = layer(hidden.to(self._stream.device), **arguments)
                 if not isinstance(out, Tensor):
-                    name = self._stream.checkpoint.config.model_type
-                    raise InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
+                    raise self._returns_more()
                 self.hidden[i] = out.to("cpu")
                 if watch is not None:
                     watch.batch(len(hidden))

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
 
@@ -25,6 +26,8 @@ from .encoded import Decoded
 from .experts import ExpertWeights, describe, is_experts_module, parameter_names
 from .some_experts import Parts, sources_of
 
+# What a family's own code raises where it meets what it was not written for: no weights, layers that do nothing.
+CODE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -36,25 +39,28 @@ class StreamedModel:
         layers: its decoder layers (a ModuleList).
         expert_layers: layer index -> descriptor, for the layers that have experts.
         expert_dtype: the dtype of the experts in the checkpoint, one of `moepack.pack.spec.EXPERT_DTYPES`.
+        mtp: names of the checkpoint's tensors that are its layers for multi-token prediction, which the model has not.
+        unused: names of its other tensors that have no place in the model.
 
     Raises:
-        InputError: for a model without experts, or a checkpoint that lacks a tensor.
+        InputError: for a model without experts, one whose layers or experts are of an unknown layout, or a checkpoint
+            that lacks a tensor.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
-        from transformers import AutoModelForCausalLM
+        from moepack.families.model_class import model_of
 
         self.checkpoint, self.device = checkpoint, torch.device(device)
         config = checkpoint.config
         try:
             with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        except ValueError as error:
-            raise InputError(f"{checkpoint.name}: {str(error).splitlines()[0]}") from None
+                self.model = model_of(config, dtype=torch.bfloat16)
+        except CODE_ERRORS as error:
+            raise InputError(f"{checkpoint.name}: {str(error).splitlines()[0]}") from error
         self.model.eval()
         experts = {n: m for n, m in self.model.named_modules() if is_experts_module(m)}
         if not experts:
-            raise InputError(f"{checkpoint.name}: {config.model_type} has no experts: not a Mixture-of-Experts model")
+            raise InputError(f"{checkpoint.name}: {config.model_type} {_why_none(self.model)}")
         found = {re.match(r"(.*?)\.(\d+)\.", name) for name in experts}
         prefixes = {m.group(1) for m in found if m}
         if len(prefixes) != 1 or None in found:
@@ -62,7 +68,14 @@ class StreamedModel:
                 f"{checkpoint.name}: experts of {config.model_type} are not in one stack of decoder layers"
             )
         self.prefix = prefixes.pop()
+        layers = {re.match(rf"{re.escape(self.prefix)}\.\d+\.", name)[0] for name in experts}  # type: ignore[index]
+        if len(layers) != len(experts):
+            raise InputError(
+                f"{checkpoint.name}: layers of {config.model_type} have several sets of experts: not supported"
+            )
         self.layers = self.model.get_submodule(self.prefix)
+        self.mtp: list[str] = []
+        self.unused: list[str] = []
         self._experts = {int(name[len(self.prefix) + 1 :].split(".")[0]): name for name in experts}
         self.expert_layers: dict[int, ExpertLayer] = {
             i: describe(i, name, experts[name]) for i, name in sorted(self._experts.items())
@@ -90,7 +103,7 @@ class StreamedModel:
         self._compute_dtype = {name: self._dtype_for(name) for name in state}
         self._source_dtype = {name: tensor.dtype for name, tensor in state.items()}
         self._sources: dict[int | None, list[str]] = {}
-        self.unused: list[str] = []
+        self.unused = []
         targets: dict[str, list[str]] = {}
         for key in self.checkpoint.weights:
             target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
@@ -102,6 +115,8 @@ class StreamedModel:
                     targets.setdefault(target, []).append(key)
             else:
                 self.unused.append(key)
+        self.mtp = mtp_tensors(self.unused, len(self.layers))
+        self.unused = sorted(set(self.unused) - set(self.mtp))
         self._merged = {target for target, keys in targets.items() if len(keys) > 1}
         self._targets = targets
         expert_sources: list[str] = []
@@ -241,6 +256,25 @@ class StreamedModel:
         shapes = {key: self.checkpoint.shape(key) for keys in sources.values() for key in keys}
         return sources_of(some, self.expert_layers[layer].experts, sources, shapes)
 
+    @property
+    def mtp_bytes(self) -> int:
+        """Bytes of the tensors of `mtp_groups`."""
+        return sum(self.checkpoint.weight_bytes(name) for name in self.mtp)
+
+    def mtp_groups(self, most: int) -> Iterator[dict[str, Tensor]]:
+        """The tensors of the MTP layers, by their names in the checkpoint, at most about so many bytes at a time: as
+        they are stored, those that are codes and scales decoded to BF16."""
+        group: dict[str, Tensor] = {}
+        with contextlib.ExitStack() as stack:
+            reader = _Reader(self.checkpoint, stack)
+            for name in self.mtp:
+                group[name] = reader.weight(name)[...].clone()  # not a view of the mapped file
+                if sum(t.nbytes for t in group.values()) >= most:
+                    yield group
+                    group = {}
+        if group:
+            yield group
+
     def split(self, layer: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ExpertWeights | None]:
         """A loaded layer as its dense tensors and, where it has them, its experts."""
         if layer not in self._experts:
@@ -250,6 +284,14 @@ class StreamedModel:
         dense = {n: t for n, t in tensors.items() if n not in owned}
         own = {n.removeprefix(prefix): t for n, t in tensors.items() if n in owned}
         return dense, ExpertWeights.of(self.expert_layers[layer], module, own)
+
+    def _inside(self, layer: int | None) -> set[str]:
+        """Names of what a layer's experts module has beside the experts' matrices."""
+        if layer is None or layer not in self._experts:
+            return set()
+        prefix = self._experts[layer] + "."
+        own = {prefix + p for pair in parameter_names(self.experts_module(layer)).values() for p in pair if p}
+        return {n for n in self.names(layer) if n.startswith(prefix)} - own
 
     def to_compute(self, layer: int | None, dtype: torch.dtype) -> None:
         """Bring a loaded part to the device and to the dtypes transformers would compute with."""
@@ -262,9 +304,13 @@ class StreamedModel:
                 _set(self.model, name, tensor.to(self.device))
 
     def free(self, layer: int | None) -> None:
-        """Put a part back on the meta device; its dtypes are again the checkpoint's."""
-        state = self.model.state_dict()
+        """Put a part back on the meta device; its dtypes are again the checkpoint's. What an experts module has beside
+        its matrices (a norm behind each expert) stays, on the device: quantising asks it."""
+        state, inside = self.model.state_dict(), self._inside(layer)
         for name in self.names(layer):
+            if name in inside:
+                _set(self.model, name, state[name].detach().to(self.device))
+                continue
             _set(self.model, name, torch.empty_like(state[name], device="meta", dtype=self._source_dtype[name]))
 
 
@@ -300,6 +346,15 @@ class _First:
     def __getitem__(self, index: Any) -> Tensor:
         out: Tensor = self._whole[self._part.start : self._part.stop][index]
         return out
+
+
+def _why_none(model: Any) -> str:
+    """What to say of a model in which no experts were found."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if name.rpartition(".")[2] == "experts" or re.search("Experts$|Mo[eE]$", kind):
+            return f"has experts ({kind}) that transformers' experts interface does not run: not supported"
+    return "has no experts: not a Mixture-of-Experts model"
 
 
 def _set(model: Any, name: str, value: Tensor) -> None:

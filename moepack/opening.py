@@ -58,13 +58,12 @@ def load_model(
             return load(path, device, device_memory, policy, wanted, dense=dense, **workload)
     if workload.get("max_tpot") is not None:
         raise InputError(f"{path}: not a bundle: a bound on a token needs one")
-    from transformers import AutoModelForCausalLM
-
     from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.families.model_class import auto_class
 
     opened = open_checkpoint(path)
     with quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(opened.path, dtype=wanted, device_map=device)
+        return auto_class(opened.config).from_pretrained(opened.path, dtype=wanted, device_map=device)
 
 
 def check(

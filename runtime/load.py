@@ -94,8 +94,8 @@ def load(
         opened.check(CONFIG)  # before transformers reads it
 
     import torch
-    from transformers import AutoModelForCausalLM
 
+    from moepack.families.model_class import auto_class
     from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.fixed import Workload
     from moepack.runtime.store.read_ahead import loading_report
@@ -110,6 +110,10 @@ def load(
     config = read_config(bundle, manifest, revision=revision, token=token)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != METHOD:
         raise InputError(f"{bundle}: its config does not say it is a moepack bundle")
+    try:
+        kind = auto_class(config)
+    except ValueError as error:
+        raise InputError(f"{bundle}: {error}") from None
     config.quantization_config.update(
         policy=policy,
         device_memory=budget,
@@ -124,7 +128,7 @@ def load(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with _loading, loading_report(progress):
-        return AutoModelForCausalLM.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
+        return kind.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
 
 
 def check_bundle(bundle: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:

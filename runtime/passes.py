@@ -120,7 +120,9 @@ class Passes:
         if len(args) > 1:
             raise InputError("a compiled pass in a budget is given its arguments by name")
         wanted = kwargs.get("use_cache")
-        if kwargs.get("past_key_values") is not None or (model.config.use_cache if wanted is None else wanted):
+        if kwargs.get("past_key_values") is not None or (
+            model.config.get_text_config().use_cache if wanted is None else wanted
+        ):
             raise InputError("a compiled pass in a budget keeps no cache: pass use_cache=False")
         for name in ("labels", "output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs.get(name) is not False:

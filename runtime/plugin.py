@@ -20,6 +20,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import extract_commit_hash
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moepack.families.layouts import adapt
+from moepack.families.mtp import mtp_patterns
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import HINT, Version
@@ -133,6 +135,7 @@ class MoepackQuantizer(HfQuantizer):
         if policy := self._policy():
             check_policy(policy, bundle, self._budget() is not None)
         bundle.check(*bundle.manifest.files)
+        adapt(model)
         self._dense = choose_dense(self._dense_name(bundle), bundle, self._policy())
         prepare(model, bundle, self._dense)
         for layer in bundle.layers:
@@ -140,18 +143,25 @@ class MoepackQuantizer(HfQuantizer):
                 module = model.get_submodule(layer.module)
             except AttributeError:
                 kind = type(model).__name__
+                own = bundle.manifest.model["architecture"]
                 raise InputError(
-                    f"{bundle.path}: its experts are at {layer.module}, which {kind} does not have"
+                    f"{bundle.path}: its experts are at {layer.module}, which {kind} does not have: load it as {own}, "
+                    "as moepack.load does"
                 ) from None
             for name in EXPERT_PARAMETERS:
                 module._parameters.pop(name, None)
-            module._is_hf_initialized = True
+            above = model.get_submodule(layer.module.rpartition(".")[0])
+            for initialised in (module, *([] if above._non_persistent_buffers_set else [above])):
+                initialised._is_hf_initialized = True  # a block may fill its experts' parameters with numbers, too
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._experts_implementation_internal = IMPLEMENTATION
         tripwire = (re.escape(name) for name in (f"{bundle.layers[0].module}.down_proj", HINT))
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, *tripwire}
+        if bundle.manifest.model.get("mtp") == "keep":
+            patterns = mtp_patterns(bundle.dense(check_digests=False), bundle.manifest.model["decoder_layers"])
+            model._keys_to_ignore_on_load_unexpected |= patterns
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None

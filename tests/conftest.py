@@ -55,6 +55,7 @@ SLOW = (
     "runtime/residency/test_on_gpu",
     "runtime/downstream", "runtime/test_compile", "runtime/test_downstream", "runtime/test_generation",
     "runtime/test_load", "runtime/test_passes", "whole/test_encodings", "whole/test_examples", "whole/test_families",
+    "whole/test_every_family", "families/test_mtp", "families/test_llama4.py::test_the_whole",
     "whole/test_quality", "whole/test_imports.py::test_the_runtime",
 )  # fmt: skip
 
@@ -78,15 +79,6 @@ def text() -> Path:
 @pytest.fixture(scope="session")
 def evaluation() -> Path:
     return ROOT / "examples" / "text" / "evaluation.jsonl"
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """Trained models and workloads that stand beside some checkouts."""
-    path = ROOT.parent / "shared"
-    if not (path / "models").is_dir():
-        pytest.skip("the shared models are not beside this checkout")
-    return path
 
 
 @pytest.fixture(scope="session")

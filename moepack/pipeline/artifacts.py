@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 MOMENTS = "moments.safetensors"
+SHARD = 4 << 30  # bytes of dense tensors in one file, at the most
 
 
 def run_record(directory: WorkDirectory) -> dict[str, Any]:

@@ -31,13 +31,11 @@ from moepack.progress import Reporter
 from moepack.quantize import methods
 
 from .allocate import DenseCosts, LayerCosts, allocate, allocate_both
-from .artifacts import run_record
+from .artifacts import SHARD, run_record
 from .dense_part import LOSSES, file_name, join_losses, read_note
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe, parse_recipe
 from .work import WorkDirectory
-
-SHARD = 4 << 30  # bytes of dense tensors in one file, at the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +155,7 @@ def _dense(
     names = (f"{first.module}.down_proj", HINT)
     save_file({name: torch.zeros(1, dtype=torch.bfloat16) for name in names}, tripwire)
     parts = [work.piece("calibrate", i, "dense.safetensors") for i in (None, *range(decoder_layers))]
+    parts += sorted(parts[0].parent.glob("mtp-*.safetensors"))
     leave_out = {f"{m.module}.{name}" for m in elsewhere for name in ("weight", "bias")}
     groups: list[list[Path]] = [[tripwire]]
     held = 0

@@ -159,6 +159,8 @@ class _DryRun:
         """The part outside the layers: its bytes, and what the first layer reads."""
         assert self._walk is not None
         self._add_dense(None, self._load(None))
+        if self._recipe.mtp == "keep":
+            self._dense += self._stream.mtp_bytes
         self._stream.to_compute(None, self._dtype)
         self._walk.start()
         self._stream.free(None)

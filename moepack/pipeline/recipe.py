@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from moepack.families import mtp
 from moepack.pack.errors import InputError
 from moepack.pack.spec import GROUPS, LOSSLESS, Version, encoding_of, version_names
 from moepack.quantize import methods
@@ -76,7 +77,10 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A validated recipe, and the text it came from."""
+    """A validated recipe, and the text it came from.
+
+    `mtp` says whether a checkpoint's layers for multi-token prediction are kept beside the model, as they are, or not.
+    """
 
     versions: tuple[str, ...] = DEFAULT_VERSIONS
     quantize: Quantize = field(default_factory=Quantize)
@@ -84,6 +88,7 @@ class Recipe:
     allocation: Allocate | None = None
     dense: tuple[str, ...] = ()
     text: str = ""
+    mtp: str = "drop"
 
     def version_specs(self) -> tuple[Version, ...]:
         """The versions as descriptors, from most to least precise."""
@@ -133,7 +138,9 @@ def parse_recipe(text: str, where: str) -> Recipe:
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     top = _mapping(
-        where, {} if document is None else document, ["versions", "dense", "quantize", "calibration", "allocation"]
+        where,
+        {} if document is None else document,
+        ["versions", "dense", "quantize", "calibration", "allocation", "mtp"],
     )
     versions = tuple(_list(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)), version_names()))
     if not versions or len(set(versions)) != len(versions):
@@ -171,7 +178,8 @@ def parse_recipe(text: str, where: str) -> Recipe:
     allocation = (
         _allocation(f"{where}: allocation", top["allocation"], versions, dense) if "allocation" in top else None
     )
-    return Recipe(versions, quantize, calibration, allocation, dense, text)
+    kept = _choice(f"{where}: mtp", top.get("mtp", "drop"), mtp.CHOICES)
+    return Recipe(versions, quantize, calibration, allocation, dense, text, kept)
 
 
 def _allocation(at: str, value: Any, versions: Sequence[str], dense: Sequence[str]) -> Allocate:

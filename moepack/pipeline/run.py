@@ -22,7 +22,7 @@ from moepack.runtime.devices.glibc import trim
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import MOMENTS, load_hidden, load_moments, load_observation, run_record, save
+from .artifacts import MOMENTS, SHARD, load_hidden, load_moments, load_observation, run_record, save
 from .dense_part import quantise_dense
 from .executors import Executor, Local
 from .expert_batch import ExpertBatchTask, batch_settings, observation_digest
@@ -132,6 +132,10 @@ class Run:
             reporter.note(
                 f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and are left out"
             )
+        keeps_mtp = recipe.mtp == "keep" and bool(stream.mtp)
+        if stream.mtp:
+            are = "are kept beside the model" if keeps_mtp else "are left out: mtp: keep in the recipe keeps them"
+            reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
         if stream.expert_dtype != "BF16":
             reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
         settings = recipe.calibration
@@ -147,6 +151,7 @@ class Run:
                 "dtype": settings.dtype,
                 "moepack": __version__,
                 "dense": bool(recipe.dense) or None,
+                "mtp": recipe.mtp if keeps_mtp else None,
             },
             fresh,
         )
@@ -158,11 +163,12 @@ class Run:
             "samples": len(windows.ids),
             "length": windows.ids.shape[1],
             "digest": windows.digest,
-            "unused": len(stream.unused),
+            "unused": len(stream.unused) + (0 if keeps_mtp else len(stream.mtp)),
             "model": {
                 "model_type": opened.config.model_type,
                 "architecture": type(stream.model).__name__,
                 "expert_dtype": stream.expert_dtype,
+                **({"mtp": recipe.mtp} if keeps_mtp else {}),
             },
             "decoder_layers": len(stream.layers),
             "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
@@ -241,6 +247,8 @@ class Run:
         if walk is not None and (first < total or not work.done("calibrate", None)):
             rest = stream.load(None)
             save(work.piece("calibrate", None, "dense.safetensors"), rest)
+            for k, group in enumerate(stream.mtp_groups(SHARD) if self._recipe.mtp == "keep" else ()):
+                save(work.piece("calibrate", None, f"mtp-{k:05d}.safetensors"), group)
             work.mark("calibrate", None, {})
             if first < total:
                 stream.to_compute(None, dtype)

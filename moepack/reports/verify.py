@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights
     from moepack.pack.dense import DenseTensors
 
+_AT_ONCE = 1 << 30  # bytes of tensors beside the model that are compared at a time
+
 
 def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Reporter | None = None) -> list[Problem]:
     """Every problem of a bundle; with a checkpoint, every tensor of it that the bundle does not hold bit for bit."""
@@ -69,6 +71,9 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         if experts is not None and i is not None:
             problems += _compare_experts(bundle, positions[i], experts)
         stream.free(i)
+    for group in stream.mtp_groups(_AT_ONCE) if bundle.manifest.model.get("mtp") == "keep" else ():
+        for name, tensor in group.items():
+            problems += _compare(dense, str(bundle.path), name, tensor)
     reporter.step("done")
     return problems
 

@@ -38,6 +38,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     experts: LayerExperts | None = getattr(self, "_moepack", None)
     if experts is None:
+        if any(not p.is_meta for p in self.parameters()):  # a layer beside the model, for multi-token prediction
+            from transformers.integrations.moe import grouped_mm_experts_forward
+
+            plain: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+            return plain
         raise InputError("a model made from a bundle's config alone has no experts: load the bundle")
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):

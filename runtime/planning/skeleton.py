@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
+from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
 
@@ -87,7 +87,7 @@ def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
         del config.quantization_config
     mode = FakeTensorMode()
     with mode, torch.no_grad():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = model_of(config, dtype=dtype)
         plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if any(re.search(pattern, name) for pattern in plan):  # what loading keeps in float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from moepack.pack.errors import InputError
 from moepack.pipeline.recipe import load_recipe, parse_recipe, shipped
 
 EXPECTED = [
-    "deepseek-v2-lite", "default", "gpt-oss-20b", "mixtral-8x7b", "phi-3.5-moe", "qwen3-30b-a3b", "qwen3-next-80b-a3b",
+    "deepseek-v2-lite", "deepseek-v3", "default", "glm-4.5-air", "gpt-oss-120b", "gpt-oss-20b", "llama-4-scout",
+    "mixtral-8x7b", "phi-3.5-moe", "qwen3-235b-a22b", "qwen3-30b-a3b", "qwen3-next-80b-a3b",
 ]  # fmt: skip
 
 
@@ -23,6 +25,30 @@ def test_shipped_recipes_are_valid(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.calibration.data and recipe.text
     assert [v.name for v in recipe.version_specs()] == list(recipe.versions)
+
+
+_SIZES = re.compile(
+    r"(\d+) layers of (\d+) experts, top-(\d+).*?hidden (\d+), expert (\d+).*?([\d,]+) GB of experts in BF16", re.S
+)
+
+
+@pytest.mark.parametrize("name", [n for n in EXPECTED if n != "default"])
+def test_what_recipes_say_of_their_model(name: str) -> None:
+    """Bytes are three matrices of every expert, and a token's experts are few; the text brings an expert several tokens
+    a column of its widest matrix."""
+    recipe = load_recipe(name)
+    comment = re.sub(r"\n# ?", " ", recipe.text)
+    found = _SIZES.search(comment)
+    assert found, comment
+    layers, experts, top_k, hidden, inner, size = (int(x.replace(",", "")) for x in found.groups())
+    assert size == round(layers * experts * 3 * hidden * inner * 2 / 1e9)
+    tokens = recipe.calibration.samples * recipe.calibration.length * top_k / experts
+    assert tokens >= 4 * max(hidden, inner), tokens
+
+
+def test_mtp_layers_are_kept_or_dropped() -> None:
+    assert (parse_recipe("", "x").mtp, parse_recipe("mtp: keep", "x").mtp) == ("drop", "keep")
+    assert {n for n in EXPECTED if "mtp:" in load_recipe(n).text} == {"deepseek-v3", "glm-4.5-air"}
 
 
 def test_defaults_are_the_default_recipe() -> None:
@@ -51,6 +77,7 @@ BAD = {
     "versions: []": "at least one",
     "versions: w4": "must be a list",
     "quantize: {method: gtpq}": "'gtpq' is not one of gptq, hqq, rtn, gptqmodel",
+    "mtp: maybe": "mtp: 'maybe' is not one of drop, keep",
     "quantize: {group_size: 48}": "48 is not one of 128, 64, 32",
     "quantize: {group_size: {w4: 7}}": "group_size.w4: 7 is not",
     "quantize: {group_size: {w9: 64}}": "unknown key 'w9'",

@@ -1,0 +1,119 @@
+"""Llama-4: its blocks give the same with experts behind the interface, a whole model is built, and a tower is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import moepack
+from moepack.families.layouts import adapt
+from moepack.families.model_class import model_of
+from moepack.pack.errors import InputError
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+
+RECIPE = """
+versions: [bf16, w4]
+quantize: {method: gptq, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 64, batch_size: 2}
+"""
+
+
+def text_config(**own: object) -> object:
+    from transformers import Llama4TextConfig
+
+    given = {
+        "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 4096, "num_local_experts": 4,
+        "num_experts_per_tok": 1, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 0,
+        "eos_token_id": 0,
+    }  # fmt: skip
+    return Llama4TextConfig(**{**given, **own})
+
+
+def random_block(top_k: int = 1) -> object:
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+    torch.manual_seed(0)
+    block = Llama4TextMoe(text_config(num_experts_per_tok=top_k))
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0, 0.2)
+    return block.eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_gives_what_its_own_code_gives(dtype: torch.dtype) -> None:
+    """Inputs of experts are the same to the bit; grouped products may sum in another order."""
+    block = random_block().to(dtype)
+    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.inference_mode():
+        want, logits = block(x)
+        adapt(block)
+        adapt(block)
+        got, same = block(x)
+    assert type(block).__name__ == "Moe" and torch.equal(logits, same) and got.shape == want.shape
+    near = 1e-6 if dtype == torch.float32 else 1e-2
+    assert float((got - want).float().norm() / want.float().norm()) <= near
+    assert len(set(logits.argmax(-1).tolist())) > 1  # more than one expert was asked
+
+
+def test_several_experts_a_token_are_refused() -> None:
+    with pytest.raises(InputError, match="llama4_text with num_experts_per_tok 2"):
+        adapt(random_block(2))
+
+
+def test_the_whole_model_and_its_tower(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """The checkpoint's own class, text and images, comes back, with the tower's tensors as they were."""
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+    }  # fmt: skip
+    config = Llama4Config(text_config=text_config().to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    plain = Llama4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "experts" in name:
+                parameter.normal_(0, 0.1)
+    plain.save_pretrained(tmp_path / "checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "checkpoint" / name).write_bytes((demo_model / name).read_bytes())
+    report = build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    assert report.methods["w4"]["gptq"] >= 4  # of 8; those with few tokens keep the best of three
+    assert moepack.open(tmp_path / "bundle").manifest.model["architecture"] == "Llama4ForConditionalGeneration"
+    ours = moepack.load(tmp_path / "bundle", policy="static:bf16", dtype=torch.float32)
+    plain = Llama4ForConditionalGeneration.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    ids = torch.randint(1, 4000, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want, got = plain(input_ids=ids).logits, ours(input_ids=ids).logits
+    assert float((got - want).norm() / want.norm()) <= 1e-3
+    held = dict(ours.named_parameters())
+    tower = [n for n, _ in plain.named_parameters() if "vision_model" in n or "projector" in n]
+    assert len(tower) > 10 and all(torch.equal(held[n], plain.get_parameter(n)) for n in tower)
+    out = ours.generate(ids[:1, :8], max_new_tokens=3, do_sample=False)
+    assert out.shape == (1, 11)
+
+
+def test_experts_come_and_go(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """In a budget, with a policy that asks the router ahead: what it answers is read as scores."""
+    from moepack.runtime.experts.prediction import Prediction
+
+    torch.manual_seed(0)
+    model = model_of(text_config(), dtype=torch.float32)
+    from moepack.calibrate.experts import describe
+
+    layers = [
+        describe(
+            i, f"model.layers.{i}.feed_forward.experts", model.get_submodule(f"model.layers.{i}.feed_forward.experts")
+        )
+        for i in range(2)
+    ]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    router = model.model.layers[1].feed_forward.router
+    chosen, _ = Prediction(model, layers)._routers[1].ask(x, 1)
+    assert chosen.reshape(-1).tolist() == router(x)[1].argmax(-1).tolist()

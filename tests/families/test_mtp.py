@@ -1,0 +1,110 @@
+"""Layers for multi-token prediction: known by name, left out or kept by the recipe, and used by who guesses ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+import moepack
+from moepack.families.mtp import mtp_patterns, mtp_tensors
+from moepack.pack.errors import InputError
+from moepack.pipeline.build import build
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import parse_recipe
+from moepack.progress import Reporter
+from moepack.reports.verify import verify
+
+RECIPE = """
+versions: [bf16, w4]
+quantize: {{method: rtn, group_size: 32, loss_tokens: 64}}
+calibration: {{samples: 4, length: 64, batch_size: 2}}
+mtp: {}
+"""
+
+
+class Notes(Reporter):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_which_tensors_they_are() -> None:
+    """By number behind the last layer, or by name; another tensor of no use is none of them."""
+    names = [
+        "model.layers.60.mlp.gate.weight", "model.layers.61.eh_proj.weight", "model.layers.61.mlp.experts.0.up_proj",
+        "mtp.layers.0.mlp.gate.weight", "model.mtp_block.0.weight", "model.mtp.layers.0.enorm.weight",
+        "model.smtp.weight", "visual.blocks.70.weight", "model.extra.weight",
+    ]  # fmt: skip
+    assert mtp_tensors(names, 61) == [*names[1:3], *names[3:6]]
+    assert mtp_tensors(names, 62) == names[3:6]
+    assert mtp_patterns(names, 61) == {r"^model\.layers\.61\.", r"^mtp\.", r"^model\.mtp_block\.", r"^model\.mtp\."}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """glm4_moe of three layers, its third's tensors again as layer 3 with what MTP has beside a layer, and one tensor
+    that belongs nowhere."""
+    path = tiny_models.save_tiny("glm4_moe", tmp_path_factory.mktemp("mtp") / "checkpoint", demo_model)
+    tensors = load_file(path / "model.safetensors")
+    g = torch.Generator().manual_seed(3)
+    extra = {n.replace("layers.2.", "layers.3."): t.clone() for n, t in tensors.items() if ".layers.2." in n}
+    extra |= {f"model.layers.3.{n}.weight": torch.ones(64, dtype=torch.bfloat16) for n in ("enorm", "hnorm")}
+    extra["model.layers.3.shared_head.norm.weight"] = torch.ones(64, dtype=torch.bfloat16)
+    extra["model.layers.3.eh_proj.weight"] = torch.randn(64, 128, generator=g).bfloat16() * 0.1
+    save_file({**tensors, **extra, "model.odd": torch.zeros(1)}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def mtp_of(path: Path) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in load_file(path / "model.safetensors").items() if "layers.3." in n}
+
+
+def test_left_out_and_said_so(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    report = build(checkpoint, tmp_path / "b", parse_recipe(RECIPE.format("drop"), "t"), [text], reporter=notes)
+    count = len(mtp_of(checkpoint))
+    assert f"{count} tensors of layers for multi-token prediction (MTP) are left out" in " ".join(notes.said)
+    assert "1 tensors of the checkpoint have no place in the model" in " ".join(notes.said)
+    assert report.unused_tensors == count + 1 and mtp_of(tmp_path / "b") == {}
+    assert "mtp" not in moepack.open(tmp_path / "b").manifest.model
+
+
+def test_kept_as_they_are(checkpoint: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To the bit, verified, counted by the dry run, no news to who loads the bundle; generation guesses with them."""
+    recipe, notes = parse_recipe(RECIPE.format("keep"), "t"), Notes()
+    report = build(checkpoint, tmp_path / "b", recipe, [text], work=tmp_path / "work", reporter=notes)
+    theirs, ours = mtp_of(checkpoint), mtp_of(tmp_path / "b")
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[n], ours[n]) for n in theirs)
+    assert report.unused_tensors == 1 and "are kept" in " ".join(notes.said)
+    assert verify(tmp_path / "b", checkpoint) == []
+    few = estimate(checkpoint, tmp_path / "c", parse_recipe(RECIPE.format("drop"), "t"), [text]).dense_bytes
+    more = estimate(checkpoint, tmp_path / "c", recipe, [text]).dense_bytes
+    assert more - few == sum(t.nbytes for t in theirs.values())
+    with pytest.raises(InputError, match="made with another mtp"):
+        build(checkpoint, tmp_path / "d", parse_recipe(RECIPE.format("drop"), "t"), [text], work=tmp_path / "work")
+
+    model = moepack.load(tmp_path / "b", policy="static:bf16", dtype=torch.float32)
+    assert "UNEXPECTED" not in caplog.text
+    ids = torch.randint(1, 4000, (1, 12), generator=torch.Generator().manual_seed(1))
+    plain = model.generate(ids, max_new_tokens=8, do_sample=False)
+    guessed = model.generate(ids, max_new_tokens=8, do_sample=False, use_mtp=True)
+    assert torch.equal(plain, guessed)
+
+
+def test_a_lost_tensor_of_theirs_is_found(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    build(checkpoint, tmp_path / "b", parse_recipe(RECIPE.format("keep"), "t"), [text])
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in checkpoint.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"][0, 0] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    problems = verify(tmp_path / "b", other)
+    assert len(problems) == 1 and "eh_proj" in str(problems[0])

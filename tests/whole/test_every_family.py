@@ -1,0 +1,50 @@
+"""Transformers' own list of models that have experts, each built and loaded: what comes of it is what docs/families.md
+says, which is drawn from the same file. A family that newly works fails as one that no longer does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from support import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import families
+
+FOUND = {f.model_type: f for f in families.walk()}
+SAID = json.loads(families.RESULT.read_text())
+ROWS = {row["model_type"]: row for row in SAID["rows"]}
+SAME = SAID["machine"]["libraries"]["transformers"] == transformers.__version__
+
+
+def test_the_list_is_transformers_own() -> None:
+    """With the version that the table was made with; another may have more families or fewer."""
+    assert {"qwen3_moe", "mixtral", "llama4", "gpt_oss", "qwen3_vl_moe"} <= FOUND.keys()
+    assert not {"llama", "qwen3", "bert"} & FOUND.keys()
+    assert not SAME or FOUND.keys() == ROWS.keys(), "python -m benchmarks.families"
+
+
+def test_nothing_ends_in_a_traceback() -> None:
+    assert {row["outcome"] for row in ROWS.values()} <= {"works", "refused", "no small model"}
+    assert all(row["why"] for row in ROWS.values() if row["outcome"] != "works")
+
+
+@pytest.mark.parametrize("name", [n for n in FOUND if n in ROWS])
+def test_what_comes_of_it(name: str, tmp_path: Path) -> None:
+    """Same outcome, and of a refusal the same words."""
+    got = families.attempt(FOUND[name], tmp_path)
+    assert got["outcome"] == ROWS[name]["outcome"], got
+    assert got["outcome"] != "refused" or got["why"] == ROWS[name]["why"] or not SAME
+
+
+def test_a_family_that_is_not_what_the_table_says_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Planted: one that works no longer, and one that is served with another model's weights."""
+    monkeypatch.setattr("moepack.calibrate.stream.is_experts_module", lambda module: False)
+    assert families.attempt(FOUND["olmoe"], tmp_path / "a")["outcome"] == "refused"
+    monkeypatch.undo()
+    monkeypatch.setattr(families, "CLOSE", 0.0)
+    assert families.attempt(FOUND["olmoe"], tmp_path / "b")["outcome"] == "broken"

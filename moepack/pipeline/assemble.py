@@ -25,7 +25,7 @@ from moepack.pack.spec import (
     dense_layers,
     expert_file,
 )
-from moepack.pack.tables import TABLES, CalibrationTables, read_tables, write_tables
+from moepack.pack.tables import FEW_TOKENS, TABLES, CalibrationTables, read_tables, write_tables
 from moepack.pack.writer import BundleWriter
 from moepack.progress import Reporter
 from moepack.quantize import methods
@@ -91,7 +91,7 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
             versions,
             {},
             {},
-            _provenance(work, record, recipe, quantised),
+            _provenance(work, record, recipe, quantised, tables),
             allocation,
             dense=dense,
             dense_versions=dense_versions if dense else (),
@@ -261,7 +261,11 @@ def _extents(path: Path, layer: Layer) -> list[float]:
 
 
 def _provenance(
-    work: WorkDirectory, record: Mapping[str, Any], recipe: Recipe, quantised: Mapping[str, Any]
+    work: WorkDirectory,
+    record: Mapping[str, Any],
+    recipe: Recipe,
+    quantised: Mapping[str, Any],
+    tables: CalibrationTables,
 ) -> dict[str, Any]:
     tools = {"python": platform.python_version()}
     for package in ("moepack", "torch", "transformers", *(x.name for x in methods.libraries()), "scipy"):
@@ -278,9 +282,11 @@ def _provenance(
         "checkpoint": checkpoint,
         "calibration": {
             "sources": record["sources"],
+            "windows": record["windows"],
             "samples": record["samples"],
             "length": record["length"],
             "tokens_sha256": record["digest"],
+            "few_tokens": {"below": FEW_TOKENS, "experts": sum(tables.few().values())},
         },
         "method": quantised["method"],
         "recipe": recipe.text,

@@ -27,9 +27,10 @@ from moepack.version import __version__
 from .allocate import check_allocation
 from .artifacts import MOMENTS, load_hidden, load_moments, load_observation, run_record, save
 from .dense_part import quantise_dense
+from .enough import advice, enough_windows, few_tokens
 from .executors import Executor, Local
 from .expert_batch import ExpertBatchTask, bare, batch_settings, load_batch, observation_digest, save_batch
-from .recipe import Recipe, parse_recipe
+from .recipe import Recipe, Source, parse_recipe
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
@@ -53,14 +54,19 @@ def calibration_text(
         checkpoint: the model.
         recipe: what is wanted.
         calibration: files or Hub data sets in place of the recipe's.
+
+    Returns:
+        The sources, and their windows: `samples`, or where the recipe says until when, as many as that may take.
     """
     from moepack.calibrate import data
 
     how = recipe.calibration
     tokenizer = data.load_tokenizer(checkpoint.path)
-    sources = [str(s) for s in calibration] or list(how.data)
+    sources = [Source(str(s)) for s in calibration] or how.data
+    names, weights = [s.source for s in sources], [s.weight for s in sources]
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or how.length
-    return sources, data.calibration_windows(sources, tokenizer, how.samples, min(how.length, limit), how.seed)
+    count = max(how.most, how.samples) if how.until else how.samples
+    return names, data.calibration_windows(names, tokenizer, count, min(how.length, limit), how.seed, weights)
 
 
 def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
@@ -126,12 +132,14 @@ class Run:
             reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
         settings = recipe.calibration
         sources, windows = calibration_text(opened, recipe, calibration)
+        identity = _identity(directory, opened, reporter)
+        windows = enough_windows(directory, stream, windows, settings, identity, reporter)
         if len(windows.ids) < settings.samples:
             reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
         directory.begin(
             "calibrate",
             {
-                "checkpoint": _identity(directory, opened, reporter),
+                "checkpoint": identity,
                 "calibration tokens": windows.digest,
                 "batch_size": settings.batch_size,
                 "dtype": settings.dtype,
@@ -145,6 +153,7 @@ class Run:
             "name": opened.name,
             "recipe": recipe.text,
             "sources": [Path(s).name for s in sources],
+            "windows": list(windows.taken),
             "samples": len(windows.ids),
             "length": windows.ids.shape[1],
             "digest": windows.digest,
@@ -261,6 +270,9 @@ class Run:
             trim()  # without it glibc keeps about a layer's worth more after every layer
         if None in self._dense:
             self._head(walk, dtype, quantize, reporter)
+        experts = sum(layer.experts for layer in stream.expert_layers.values())
+        if calibrate and (note := advice(few_tokens(work, stream), experts)):
+            reporter.note(note)
         reporter.step("done")
 
     def _head(self, walk: CalibrationPass | None, dtype: torch.dtype, quantize: bool, reporter: Reporter) -> None:

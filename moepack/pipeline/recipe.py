@@ -184,6 +184,28 @@ def parse_recipe(text: str, where: str) -> Recipe:
     return Recipe(versions, quantize, calibration, allocation, dense, text)
 
 
+def with_versions(recipe: Recipe, versions: Sequence[Version]) -> Recipe:
+    """A recipe that makes these versions in place of its own; its text is written anew, without comments.
+
+    Raises:
+        InputError: where a dense matrix has one of them with another group size: a recipe has one for both.
+    """
+    known = recipe.dense_specs()
+    sizes = {v.name: v.group_size for v in (*known, *versions) if not v.is_lossless}
+    for v in known:
+        if sizes.get(v.name, v.group_size) != v.group_size:
+            raise InputError(
+                f"{v.name}: dense matrices have it in groups of {v.group_size}: its group size cannot change"
+            )
+    document = yaml.safe_load(recipe.text) or {}
+    document["versions"] = [v.name for v in versions]
+    alike = len(set(sizes.values())) <= 1
+    quantize = dict(document.get("quantize") or {})
+    quantize["group_size"] = next(iter(sizes.values()), 64) if alike else sizes
+    document["quantize"] = quantize
+    return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
+
+
 def _calibration(at: str, value: Any) -> Calibration:
     c = _mapping(at, value, [f.name for f in fields(Calibration)])
     samples = _integer(f"{at}.samples", c.get("samples", 128), 1)

@@ -95,7 +95,9 @@ class Run:
         stream: StreamedModel,
         recipe: Recipe,
         ids: torch.Tensor | None,
+        stage: str = "quantize",
     ) -> None:
+        self._stage = stage  # of the work directory, where what is quantised goes
         self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
         self._executor: Executor = Local()
         self._objects: list[Path] = []  # of the layer at hand: they go once it is done
@@ -173,8 +175,15 @@ class Run:
         return run
 
     @staticmethod
-    def resume(directory: WorkDirectory, recipe: Recipe | None, fresh: bool, device: str, reporter: Reporter) -> Run:
-        """Open a calibrated work directory for the second stage."""
+    def resume(
+        directory: WorkDirectory,
+        recipe: Recipe | None,
+        fresh: bool,
+        device: str,
+        reporter: Reporter,
+        stage: str = "quantize",
+    ) -> Run:
+        """Open a calibrated work directory for the second stage, or another beside it."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
@@ -188,7 +197,7 @@ class Run:
             raise InputError(
                 f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
             )
-        run = Run(directory, StreamedModel(opened, device), recipe, None)
+        run = Run(directory, StreamedModel(opened, device), recipe, None, stage)
         run._begin_quantize(fresh)
         return run
 
@@ -201,7 +210,7 @@ class Run:
         layers = list(self._stream.expert_layers.values())
         check_allocation(how, layers, versions, dense, self._recipe.dense_specs())
         self._work.begin(
-            "quantize",
+            self._stage,
             {
                 "versions": [asdict(v) for v in versions],
                 "method": q.method,
@@ -215,8 +224,18 @@ class Run:
             fresh,
         )
 
-    def layers(self, calibrate: bool, quantize: bool, reporter: Reporter, executor: Executor | None = None) -> None:
-        """Go through the decoder layers once, with `executor` in place of the local one."""
+    def layers(
+        self,
+        calibrate: bool,
+        quantize: bool,
+        reporter: Reporter,
+        executor: Executor | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Go through the decoder layers once, with `executor` in place of the local one.
+
+        What the experts saw is kept where nothing is quantised, or with `keep`.
+        """
         self._executor = executor or self._executor
         bound_kernel_caches()
         import torch
@@ -257,7 +276,7 @@ class Run:
             del tensors
             observation, moments = None, None
             if walk is not None and walks:
-                observation, moments = self._calibrate_layer(walk, i, dense, dtype, reporter, keep=not quantize)
+                observation, moments = self._calibrate_layer(walk, i, dense, dtype, reporter, keep or not quantize)
             stream.free(i)
             if quantize and i in pending and (experts is not None or i in self._dense):
                 note = self._quantise_dense(i, dense, moments, reporter)
@@ -281,7 +300,7 @@ class Run:
 
         work, stream = self._work, self._stream
         kept = work.piece("calibrate", None, MOMENTS)
-        if (kept.exists() or walk is None) and (not quantize or work.done("quantize", None) is not None):
+        if (kept.exists() or walk is None) and (not quantize or work.done(self._stage, None) is not None):
             return
         tensors = stream.load(None)
         moments = None
@@ -295,7 +314,7 @@ class Run:
             moments = watch.moments()
             self._keep_moments(None, moments)
         stream.free(None)
-        if quantize and work.done("quantize", None) is None:
+        if quantize and work.done(self._stage, None) is None:
             self._finish(None, self._quantise_dense(None, tensors, moments, reporter))
 
     def _keep_moments(self, part: int | None, moments: DenseMoments) -> None:
@@ -305,10 +324,14 @@ class Run:
 
     def _finish(self, part: int | None, note: dict[str, Any]) -> None:
         """Declare a part quantised."""
-        self._work.mark("quantize", part, note)
+        self._work.mark(self._stage, part, note)
         for path in self._objects:
             path.unlink()
         self._objects.clear()
+
+    def unobserved(self) -> int | None:
+        """The first layer with experts of which what they saw was not kept."""
+        return next((i for i in self._stream.expert_layers if not self._observed(i)), None)
 
     def _observed(self, layer: int) -> bool:
         """Whether the calibrate stage finished a layer and kept what its experts saw."""
@@ -320,7 +343,7 @@ class Run:
     def _finished(self, layer: int, calibrate: bool, quantize: bool) -> bool:
         quantised = layer in self._stream.expert_layers or layer in self._dense
         calibrated = not calibrate or self._work.done("calibrate", layer) is not None
-        return calibrated and (not quantize or not quantised or self._work.done("quantize", layer) is not None)
+        return calibrated and (not quantize or not quantised or self._work.done(self._stage, layer) is not None)
 
     def _calibrate_layer(
         self,
@@ -382,14 +405,14 @@ class Run:
             "dense": quantise_dense(
                 DenseLayer(part, self._before(part), called), tensors, moments, self._recipe.dense_specs(),
                 self._recipe.quantize.method, self._stream.device,
-                lambda name: self._work.piece("quantize", part, name), reporter.advance,
+                lambda name: self._work.piece(self._stage, part, name), reporter.advance,
             )
         }  # fmt: skip
 
     def _before(self, part: int | None) -> int:
         """Dense matrices of the layers before a part: these are quantised."""
         notes = [
-            self._work.done("quantize", i) or {} for i in range(len(self._stream.layers) if part is None else part)
+            self._work.done(self._stage, i) or {} for i in range(len(self._stream.layers) if part is None else part)
         ]
         return sum(len(note["dense"]["matrices"]) for note in notes if "dense" in note)
 
@@ -416,7 +439,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             writers = {
                 v.name: stack.enter_context(
-                    LayerFileWriter(work.piece("quantize", index, f"{v.name}.safetensors"), v.name, experts.layer)
+                    LayerFileWriter(work.piece(self._stage, index, f"{v.name}.safetensors"), v.name, experts.layer)
                 )
                 for v in versions
             }
@@ -429,7 +452,7 @@ class Run:
         measured = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
         table = pooled(measured) | {"method": measured["method"]}
         columns = metadata([v.name for v in versions], methods.numbered())
-        save(work.piece("quantize", index, "losses.safetensors"), table, columns)
+        save(work.piece(self._stage, index, "losses.safetensors"), table, columns)
         self._objects = kept
         return {"entries": {n: asdict(w.entry) for n, w in writers.items() if w.entry}}
 

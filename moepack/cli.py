@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moepack.pack.errors import MoepackError, printable
+from moepack.pack.errors import InputError, MoepackError, printable
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import usages
 
@@ -135,8 +135,7 @@ def build(
         from moepack.pipeline.add import add, parse_group_sizes
 
         if work is None:
-            _fail("--add goes on from what a build with --keep left: name its --work")
-        assert work is not None
+            raise InputError("--add goes on from what a build with --keep left: name its --work")
         names, sizes = names_of(added), parse_group_sizes(group_sizes or ())
         with _reporter(quiet) as reporter:
             report = add(output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision)

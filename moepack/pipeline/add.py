@@ -1,8 +1,8 @@
 """Versions added to what was built before, or replaced there, from what calibration left in the work directory.
 
-Nothing is calibrated again, and of the experts nothing is quantised that the work directory has. Every version that is
-added goes through the same pass as a build's, into a stage of its own; the bundle is then put together of all stages, as
-a build with all these versions would, and takes the old one's place in one step.
+Nothing is calibrated again, and nothing is quantised that the work directory has. What is added goes through the same
+pass as in a build, into a stage of its own; the bundle is then put together of all stages, as a build of all these
+versions would, and takes the old one's place in one step.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _stages(
         if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
             continue
         held = [Version(**v) for v in how["versions"]]
-        if all(how[k] == made[k] for k in _ALIKE) and all(directory.done(stage, i) is not None for i in layers):
+        if all(how.get(k) == made.get(k) for k in _ALIKE) and all(directory.done(stage, i) is not None for i in layers):
             out |= {v: stage for v in wanted if v in held and v not in out}
     return out
 
@@ -193,10 +193,9 @@ def _stages(
 def _check_alike(directory: WorkDirectory, stage: str, made: Mapping[str, Any]) -> None:
     how = directory.settings()[stage]
     for key in _ALIKE:
-        if how[key] != made[key]:
-            raise InputError(
-                f"{directory.path}: was quantised with {key} {made[key]}, now {how[key]}: losses would not compare"
-            )
+        if how.get(key) != made.get(key):
+            was, now = made.get(key), how.get(key)
+            raise InputError(f"{directory.path}: was quantised with {key} {was}, now {now}: losses would not compare")
 
 
 def _others(old: Bundle) -> list[str]:

@@ -104,7 +104,7 @@ def model_card(
         "| version | stored as | size | bits a weight | mean relative output error |\n"
         f"|---|---|---|---|---|\n{rows}\n",
         f"Errors are measured on {tokens:,} calibration tokens ({text}), expert by expert, against the output in the "
-        "original's precision. `moepack inspect` shows them all.{_few(tables, experts)}\n",
+        f"original's precision. `moepack inspect` shows them all.{_few(tables, experts)}\n",
         f"![Tokens routed to each expert, and what each version costs it]({picture})\n" if picture else "",
         f"""## Load it
 

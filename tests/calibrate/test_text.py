@@ -264,7 +264,7 @@ def test_documents_begin_and_end_as_the_tokenizer_has_it(tmp_path: Path) -> None
 TEMPLATE = (
     "{% if tools %}T{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "{% endfor %}{{ eos_token }}\n"
+    "{% endfor %}{{ eos_token + '\\n' }}"
 )
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
 OTHER = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import tree
+from tiny_models import save_tiny
 
 import moepack
 from moepack.pack.errors import InputError
@@ -59,10 +60,11 @@ def test_windows_until_by_hand_and_by_counting() -> None:
 def test_windows_are_added_until_they_suffice(
     demo_model: Path, text: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources, until = [text, evaluation], 6
-    pipeline.calibrate(demo_model, tmp_path / "all", parse_recipe(RECIPE % (60, ""), "x"), sources)
+    sources, until = [text, evaluation], 60
+    model = save_tiny("qwen3_moe", tmp_path / "model", demo_model)  # random routers leave no expert out
+    pipeline.calibrate(model, tmp_path / "all", parse_recipe(RECIPE % (60, ""), "x"), sources)
     recipe, notes = parse_recipe(RECIPE % (8, f", until: {until}, most: 60"), "x"), Notes()
-    pipeline.calibrate(demo_model, tmp_path / "some", recipe, sources, reporter=notes)
+    pipeline.calibrate(model, tmp_path / "some", recipe, sources, reporter=notes)
     run = json.loads((tmp_path / "some" / "run.json").read_text())
     count = run["samples"]
     assert 8 < count < 60 and sum(run["windows"]) == count and abs(run["windows"][0] - run["windows"][1]) <= 1
@@ -78,12 +80,12 @@ def test_windows_are_added_until_they_suffice(
     assert least[0] >= until > least[1]
     # Going on takes the same windows without counting again; another rule counts.
     monkeypatch.setattr(enough, "_count", lambda *_: pytest.fail("counted again"))
-    pipeline.build(demo_model, tmp_path / "b", recipe, sources, work=tmp_path / "some")
+    pipeline.build(model, tmp_path / "b", recipe, sources, work=tmp_path / "some")
     assert moepack.open(tmp_path / "b").manifest.provenance["calibration"]["windows"] == run["windows"]
     monkeypatch.undo()
     with pytest.raises(InputError, match="another calibration tokens"):
         other = parse_recipe(RECIPE % (8, ", until: 2, most: 60"), "x")
-        pipeline.build(demo_model, tmp_path / "c", other, sources, work=tmp_path / "some")
+        pipeline.build(model, tmp_path / "c", other, sources, work=tmp_path / "some")
 
 
 def test_the_limit_is_kept_and_said(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Kill the adding of a version at its steps, look at what is there: `python tests/helpers/kill_while_adding.py KEPT DIR`.
+"""Kill the adding of a version at its steps, see what is there: `python tests/helpers/kill_while_adding.py KEPT DIR`.
 
 KEPT holds a bundle "b" and the work directory "w" it was built in. A step is whatever Python's audit hooks tell of the
 file system, in a forked child. It is killed before each step around the moment at which the bundle is replaced, and
-before others chosen by chance. Prints how often the old bundle was there afterwards, and how often the new one.
+before steps chosen by chance until then. Prints how often the old bundle was there afterwards, and how often the new.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def adding(root: Path, kill: int | None, log: Path | None = None) -> bool:
         steps: list[str] = []
 
         def step(event: str, arguments: tuple[object, ...]) -> None:
-            if event in STEPS and str(root) in str(arguments[0]):
+            relative = event in ("os.remove", "os.rmdir") and arguments[-1] != -1  # as a folder is removed
+            if event in STEPS and (relative or str(root) in str(arguments[0])):
                 steps.append(event)
             elif event == EXCHANGE[0] and arguments[1] == EXCHANGE[1]:
                 steps.append(EXCHANGE[1])
@@ -64,41 +65,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("kept", "directory"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--around", type=int, default=14, help="steps before and after the exchange")
-    parser.add_argument("--others", type=int, default=10)
+    parser.add_argument("--around", type=int, default=8, help="steps before and after the exchange")
+    parser.add_argument("--others", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
     root, log = args.directory / "at", args.directory / "steps"
     shutil.copytree(args.kept, root)
     old = tree(root / "b")
     add(root / "b", root / "w", ["w1"])  # imports and compiles what is needed
+    counts, total, chance = {False: 0, True: 0}, 0, random.Random(0)
+    quantised = args.directory / "quantised"
+    for start in (args.kept, quantised):  # everything, then only what follows quantising
+        restart(start, root)
+        adding(root, None, log)
+        new, steps = tree(root / "b"), log.read_text().split("\n")
+        log.unlink()
+        # The first exchange is the check that there can be one.
+        exchange = max(i for i, name in enumerate(steps) if name == EXCHANGE[1])
+        near = range(exchange - args.around, min(len(steps), exchange + args.around))
+        kills = near if start == quantised else chance.sample(range(exchange), args.others)
+        if start != quantised:
+            shutil.copytree(root / "w", quantised / "w")
+            shutil.copytree(args.kept / "b", quantised / "b")
+        for number, kill in enumerate(kills):
+            restart(start, root)
+            if not adding(root, kill):
+                raise SystemExit(f"was not killed at step {kill} of {len(steps)}")
+            found, total = tree(root / "b"), total + 1
+            if found not in (old, new):
+                raise SystemExit(f"killed before step {kill} ({steps[kill]}): neither the old bundle nor the new one")
+            counts[found == new] += 1
+            if number % 5 == 0 or kill in (exchange, exchange + 1):
+                adding(root, None)
+                if tree(root / "b") != new:
+                    raise SystemExit(f"killed before step {kill} and run again: other bytes")
+                if found != new and sorted(p.name for p in root.iterdir()) != ["b", "w"]:
+                    raise SystemExit(f"killed before step {kill} and run again: {sorted(root.iterdir())}")
+    print(f"killed {total} times: old and new", counts[False], counts[True])
+
+
+def restart(start: Path, root: Path) -> None:
+    """Put everything back."""
     shutil.rmtree(root)
-    shutil.copytree(args.kept, root)
-    adding(root, None, log)
-    new, steps = tree(root / "b"), log.read_text().split("\n")
-    log.unlink()
-    # The first exchange is the check that there can be one.
-    exchange = max(i for i, name in enumerate(steps) if name == EXCHANGE[1])
-    near = range(max(0, exchange - args.around), min(len(steps), exchange + args.around))
-    chance = random.Random(0)
-    far = chance.sample([i for i in range(len(steps)) if i not in near], args.others)
-    counts = {False: 0, True: 0}
-    for number, kill in enumerate(sorted([*near, *far])):
-        shutil.rmtree(root)
-        shutil.copytree(args.kept, root)
-        if not adding(root, kill):
-            raise SystemExit(f"was not killed at step {kill} of {len(steps)}")
-        found = tree(root / "b")
-        if found not in (old, new):
-            raise SystemExit(f"killed before step {kill} ({steps[kill]}): neither the old bundle nor the new one")
-        counts[found == new] += 1
-        if number % 4 == 0 or kill in (exchange, exchange + 1):
-            adding(root, None)
-            if tree(root / "b") != new:
-                raise SystemExit(f"killed before step {kill} and run again: other bytes")
-            if found != new and sorted(p.name for p in root.iterdir()) != ["b", "w"]:
-                raise SystemExit(f"killed before step {kill} and run again: {sorted(root.iterdir())}")
-    print(f"{len(steps)} steps, killed at {sum(counts.values())}: old and new", counts[False], counts[True])
+    shutil.copytree(start, root)
 
 
 if __name__ == "__main__":

@@ -116,12 +116,12 @@ def test_gptq_with_a_map_and_dense_matrices(demo_model: Path, text: Path, tmp_pa
 
 
 def test_onto_a_calibrated_work_directory(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """Stages, and no bundle yet: one is made of what is there and what is added."""
+    """Stages, and no bundle yet: one is made of what is there and what is added, quantised before or not."""
     pipeline.calibrate(demo_model, tmp_path / "w", parse_recipe(RTN, "x"), [text])
-    with pytest.raises(InputError, match="is not quantised yet"):
-        add(tmp_path / "b", tmp_path / "w", ["w2"])
+    add(tmp_path / "a", tmp_path / "w", ["w2"])
     pipeline.quantize(tmp_path / "w")
     add(tmp_path / "b", tmp_path / "w", ["w2"])
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
     assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", demo_model, text, tmp_path / "fresh")
     pipeline.pack(tmp_path / "w", tmp_path / "first")
     assert [v.name for v in moepack.open(tmp_path / "first").versions] == ["bf16", "w4"], "and the stages stay"
@@ -196,8 +196,8 @@ def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "sync", full)
-        with pytest.raises(OSError, match="No space"):
-            writer.BundleWriter(mine / "b", []).__enter__().finish(moepack.open(mine / "b").manifest)
+        with pytest.raises(OSError, match="No space"), writer.BundleWriter(mine / "b", ["README.md"]) as new:
+            new.finish(moepack.open(mine / "b").manifest)
     with writer.BundleWriter(mine / "b", []), pytest.raises(TargetError, match="another process is replacing it"):
         writer.BundleWriter(mine / "b", [])
     assert tree(mine / "b") == before
@@ -213,7 +213,7 @@ def test_killed_at_every_step(kept: Path, tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     old, new = (int(n) for n in run.stdout.split()[-2:])
-    assert old >= 12 and new >= 5, run.stdout
+    assert old >= 10 and new >= 5, run.stdout
 
 
 def test_recipes_with_other_versions() -> None:
@@ -246,7 +246,7 @@ def test_on_the_command_line(
         ("bf16", 0), ("w4", 64), ("w3", 64), ("w2", 32)
     ]  # fmt: skip
     assert "w3: 64 experts by rtn" in capsys.readouterr().out
-    common = common[:5]
+    common = [*common[:5], "-q"]
     for more, word in (
         (("--add", "w1"), "name its --work"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2"), "write VERSION=SIZE"),

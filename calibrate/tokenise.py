@@ -1,9 +1,10 @@
-"""Token ids of documents, in time that is linear in their length.
+"""Token ids of documents, in time that is linear in their length, and memory that does not grow with it.
 
-A tokenizer may take time that grows with the square of a text's length, so a long text is cut into parts first, where
-that changes nothing: at white space, and only where the ids of the text around the cut are those of its left side
-followed by those of its right side. What a tokenizer does with a word may then depend on AROUND characters on either
-side of it, and on no more; a text without such a place stays whole. Decides nothing about windows.
+A tokenizer keeps much of every token of a text (1.6 GB for 10 MB of prose; in parts 31 MB), and some take time that
+grows faster than the text. So a long one is cut first, where that changes nothing: at white space, and only where the
+ids of the text around the cut are those of its left side followed by those of its right side. What a tokenizer does
+with a word may then depend on AROUND characters on either side of it, and on no more; a text without such a place stays
+whole. Decides nothing about windows.
 """
 
 from __future__ import annotations

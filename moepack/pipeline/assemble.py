@@ -157,7 +157,7 @@ def _entries(
         if work.done("calibrate", i) is None:
             where = "the part outside the layers" if i is None else f"layer {i}"
             raise InputError(f"{work.path}: {where} is not calibrated: run moepack calibrate to its end")
-    out = {}
+    out: dict[int, dict[str, ExpertFileEntry]] = {}
     for layer in layers:
         out[layer.index] = {}
         for version, stage in stages.items():

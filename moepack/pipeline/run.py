@@ -289,9 +289,10 @@ class Run:
             trim()  # without it glibc keeps about a layer's worth more after every layer
         if None in self._dense:
             self._head(walk, dtype, quantize, reporter)
-        experts = sum(layer.experts for layer in stream.expert_layers.values())
-        if calibrate and (note := advice(few_tokens(work, stream), experts)):
-            reporter.note(note)
+        if calibrate:
+            total = sum(layer.experts for layer in stream.expert_layers.values())
+            if said := advice(few_tokens(work, stream), total):
+                reporter.note(said)
         reporter.step("done")
 
     def _head(self, walk: CalibrationPass | None, dtype: torch.dtype, quantize: bool, reporter: Reporter) -> None:

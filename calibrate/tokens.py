@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack.pack.tables import FEW_TOKENS
 from moepack.quantize.expert_batch import ExpertTokens
 
 from .forward import Observation
@@ -20,7 +21,7 @@ ASIDE = 16  # an expert with plenty of tokens learns nothing from one cluster in
 PLENTY = 16  # times its widest matrix's columns: fitted to a 16th less, its loss is 0.2 % more
 BLOCK = 32  # tokens of a block
 WINDOWS = 16  # that suffice to be the clusters
-FEW = 256  # tokens that suffice to tell methods apart, or to measure an error
+FEW = FEW_TOKENS
 LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 
 

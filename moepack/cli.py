@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moepack.pack.errors import MoepackError, printable
+from moepack.pack.errors import InputError, MoepackError, printable
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import usages
 
@@ -115,11 +115,32 @@ def build(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Make nothing: say what bytes, memory and time it would take.")
     ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep in --work what experts saw, for --add: see docs for what it takes.")
+    ] = False,
+    added: Annotated[
+        str, typer.Option("--add", help="Add these versions, as w3,w2, to the bundle at --output, from --work.")
+    ] = "",
+    group_sizes: Annotated[
+        list[str] | None,
+        typer.Option("--group-size", help="With --add: a version's, as w4=32; one that is there is replaced."),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make a bundle of a checkpoint, in one pass."""
+    """Make a bundle of a checkpoint, in one pass; or add versions to one."""
     from moepack.pipeline.build import build as run
+
+    if added or group_sizes:
+        from moepack.pipeline.add import add, parse_group_sizes
+
+        if work is None:
+            raise InputError("--add goes on from what a build with --keep left: name its --work")
+        names, sizes = names_of(added), parse_group_sizes(group_sizes or ())
+        with _reporter(quiet) as reporter:
+            report = add(output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision)
+        _report(report, as_json)
+        return
 
     if dry_run:
         from dataclasses import asdict
@@ -132,7 +153,18 @@ def build(
         return
     with _reporter(quiet) as reporter:
         report = run(
-            checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter, revision
+            checkpoint,
+            output,
+            recipe,
+            calibration or (),
+            work,
+            fresh,
+            device,
+            engine,
+            address,
+            reporter,
+            revision,
+            keep,
         )
     _report(report, as_json)
 

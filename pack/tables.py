@@ -38,6 +38,7 @@ _DENSE = {
     "relative": ("F32", "MD"), "mse": ("F32", "MD"), "method": ("U8", "MD"),
     "signal": ("F32", "M"), "tokens": ("I64", "M"),
 }  # fmt: skip
+FEW_TOKENS = 256  # below it an expert's losses lean on its layer's, and methods cannot be told apart
 _EAGER = ("tokens", "gate_sum", "mse", "relative", "gated", "method")
 _METHOD = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _NUMPY = {"F32": "<f4", "U8": "<u1", "I32": "<i4", "I64": "<i8"}
@@ -109,6 +110,11 @@ class CalibrationTables:
     def columns(self, versions: Sequence[str]) -> list[int]:
         """Where these versions stand."""
         return [self.versions.index(name) for name in versions]
+
+    def few(self) -> dict[int, int]:
+        """Layer index -> experts that fewer than FEW_TOKENS calibration tokens reached, of layers with any."""
+        counts = {layer.index: int((layer.tokens < FEW_TOKENS).sum()) for layer in self.layers}
+        return {index: n for index, n in counts.items() if n}
 
     def made_by(self, version: str) -> dict[str, int]:
         """Method -> experts that it made at a version; "none" for what is stored as it is."""

@@ -1,15 +1,21 @@
 """Writing a bundle so that it is either whole or not there.
 
 Everything goes into a temporary sibling of the target; files are synced, the manifest is written last, and one rename
-makes the bundle appear. What an error leaves behind is removed.
+makes the bundle appear. A bundle that is there already changes places with its successor, in one step of the kernel's:
+its tables and its manifest change together, and one file after another would leave a moment at which they do not match.
+What an error leaves behind is removed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +23,8 @@ from types import TracebackType
 from .errors import TargetError
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
 from .spec import FORMAT_VERSION
+
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
 
 
 def check_target(target: Path) -> None:
@@ -30,6 +38,38 @@ def check_target(target: Path) -> None:
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise TargetError(f"{target}: cannot be written: {parent} is not a writable directory")
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two directories of one file system change names, in one step.
+
+    Raises:
+        OSError: where the kernel or the file system cannot.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(other))
+
+
+def check_replaceable(target: Path) -> None:
+    """See, before any work, that a bundle can be replaced where it is: raises TargetError."""
+    parent = target.absolute().parent
+    pair = [parent / f".{target.name}.try-{secrets.token_hex(4)}" for _ in range(2)]
+    try:
+        for path in pair:
+            path.mkdir()
+        exchange(*pair)
+    except OSError as error:
+        raise TargetError(
+            f"{target}: cannot be replaced in one step here ({error.strerror}): name a new directory with --output"
+        ) from None
+    finally:
+        for path in pair:
+            if path.exists():
+                path.rmdir()
 
 
 def remove_empty(folder: Path, first: Path) -> None:
@@ -58,12 +98,26 @@ def sync(path: Path) -> None:
 
 
 class BundleWriter:
-    """A bundle being written at `target`. A context manager: leaving it without `finish` removes everything."""
+    """A bundle being written at `target`. A context manager: leaving it without `finish` removes everything.
 
-    def __init__(self, target: Path) -> None:
-        check_target(target)
-        self._target = target.absolute()
+    Args:
+        target: the bundle's directory.
+        keep: names of files of a bundle that is there, which the new one is to have beside its own; the new one takes
+            its place. None: the target must be new or empty.
+
+    Raises:
+        TargetError: for another target, or one that another process is replacing.
+    """
+
+    def __init__(self, target: Path, keep: Sequence[str] | None = None) -> None:
+        self._target, self._keep, self._lock = target.absolute(), keep, -1
         self.root = self._target.with_name(f".{self._target.name}.partial-{secrets.token_hex(4)}")
+        if keep is None:
+            check_target(target)
+        else:
+            self._lock = self._locked()
+            self.root = self._target.with_name(f".{self._target.name}.successor")
+            shutil.rmtree(self.root, ignore_errors=True)  # what a killed process left
         self._files: dict[str, FileEntry] = {}
         self._expert_files: dict[str, ExpertFileEntry] = {}
         self._first_made = next((p for p in reversed(self.root.parents) if not p.exists()), None)
@@ -111,6 +165,8 @@ class BundleWriter:
     def finish(self, manifest: Manifest) -> Manifest:
         """Write the manifest (its files are replaced by those that were added) and make the bundle appear."""
         manifest = self.with_files(manifest)
+        for name in self._keep or ():
+            self._carry(name)
         for name in (*self._files, *self._expert_files):
             sync(self.root / name)
         with (self.root / MANIFEST).open("wb") as f:
@@ -119,16 +175,39 @@ class BundleWriter:
             os.fsync(f.fileno())
         for directory in (*(p for p in self.root.rglob("*") if p.is_dir()), self.root):
             sync(directory)
-        check_target(self._target)
-        self.root.rename(self._target)
+        if self._keep is None:
+            check_target(self._target)
+            self.root.rename(self._target)
+        else:
+            exchange(self.root, self._target)
         sync(self._target.parent)
         return manifest
+
+    def _locked(self) -> int:
+        lock = os.open(self._target, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise TargetError(f"{self._target}: another process is replacing it: wait for it") from None
+        return lock
+
+    def _carry(self, name: str) -> None:
+        """A file of the bundle that is there, as it is."""
+        path = self.path(name)
+        path.unlink(missing_ok=True)
+        try:
+            os.link(self._target / name, path, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(self._target / name, path, follow_symlinks=False)
 
     def __enter__(self) -> BundleWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.root.exists():
+        if self.root.exists():  # unfinished, or the bundle that was replaced
             shutil.rmtree(self.root, ignore_errors=True)
             if self._first_made is not None:
                 remove_empty(self._target.parent, self._first_made)
+        if self._lock >= 0:
+            os.close(self._lock)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import ExpertLayer, Version
+from moepack.pack.spec import ExpertLayer, Version, version_names
 
 from .crossfit import FOLDS, fold_of, group_of, refit, row_errors
 from .grid import Quantised, dequantise
@@ -185,8 +185,11 @@ def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
 
 
 def expert_memory(layer: ExpertLayer, settings: Settings) -> int:
-    """Bytes one expert of a batch takes: moments whole and by fold, weights in float32, and every width's codes."""
-    widths = len(settings.versions)
+    """Bytes one expert of a batch takes: moments whole and by fold, weights in float32, and every width's codes.
+
+    Of all widths that there are, whichever are wanted: so that a version comes out the same beside others and alone.
+    """
+    widths = len(version_names()) - 1
     return sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
 
 

@@ -42,6 +42,9 @@ BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
 # they have so many lanes, in up to NARROW times the memory. Refits of 16 rows of 1,024 columns take 7 % less than with
 # 512 lanes, and with 2,048 as much as with 512.
 LANES, NARROW = 1024, 8
+# Products narrower than this are summed in another order (measured with 16 lanes; from 40 on they were not): a version
+# would come out otherwise beside others than alone. Rows of narrower matrices are repeated.
+LEAST_LANES = 64
 
 
 def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
@@ -55,24 +58,31 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
 
     Returns:
         One batch a version, on the device of `weight`. Deterministic; an expert's codes do not depend on its batch,
-        but for weights halfway between two codes.
+        but for weights halfway between two codes. On a CPU a version's do not depend on which others are made with it.
     """
-    experts, rows, cols = weight.shape
+    experts, own, cols = weight.shape
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
     for size in sorted({v.group_size for v in versions}):
         alike = [v for v in versions if v.group_size == size]
+        rows = own * -(-LEAST_LANES // (own * len(alike)))
         most = BATCH_BYTES.get(weight.device.type, 1 << 30) / working_bytes(rows, cols, len(alike))
         step = max(1, int(most), min(LANES // (rows * len(alike)), int(NARROW * most)))
         for start in range(0, experts, step):
-            part = _batch(weight[start : start + step], moments[start : start + step], alike, size)
+            wide = weight[start : start + step].repeat(1, rows // own, 1)
+            part = _batch(wide, moments[start : start + step], alike, size)
             for version, q in zip(alike, part, strict=True):
-                made[version].append(q)
+                made[version].append(q if rows == own else _first(q, own))
     return {v: _join(parts) for v, parts in made.items()}
 
 
 def working_bytes(rows: int, cols: int, widths: int) -> int:
     """Bytes in use at once for one expert: four matrices like its moments, its weights twice, errors and codes."""
     return 4 * 4 * cols * cols + (2 * 4 + widths * (4 + 1)) * rows * cols
+
+
+def _first(made: Quantised, rows: int) -> Quantised:
+    zero = None if made.zero is None else made.zero[:, :rows]
+    return Quantised(made.codes[:, :rows], made.scale[:, :rows], zero)
 
 
 def _join(parts: list[Quantised]) -> Quantised:

@@ -39,8 +39,8 @@ allocation: {average_bits: 3}
 # What `make quick` leaves out: files and tests that build, serve, or start other processes for seconds.
 SLOW = (
     "benchmarks/test_peers",
-    "docs/test_commands", "moepack/pipeline/test_build", "moepack/pipeline/test_ray", "moepack/pipeline/test_resume",
-    "moepack/pipeline/test_executors.py::test_batches",
+    "docs/test_commands", "moepack/pipeline/test_add", "moepack/pipeline/test_build", "moepack/pipeline/test_enough",
+    "moepack/pipeline/test_ray", "moepack/pipeline/test_resume", "moepack/pipeline/test_executors.py::test_batches",
     "moepack/reports/test_plan", "moepack/reports/test_evaluate", "moepack/reports/test_tasks",
     "moepack/server", "moepack/test_cli", "moepack/test_hub", "moepack/test_packaging",
     "pack/test_rules.py::test_random", "moepack/reports/test_hostile_config",

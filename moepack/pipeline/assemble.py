@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,21 @@ from moepack.pack.spec import (
     dense_layers,
     expert_file,
 )
-from moepack.pack.tables import TABLES, CalibrationTables, read_tables, write_tables
+from moepack.pack.tables import FEW_TOKENS, TABLES, CalibrationTables, read_tables, write_tables
+from moepack.pack.tables import metadata as metadata_of
 from moepack.pack.writer import BundleWriter
 from moepack.progress import Reporter
 from moepack.quantize import methods
 
 from .allocate import DenseCosts, LayerCosts, allocate, allocate_both
-from .artifacts import SHARD, run_record
+from .artifacts import SHARD, run_record, save
 from .dense_part import LOSSES, file_name, join_losses, read_note
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe, parse_recipe
 from .work import WorkDirectory
+
+LOSSES_OF_EXPERTS = "losses.safetensors"
+JOINED = "joined"  # the work directory's folder of losses of several stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +52,58 @@ class Report:
     unused_tensors: int
 
 
-def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
-    """Make the bundle at `target` from a work directory whose stages are done."""
-    record = run_record(work)
-    recipe = parse_recipe(record["recipe"], f"{work.path / 'run.json'}: recipe")
-    quantised = work.settings().get("quantize")
-    if quantised is None:
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a bundle is made of.
+
+    Attributes:
+        stages: versions, the most precise first, each with the work directory's stage that made it.
+        recipe: what makes all of them.
+    """
+
+    stages: Mapping[Version, str]
+    recipe: Recipe
+
+
+def quantised_settings(work: WorkDirectory) -> dict[str, Any]:
+    """What the quantize stage was begun with; InputError where it was not."""
+    found: dict[str, Any] | None = work.settings().get("quantize")
+    if found is None:
         raise InputError(f"{work.path}: is not quantised yet: run moepack quantize first")
-    versions = tuple(Version(**v) for v in quantised["versions"])
-    layers = tuple(
-        ExpertLayer(x["index"], x["module"], x["experts"], tuple(Matrix(**m) for m in x["matrices"]))
-        for x in record["expert_layers"]
-    )
-    entries = _entries(work, record, layers)
+    return found
+
+
+def assemble(
+    work: WorkDirectory,
+    target: Path,
+    reporter: Reporter,
+    chosen: Chosen | None = None,
+    keep: Sequence[str] | None = None,
+) -> Report:
+    """Make the bundle at `target` from a work directory whose stages are done.
+
+    Args:
+        work: the work directory.
+        target: the bundle's directory.
+        reporter: who is told of progress.
+        chosen: what it is made of; what the quantize stage made, without.
+        keep: files of the bundle at `target` that stay, where there is one to be replaced.
+    """
+    record, quantised = run_record(work), quantised_settings(work)
+    if chosen is None:
+        recipe = parse_recipe(record["recipe"], f"{work.path / 'run.json'}: recipe")
+        chosen = Chosen({Version(**v): "quantize" for v in quantised["versions"]}, recipe)
+        how = quantised["allocation"]
+    else:
+        how = None if chosen.recipe.allocation is None else asdict(chosen.recipe.allocation)
+    versions = tuple(chosen.stages)
+    layers = expert_layers(record)
+    entries = _entries(work, record, layers, chosen.stages)
     dense_versions = tuple(Version(**v) for v in quantised.get("dense") or ())
     parts = _dense_parts(work, record["dense"]) if dense_versions else []
     dense = tuple(m for _, matrices, _ in parts for m in matrices)
     reporter.stage("pack", len(layers) + 2)
-    with BundleWriter(target) as writer:
+    with BundleWriter(target, keep) as writer:
         reporter.step("dense tensors")
         _dense(work, writer, record["decoder_layers"], layers[0], dense)
         for part, _, files in parts:
@@ -73,23 +111,22 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
                 source = work.piece("quantize", part, file_name(version.name))
                 writer.adopt(dense_file(version.name, part), source, files[version.name])
         reporter.step("tables")
-        tables = _tables(work, writer, layers, parts, dense_versions)
+        tables = _tables(work, writer, layers, parts, dense_versions, chosen.stages)
         for layer in layers:
             reporter.step(f"layer {layer.index}")
-            for version in versions:
-                source = work.piece("quantize", layer.index, f"{version.name}.safetensors")
+            for version, stage in chosen.stages.items():
+                source = work.piece(stage, layer.index, f"{version.name}.safetensors")
                 writer.adopt(expert_file(version.name, layer.index), source, entries[layer.index][version.name])
         _config(Path(record["checkpoint"]), writer)
-        how = quantised["allocation"]
         both = dense_layers(dense), dense_versions
-        allocation = None if how is None else _allocation(work, layers, versions, tables, Allocate(**how), *both)
+        allocation = None if how is None else _allocation(work, layers, chosen.stages, tables, Allocate(**how), *both)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,
             versions,
             {},
             {},
-            _provenance(work, record, recipe, quantised),
+            _provenance(work, record, chosen.recipe, quantised, tables),
             allocation,
             dense=dense,
             dense_versions=dense_versions if dense else (),
@@ -101,19 +138,32 @@ def assemble(work: WorkDirectory, target: Path, reporter: Reporter) -> Report:
     return Report(target, record["samples"] * record["length"], _made_by(tables), record["unused"])
 
 
+def expert_layers(record: Mapping[str, Any]) -> tuple[ExpertLayer, ...]:
+    """The layers that have experts, of a run's record."""
+    return tuple(
+        ExpertLayer(x["index"], x["module"], x["experts"], tuple(Matrix(**m) for m in x["matrices"]))
+        for x in record["expert_layers"]
+    )
+
+
 def _entries(
-    work: WorkDirectory, record: Mapping[str, Any], layers: Sequence[ExpertLayer]
+    work: WorkDirectory,
+    record: Mapping[str, Any],
+    layers: Sequence[ExpertLayer],
+    stages: Mapping[Version, str],
 ) -> dict[int, dict[str, ExpertFileEntry]]:
     for i in (None, *range(record["decoder_layers"])):
         if work.done("calibrate", i) is None:
             where = "the part outside the layers" if i is None else f"layer {i}"
             raise InputError(f"{work.path}: {where} is not calibrated: run moepack calibrate to its end")
-    out = {}
+    out: dict[int, dict[str, ExpertFileEntry]] = {}
     for layer in layers:
-        note = work.done("quantize", layer.index)
-        if note is None:
-            raise InputError(f"{work.path}: layer {layer.index} is not quantised: run moepack quantize to its end")
-        out[layer.index] = {name: ExpertFileEntry(**entry) for name, entry in note["entries"].items()}
+        out[layer.index] = {}
+        for version, stage in stages.items():
+            note = work.done(stage, layer.index)
+            if note is None:
+                raise InputError(f"{work.path}: layer {layer.index} is not quantised: run moepack quantize to its end")
+            out[layer.index][version.name] = ExpertFileEntry(**note["entries"][version.name])
     return out
 
 
@@ -190,6 +240,7 @@ def _tables(
     layers: Sequence[ExpertLayer],
     parts: Sequence[_Part],
     dense_versions: Sequence[Version],
+    stages: Mapping[Version, str],
 ) -> CalibrationTables:
     joined = work.piece("quantize", None, "all-dense-losses.safetensors")
     if parts:
@@ -199,7 +250,7 @@ def _tables(
         {
             i: (
                 work.piece("calibrate", i, "statistics.safetensors"),
-                work.piece("quantize", i, "losses.safetensors"),
+                _losses(work, i, stages),
             )
             for i in (layer.index for layer in layers)
         },
@@ -207,6 +258,28 @@ def _tables(
     )
     writer.add(TABLES)
     return read_tables(writer.path(TABLES), layers, matrices=sum(len(matrices) for _, matrices, _ in parts))
+
+
+def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> Path:
+    """A layer's losses at these versions; put together where several stages, or others, have them."""
+    from safetensors import safe_open
+
+    found, held = {}, dict[str, tuple[str, ...]]()
+    for stage in sorted(set(stages.values())):
+        path = work.piece(stage, layer, LOSSES_OF_EXPERTS)
+        with safe_open(path, framework="pt") as f:
+            held[stage] = tuple(f.metadata()["versions"].split(","))
+            found[stage] = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    names = tuple(v.name for v in stages)
+    if list(held.values()) == [names]:
+        return path
+    import torch
+
+    columns = [(found[stage], held[stage].index(v.name)) for v, stage in stages.items()]
+    joined = {k: torch.stack([table[k][:, at] for table, at in columns], 1) for k in columns[0][0]}
+    path = work.piece(JOINED, layer, LOSSES_OF_EXPERTS)
+    save(path, joined, metadata_of(names, methods.numbered()))
+    return path
 
 
 def _config(checkpoint: Path, writer: BundleWriter) -> None:
@@ -230,16 +303,17 @@ def _made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:
 def _allocation(
     work: WorkDirectory,
     layers: Sequence[ExpertLayer],
-    versions: Sequence[Version],
+    stages: Mapping[Version, str],
     tables: CalibrationTables,
     how: Allocate,
     dense: Sequence[DenseLayer],
     dense_versions: Sequence[Version],
 ) -> Allocation:
     """The map that the recipe asks for."""
-    costs, columns = [], tables.columns([v.name for v in versions])
+    versions, costs = tuple(stages), []
+    columns = tables.columns([v.name for v in versions])
     for layer, table in zip(layers, tables.layers, strict=True):
-        extents = [_extents(work.piece("quantize", layer.index, f"{v.name}.safetensors"), layer) for v in versions]
+        extents = [_extents(work.piece(s, layer.index, f"{v.name}.safetensors"), layer) for v, s in stages.items()]
         costs.append(LayerCosts.of(table, columns, [list(row) for row in zip(*extents, strict=True)]))
     if not how.dense or tables.dense is None:
         return Allocation(str(how), allocate(how, layers, versions, costs))
@@ -260,7 +334,11 @@ def _extents(path: Path, layer: Layer) -> list[float]:
 
 
 def _provenance(
-    work: WorkDirectory, record: Mapping[str, Any], recipe: Recipe, quantised: Mapping[str, Any]
+    work: WorkDirectory,
+    record: Mapping[str, Any],
+    recipe: Recipe,
+    quantised: Mapping[str, Any],
+    tables: CalibrationTables,
 ) -> dict[str, Any]:
     tools = {"python": platform.python_version()}
     for package in ("moepack", "torch", "transformers", *(x.name for x in methods.libraries()), "scipy"):
@@ -277,9 +355,11 @@ def _provenance(
         "checkpoint": checkpoint,
         "calibration": {
             "sources": record["sources"],
+            "windows": record["windows"],
             "samples": record["samples"],
             "length": record["length"],
             "tokens_sha256": record["digest"],
+            "few_tokens": {"below": FEW_TOKENS, "experts": sum(tables.few().values())},
         },
         "method": quantised["method"],
         "recipe": recipe.text,

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from moepack.pack.errors import TargetError
+from moepack.pack.errors import InputError, TargetError
 from moepack.pack.writer import check_target, remove_empty
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
@@ -35,6 +35,7 @@ def build(
     address: str | None = None,
     reporter: Reporter | None = None,
     revision: str | None = None,
+    keep: bool = False,
 ) -> Report:
     """Make a bundle of a checkpoint.
 
@@ -51,6 +52,7 @@ def build(
         address: the Ray cluster's; without it one is started on this machine.
         reporter: who is told of progress.
         revision: of a Hub checkpoint: a branch, tag or commit.
+        keep: keep in `work` what each layer's experts saw, so that `add` can add versions later.
 
     Raises:
         MoepackError: one line that says what is wrong and what to do; nothing is left at `output`.
@@ -60,6 +62,8 @@ def build(
     check_device(device)
     target = Path(output)
     check_target(target)
+    if keep and work is None:
+        raise InputError("what is kept stays in the work directory: name one with --work")
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     above = target.absolute().parent
     first_made = next((p for p in reversed((above, *above.parents)) if not p.exists()), None)
@@ -68,7 +72,7 @@ def build(
     try:
         run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision)
         with contextlib.closing(open_executor(engine, address)) as executor:
-            run.layers(calibrate=True, quantize=True, reporter=reporter, executor=executor)
+            run.layers(calibrate=True, quantize=True, reporter=reporter, executor=executor, keep=keep)
         return assemble(directory, target, reporter)
     finally:
         directory.close()

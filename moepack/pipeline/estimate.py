@@ -262,10 +262,11 @@ class _DryRun:
         versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
         hidden_size = self._stream.model.config.get_text_config().hidden_size
         hidden = self._ids.numel() * hidden_size * self._dtype.itemsize
+        passes = 2 if self._recipe.calibration.until else 1  # one counts tokens first
         written = 2 * versions + 2 * self._dense + hidden * self.layers
         seconds = {
-            "read": self._read,
-            "calibrate": self._forward * batches * self.layers,
+            "read": self._read * passes,
+            "calibrate": self._forward * batches * self.layers * passes,
             "quantise": self._one_expert * count + self._one_dense * self._dense_work,
             "encode": self._encode,
             "write": written / rate if rate else 0.0,

@@ -15,7 +15,7 @@ import yaml
 
 from moepack.pack.manifest import Manifest
 from moepack.pack.spec import expert_file
-from moepack.pack.tables import CalibrationTables, shown_loss
+from moepack.pack.tables import FEW_TOKENS, CalibrationTables, shown_loss
 
 # What a checkpoint's card says that holds for a bundle of it as well.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -104,7 +104,7 @@ def model_card(
         "| version | stored as | size | bits a weight | mean relative output error |\n"
         f"|---|---|---|---|---|\n{rows}\n",
         f"Errors are measured on {tokens:,} calibration tokens ({text}), expert by expert, against the output in the "
-        "original's precision. `moepack inspect` shows them all.\n",
+        f"original's precision. `moepack inspect` shows them all.{_few(tables, experts)}\n",
         f"![Tokens routed to each expert, and what each version costs it]({picture})\n" if picture else "",
         f"""## Load it
 
@@ -128,6 +128,13 @@ it refuses the model instead of serving random experts.
         f"The original's licence holds here too: [{license_file}]({license_file}).\n" if license_file else "",
     ]  # fmt: skip
     return "\n".join(p for p in parts if p)
+
+
+def _few(tables: CalibrationTables, experts: int) -> str:
+    few = sum(tables.few().values())
+    if not few:
+        return ""
+    return f" {few:,} of {experts:,} experts had fewer than {FEW_TOKENS}: their errors lean on their layers'."
 
 
 def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:

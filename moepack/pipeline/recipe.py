@@ -26,6 +26,8 @@ WEIGHTED = ("milp", "greedy")  # the allocators that read a weighted loss
 WEIGHTS = ("gates", "tokens", "none")
 
 
+MOST = 8  # times `samples`: where `until` ends if a recipe does not say
+
 # What a recipe makes that names none: experts at 8 bits are seldom worth their bytes beside those at 4.
 DEFAULT_VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
 
@@ -42,15 +44,32 @@ class Quantize:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
-    """What the model is shown. `data` names files or Hub data sets (NAME[:CONFIG[:SPLIT[:COLUMN]]])."""
+class Source:
+    """Text to calibrate on: a file or a Hub data set (NAME[:CONFIG[:SPLIT[:COLUMN]]]), and its part beside others'."""
 
-    data: tuple[str, ...] = ()
+    source: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What the model is shown.
+
+    Attributes:
+        data: where the text is from.
+        samples: windows of `length` tokens.
+        until: take windows beyond `samples` until every expert has so many tokens, 0: do not.
+        most: the most windows that `until` takes.
+    """
+
+    data: tuple[Source, ...] = ()
     samples: int = 128
     length: int = 2048
     batch_size: int = 8
     seed: int = 0
     dtype: str = "bfloat16"
+    until: int = 0
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +184,68 @@ def parse_recipe(text: str, where: str) -> Recipe:
         _integer(f"{at}.loss_tokens", q.get("loss_tokens", 4096), 1),
         _choice(f"{at}.moments", q.get("moments", "routed"), MOMENTS),
     )
-    at = f"{where}: calibration"
-    c = _mapping(at, top.get("calibration", {}), [f.name for f in fields(Calibration)])
-    calibration = Calibration(
-        tuple(_list(f"{at}.data", c.get("data", []), None)),
-        _integer(f"{at}.samples", c.get("samples", 128), 1),
-        _integer(f"{at}.length", c.get("length", 2048), 2),
-        _integer(f"{at}.batch_size", c.get("batch_size", 8), 1),
-        _integer(f"{at}.seed", c.get("seed", 0), 0),
-        _choice(f"{at}.dtype", c.get("dtype", "bfloat16"), ("bfloat16", "float32")),
-    )
+    calibration = _calibration(f"{where}: calibration", top.get("calibration", {}))
     allocation = (
         _allocation(f"{where}: allocation", top["allocation"], versions, dense) if "allocation" in top else None
     )
     kept = _choice(f"{where}: mtp", top.get("mtp", "drop"), mtp.CHOICES)
     return Recipe(versions, quantize, calibration, allocation, dense, text, kept)
+
+
+def with_versions(recipe: Recipe, versions: Sequence[Version]) -> Recipe:
+    """A recipe that makes these versions in place of its own; its text is written anew, without comments.
+
+    Raises:
+        InputError: where a dense matrix has one of them with another group size: a recipe has one for both.
+    """
+    known = recipe.dense_specs()
+    sizes = {v.name: v.group_size for v in (*known, *versions) if not v.is_lossless}
+    for v in known:
+        if sizes.get(v.name, v.group_size) != v.group_size:
+            raise InputError(
+                f"{v.name}: dense matrices have it in groups of {v.group_size}: its group size cannot change"
+            )
+    document = yaml.safe_load(recipe.text) or {}
+    document["versions"] = [v.name for v in versions]
+    alike = len(set(sizes.values())) <= 1
+    quantize = dict(document.get("quantize") or {})
+    quantize["group_size"] = next(iter(sizes.values()), 64) if alike else sizes
+    document["quantize"] = quantize
+    return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
+
+
+def _calibration(at: str, value: Any) -> Calibration:
+    c = _mapping(at, value, [f.name for f in fields(Calibration)])
+    samples = _integer(f"{at}.samples", c.get("samples", 128), 1)
+    until = _integer(f"{at}.until", c.get("until", 0), 0)
+    if "most" in c and not until:
+        raise InputError(f"{at}.most: says when `until` ends: give until as well, as until: 256")
+    return Calibration(
+        _sources(f"{at}.data", c.get("data", [])),
+        samples,
+        _integer(f"{at}.length", c.get("length", 2048), 2),
+        _integer(f"{at}.batch_size", c.get("batch_size", 8), 1),
+        _integer(f"{at}.seed", c.get("seed", 0), 0),
+        _choice(f"{at}.dtype", c.get("dtype", "bfloat16"), ("bfloat16", "float32")),
+        until,
+        _integer(f"{at}.most", c.get("most", MOST * samples), samples) if until else 0,
+    )
+
+
+def _sources(at: str, value: Any) -> tuple[Source, ...]:
+    if not isinstance(value, list):
+        raise InputError(f"{at}: must be a list of names, or of mappings as {{source: NAME, weight: 2}}")
+    out = []
+    for i, item in enumerate(value):
+        where, known = f"{at}[{i}]", [f.name for f in fields(Source)]
+        item = {"source": item} if isinstance(item, str) else _mapping(where, item, known)
+        name, weight = item.get("source"), item.get("weight", 1)
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{where}.source: must name a file or a Hub data set")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-3 <= weight <= 1e3:
+            raise InputError(f"{where}.weight: {weight!r} is not a number from 0.001 to 1000")
+        out.append(Source(name, float(weight)))
+    return tuple(out)
 
 
 def _allocation(at: str, value: Any, versions: Sequence[str], dense: Sequence[str]) -> Allocate:

@@ -24,11 +24,12 @@ from moepack.version import __version__
 from .allocate import check_allocation
 from .artifacts import MOMENTS, SHARD, load_hidden, load_moments, load_observation, run_record, save
 from .dense_part import quantise_dense
+from .enough import advice, enough_windows, few_tokens
 from .executors import Executor, Local
 from .expert_batch import ExpertBatchTask, batch_settings, observation_digest
 from .layer_work import LayerWork
-from .recipe import Recipe, parse_recipe
-from .remote import Source
+from .recipe import Recipe, Source, parse_recipe
+from .remote import Source as WeightSource
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
@@ -56,14 +57,19 @@ def calibration_text(
         checkpoint: the model.
         recipe: what is wanted.
         calibration: files or Hub data sets in place of the recipe's.
+
+    Returns:
+        The sources, and their windows: `samples`, or where the recipe says until when, as many as that may take.
     """
     from moepack.calibrate import data
 
     how = recipe.calibration
     tokenizer = data.load_tokenizer(checkpoint.path)
-    sources = [str(s) for s in calibration] or list(how.data)
+    sources = [Source(str(s)) for s in calibration] or how.data
+    names, weights = [s.source for s in sources], [s.weight for s in sources]
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or how.length
-    return sources, data.calibration_windows(sources, tokenizer, how.samples, min(how.length, limit), how.seed)
+    count = max(how.most, how.samples) if how.until else how.samples
+    return names, data.calibration_windows(names, tokenizer, count, min(how.length, limit), how.seed, weights)
 
 
 def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
@@ -97,7 +103,9 @@ class Run:
         stream: StreamedModel,
         recipe: Recipe,
         ids: torch.Tensor | None,
+        stage: str = "quantize",
     ) -> None:
+        self._stage = stage  # of the work directory, where what is quantised goes
         self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
         self._executor: Executor = Local()
         self._objects: dict[int, tuple[Path, ...]] = {}  # of layers at hand: they go once these are done
@@ -140,12 +148,14 @@ class Run:
             reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
         settings = recipe.calibration
         sources, windows = calibration_text(opened, recipe, calibration)
+        identity = _identity(directory, opened, reporter)
+        windows = enough_windows(directory, stream, windows, settings, identity, reporter)
         if len(windows.ids) < settings.samples:
             reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
         directory.begin(
             "calibrate",
             {
-                "checkpoint": _identity(directory, opened, reporter),
+                "checkpoint": identity,
                 "calibration tokens": windows.digest,
                 "batch_size": settings.batch_size,
                 "dtype": settings.dtype,
@@ -160,6 +170,7 @@ class Run:
             "name": opened.name,
             "recipe": recipe.text,
             "sources": [Path(s).name for s in sources],
+            "windows": list(windows.taken),
             "samples": len(windows.ids),
             "length": windows.ids.shape[1],
             "digest": windows.digest,
@@ -180,8 +191,15 @@ class Run:
         return run
 
     @staticmethod
-    def resume(directory: WorkDirectory, recipe: Recipe | None, fresh: bool, device: str, reporter: Reporter) -> Run:
-        """Open a calibrated work directory for the second stage."""
+    def resume(
+        directory: WorkDirectory,
+        recipe: Recipe | None,
+        fresh: bool,
+        device: str,
+        reporter: Reporter,
+        stage: str = "quantize",
+    ) -> Run:
+        """Open a calibrated work directory for the second stage, or another beside it."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
@@ -195,7 +213,7 @@ class Run:
             raise InputError(
                 f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
             )
-        run = Run(directory, StreamedModel(opened, device), recipe, None)
+        run = Run(directory, StreamedModel(opened, device), recipe, None, stage)
         run._begin_quantize(fresh)
         return run
 
@@ -208,7 +226,7 @@ class Run:
         layers = list(self._stream.expert_layers.values())
         check_allocation(how, layers, versions, dense, self._recipe.dense_specs())
         self._work.begin(
-            "quantize",
+            self._stage,
             {
                 "versions": [asdict(v) for v in versions],
                 "method": q.method,
@@ -222,8 +240,18 @@ class Run:
             fresh,
         )
 
-    def layers(self, calibrate: bool, quantize: bool, reporter: Reporter, executor: Executor | None = None) -> None:
-        """Go through the decoder layers once, with `executor` in place of the local one."""
+    def layers(
+        self,
+        calibrate: bool,
+        quantize: bool,
+        reporter: Reporter,
+        executor: Executor | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Go through the decoder layers once, with `executor` in place of the local one.
+
+        What the experts saw is kept where nothing is quantised, or with `keep`.
+        """
         self._executor = executor or self._executor
         bound_kernel_caches()
         import torch
@@ -231,7 +259,7 @@ class Run:
         from moepack.calibrate.forward import CalibrationPass
 
         stream, work = self._stream, self._work
-        source = Source(str(Path(stream.checkpoint.path).absolute()), _digested(work))
+        source = WeightSource(str(Path(stream.checkpoint.path).absolute()), _digested(work))
         work.tidy()
         self._executor.begin(source, work.path, stream.device)
         dtype = getattr(torch, self._recipe.calibration.dtype)
@@ -273,7 +301,7 @@ class Run:
                 dense, experts = stream.split(i, tensors)
                 del tensors
             if walk is not None and walks:
-                observation, moments = self._calibrate_layer(walk, i, dense, dtype, reporter, keep=not quantize)
+                observation, moments = self._calibrate_layer(walk, i, dense, dtype, reporter, keep or not quantize)
             stream.free(i)
             if made:
                 self._notes[i] = self._quantise_dense(i, dense, moments, reporter)
@@ -290,6 +318,10 @@ class Run:
         self._take(wait=True)
         if None in self._dense:
             self._head(walk, dtype, quantize, reporter)
+        if calibrate:
+            total = sum(layer.experts for layer in stream.expert_layers.values())
+            if said := advice(few_tokens(work, stream), total):
+                reporter.note(said)
         reporter.step("done")
 
     def _take(self, wait: bool) -> None:
@@ -306,7 +338,7 @@ class Run:
 
         work, stream = self._work, self._stream
         kept = work.piece("calibrate", None, MOMENTS)
-        if (kept.exists() or walk is None) and (not quantize or work.done("quantize", None) is not None):
+        if (kept.exists() or walk is None) and (not quantize or work.done(self._stage, None) is not None):
             return
         tensors = stream.load(None)
         moments = None
@@ -318,7 +350,7 @@ class Run:
             moments = watch.moments()
             self._keep_moments(None, moments)
         stream.free(None)
-        if quantize and work.done("quantize", None) is None:
+        if quantize and work.done(self._stage, None) is None:
             self._finish(None, self._quantise_dense(None, tensors, moments, reporter))
 
     def _keep_moments(self, part: int | None, moments: DenseMoments) -> None:
@@ -328,7 +360,11 @@ class Run:
 
     def _finish(self, part: int | None, note: dict[str, Any]) -> None:
         """Declare a part quantised."""
-        self._work.mark("quantize", part, note)
+        self._work.mark(self._stage, part, note)
+
+    def unobserved(self) -> int | None:
+        """The first layer with experts of which what they saw was not kept."""
+        return next((i for i in self._stream.expert_layers if not self._observed(i)), None)
 
     def _observed(self, layer: int) -> bool:
         """Whether the calibrate stage finished a layer and kept what its experts saw."""
@@ -340,7 +376,7 @@ class Run:
     def _finished(self, layer: int, calibrate: bool, quantize: bool) -> bool:
         quantised = layer in self._stream.expert_layers or layer in self._dense
         calibrated = not calibrate or self._work.done("calibrate", layer) is not None
-        return calibrated and (not quantize or not quantised or self._work.done("quantize", layer) is not None)
+        return calibrated and (not quantize or not quantised or self._work.done(self._stage, layer) is not None)
 
     def _calibrate_layer(
         self,
@@ -407,14 +443,14 @@ class Run:
             "dense": quantise_dense(
                 DenseLayer(part, self._before(part), called), tensors, moments, self._recipe.dense_specs(),
                 self._recipe.quantize.method, self._stream.device,
-                lambda name: self._work.piece("quantize", part, name), reporter.advance,
+                lambda name: self._work.piece(self._stage, part, name), reporter.advance,
             )
         }  # fmt: skip
 
     def _before(self, part: int | None) -> int:
         """Dense matrices of the layers before a part: these are quantised, or their experts are being."""
         before = range(len(self._stream.layers) if part is None else part)
-        notes = [self._notes.get(i) or self._work.done("quantize", i) or {} for i in before]
+        notes = [self._notes.get(i) or self._work.done(self._stage, i) or {} for i in before]
         return sum(len(note["dense"]["matrices"]) for note in notes if "dense" in note)
 
     def _quantise_layer(
@@ -432,7 +468,7 @@ class Run:
             for part in expert_batches(layer, settings)
         )
         kept = tuple(self._work.object(task.address(observed)).absolute() for task in tasks)
-        folder = self._work.piece("quantize", index, "").absolute()
+        folder = self._work.piece(self._stage, index, "").absolute()
         self._objects[index] = kept
         reporter.inner("experts", self._executor.left + layer.experts)
         module = self._stream.experts_module(index)

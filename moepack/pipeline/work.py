@@ -22,10 +22,12 @@ from moepack.pack.writer import sync
 _SETTINGS = "settings.json"
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 PROBE = "shared-"  # how the names of files begin by which machines learn that they share the directory
+ADDED = "add-"  # how stages begin that add versions
 
 
 class WorkDirectory:
-    """An open, locked work directory. `stage` is "calibrate" or "quantize", a piece is one layer of a stage."""
+    """An open, locked work directory. A stage is "calibrate", "quantize" or one that adds versions; a piece is
+    one layer of a stage."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,8 +64,10 @@ class WorkDirectory:
         """
         have = self.settings()
         if fresh:
-            have.pop(stage, None)
-            shutil.rmtree(self.path / stage, ignore_errors=True)
+            made_of = [s for s in have if s.startswith(ADDED)] if stage == "calibrate" else []
+            for name in (stage, *made_of):
+                have.pop(name, None)
+                shutil.rmtree(self.path / name, ignore_errors=True)
             shutil.rmtree(self.path / "objects", ignore_errors=True)
         old = have.get(stage, wanted)
         for key in sorted(set(old) | set(wanted)):

@@ -179,7 +179,8 @@ def evaluate(
         raise InputError("no text to evaluate on: name files with --data")
     with reporter.hub_bars():
         source, is_bundle = locate(path)
-        from moepack.calibrate.data import check_source, load_tokenizer
+        from moepack.calibrate.data import load_tokenizer
+        from moepack.calibrate.documents import check_source
 
         check(source, is_bundle, policy, device, dtype, device_memory, dense)
         if trace is not None:

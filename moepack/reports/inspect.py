@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
-from moepack.pack.tables import TABLES, shown_loss
+from moepack.pack.tables import FEW_TOKENS, TABLES, shown_loss
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,6 +55,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
         "calibration_tokens": samples * length,
         "calibration_sources": sources if isinstance(sources, list) else [],
         "starved_experts": sum(int((t.tokens == 0).sum()) for t in tables.layers),
+        "few_tokens": {"below": FEW_TOKENS, "experts": sum(tables.few().values())},
         "allocation": None if allocation is None else allocation.name,
         "dense_bytes": sum(
             e.size for n, e in bundle.manifest.files.items() if n.endswith(".safetensors") and n != TABLES
@@ -75,6 +76,9 @@ def render(facts: dict[str, Any]) -> Table:
     notes = ["± two standard errors"] if any(facts["loss_error"].values()) else []
     if LOSSLESS in facts["versions"]:
         notes.insert(0, f"{LOSSLESS} holds {EXPERT_DTYPES[facts['expert_dtype']]}")
+    if few := facts["few_tokens"]["experts"]:
+        below = facts["few_tokens"]["below"]
+        notes.append(f"{few:,} experts had fewer than {below} calibration tokens: their losses lean on their layers'")
     columns = ("version", "bytes", "bits/weight", "group", "mean relative loss", "made by")
     table = Table(*columns, title=title, caption="; ".join(notes) or None)
     for name, v in facts["versions"].items():

@@ -162,7 +162,8 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel) -> 
         torch.rand(4000, 2, generator=torch.Generator().manual_seed(2)),
         100,
     )
-    one_expert = 4 * (5 * (128 * 128 + 64 * 64) + 4 * 3 * 128 * 64)
+    weights, widths = 128 * 128 + 128 * 64, 5  # of all widths that there are, though one is made
+    one_expert = 4 * 5 * (128 * 128 + 64 * 64) + (4 * 3 + widths) * weights
     seen: list[int] = []
     results = []
     for bound in (one_expert // 2, 3 * one_expert, 1 << 30):

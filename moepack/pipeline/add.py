@@ -1,0 +1,220 @@
+"""Versions added to what was built before, or replaced there, from what calibration left in the work directory.
+
+Nothing is calibrated again, and nothing is quantised that the work directory has. What is added goes through the same
+pass as in a build, into a stage of its own; the bundle is then put together of all stages, as a build of all these
+versions would, and takes the old one's place in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from moepack.pack.errors import InputError
+from moepack.pack.manifest import MANIFEST
+from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import Version, encoding_of, version_names
+from moepack.pack.writer import check_replaceable, check_target
+from moepack.progress import Reporter
+from moepack.runtime.load import check_device
+
+from .artifacts import run_record
+from .assemble import Chosen, Report, assemble, expert_layers, quantised_settings
+from .executors import check_engine, open_executor
+from .model_card import model_card
+from .recipe import Recipe, parse_recipe, with_versions
+from .run import Run
+from .work import ADDED, WorkDirectory
+
+_CARD = "README.md"
+_PULLED = (".pulled.json", ".pulling")  # of a bundle that came from the Hub: the new one is another
+# What a stage was begun with that has to be the same for its versions to stand beside others.
+_ALIKE = ("method", "min_tokens", "loss_tokens", "moments", "estimate of losses")
+
+
+def add(
+    output: str | Path,
+    work: str | Path,
+    versions: Sequence[str],
+    group_sizes: Mapping[str, int] | None = None,
+    checkpoint: str | Path | None = None,
+    fresh: bool = False,
+    device: str = "cpu",
+    engine: str = "local",
+    address: str | None = None,
+    reporter: Reporter | None = None,
+    revision: str | None = None,
+) -> Report:
+    """Add versions of the experts to a bundle, or replace those that it has with other group sizes.
+
+    The result is, byte for byte, what a build with all these versions makes of the same statistics, on as many threads
+    and with the same libraries. Stopped at any moment, the bundle is the old or the new one, and run again it goes on.
+    Files beside the bundle's own stay, and so does a model card that was edited.
+
+    Args:
+        output: the bundle; where there is none, one is made of the work directory's versions and these.
+        work: the work directory that it was built in with `keep`, or calibrated in.
+        versions: names of those to add.
+        group_sizes: by name, where not the recipe's.
+        checkpoint: the model directory or Hub id, to be compared with the one that `work` is of.
+        fresh: throw away what an earlier call left in `work`.
+        device, engine, address, reporter, revision: as of `build`.
+
+    Raises:
+        MoepackError: one line that says what is wrong and what to do; the bundle is as it was.
+    """
+    reporter = reporter or Reporter()
+    check_engine(engine)
+    check_device(device)
+    target, directory = Path(output), WorkDirectory(Path(work))
+    try:
+        record, made = run_record(directory), quantised_settings(directory)
+        if checkpoint is not None:
+            _check_checkpoint(checkpoint, revision, record, directory)
+        old = _opened(target)
+        recipe = parse_recipe(record["recipe"], f"{directory.path / 'run.json'}: recipe")
+        if old is not None:
+            recipe = _recipe_of(old, directory, record)
+        elif made["versions"] != [asdict(v) for v in recipe.version_specs()]:
+            raise InputError(f"{directory.path}: was quantised by another recipe than it was calibrated with")
+        before = recipe.version_specs() if old is None else old.manifest.versions
+        wanted = _wanted(before, recipe, versions, group_sizes or {})
+        if old is not None and wanted == before and old.versions == before:
+            reporter.note(f"{target}: holds these versions already")
+            return Report(target, record["samples"] * record["length"], {}, record["unused"])
+        recipe = with_versions(recipe, wanted)
+        stages = _stages(directory, record, wanted, made, fresh)
+        missing = [v for v in wanted if v not in stages]
+        if missing:
+            stage = ADDED + "-".join(f"{v.name}.{v.group_size}" for v in missing)
+            part = replace(recipe, versions=tuple(v.name for v in missing), allocation=None, dense=())
+            run = Run.resume(directory, part, fresh, device, reporter, stage)
+            if (layer := run.unobserved()) is not None:
+                raise InputError(
+                    f"{directory.path}: what the experts of layer {layer} saw was not kept: build with --keep, or run "
+                    "moepack calibrate with --fresh in another --work"
+                )
+            _check_alike(directory, stage, made)
+            with contextlib.closing(open_executor(engine, address)) as executor:
+                run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
+            stages |= dict.fromkeys(missing, stage)
+        chosen = Chosen({v: stages[v] for v in wanted}, recipe)
+        return assemble(directory, target, reporter, chosen, None if old is None else _others(old))
+    finally:
+        directory.close()
+
+
+def parse_group_sizes(texts: Sequence[str]) -> dict[str, int]:
+    """VERSION=SIZE, as the command line has it.
+
+    Raises:
+        InputError: for another form.
+    """
+    out = {}
+    for text in texts:
+        name, equals, size = text.partition("=")
+        if not equals or not size.isdecimal():
+            raise InputError(f"--group-size {text}: write VERSION=SIZE, as w4=32")
+        out[name] = int(size)
+    return out
+
+
+def _check_checkpoint(
+    checkpoint: str | Path, revision: str | None, record: Mapping[str, Any], directory: WorkDirectory
+) -> None:
+    from moepack.calibrate.checkpoint import open_checkpoint
+
+    path = str(Path(open_checkpoint(checkpoint, revision).path).absolute())
+    if path != record["checkpoint"]:
+        raise InputError(f"{directory.path}: is of {record['checkpoint']}, not of {path}: name another --work")
+
+
+def _opened(target: Path) -> Bundle | None:
+    """The bundle to be replaced; None where there is none yet."""
+    if not (target / MANIFEST).is_file():
+        check_target(target)
+        return None
+    check_replaceable(target)
+    return open_bundle(target)
+
+
+def _recipe_of(old: Bundle, directory: WorkDirectory, record: Mapping[str, Any]) -> Recipe:
+    """The recipe of a bundle, which is to be one of this work directory."""
+    found = old.manifest.provenance
+    calibration, checkpoint = (x if isinstance(x := found.get(k), dict) else {} for k in ("calibration", "checkpoint"))
+    files = directory.settings()["calibrate"]["checkpoint"]
+    if calibration.get("tokens_sha256") != record["digest"] or checkpoint.get("files") != files:
+        raise InputError(
+            f"{old.path}: was not made of what {directory.path} holds: name the --work that it was built in"
+        )
+    return parse_recipe(str(found.get("recipe")), f"{old.path / MANIFEST}: recipe")
+
+
+def _wanted(
+    before: Sequence[Version], recipe: Recipe, names: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[Version, ...]:
+    """All versions that the bundle is to have, the most precise first."""
+    if not names:
+        raise InputError("name the versions to add, as w2")
+    for name in names:
+        if name not in version_names():
+            raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
+    wanted = {v.name: v for v in before}
+    for name in sorted(set(sizes) - set(names)):
+        raise InputError(f"--group-size {name}: is of no version that is added: name it with --add as well")
+    for name in names:
+        possible, own = encoding_of(name).group_sizes, recipe.quantize.group_size
+        size = sizes.get(name, own if isinstance(own, int) else own.get(name, 64))
+        if possible and size not in possible:
+            raise InputError(f"--group-size {name}={size}: groups are of {', '.join(map(str, possible))}")
+        wanted[name] = Version.of(name, size)
+    return tuple(wanted[name] for name in version_names() if name in wanted)
+
+
+def _stages(
+    directory: WorkDirectory, record: Mapping[str, Any], wanted: Sequence[Version], made: Mapping[str, Any], fresh: bool
+) -> dict[Version, str]:
+    """Of the versions that the work directory has whole, the stage that made them."""
+    out: dict[Version, str] = {}
+    layers = [layer.index for layer in expert_layers(record)]
+    for stage, how in directory.settings().items():
+        if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
+            continue
+        held = [Version(**v) for v in how["versions"]]
+        if all(how.get(k) == made.get(k) for k in _ALIKE) and all(directory.done(stage, i) is not None for i in layers):
+            out |= {v: stage for v in wanted if v in held and v not in out}
+    return out
+
+
+def _check_alike(directory: WorkDirectory, stage: str, made: Mapping[str, Any]) -> None:
+    how = directory.settings()[stage]
+    for key in _ALIKE:
+        if how.get(key) != made.get(key):
+            was, now = made.get(key), how.get(key)
+            raise InputError(f"{directory.path}: was quantised with {key} {was}, now {now}: losses would not compare")
+
+
+def _others(old: Bundle) -> list[str]:
+    """Files of a bundle's directory that its successor keeps: those that are none of the bundle's own."""
+    own = {MANIFEST, *old.manifest.files, *old.manifest.expert_files}
+    names = []
+    for folder, folders, files in os.walk(old.path):
+        here = Path(folder).relative_to(old.path)
+        folders[:] = [name for name in folders if (here / name).as_posix() not in _PULLED]
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        names += [(here / name).as_posix() for name in (*files, *links)]
+    out = sorted(name for name in names if name not in own and name not in _PULLED)
+    return out if _edited(old) else [name for name in out if name != _CARD]
+
+
+def _edited(old: Bundle) -> bool:
+    """Whether the model card is another than the bundle was built with."""
+    try:
+        text = (old.path / _CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return (old.path / _CARD).exists()
+    return text != model_card(old.manifest, old.calibration(), [v.name for v in old.manifest.versions])

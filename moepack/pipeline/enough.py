@@ -1,0 +1,147 @@
+"""Enough calibration text: how many windows bring every expert its tokens, and which experts stayed short of them.
+
+A layer's routing follows from all layers below it, and a build quantises a layer before it knows the next one's. So the
+windows are decided before it begins: one pass through the model counts the tokens of every window and expert, and the
+build then takes the windows that this asks for. It reads the checkpoint once more and computes what calibrating `most`
+windows would; it quantises nothing, and keeps no activations but the live ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moepack.pack.tables import FEW_TOKENS
+from moepack.progress import Reporter
+from moepack.runtime.devices.glibc import trim
+
+from .work import WorkDirectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moepack.calibrate.data import Windows
+    from moepack.calibrate.stream import StreamedModel
+
+    from .recipe import Calibration
+
+_FILE = "windows.json"
+
+
+def enough_windows(
+    directory: WorkDirectory,
+    stream: StreamedModel,
+    windows: Windows,
+    how: Calibration,
+    identity: Mapping[str, str],
+    reporter: Reporter,
+) -> Windows:
+    """The fewest of these windows, `how.samples` or more, that bring every expert `how.until` tokens; all of them where
+    they do not. Windows are added in the order in which they were taken, so that the mixture stays.
+
+    What was counted stays in the work directory, so that a build that goes on takes the same windows.
+
+    Args:
+        directory: where that is.
+        stream: the model.
+        windows: those to choose from.
+        how: until when.
+        identity: the checkpoint's digests.
+        reporter: who is told.
+    """
+    if not how.until or len(windows.ids) <= how.samples:
+        return windows
+    facts = [windows.digest, how.samples, how.until, how.batch_size, how.dtype, str(stream.device), dict(identity)]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    file = directory.path / _FILE
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        known = {}
+    if known.get("key") != key:
+        count, short = _count(stream, windows, how, reporter)
+        known = {"key": key, "windows": count, "short": short}
+        directory.write(file, json.dumps(known).encode())
+    what = f"calibration takes {known['windows']} windows"
+    if known["short"]:
+        reporter.note(f"{what}, the most: {known['short']} experts still have fewer than {how.until} tokens")
+    else:
+        reporter.note(f"{what}: every expert has {how.until} tokens")
+    return windows.first(known["windows"])
+
+
+def _count(stream: StreamedModel, windows: Windows, how: Calibration, reporter: Reporter) -> tuple[int, int]:
+    """How many windows are wanted, and the experts that stay short of tokens with all of them."""
+    import torch
+
+    from moepack.calibrate.forward import CalibrationPass
+
+    dtype, last = getattr(torch, how.dtype), max(stream.expert_layers)
+    walk = CalibrationPass(stream, windows.ids, how.batch_size, dtype)
+    reporter.stage("count tokens", last + 2)
+    reporter.step("outside the layers")
+    stream.load(None)
+    stream.to_compute(None, dtype)
+    walk.start()
+    stream.free(None)
+    wanted, short = how.samples, 0
+    for i in range(last + 1):
+        reporter.step(f"layer {i}")
+        stream.load(i)
+        stream.to_compute(i, dtype)
+        reporter.inner("tokens", windows.ids.numel())
+        observation = walk.run_layer(i, reporter.advance)
+        stream.free(i)
+        if observation is not None:
+            experts = stream.expert_layers[i].experts
+            count, few = windows_until(observation.experts, len(windows.ids), experts, windows.turns, how.until)
+            wanted, short = max(wanted, count), short + few
+        del observation
+        trim()
+    return wanted, short
+
+
+def windows_until(chosen: Tensor, windows: int, experts: int, turns: Tensor, until: int) -> tuple[int, int]:
+    """The fewest windows, in their turns, that bring each expert of a layer `until` tokens; all where they do not, and
+    how many experts stay short.
+
+    Args:
+        chosen: int32 [tokens, top_k], experts; tokens in the order of the windows, as many in each.
+        windows, experts: how many.
+        turns: int64 [windows], each one's turn.
+        until: tokens.
+    """
+    import torch
+
+    window = torch.arange(windows).repeat_interleave(chosen.numel() // windows)
+    counts = torch.bincount(window * experts + chosen.flatten().long(), minlength=windows * experts)
+    running = counts.view(windows, experts)[turns.argsort()].cumsum(0)
+    missing = (running < until).sum(0)  # windows after which an expert is still short
+    short = int((missing == windows).sum())
+    return (windows if short else int(missing.max()) + 1), short
+
+
+def few_tokens(directory: WorkDirectory, stream: StreamedModel) -> dict[int, int]:
+    """Layer -> experts that fewer than FEW_TOKENS calibration tokens reached, of calibrated layers with any."""
+    from safetensors import safe_open
+
+    out = {}
+    for i in stream.expert_layers:
+        with safe_open(directory.piece("calibrate", i, "statistics.safetensors"), framework="pt") as f:
+            if n := int((f.get_tensor("tokens") < FEW_TOKENS).sum()):
+                out[i] = n
+    return out
+
+
+def advice(few: Mapping[int, int], experts: int) -> str:
+    """What to say of experts that few tokens reached; nothing without any."""
+    if not few:
+        return ""
+    worst = max(few, key=lambda i: few[i])
+    return (
+        f"{sum(few.values()):,} of {experts:,} experts were reached by fewer than {FEW_TOKENS} tokens (most of them in "
+        f"layer {worst}: {few[worst]}): what they lose leans on their layers. Add text like what the model will read, "
+        "or samples, or calibration: {until: 256}"
+    )

@@ -1,0 +1,370 @@
+"""Text: what a document is, that cutting it for the tokenizer changes no id, chats, and mixtures of sources."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from moepack.calibrate import data
+from moepack.calibrate.documents import Chat, documents, split_lines
+from moepack.calibrate.tokenise import AROUND, PART, Encoder, parts
+from moepack.pack.errors import InputError
+
+WIKI = " \n = One = \n \n Text of one . \n \n = = Section = = \n \n More . \n \n = Two = \n \n Text of two = 2 = \n"
+
+
+def rows(path: Path, *lines: Any) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+# --- documents
+
+
+def test_a_text_is_split_at_titles_and_marks() -> None:
+    def split(text: str) -> list[str]:
+        return list(split_lines(io.StringIO(text)))
+
+    one, two = split(WIKI)
+    assert one.startswith(" = One = \n") and one.endswith(" More . \n \n") and two == WIKI[WIKI.index(" = Two") :]
+    assert split("a\n<|endoftext|>\nb\n\n\f\nc") == ["a\n", "b\n\n", "c"]
+    for whole in (
+        "a\n\n\nb\n",
+        "a <|endoftext|>\nb",
+        "x\n = Not alone = \n\ny",
+        "\n = = Section = = \n\ny",
+        "a\x0cb\n",
+    ):
+        assert split(whole) == [whole]
+    assert split("") == split(" \n\n") == []
+
+
+@given(st.text(alphabet="a =\n\t.", max_size=60))
+def test_without_separators_nothing_is_lost(text: str) -> None:
+    made = list(split_lines(io.StringIO(text)))
+    # Only blank documents go, and only at the beginning may there be one that is not the whole.
+    assert "".join(made) == (text if made and made[0] == text else text[len(text) - len("".join(made)) :])
+    assert not text[: len(text) - len("".join(made))].strip()
+
+
+def test_rows_that_are_lines_of_articles(tmp_path: Path) -> None:
+    """As the Hub has WikiText: an article is one document, and not each of its lines."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def table(*texts: str) -> list[Any]:
+        pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), tmp_path / "t.parquet")
+        return list(documents(str(tmp_path / "t.parquet")))
+
+    assert table("", " = One = \n", "", " a \n", "", " = = S = = \n", "", " b \n", "", " = Two = \n", "", " c \n") == [
+        " = One = \n\n a \n\n = = S = = \n\n b \n\n",
+        " = Two = \n\n c \n",
+    ]
+    assert table("", "first", "", " = One = \n", "") == ["", "first", "", " = One = \n", ""]
+
+
+def test_json_in_its_forms(tmp_path: Path) -> None:
+    items = [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, items)))
+    (tmp_path / "list.json").write_text(json.dumps(items, indent=1))
+    (tmp_path / "line.json").write_text(json.dumps(items))
+    (tmp_path / "one.json").write_text(json.dumps(items[0], indent=1))
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n')
+    for name, wanted in (("lines", "ab"), ("list", "ab"), ("line", "ab"), ("one", "a")):
+        assert list(documents(str(tmp_path / f"{name}.json"))) == list(wanted)
+    assert list(documents(str(tmp_path / "bom.jsonl"))) == ["a"]
+    for text, word in (
+        ('{"text": "a"}\n{"text"\n', "line 2: "),
+        ("[1]\n", "no objects with a column 'text'"),
+        ('{"text": 3}\n', "no 'text' of text; they have text"),
+        ('{"messages": ["x"]}\n', "they have messages"),
+        ('{"messages": [{"role": "user"}], "tools": "{"}\n', "cannot be read"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(text)
+        with pytest.raises(InputError, match=word):
+            list(documents(str(tmp_path / "bad.jsonl")))
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
+    with pytest.raises(InputError, match="half a pair of surrogates"):
+        data.windows(str(tmp_path / "half.jsonl"), byte_level(), 4, 1)
+
+
+def test_a_data_set_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory's, by its split and column; and of one without end no more than what is wanted."""
+    import datasets
+
+    (tmp_path / "set").mkdir()
+    rows(tmp_path / "set" / "train.jsonl", *({"body": f"train {i}"} for i in range(3)))
+    rows(tmp_path / "set" / "test.jsonl", {"body": "test"})
+    assert list(documents(f"{tmp_path}/set:::body")) == ["train 0", "train 1", "train 2"]
+    assert list(documents(f"{tmp_path}/set::test:body")) == ["test"]
+    with pytest.raises(InputError, match="no 'text' of text; they have body"):
+        list(documents(f"{tmp_path}/set"))
+    given: list[int] = []
+
+    def endless(*args: Any, streaming: bool, **kwargs: Any) -> Iterator[dict[str, str]]:
+        assert streaming
+        for i in itertools.count():
+            given.append(i)
+            yield {"text": "word " * 20}
+
+    monkeypatch.setattr(datasets, "load_dataset", endless)
+    made = data.windows(f"{tmp_path}/set", byte_level(), 16, 5)
+    assert made.shape == (5, 16) and len(given) <= 80
+
+
+# --- tokens
+
+
+def byte_level(bos: bool = False) -> PreTrainedTokenizerFast:
+    """As GPT-2's and Qwen's: words with the space before them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return trained(tokenizer, trainers.BpeTrainer(special_tokens=["<s>", "</s>"], vocab_size=400), bos)
+
+
+def one_word() -> PreTrainedTokenizerFast:
+    """As Llama-2's and Mixtral's: a space before every text, and the whole text merged as one word."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # words in training only
+    tokenizer = Tokenizer.from_str(
+        trained(
+            tokenizer, trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], vocab_size=300)
+        ).backend_tokenizer.to_str()
+    )
+    bare = json.loads(tokenizer.to_str())
+    bare["pre_tokenizer"] = None
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(bare)), eos_token="</s>")
+
+
+def pieces() -> PreTrainedTokenizerFast:
+    """As T5's: words of probable pieces, each with a space before it."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(special_tokens=["<unk>", "</s>"], unk_token="<unk>", vocab_size=200)
+    return trained(tokenizer, trainer)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """As BERT's: white space is dropped."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return trained(tokenizer, trainers.WordPieceTrainer(special_tokens=["<unk>", "</s>"], vocab_size=300))
+
+
+def trained(tokenizer: Tokenizer, trainer: Any, bos: bool = False) -> PreTrainedTokenizerFast:
+    texts = [
+        "the cat sat on the mat , 12 cats sat there .\n\n  def f(x):\n    return x + 1\n",
+        WIKI,
+        "他们说。我们走。",
+    ]
+    tokenizer.train_from_iterator(texts * 5, trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>" if bos else None, eos_token="</s>")
+
+
+KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "byte_level": byte_level, "one_word": one_word, "pieces": pieces, "words": words
+}  # fmt: skip
+WORDS = st.sampled_from(
+    ["the", "cat", "sat,", "mats.", "12", "3.5", "def", "x", "他们说。我们走。", "é", "🙂", "don't", "</s>", "= ="]
+)
+GAPS = st.sampled_from([" "] * 8 + ["\n", "  ", "\n\n", " \n ", "\t", "    "])
+
+
+@pytest.fixture(scope="module")
+def encoders() -> dict[str, Encoder]:
+    return {name: Encoder(make()) for name, make in KINDS.items()}
+
+
+@given(st.lists(st.tuples(WORDS, GAPS), min_size=60, max_size=300), st.sampled_from(sorted(KINDS)))
+@settings(max_examples=80, deadline=None)
+def test_ids_of_the_parts_are_those_of_the_whole(
+    encoders: dict[str, Encoder], text: list[tuple[str, str]], kind: str
+) -> None:
+    whole, encode = "".join(itertools.chain(*text)), encoders[kind].encode
+    made = list(parts(whole, encode, size=100, around=60))
+    assert [i for part in made for i in encode(part)] == encode(whole)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_long_text_is_cut_and_its_ids_stay(encoders: dict[str, Encoder], kind: str, text: Path) -> None:
+    whole, encode = "\n".join(d for d in documents(str(text)) if isinstance(d, str))[: 10 * PART], encoders[kind].encode
+    made = list(parts(whole, encode))
+    assert len(made) >= 9 and max(map(len, made)) < 1.1 * PART
+    assert [i for part in made for i in encode(part)] == encode(whole)
+    # What the check is for: parts of a fixed length, at any place, have other ids.
+    naive = [i for at in range(0, len(whole), PART) for i in encode(whole[at : at + PART])]
+    assert naive != encode(whole)
+
+
+def test_what_the_tokenizer_reads_grows_with_the_text(demo_model: Path, text: Path) -> None:
+    encode = Encoder(data.load_tokenizer(demo_model)).encode
+    whole = "\n".join(d for d in documents(str(text)) if isinstance(d, str))
+
+    def reads(count: int) -> list[int]:
+        read: list[int] = []
+
+        def counted(part: str) -> list[int]:
+            read.append(len(part))
+            return encode(part)
+
+        for part in parts(whole[:count], counted):
+            counted(part)
+        return read
+
+    for count in (4 * PART, 16 * PART):
+        read = reads(count)
+        assert max(read) < 1.1 * PART and sum(read) < 1.15 * count and len(read) < 5 * count / PART
+
+
+def test_a_text_that_cannot_be_cut_stays_whole() -> None:
+    asked: list[int] = []
+
+    def strange(part: str) -> list[int]:  # another id for every length: nothing adds up
+        asked.append(len(part))
+        return [len(part)]
+
+    for whole in ("ab " * 20 * PART, "a" * 3 * PART):
+        asked.clear()
+        assert list(parts(whole, strange)) == [whole]
+        assert sum(asked) < 1.5 * len(whole), "its checks are linear too"
+    assert max(asked, default=0) <= 2 * AROUND
+
+
+def test_documents_begin_and_end_as_the_tokenizer_has_it(tmp_path: Path) -> None:
+    source = rows(tmp_path / "t.jsonl", {"text": "the cat"}, {"text": ""}, {"text": "sat on"})
+    for tokenizer, begin in ((byte_level(bos=True), [0]), (byte_level(), [])):
+        encoder = Encoder(tokenizer)
+        assert (encoder.begin, encoder.end) == (begin, [1])
+        stream: list[tuple[int, int]] = [(n, i) for n, ids in encoder.stream(source) for i in ids]
+        wanted = [(n, i) for n, t in enumerate(("the cat", "sat on")) for i in [*begin, *encoder.encode(t), 1]]
+        assert stream == wanted
+        made, owners = data.document_windows(source, tokenizer, 3, 99)
+        count = len(wanted) // 3 * 3
+        assert list(zip(owners.flatten().tolist(), made.flatten().tolist(), strict=True)) == wanted[:count]
+
+
+# --- chats
+
+TEMPLATE = (
+    "{% if tools %}T{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}{{ eos_token + '\\n' }}"
+)
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+OTHER = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def chats(template: str | None, bos: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = byte_level(bos)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_chats_keep_their_tool_calls(tmp_path: Path) -> None:
+    def chat(call: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    tools = [{"name": "add"}]
+    source = rows(
+        tmp_path / "c.jsonl",
+        {"messages": chat(CALL)}, {"messages": chat(OTHER), "tools": json.dumps(tools)}, {"messages": []}
+    )  # fmt: skip
+    assert list(documents(source)) == [Chat(chat(CALL)), Chat(chat(OTHER), tools), Chat([])]
+    tokenizer = chats(TEMPLATE)
+    texts = ['[user]x[assistant]weather{"city": "Bonn"}', 'T[{"name": "add"}][user]x[assistant]add{"a": 1}']
+    wanted = [[n, *tokenizer(f"{t}</s>\n")["input_ids"]] for n, t in enumerate(texts)]
+    stream = Encoder(tokenizer).stream(source)
+    made = [[n, *(i for _, ids in group for i in ids)] for n, group in itertools.groupby(stream, key=lambda p: p[0])]
+    assert made == wanted, "and </s> is not written twice"
+    # Arrow gives all objects of a column the same fields: those that are null are no fields of this one.
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"messages": chat(CALL)}, {"messages": chat(OTHER)}]), tmp_path / "c.parquet"
+    )
+    assert list(documents(str(tmp_path / "c.parquet"))) == [Chat(chat(CALL)), Chat(chat(OTHER))]
+
+
+def test_chats_begin_once_and_end_once(tmp_path: Path) -> None:
+    source = rows(tmp_path / "c.jsonl", {"messages": [{"role": "user", "content": "the cat"}]})
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for template, text in ((plain, "the cat"), ("<s>" + plain, "the cat"), (plain + "</s>", "the cat")):
+        tokenizer = chats(template, bos=True)
+        made = [i for _, ids in Encoder(tokenizer).stream(source) for i in ids]
+        assert made == [0, *tokenizer(text, add_special_tokens=False)["input_ids"], 1]
+
+
+def test_chats_that_cannot_be_had(tmp_path: Path) -> None:
+    source = rows(tmp_path / "c.jsonl", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]})
+    for template, word in (
+        (None, "holds chats, and this model's tokenizer has no chat template"),
+        ("{{ raise_exception('no such role') }}", "does not take a chat: no such role"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "leaves out tool calls .here of 'weather'"),
+    ):
+        with pytest.raises(InputError, match=word):
+            data.windows(source, chats(template), 2, 1)
+
+
+# --- mixtures
+
+
+def test_windows_of_one_source_are_as_they_were(demo_model: Path, text: Path, evaluation: Path) -> None:
+    """Text of rows, equal weights, no BOS: the windows that earlier bundles were calibrated on, written out here."""
+    tokenizer, length, samples = data.load_tokenizer(demo_model), 64, 9
+    pools = []
+    for k, path in enumerate((text, evaluation)):
+        stream: list[int] = []
+        for line in path.read_text().splitlines():
+            stream += [*tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"], 0]
+            if len(stream) >= 8 * samples * length:
+                break
+        pool = torch.tensor(stream[: min(len(stream) // length, 8 * samples) * length]).view(-1, length)
+        order = list(range(len(pool)))
+        random.Random(f"3/{k}").shuffle(order)
+        pools.append(pool[order])
+    made = data.calibration_windows([str(text), str(evaluation)], tokenizer, samples, length, seed=3)
+    assert torch.equal(made.ids, torch.cat([pools[0][:5], pools[1][:4]])) and made.taken == (5, 4)
+
+
+def mixture(sizes: list[int], samples: int, weights: list[float]) -> data.Windows:
+    """Windows of sources that hold so many; a token names its source."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "windows", lambda source, *_, **__: torch.full((sizes[int(source)], 2), int(source)))
+        return data.calibration_windows([str(i) for i in range(len(sizes))], None, samples, 2, 0, weights)
+
+
+def test_mixtures_by_weight() -> None:
+    assert mixture([99, 99], 9, [2, 1]).taken == (6, 3)
+    assert mixture([99, 99, 99], 8, [1, 1, 1]).taken == (3, 3, 2)
+    assert mixture([99, 99], 10, [0.5, 4.5]).taken == (1, 9)
+    assert mixture([2, 99, 99], 9, [2, 1, 1]).taken == (2, 4, 3), "what one does not have, the others give"
+    assert mixture([2, 3], 9, [1, 5]).taken == (2, 3)
+    assert mixture([99, 99], 3, [2, 1]).ids.tolist() == [[0, 0], [0, 0], [1, 1]]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 30), st.integers(1, 30))
+def test_each_source_has_its_share_and_fewer_windows_are_the_same_mixture(
+    weights: list[int], samples: int, fewer: int
+) -> None:
+    made = mixture([99] * len(weights), samples, list(map(float, weights)))
+    assert sum(made.taken) == samples and sorted(made.turns.tolist()) == list(range(samples))
+    assert all(n >= samples * w // sum(weights) for n, w in zip(made.taken, weights, strict=True))
+    first, again = made.first(fewer), mixture([99] * len(weights), min(fewer, samples), list(map(float, weights)))
+    assert first.taken == again.taken and torch.equal(first.ids, again.ids) and torch.equal(first.turns, again.turns)

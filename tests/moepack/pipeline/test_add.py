@@ -1,0 +1,259 @@
+"""Versions added to a bundle: the bytes of a build with all of them, nothing made twice, one bundle at every moment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import HELPERS, tree
+
+import moepack
+from moepack.cli import main
+from moepack.pack import writer
+from moepack.pack.errors import InputError, TargetError
+from moepack.pipeline import build as pipeline
+from moepack.pipeline import executors
+from moepack.pipeline.add import add
+from moepack.pipeline.recipe import parse_recipe, with_versions
+from moepack.progress import Reporter
+
+BASE = "calibration: {samples: 12, length: 64, batch_size: 6}\n"
+RTN = f"versions: [bf16, w4]  # the first two\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
+
+
+class Notes(Reporter):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def rebuilt(bundle: Path, model: Path, text: Path, out: Path) -> dict[str, bytes]:
+    """A build of a bundle's recipe, from the beginning."""
+    recipe = moepack.open(bundle).manifest.provenance["recipe"]
+    assert isinstance(recipe, str)
+    pipeline.build(model, out, parse_recipe(recipe, "recipe"), [text])
+    return tree(out)
+
+
+@pytest.fixture(scope="module")
+def kept(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle and the work directory that it was built in; read only."""
+    root = tmp_path_factory.mktemp("kept")
+    pipeline.build(demo_model, root / "b", parse_recipe(RTN, "x"), [text], work=root / "w", keep=True)
+    return root
+
+
+@pytest.fixture
+def mine(kept: Path, tmp_path: Path) -> Path:
+    """Copies to change."""
+    return Path(shutil.copytree(kept, tmp_path / "mine"))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The versions that expert batches are made in."""
+    names: list[str] = []
+    original = executors.make_batch
+
+    def counted(task: Any, observation: Any) -> Any:
+        names.extend(v.name for v in task.versions)
+        return original(task, observation)
+
+    monkeypatch.setattr(executors, "make_batch", counted)
+    yield names
+
+
+def test_added_versions_are_those_of_one_build(
+    mine: Path, demo_model: Path, text: Path, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moepack.calibrate.forward import CalibrationPass
+
+    before = tree(mine / "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(CalibrationPass, "run_layer", lambda *_: pytest.fail("calibrated again"))
+        report = add(mine / "b", mine / "w", ["w2", "w1"], checkpoint=demo_model)
+        assert report.bundle == mine / "b" and set(report.methods) == {"w4", "w2", "w1"}
+        assert set(made) == {"w2", "w1"}, "what is there is not made again"
+        after = tree(mine / "b")
+        assert {k for k in before if k.startswith("experts/")} < after.keys()
+        assert all(after[k] == v for k, v in before.items() if k.startswith("experts/"))
+        # Once more: nothing to do, and nothing done.
+        made.clear()
+        notes = Notes()
+        add(mine / "b", mine / "w", ["w2"], reporter=notes)
+        assert not made and notes.notes == [f"{mine / 'b'}: holds these versions already"]
+        # On top of it another group size: the version is replaced, and only it is made.
+        add(mine / "b", mine / "w", ["w4"], {"w4": 32})
+        assert set(made) == {"w4"}
+    assert [(v.name, v.group_size) for v in moepack.open(mine / "b").versions] == [
+        ("bf16", 0), ("w4", 32), ("w2", 64), ("w1", 64)
+    ]  # fmt: skip
+    assert not moepack.open(mine / "b").verify()
+    assert sorted(p.name for p in mine.iterdir()) == ["b", "w"]
+    assert tree(mine / "b") == rebuilt(mine / "b", demo_model, text, tmp_path / "fresh")
+
+
+def test_gptq_with_a_map_and_dense_matrices(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Codes, losses, their errors and the map are bit for bit those of a build in which all widths share a pass."""
+    recipe = f"versions: [w4, w3]\ndense: [w8]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
+    recipe += "allocation: {average_bits: 4.9}\n"
+    pipeline.build(
+        demo_model, tmp_path / "b", parse_recipe(recipe, "x"), [text], work=tmp_path / "w", keep=True
+    )  # fmt: skip
+    add(tmp_path / "b", tmp_path / "w", ["w8", "w2", "w1"])
+    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", demo_model, text, tmp_path / "fresh")
+    with pytest.raises(InputError, match="w8: dense matrices have it in groups of 64"):
+        add(tmp_path / "b", tmp_path / "w", ["w8"], {"w8": 32})
+
+
+def test_onto_a_calibrated_work_directory(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Stages, and no bundle yet: one is made of what is there and what is added, quantised before or not."""
+    pipeline.calibrate(demo_model, tmp_path / "w", parse_recipe(RTN, "x"), [text])
+    add(tmp_path / "a", tmp_path / "w", ["w2"])
+    pipeline.quantize(tmp_path / "w")
+    add(tmp_path / "b", tmp_path / "w", ["w2"])
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", demo_model, text, tmp_path / "fresh")
+    pipeline.pack(tmp_path / "w", tmp_path / "first")
+    assert [v.name for v in moepack.open(tmp_path / "first").versions] == ["bf16", "w4"], "and the stages stay"
+    pipeline.calibrate(demo_model, tmp_path / "w", parse_recipe(RTN, "x"), [text], fresh=True)
+    assert not list((tmp_path / "w").glob("add-*")), "what was added follows from what is thrown away"
+
+
+def test_other_files_and_an_edited_card_stay(mine: Path) -> None:
+    bundle = mine / "b"
+    (bundle / "notes").mkdir()
+    (bundle / "notes" / "mine.txt").write_text("mine")
+    (bundle / "link").symlink_to("notes")
+    (bundle / ".pulled.json").write_text("{}")
+    card = (bundle / "README.md").read_text()
+    add(bundle, mine / "w", ["w2"])
+    assert (bundle / "notes" / "mine.txt").read_text() == "mine" and (bundle / "link").readlink() == Path("notes")
+    assert not (bundle / ".pulled.json").exists(), "it is not what was pulled any more"
+    assert "| w2 |" in (bundle / "README.md").read_text() != card
+    (bundle / "README.md").write_text("edited")
+    add(bundle, mine / "w", ["w1"])
+    assert (bundle / "README.md").read_text() == "edited" and not moepack.open(bundle).verify()
+
+
+def test_a_shrunk_bundle_gets_back_what_it_had(mine: Path, made: list[str]) -> None:
+    from moepack.pipeline.shrink import shrink
+
+    shrink(mine / "b", mine / "small", ["w4"])
+    add(mine / "small", mine / "w", ["bf16"])
+    assert not made and [v.name for v in moepack.open(mine / "small").versions] == ["bf16", "w4"]
+
+
+def test_refusals(mine: Path, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tree(mine / "b")
+
+    def refused(word: str, names: Sequence[str] = ("w2",), sizes: Any = None, **more: Any) -> None:
+        with pytest.raises((InputError, TargetError), match=word) as caught:
+            add(more.pop("output", mine / "b"), more.pop("work", mine / "w"), names, sizes, **more)
+        assert "\n" not in str(caught.value) and tree(mine / "b") == before
+
+    refused("name the versions to add", [])
+    refused("version 'w5' is unknown", ["w5"])
+    refused("--group-size w2=48: groups are of", ["w2"], {"w2": 48})
+    refused("is of no version that is added", ["w2"], {"w4": 32})
+    refused("is not calibrated yet", work=tmp_path / "none")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    refused("is not empty", output=tmp_path / "full")
+    other = Path(shutil.copytree(demo_model, tmp_path / "model"))
+    refused("name another --work", checkpoint=other)
+    with pytest.raises(InputError, match="name one with --work"):
+        pipeline.build(demo_model, tmp_path / "c", parse_recipe(RTN, "x"), [text], keep=True)
+    pipeline.build(demo_model, tmp_path / "c", parse_recipe(RTN.replace("12", "4"), "x"), [text], work=tmp_path / "v")
+    refused("was not made of what", work=tmp_path / "v")
+    with pytest.raises(InputError, match="what the experts of layer 0 saw was not kept"):
+        add(tmp_path / "c", tmp_path / "v", ["w2"])
+
+    def unable(*_: Any) -> None:
+        raise OSError(22, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "exchange", unable)
+        refused(r"cannot be replaced in one step here \(Invalid argument\): name a new directory")
+    add(tmp_path / "elsewhere", mine / "w", ["w2"])
+    assert tree(mine / "b") == before and sorted(p.name for p in mine.iterdir()) == ["b", "w"]
+
+
+def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tree(mine / "b")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "sync", full)
+        with pytest.raises(OSError, match="No space"), writer.BundleWriter(mine / "b", ["README.md"]) as new:
+            new.finish(moepack.open(mine / "b").manifest)
+    with writer.BundleWriter(mine / "b", []), pytest.raises(TargetError, match="another process is replacing it"):
+        writer.BundleWriter(mine / "b", [])
+    assert tree(mine / "b") == before
+    add(mine / "b", mine / "w", ["w2"])
+    assert sorted(p.name for p in mine.iterdir()) == ["b", "w"], "what a stopped one left is gone"
+
+
+def test_killed_at_every_step(kept: Path, tmp_path: Path) -> None:
+    """At any moment the directory is the old bundle or the new one; run again, it is the new one and nothing else."""
+    script = HELPERS / "kill_while_adding.py"
+    environment = {**os.environ, "PYTHONPATH": str(script.parent)}
+    command = [sys.executable, str(script), str(kept), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    old, new = (int(n) for n in run.stdout.split()[-2:])
+    assert old >= 10 and new >= 5, run.stdout
+
+
+def test_recipes_with_other_versions() -> None:
+    recipe = parse_recipe(
+        "versions: [w4]  # mine\nquantize: {group_size: {w4: 128}}\nallocation: {average_bits: 4.3}", "x"
+    )
+    more = parse_recipe("versions: [bf16, w4, w2]\nquantize: {group_size: {w4: 32}}", "x").version_specs()
+    made = with_versions(recipe, more)
+    assert made.version_specs() == more and made.allocation == recipe.allocation
+    assert made.versions == ("bf16", "w4", "w2") and parse_recipe(made.text, "x") == made
+    assert with_versions(parse_recipe("", "x"), more[:1]).quantize.group_size == 64
+
+
+def test_on_the_command_line(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.yaml").write_text(RTN)
+    common = ["moepack", "build", str(demo_model), "-o", str(tmp_path / "b"), "--work", str(tmp_path / "w"), "-q"]
+
+    def run(*more: str) -> None:
+        monkeypatch.setattr(sys, "argv", [*common, *more])
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code, capsys.readouterr().err
+
+    run("--recipe", str(tmp_path / "r.yaml"), "-c", str(text), "--keep")
+    run("--add", "w3,w2", "--group-size", "w2=32")
+    assert [(v.name, v.group_size) for v in moepack.open(tmp_path / "b").versions] == [
+        ("bf16", 0), ("w4", 64), ("w3", 64), ("w2", 32)
+    ]  # fmt: skip
+    assert "w3: 64 experts by rtn" in capsys.readouterr().out
+    common = [*common[:5], "-q"]
+    for more, word in (
+        (("--add", "w1"), "name its --work"),
+        (("--work", str(tmp_path / "w"), "--group-size", "w2"), "write VERSION=SIZE"),
+        (("--work", str(tmp_path / "w"), "--group-size", "w2=32"), "name the versions to add|--group-size w2"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*common, *more])
+        with pytest.raises(SystemExit) as end:
+            main()
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.count("\n") == 1
+        assert any(w in error for w in word.split("|")), error

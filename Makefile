@@ -26,7 +26,7 @@ lint: $(VENV)/.dev-installed
 types: $(VENV)/.dev-installed
 	rm -rf .links && mkdir -p .links/moepack
 	for f in moepack/*; do ln -s ../../$$f .links/$$f; done
-	for d in pack families quantize calibrate runtime recipes; do ln -s ../../$$d .links/moepack/$$d; done
+	for d in pack quantize calibrate runtime recipes; do ln -s ../../$$d .links/moepack/$$d; done
 	$(VENV)/bin/mypy -p moepack -p benchmarks
 
 check: lint types test

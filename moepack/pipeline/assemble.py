@@ -355,7 +355,7 @@ def _provenance(
         "checkpoint": checkpoint,
         "calibration": {
             "sources": record["sources"],
-            "windows": record["windows"],
+            "windows": record.get("windows"),  # of an older work directory not known
             "samples": record["samples"],
             "length": record["length"],
             "tokens_sha256": record["digest"],

@@ -17,7 +17,7 @@ from benchmarks import draw, tables
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-SOURCES = ("moepack", "runtime", "pack", "families", "calibrate", "quantize")
+SOURCES = ("moepack", "runtime", "pack", "calibrate", "quantize")
 
 
 def prose(page: Path) -> str:

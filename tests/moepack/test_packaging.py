@@ -20,7 +20,7 @@ def unpack_wheel(work: Path, compiler: str | None = None) -> Path:
     """The wheel's content, built from a copy of the sources so that nothing is left in the repository."""
     source = work / "source"
     source.mkdir()
-    for name in ("moepack", "pack", "families", "quantize", "calibrate", "runtime", "recipes"):
+    for name in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -47,7 +47,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_is_in_the_wheel(unpacked: Path) -> None:
     expected = set()
-    for folder in ("moepack", "pack", "families", "quantize", "calibrate", "runtime", "recipes"):
+    for folder in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
         kinds = (".py", ".md", ".yaml", ".c", ".h", ".html", ".typed")
         files = [p for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
         inside = "" if folder == "moepack" else "moepack/"

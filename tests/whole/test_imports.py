@@ -32,7 +32,7 @@ FLOORS = (
     "runtime.policies",
     "runtime.allocation",
     "runtime.kernels",
-    "families",  # what a model family needs beyond transformers
+    "moepack.families",  # what a model family needs beyond transformers
     "pack",
 )
 SHARED = ("progress", "memory", "version", "opening", "cluster")
@@ -48,7 +48,7 @@ Imports = dict[str, set[str]]  # module -> modules of moepack, and other package
 def sources(root: Path) -> dict[str, Path]:
     """Every module by its name, without the "moepack." before it."""
     found = {}
-    for folder in ("moepack", "pack", "families", "quantize", "calibrate", "recipes", "runtime"):
+    for folder in ("moepack", "pack", "quantize", "calibrate", "recipes", "runtime"):
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             found[".".join(parts).removesuffix(".__init__")] = path

@@ -36,18 +36,6 @@ NODES = (1, 8, 32)
 CORES, DISK, NETWORK, STORE = 64, 2e9, 25e9 / 8, 75e9
 
 
-def _warm() -> int:
-    """Import what a batch needs, in a worker."""
-    import transformers
-
-    import moepack.calibrate.gather
-    import moepack.quantize.expert_batch
-
-    assert transformers and moepack.calibrate.gather and moepack.quantize.expert_batch
-    time.sleep(1)  # so that every worker gets one
-    return os.getpid()
-
-
 def on_ray(checkpoint: str, bundle: str, recipe: str, workers: int) -> dict[str, Any]:
     """Build on so many workers of one core; seconds, and bytes that went through this process."""
     from moepack.cluster import connect
@@ -56,7 +44,19 @@ def on_ray(checkpoint: str, bundle: str, recipe: str, workers: int) -> dict[str,
     from moepack.pipeline.recipe import parse_recipe
 
     ray, _ = connect(None, num_cpus=workers)
-    warm = ray.remote(num_cpus=1)(_warm)
+
+    @ray.remote(num_cpus=1)
+    def warm() -> int:
+        """Import what a batch needs, in a worker."""
+        import transformers
+
+        import moepack.calibrate.gather
+        import moepack.quantize.expert_batch
+
+        assert transformers and moepack.calibrate.gather and moepack.quantize.expert_batch
+        time.sleep(1)  # so that every worker gets one
+        return os.getpid()
+
     assert len(set(ray.get([warm.remote() for _ in range(workers)]))) == workers
     executor = OnRay(None)
     vars(pipeline)["open_executor"] = lambda engine, address: executor

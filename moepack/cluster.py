@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 from typing import Any
@@ -14,7 +15,7 @@ def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
     """Ray, and whether it was started here, to be shut down again.
 
     Args:
-        address: of the cluster; None for one on this machine.
+        address: of the cluster; None for RAY_ADDRESS's, or one that is started on this machine.
         local: options of one that is started here.
 
     Raises:
@@ -26,9 +27,12 @@ def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
     except ImportError:
         raise MissingExtraError("ray", "ray") from None
     started = not ray.is_initialized()
+    address = address or os.environ.get("RAY_ADDRESS")  # as in a job that a cluster runs
     _reach(address)
     if started:
-        options = {"address": address} if address is not None else {"include_dashboard": False, **local}
+        # Without "local" Ray joins whatever cluster it finds on this machine.
+        start = {"address": "local", "include_dashboard": False, **local}
+        options = start if address is None else {"address": address}
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:

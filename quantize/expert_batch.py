@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +94,14 @@ class ExpertForward:
     out: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+class Inputs(Protocol):
+    """Rows by their indexes."""
+
+    def __getitem__(self, tokens: Tensor, /) -> Tensor:
+        """The rows at int64 [rows], of their own memory."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
     """Experts that are quantised together.
@@ -102,7 +111,7 @@ class ExpertBatch:
         weights: both matrices of all of them, float32 [experts, rows, cols], on the device that computes.
         biases: by expert, of both matrices, float32 [rows] or None.
         tokens: by expert.
-        inputs: [tokens, hidden], what reached the layer's experts, on any device.
+        inputs: [tokens, hidden], what reached the layer's experts, on any device, or what gives rows of it.
         common: int64 indexes of `inputs` that stand for the layer; none is compared on.
         forward: how the experts compute.
         block: tokens of a cluster (`crossfit.fold_of`).
@@ -113,7 +122,7 @@ class ExpertBatch:
     weights: tuple[Tensor, Tensor]
     biases: tuple[tuple[Tensor | None, Tensor | None], ...]
     tokens: tuple[ExpertTokens, ...]
-    inputs: Tensor
+    inputs: Inputs
     common: Tensor
     forward: ExpertForward
     block: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +46,15 @@ def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] 
     temporary.rename(path)
 
 
-def load_hidden(path: Path) -> list[torch.Tensor]:
-    """The live activations that `save` wrote, one tensor a batch."""
-    from safetensors.torch import load_file
+def load_hidden(path: Path) -> Iterator[torch.Tensor]:
+    """The live activations that `save` wrote, one tensor a batch, each read when it is asked for."""
+    from safetensors import safe_open
 
-    return [tensor for _, tensor in sorted(load_file(path).items())]
+    with safe_open(path, framework="pt") as f:
+        names = sorted(f.keys())
+    for name in names:  # opened anew for each: what was read of a file stays in memory while it is open
+        with safe_open(path, framework="pt") as f:
+            yield f.get_tensor(name)
 
 
 def load_observation(work: WorkDirectory, layer: int) -> Observation:

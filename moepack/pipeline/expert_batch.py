@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 
+_HASHED = 4096  # rows that are hashed at once
+
+
 @dataclass(frozen=True)
 class ExpertBatchTask:
     """What making one expert batch takes, but for what the calibration tokens brought to the layer.
@@ -110,9 +113,13 @@ def bare(module: Any) -> Any:
 
 def observation_digest(observation: Observation) -> str:
     """SHA-256 of what the calibration tokens brought to a layer."""
+    from moepack.calibrate.held import release
+
     digest = hashlib.sha256(str(observation.length).encode())
     for tensor in (observation.inputs, observation.experts, observation.gates):
-        digest.update(_bytes(tensor).data)
+        for part in tensor.split(_HASHED):
+            digest.update(_bytes(part).data)
+            release(part)
     return digest.hexdigest()
 
 

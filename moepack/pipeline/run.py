@@ -235,7 +235,7 @@ class Run:
             del rest
             stream.free(None)
             if first:
-                walk.hidden = load_hidden(work.piece("calibrate", first - 1, "hidden.safetensors"))
+                walk.restore(load_hidden(work.piece("calibrate", first - 1, "hidden.safetensors")))
         names = {(True, True): "calibrate and quantise", (True, False): "calibrate", (False, True): "quantise"}
         reporter.stage(names[calibrate, quantize], total)
         for i in range(total):
@@ -274,9 +274,8 @@ class Run:
         tensors = stream.load(None)
         moments = None
         if walk is not None and not kept.exists():
-            walk.hidden = walk.hidden or load_hidden(
-                work.piece("calibrate", len(stream.layers) - 1, "hidden.safetensors")
-            )
+            if not walk.hidden:
+                walk.restore(load_hidden(work.piece("calibrate", len(stream.layers) - 1, "hidden.safetensors")))
             stream.to_compute(None, dtype)
             watch = watch_part(stream, self._dense[None], walk.windows, walk.length)
             walk.run_head(watch)

@@ -46,6 +46,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) 
     return flat.view(*shape)
 
 
+def mapped(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor that lies in a file, from this byte on; what is written to it is this process's alone."""
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=offset)
+    _mapped[flat.data_ptr()] = mapping
+    return flat.view(*shape)
+
+
 def release(tensor: Tensor) -> None:
     """Take a mapped tensor's pages out of this process's memory; they keep their values. Any other is left alone."""
     mapping = _mapped.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None

@@ -207,8 +207,11 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     refitted = _refitted(batch, settings.method, moments, reading)
     both = []
     for w, m in zip(batch.weights, moments, strict=True):
-        means = torch.stack([x.mean() for x in m]) if reading else None
+        each = [x.mean() for x in m]
+        means = None if not reading else torch.stack(each) if len(each) > 1 else each[0][None]
+        del each
         both.append(quantise_all(settings.method, w, means, settings.versions))
+        del means
     del moments
     chosen = {}
     for version, maker in makers.items():

@@ -61,13 +61,18 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
     for size in sorted({v.group_size for v in versions}):
         alike = [v for v in versions if v.group_size == size]
-        most = BATCH_BYTES.get(weight.device.type, 1 << 30) / working_bytes(rows, cols, len(alike))
-        step = max(1, int(most), min(LANES // (rows * len(alike)), int(NARROW * most)))
+        step = experts_at_once(rows, cols, len(alike), experts, weight.device.type)
         for start in range(0, experts, step):
             part = _batch(weight[start : start + step], moments[start : start + step], alike, size)
             for version, q in zip(alike, part, strict=True):
                 made[version].append(q)
     return {v: _join(parts) for v, parts in made.items()}
+
+
+def experts_at_once(rows: int, cols: int, widths: int, experts: int, device: str = "cpu") -> int:
+    """How many of `experts` matrices are worked on together."""
+    most = BATCH_BYTES.get(device, 1 << 30) / working_bytes(rows, cols, widths)
+    return min(experts, max(1, int(most), min(LANES // (rows * widths), int(NARROW * most))))
 
 
 def working_bytes(rows: int, cols: int, widths: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from moepack.version import __version__
 
 from .allocate import check_allocation
 from .artifacts import MOMENTS, load_hidden, load_moments, load_observation, run_record, save
+from .bound import MAPPED, Placement, needs_of, place
 from .dense_part import quantise_dense
 from .executors import Executor, Local
 from .expert_batch import ExpertBatchTask, bare, batch_settings, load_batch, observation_digest, save_batch
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from moepack.calibrate.forward import CalibrationPass, Observation
     from moepack.calibrate.stream import StreamedModel
     from moepack.pack.spec import DenseMatrix, Version
+
+EVERY = 4  # layers, after which the activations are kept: a build that was killed runs at most three of them again
 
 
 def calibration_text(
@@ -89,9 +92,11 @@ class Run:
         stream: StreamedModel,
         recipe: Recipe,
         ids: torch.Tensor | None,
+        keep: bool = True,
     ) -> None:
-        self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
+        self._work, self._stream, self._recipe, self._ids, self._keep = directory, stream, recipe, ids, keep
         self._executor: Executor = Local()
+        self._how = Placement(recipe.calibration.batch_size)
         self._objects: list[Path] = []  # of the layer at hand: they go once it is done
         self._dense: dict[int | None, list[DenseMatrix]] = {}
         if recipe.dense:
@@ -110,8 +115,11 @@ class Run:
         device: str,
         reporter: Reporter,
         revision: str | None = None,
+        memory: int | None = None,
+        keep: bool = True,
     ) -> Run:
-        """Open everything a calibration needs, before any work is done."""
+        """Open everything a calibration needs, before any work is done: in `memory` bytes, and with `keep` so that
+        another run can go on from the activations between layers."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
@@ -128,12 +136,14 @@ class Run:
         sources, windows = calibration_text(opened, recipe, calibration)
         if len(windows.ids) < settings.samples:
             reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
+        run = Run(directory, stream, recipe, windows.ids, keep)
+        run._fit(memory, *windows.ids.shape, fresh=fresh, reporter=reporter)
         directory.begin(
             "calibrate",
             {
                 "checkpoint": _identity(directory, opened, reporter),
                 "calibration tokens": windows.digest,
-                "batch_size": settings.batch_size,
+                "batch_size": run._how.batch_size,
                 "dtype": settings.dtype,
                 "moepack": __version__,
                 "dense": bool(recipe.dense) or None,
@@ -157,15 +167,21 @@ class Run:
             "decoder_layers": len(stream.layers),
             "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
         }
-        run = Run(directory, stream, recipe, windows.ids)
         where["dense"] = list(run._dense)
         directory.write(directory.path / "run.json", json.dumps(where, indent=1).encode())
         run._begin_quantize(fresh)
         return run
 
     @staticmethod
-    def resume(directory: WorkDirectory, recipe: Recipe | None, fresh: bool, device: str, reporter: Reporter) -> Run:
-        """Open a calibrated work directory for the second stage."""
+    def resume(
+        directory: WorkDirectory,
+        recipe: Recipe | None,
+        fresh: bool,
+        device: str,
+        reporter: Reporter,
+        memory: int | None = None,
+    ) -> Run:
+        """Open a calibrated work directory for the second stage, in `memory` bytes."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
@@ -173,15 +189,40 @@ class Run:
         if recipe is None:
             recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
         opened = open_checkpoint(where["checkpoint"])
+        run = Run(directory, StreamedModel(opened, device), recipe, None)
+        run._fit(memory, where["samples"], where["length"], walks=False)
         was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
         if now != was:
             other = next(name for name in sorted({*was, *now}) if was.get(name) != now.get(name))
             raise InputError(
                 f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
             )
-        run = Run(directory, StreamedModel(opened, device), recipe, None)
         run._begin_quantize(fresh)
         return run
+
+    def _fit(
+        self,
+        memory: int | None,
+        windows: int,
+        length: int,
+        fresh: bool = False,
+        walks: bool = True,
+        reporter: Reporter | None = None,
+    ) -> None:
+        """Keep to `memory` bytes, or refuse."""
+        if memory is None:
+            return
+        needs = needs_of(self._stream, self._recipe, windows, length, self._dense)
+        if not walks:  # what experts saw is mapped from the file that the first stage left
+            self._how = place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
+            return
+        size = self._recipe.calibration.batch_size
+        # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
+        begun = {} if fresh else self._work.settings().get("calibrate", {})
+        self._how = place(needs, min(size, begun.get("batch_size", size)), memory)
+        if reporter is not None and self._how != Placement(size):
+            on_disk = f"; on disk, {self._how.on_disk}" if self._how.on_disk else ""
+            reporter.note(f"to stay in --memory: windows a batch {self._how.batch_size}{on_disk}")
 
     def _begin_quantize(self, fresh: bool) -> None:
         from moepack.quantize.losses import ESTIMATE
@@ -221,10 +262,12 @@ class Run:
         pending = [i for i in range(total) if not self._finished(i, calibrate, quantize)]
         # What an earlier `calibrate` kept of a layer is enough to quantise it.
         first = next((i for i in pending if not (quantize and self._observed(i))), total)
-        if 0 < first < total and not work.piece("calibrate", first - 1, "hidden.safetensors").exists():
-            first = 0  # activations that nobody kept
+        while 0 < first < total and not work.piece("calibrate", first - 1, "hidden.safetensors").exists():
+            first -= 1  # to activations that somebody kept
         if calibrate and self._ids is not None:
-            walk = CalibrationPass(stream, self._ids, self._recipe.calibration.batch_size, dtype)
+            how = self._how
+            on_disk = [work.path if it else None for it in (how.hidden_on_disk, how.seen_on_disk)]
+            walk = CalibrationPass(stream, self._ids, how.batch_size, dtype, *on_disk)
         if walk is not None and (first < total or not work.done("calibrate", None)):
             rest = stream.load(None)
             save(work.piece("calibrate", None, "dense.safetensors"), rest)
@@ -340,14 +383,17 @@ class Run:
         return observation, moments
 
     def _keep_hidden(self, walk: Any, layer: int) -> None:
-        """Persist the live activations, then declare the layer done: regenerated ones would not be the same bits."""
-        save(
-            self._work.piece("calibrate", layer, "hidden.safetensors"),
-            {f"{b:06d}": hidden for b, hidden in enumerate(walk.hidden)},
-        )
+        """Persist the live activations now and then, and declare the layer done."""
+        kept = self._keep and ((layer + 1) % EVERY == 0 or layer + 1 == len(self._stream.layers))
+        if kept:
+            save(
+                self._work.piece("calibrate", layer, "hidden.safetensors"),
+                {f"{b:06d}": hidden for b, hidden in enumerate(walk.hidden)},
+            )
         self._work.mark("calibrate", layer, {})
-        if layer:
-            self._work.piece("calibrate", layer - 1, "hidden.safetensors").unlink(missing_ok=True)
+        if kept:
+            for older in range(layer):
+                self._work.piece("calibrate", older, "hidden.safetensors").unlink(missing_ok=True)
 
     def _quantise_dense(
         self, part: int | None, tensors: dict[str, torch.Tensor], moments: DenseMoments | None, reporter: Reporter

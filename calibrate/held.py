@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moepack.pack.errors import TargetError
 
+_GATHERED = 256  # rows that are read between releases: the system maps 64 KiB around every page that is touched
 _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by address; a tensor keeps its mapping alive
 
 
@@ -70,6 +71,11 @@ class Rows:
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows at int64 [rows]."""
-        out = self._tensor[index]
-        release(self._tensor)
+        if self._tensor.untyped_storage().data_ptr() not in _mapped:
+            return self._tensor[index]
+        out = self._tensor.new_empty(len(index), *self._tensor.shape[1:])
+        for start in range(0, len(index), _GATHERED):
+            here = slice(start, start + _GATHERED)
+            out[here] = self._tensor[index[here]]
+            release(self._tensor)
         return out

@@ -28,7 +28,7 @@ def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     packed = experts * sum(int(m.weights * (_bytes_a_weight(versions) + 2 * LOSSLESS)) for m in layer.matrices)
     # Once matrices are made, an expert is measured: one version's values, what made them, and two rows of activations.
     tokens = settings.loss_tokens + OTHERS
-    measured = 4 * tokens * (2 * first.cols + first.rows + 4 * second.cols + 3 * second.rows)
+    measured = 2 * tokens * (5 * first.cols + 2 * first.rows + 8 * second.cols + 12 * second.rows)
     measured += 4 * sum(m.weights for m in layer.matrices) + 8 * max(m.weights for m in layer.matrices)
     last = weights + made + packed + measured
     if not fitted:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 LATER = 160 * MIB  # what a process takes beyond its start: libraries that are loaded on their first use, small objects
-MAPPED = 48 * MIB  # of activations in a file that are in memory at once: what a step reads or writes, and no more
+MAPPED = 48 * MIB  # of activations in a file, the most in memory at once beside a batch of windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Needs:
         forward: what a forward takes whatever the windows.
         batch: quantising experts together.
         dense: a layer's dense matrices: their moments, and quantising one.
+        each: the activations of one window.
     """
 
     process: int
@@ -55,6 +56,7 @@ class Needs:
     forward: int
     batch: int
     dense: int = 0
+    each: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ class Placement:
 
 def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     """Step -> what is in memory in it by part, in bytes."""
-    hidden = min(needs.hidden, MAPPED) if how.hidden_on_disk else needs.hidden
-    seen = min(needs.seen, MAPPED) if how.seen_on_disk else needs.seen
+    mapped = MAPPED + how.batch_size * needs.each
+    hidden = min(needs.hidden, mapped) if how.hidden_on_disk else needs.hidden
+    seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen
     always = {"process": needs.process, "activations": hidden}
     saw = always | {"activations": hidden + seen + needs.routing, "layer": needs.layer}
     return {
@@ -162,6 +165,7 @@ def needs_of(
             batch_memory(x, settings, max(len(part) for part in expert_batches(x, settings)))
             for x in stream.expert_layers.values()
         ),
+        each=length * hidden_size * dtype.itemsize,
         dense=max((_dense_bytes(matrices) for matrices in dense.values()), default=0),
     )
 

@@ -37,15 +37,25 @@ def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     part = 4 * PART * (2 * first.cols + first.rows + 3 * second.cols)
     errors = sum(4 * experts * len(versions) * FOLDS * _sampled(m) * m.cols for m in layer.matrices)
     steps = [weights + moments + part, last + errors]
-    for m, square in zip((first, second), squares, strict=True):
-        folds = at_once(m.cols, experts) * square
-        together = experts_at_once(_sampled(m), m.cols, len(versions), folds // square)
-        again = 2 * folds + 3 * square + together * working_bytes(_sampled(m), m.cols, len(versions))
-        few = experts_at_once(m.rows, m.cols, len(versions), experts)
-        whole = (2 * experts if experts > 1 else 1) * square + 3 * square
-        whole += few * working_bytes(m.rows, m.cols, len(versions)) + made
-        steps.append(weights + moments + errors + max(again, whole))
+    for m, square, kept in (
+        (second, squares[1], moments),
+        (first, squares[0], moments - 2 * FOLDS * experts * squares[1]),
+    ):
+        # Cross-fitting; then the moments of all tokens, which take three temporaries; then the matrix itself.
+        folds = at_once(m.cols, experts)
+        together = experts_at_once(_sampled(m), m.cols, len(versions), folds)
+        again = together * working_bytes(_sampled(m), m.cols, len(versions))
+        steps.append(weights + made + errors + kept + _stacked(folds) * square + max(3 * square, again))
+        steps.append(weights + made + errors + kept + _stacked(experts) * square + 3 * square)
+        left = kept - FOLDS * experts * 2 * square if m is second else 0
+        whole = experts_at_once(m.rows, m.cols, len(versions), experts) * working_bytes(m.rows, m.cols, len(versions))
+        steps.append(weights + 2 * made + errors + left + experts * square + whole)
     return max(steps)
+
+
+def _stacked(matrices: int) -> int:
+    """Matrices in memory as so many become one tensor."""
+    return 2 * matrices if matrices > 1 else 1
 
 
 def _sampled(matrix: Matrix) -> int:

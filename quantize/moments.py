@@ -109,4 +109,5 @@ class ExpertMoments:
     def fewer(self, without: int) -> float:
         """How many times the evidence without a fold all the evidence is, the layer's `prior` tokens counted."""
         prior = 0.0 if self.layer is None else self.prior
-        return (int(self.own.counts.sum()) + prior) / max(1.0, self.own.mean(without)[1] + prior)
+        every = int(self.own.counts.sum())
+        return (every + prior) / max(1.0, every - int(self.own.counts[without]) + prior)

@@ -2,18 +2,24 @@
 
     python -m benchmarks.build              does memory grow with depth?
     python -m benchmarks.build --true-size  two layers of Qwen3-30B-A3B's shape: memory by part, time for 48 layers
+    python -m benchmarks.build --bounded    one layer of Mixtral's shape and one of DeepSeek-V3's: peak beside --memory
+    python -m benchmarks.build --estimates  three sizes: what the dry run says of time, memory and disk, and what it was
 
 The first builds two generated checkpoints with equal layers, 4 and 24 of them, rounded to nearest (a quantiser's own
 memory does not depend on depth). The second makes every width of 256 experts (2048, 768) by GPTQ, and compares peak
-memory with what must be there and with the dry run's estimate; it takes tens of minutes on two cores.
+memory with what must be there and with the dry run's estimate; it takes tens of minutes on two cores. The third takes
+hours with the shipped recipe's tokens (--samples and --method take less); of DeepSeek-V3's layer, 22.5 GB of 256
+experts, 32 are generated, as the layer itself has to be in memory.
 """
 
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -68,6 +74,16 @@ def _build(checkpoint: str, bundle: str, text: str, recipe: str) -> int:
     return peak_memory()
 
 
+def _build_bounded(checkpoint: str, bundle: str, text: str, recipe: str, memory: int) -> tuple[int, float]:
+    """Build in so many bytes; this process's peak memory, and the CPU seconds that it took."""
+    from moepack.memory import peak_memory
+    from moepack.pipeline.build import build
+    from moepack.pipeline.recipe import parse_recipe
+
+    build(checkpoint, bundle, parse_recipe(recipe, "benchmark"), [text], memory=memory)
+    return peak_memory(), time.process_time()
+
+
 def _estimate(checkpoint: str, bundle: str, text: str, recipe: str) -> Estimate:
     """What the dry run says of the same build."""
     from moepack.pipeline.estimate import estimate
@@ -76,12 +92,12 @@ def _estimate(checkpoint: str, bundle: str, text: str, recipe: str) -> Estimate:
     return estimate(checkpoint, bundle, parse_recipe(recipe, "benchmark"), [text])
 
 
-def run(task: Callable[[str, str, str, str], T], checkpoint: Path, bundle: Path, recipe: str) -> tuple[T, float]:
+def run(task: Callable[..., T], checkpoint: Path, bundle: Path, recipe: str, *more: Any) -> tuple[T, float]:
     """What `task` returns in a fresh process of its own, and its seconds."""
     text = str(EXAMPLES / "text" / "calibration.jsonl")
     began = time.monotonic()
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        result = process.submit(task, str(checkpoint), str(bundle), text, recipe).result()
+        result = process.submit(task, str(checkpoint), str(bundle), text, recipe, *more).result()
     return result, time.monotonic() - began
 
 
@@ -118,13 +134,128 @@ def true_size(out: Path | None) -> None:
     finish("two layers of Qwen3-30B-A3B's shape, every width", ["what", "MiB", "seconds"], rows, targets, out)
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A layer to be generated, and the memory that its build is given."""
+
+    name: str
+    hidden: int
+    experts: int
+    expert_size: int
+    top_k: int
+    bound: int
+
+
+SHAPES = (
+    Shape("Mixtral-8x7B", 4096, 8, 14336, 2, 18 << 30),
+    Shape("DeepSeek-V3, 32 of 256 experts", 7168, 32, 2048, 8, 12 << 30),
+)
+# The same by a 16th of the hidden size and an eighth of the experts', in what the process itself takes and little more.
+SMALL = (
+    Shape("Mixtral-8x7B, small", 256, 8, 1792, 2, 1600 << 20),
+    Shape("DeepSeek-V3, small", 448, 32, 256, 8, 1600 << 20),
+)
+
+
+def bounded(shapes: Sequence[Shape], method: str, samples: int, length: int, out: Path | None) -> None:
+    """One layer of each shape, in a bound."""
+    recipe = (
+        f"quantize: {{method: {method}}}\ncalibration: {{samples: {samples}, length: {length}, batch_size: 4}}\n"
+        "versions: [bf16, w4, w3, w2, w1]"
+    )
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        with tempfile.TemporaryDirectory() as work:
+            checkpoint, bundle = Path(work) / "checkpoint", Path(work) / "bundle"
+            layer = generate(checkpoint, 1, shape.hidden, shape.experts, shape.expert_size, shape.top_k)
+            (peak, cpu), seconds = run(_build_bounded, checkpoint, bundle, recipe, shape.bound)
+        rows.append(
+            {
+                "layer": shape.name, "tokens": samples * length, "layer MiB": layer / 2**20, "peak MiB": peak / 2**20,
+                "bound MiB": shape.bound / 2**20, "seconds": seconds, "CPU seconds": cpu,
+            }
+        )  # fmt: skip
+    targets = [Target(f"peak over bound, {r['layer']}", r["peak MiB"] / r["bound MiB"], 1, "lower") for r in rows]
+    finish(f"builds in a bound, by {method}", list(rows[0]), rows, targets, out)
+
+
+class _Disk:
+    """The most bytes that lay in a folder, looked at twenty times a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.most, self._folder, self._stop = 0, folder, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> _Disk:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.05):
+            total = 0
+            for path in self._folder.rglob("*"):
+                try:
+                    total += path.lstat().st_size if path.is_file() else 0
+                except OSError:  # it has gone since it was listed
+                    continue
+            self.most = max(self.most, total)
+
+
+def estimates(sizes: Sequence[int], method: str, out: Path | None) -> None:
+    """What the dry run says beside what the build takes, for layers of these hidden sizes."""
+    recipe = f"quantize: {{method: {method}}}\ncalibration: {{samples: 32, length: 512, batch_size: 8}}"
+    rows: list[dict[str, Any]] = []
+    for hidden in sizes:
+        with tempfile.TemporaryDirectory() as work:
+            checkpoint, made = Path(work) / "checkpoint", Path(work) / "made"
+            generate(checkpoint, 3, hidden, 16, hidden // 2)
+            made.mkdir()
+            said, _ = run(_estimate, checkpoint, made / "bundle", recipe)
+            with _Disk(made) as disk:
+                peak, seconds = run(_build, checkpoint, made / "bundle", recipe)
+        bundle = sum(said.versions.values()) + sum(said.dense_versions.values()) + said.dense_bytes
+        rows.append(
+            {
+                "hidden": hidden,
+                "seconds": seconds, "said, s": sum(said.seconds.values()),
+                "peak MiB": peak / 2**20, "said, MiB": sum(said.memory.values()) / 2**20,
+                "disk MiB": disk.most / 2**20, "said, disk": (bundle + said.work_bytes) / 2**20,
+            }
+        )  # fmt: skip
+    targets = []
+    for name, took, foretold in (
+        ("time", "seconds", "said, s"), ("memory", "peak MiB", "said, MiB"), ("disk", "disk MiB", "said, disk"),
+    ):  # fmt: skip
+        for r in rows:
+            off = max(r[took] / r[foretold], r[foretold] / r[took])
+            targets.append(Target(f"{name}, hidden {r['hidden']}, estimate off by a factor of", off, 1.25, "lower"))
+    finish(f"the dry run and the build, by {method}", list(rows[0]), rows, targets, out)
+
+
 def main() -> None:
     """Generate, build, print."""
     parser = arguments(__doc__)
+    parser.add_argument("--bounded", action="store_true", help="one layer of Mixtral's and of DeepSeek-V3's shape")
+    parser.add_argument("--estimates", action="store_true", help="what the dry run says, at three sizes")
+    parser.add_argument("--method", default="gptq", help="of those two: the quantiser")
+    parser.add_argument("--samples", type=int, default=128, help="of --bounded: windows of 2048 tokens")
+    parser.add_argument("--shape", default="", help="of --bounded: only shapes with this in their name")
     parser.add_argument("--true-size", action="store_true", help="two layers of Qwen3-30B-A3B's shape")
     args = parser.parse_args()
     if args.true_size:
         true_size(args.json)
+        return
+    if args.bounded:
+        shapes = [shape for shape in (SMALL if args.quick else SHAPES) if args.shape in shape.name]
+        samples, length = (8, 256) if args.quick else (args.samples, 2048)
+        bounded(shapes, args.method, samples, length, args.json)
+        return
+    if args.estimates:
+        estimates((64, 128, 256) if args.quick else (256, 512, 1024), args.method, args.json)
         return
     hidden, experts, size = (256, 16, 128) if args.quick else (512, 32, 512)
     rows: list[dict[str, Any]] = []

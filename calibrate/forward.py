@@ -8,9 +8,10 @@ that come from the text (the ids, where a layer routes by them), which are kept 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 
 from .dense import DenseWatch
+from .held import empty, release
 from .stream import CODE_ERRORS, StreamedModel
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
+Take = Callable[[Tensor, Tensor, Tensor], None]  # inputs, experts and gates of a call
 
 
 class _Alone(Tensor):
@@ -62,11 +65,30 @@ class CalibrationPass:
     """The live activations between two layers, and how to move them on.
 
     Attributes:
-        hidden: the input of the next layer, one tensor [batch, length, hidden_size] a batch, on the CPU.
+        hidden: the input of the next layer, one tensor [batch, length, hidden_size] a batch, on the CPU: parts of one
+            tensor, which each layer's output takes over.
     """
 
-    def __init__(self, stream: StreamedModel, ids: Tensor, batch_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        stream: StreamedModel,
+        ids: Tensor,
+        batch_size: int,
+        dtype: torch.dtype,
+        hidden_in: Path | None = None,
+        seen_in: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            stream: the model.
+            ids: int64 [windows, length].
+            batch_size: windows that go through a layer together.
+            dtype: what to compute with.
+            hidden_in, seen_in: folders whose disk holds what goes into the next layer, and what a layer's experts
+                saw; None is in memory.
+        """
         self._stream, self._dtype = stream, dtype
+        self._hidden_in, self._seen_in = hidden_in, seen_in
         self.length = ids.shape[1]
         self._batches = list(ids.split(batch_size))
         self.hidden: list[Tensor] = []
@@ -88,17 +110,21 @@ class CalibrationPass:
                 same[id(a), id(b)] = torch.equal(a, b), a
             return same[id(a), id(b)][0]
 
+        self.hidden = []
+        first, batch = iter(range(len(self._batches))), [0]
+
         def recorder(index: int) -> Callable[..., Any]:
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 if any(a is not None for a in args):
                     name = stream.checkpoint.config.model_type
                     raise InputError(f"decoder layers of {name} take positional arguments: not supported yet")
                 if index == 0:
-                    self.hidden.append(hidden_states.to("cpu"))
+                    batch[0] = next(first)
+                    self._keep(batch[0], hidden_states)
                     same.clear()
-                first = self._arguments.setdefault((index, len(hidden_states)), kwargs)
-                if own := {n: v for n, v in kwargs.items() if not is_same(v, first.get(n))}:
-                    self._own[index, len(self.hidden) - 1] = own
+                known = self._arguments.setdefault((index, len(hidden_states)), kwargs)
+                if own := {n: v for n, v in kwargs.items() if not is_same(v, known.get(n))}:
+                    self._own[index, batch[0]] = own
                 return hidden_states.as_subclass(_Alone)
 
             return forward
@@ -125,6 +151,25 @@ class CalibrationPass:
     def _returns_more(self) -> InputError:
         name = self._stream.checkpoint.config.model_type
         return InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
+
+    def _keep(self, batch: int, hidden: Tensor) -> None:
+        """Put a batch's activations where they stay until the next layer."""
+        if not self.hidden:
+            shape = self.windows, self.length, hidden.shape[-1]
+            whole = empty(shape, hidden.dtype, self._hidden_in)
+            self.hidden = list(whole.split([len(b) for b in self._batches]))
+        place = self.hidden[batch]
+        if place.dtype == hidden.dtype and place.shape == hidden.shape:
+            place.copy_(hidden)
+            release(place)
+        else:  # of a family whose layers compute in more than one dtype
+            self.hidden[batch] = hidden.to("cpu")
+
+    def restore(self, hidden: Iterable[Tensor]) -> None:
+        """Go on from activations that were kept, a tensor a batch."""
+        self.hidden = []
+        for i, batch in enumerate(hidden):
+            self._keep(i, batch)
 
     @property
     def windows(self) -> int:
@@ -163,27 +208,53 @@ class CalibrationPass:
         """Move every batch through a loaded layer; returns what its experts saw, or None for a layer without."""
         layer = self._stream.layers[index]
         has_experts = index in self._stream.expert_layers
-        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        seen = _Seen(self.windows * self.length, self._seen_in)
         module = self._stream.experts_module(index) if has_experts else None
-        with watch.watching() if watch else nullcontext(), observing(module, seen), torch.inference_mode():
+        with watch.watching() if watch else nullcontext(), observing(module, seen.take), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
                 out = layer(hidden.to(self._stream.device), **arguments)
                 if not isinstance(out, Tensor):
                     raise self._returns_more()
-                self.hidden[i] = out.to("cpu")
+                self._keep(i, out)
                 if watch is not None:
                     watch.batch(len(hidden))
                 progress(hidden.shape[0] * hidden.shape[1])
-        if not has_experts:
-            return None
-        inputs, experts, gates = (torch.cat(parts) for parts in zip(*seen, strict=True))
-        return Observation(inputs, experts, gates, self.length)
+        return Observation(*seen.whole(), self.length) if has_experts else None
+
+
+class _Seen:
+    """What a layer's experts see, batch by batch, each tensor once."""
+
+    def __init__(self, tokens: int, folder: Path | None) -> None:
+        self._tokens, self._folder, self._filled = tokens, folder, 0
+        self._parts: tuple[Tensor, ...] = ()
+
+    def take(self, inputs: Tensor, experts: Tensor, gates: Tensor) -> None:
+        """Copy one call's tensors."""
+        if not self._parts:
+            self._parts = (
+                empty((self._tokens, inputs.shape[1]), inputs.dtype, self._folder),
+                empty((self._tokens, experts.shape[1]), torch.int32),
+                empty((self._tokens, gates.shape[1]), torch.float32),
+            )
+        end = self._filled + len(inputs)
+        if end > self._tokens:
+            raise InputError(f"a layer's experts were called with more than {self._tokens} tokens: not supported yet")
+        for part, new in zip(self._parts, (inputs, experts, gates), strict=True):
+            part[self._filled : end].copy_(new)
+        release(self._parts[0])
+        self._filled = end
+
+    def whole(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All that was taken."""
+        inputs, experts, gates = (part[: self._filled] for part in self._parts)
+        return inputs, experts, gates
 
 
 @contextmanager
-def observing(module: Any, seen: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[None]:
-    """Have an experts module append (inputs, experts, gates) of every call to `seen`; None observes nothing."""
+def observing(module: Any, take: Take) -> Iterator[None]:
+    """Have an experts module hand inputs, experts and gates of every call to `take`; None observes nothing."""
     from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
     if module is None:
@@ -191,13 +262,7 @@ def observing(module: Any, seen: list[tuple[Tensor, Tensor, Tensor]]) -> Iterato
         return
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        seen.append(
-            (
-                hidden_states.to("cpu", copy=True),
-                top_k_index.to("cpu", torch.int32),
-                top_k_weights.to("cpu", torch.float32),
-            )
-        )
+        take(hidden_states, top_k_index, top_k_weights)
         out: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return out
 

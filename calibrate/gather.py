@@ -15,6 +15,7 @@ from moepack.quantize.expert_batch import ExpertBatch, ExpertForward, Settings
 
 from .experts import ExpertWeights, finish, hidden
 from .forward import Observation
+from .held import Rows
 from .tokens import HELD_OUT, PLENTY, LayerTokens, expert_tokens
 
 
@@ -49,7 +50,7 @@ def gather_batch(
         (both(0), both(1)),
         tuple((_float(weights.bias(e, 0), device), _float(weights.bias(e, 1), device)) for e in own),
         tuple(expert_tokens(observation, layer, e, enough, PLENTY * widest, settings.loss_tokens) for e in experts),
-        observation.inputs,
+        Rows(observation.inputs),
         layer.learn,
         ExpertForward(partial(hidden, module), partial(finish, module)),
         layer.block,

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .forward import Observation
 
+_AT_ONCE = 1 << 14  # tokens, and a window at the least: a row of all experts is in memory for each
+
 
 def routing_statistics(observation: Observation, experts: int) -> dict[str, Tensor]:
     """Routing statistics of one layer.
@@ -22,30 +24,31 @@ def routing_statistics(observation: Observation, experts: int) -> dict[str, Tens
         coactivation: int64 [experts, experts], tokens that went to both; the diagonal is `tokens`.
         reuse: float32 [], the share of a token's experts that the token before it used too.
     """
-    chosen = observation.experts.long()
-    top_k, length = chosen.shape[1], observation.length
-    windows, half = len(chosen) // length, length // 2
-    by_window = chosen.view(windows, length, top_k)
-    gates = observation.gates.view(windows, length, top_k)
-    hot = torch.zeros(len(chosen), experts).scatter_(1, chosen, 1.0)
-    onehot = hot.view(windows, length, experts)
-    shared = (onehot[:, 1:] * onehot[:, :-1]).sum(-1).mean() / top_k if length > 1 else torch.zeros(())
-    prefill_gates = torch.zeros(windows, experts)
-    prefill_gates.scatter_add_(1, by_window[:, :half].flatten(1), gates[:, :half].flatten(1))
-    return {
-        "tokens": torch.bincount(chosen.flatten(), minlength=experts),
-        "gate_sum": torch.zeros(experts).scatter_add_(0, chosen.flatten(), observation.gates.flatten()),
-        "prefill_counts": onehot[:, :half].sum(1).to(torch.int32),
-        "decode_counts": onehot[:, half:].sum(1).to(torch.int32),
-        "prefill_gates": prefill_gates,
-        "coactivation": _coactivation(hot),
-        "reuse": shared.float(),
+    top_k, length = observation.experts.shape[1], observation.length
+    windows, half = len(observation.experts) // length, length // 2
+    out = {
+        "tokens": torch.zeros(experts, dtype=torch.int64),
+        "gate_sum": torch.zeros(experts),
+        "prefill_counts": torch.zeros(windows, experts, dtype=torch.int32),
+        "decode_counts": torch.zeros(windows, experts, dtype=torch.int32),
+        "prefill_gates": torch.zeros(windows, experts),
     }
-
-
-def _coactivation(hot: Tensor) -> Tensor:
-    """Counts of pairs; float64, because float32 stops counting at 2**24."""
-    out = torch.zeros(hot.shape[1], hot.shape[1], dtype=torch.float64)
-    for part in hot.split(1 << 16):
-        out += part.T @ part
-    return out.long()
+    pairs = torch.zeros(experts, experts, dtype=torch.float64)  # float32 stops counting at 2**24
+    shared, step = 0, max(1, _AT_ONCE // length)
+    for first in range(0, windows, step):
+        here = slice(first, min(first + step, windows))
+        rows = slice(here.start * length, here.stop * length)
+        chosen, gate = observation.experts[rows].long(), observation.gates[rows]
+        hot = torch.zeros(len(chosen), experts).scatter_(1, chosen, 1.0)
+        by_window, gates = chosen.view(-1, length, top_k), gate.view(-1, length, top_k)
+        onehot = hot.view(-1, length, experts)
+        out["tokens"] += torch.bincount(chosen.flatten(), minlength=experts)
+        out["gate_sum"].scatter_add_(0, chosen.flatten(), gate.flatten())
+        out["prefill_counts"][here] = onehot[:, :half].sum(1).to(torch.int32)
+        out["decode_counts"][here] = onehot[:, half:].sum(1).to(torch.int32)
+        out["prefill_gates"][here].scatter_add_(1, by_window[:, :half].flatten(1), gates[:, :half].flatten(1))
+        for part in hot.split(_AT_ONCE):
+            pairs += part.T @ part
+        shared += int((onehot[:, 1:] * onehot[:, :-1]).sum(dtype=torch.float64))
+    reuse = shared / (windows * (length - 1) * top_k) if length > 1 else 0.0
+    return out | {"coactivation": pairs.long(), "reuse": torch.tensor(reuse, dtype=torch.float32)}

@@ -168,6 +168,24 @@ class StreamedModel:
         tied = set(self.model.all_tied_weights_keys)
         return [n for n in self.model.state_dict() if self.layer_of(n) == layer and n not in tied]
 
+    def part_bytes(self, layer: int | None) -> int:
+        """Bytes of a part in memory, as `load` leaves it."""
+        state = self.model.state_dict()
+        return sum(state[n].numel() * self._source_dtype[n].itemsize for n in self.names(layer))
+
+    def loading_bytes(self, layer: int | None) -> int:
+        """The most bytes that `load` of a part takes: its tensors, the mapped pages of the files, and copies."""
+        state = self.model.state_dict()
+        sizes: dict[str, int] = {n: state[n].numel() * self._source_dtype[n].itemsize for n in self.names(layer)}
+        merged = sum(size for n, size in sizes.items() if n in self._merged)
+        largest = max((size for n, size in sizes.items() if n in self._merged), default=0)
+        return 2 * sum(sizes.values()) + merged // 2 + largest
+
+    def dense_rows(self, layer: int) -> int:
+        """Rows of a layer's Linears, all together, the experts' left out."""
+        modules = self.layers[layer].modules()
+        return sum(m.out_features for m in modules if isinstance(m, torch.nn.Linear))
+
     def load(self, layer: int | None) -> dict[str, Tensor]:
         """Load a decoder layer, or with None all that is outside them, in the checkpoint's own dtypes on the CPU.
 

@@ -19,6 +19,7 @@ from moepack.runtime.policies.registry import usages
 
 from .options import (
     Address,
+    Bounded,
     Bundle,
     Cached,
     Checkpoint,
@@ -112,6 +113,7 @@ def build(
     engine: EngineName = "local",
     address: Address = None,
     revision: Revision = None,
+    memory: Bounded = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Make nothing: say what bytes, memory and time it would take.")
     ] = False,
@@ -131,6 +133,7 @@ def build(
     """Make a bundle of a checkpoint, in one pass; or add versions to one."""
     from moepack.pipeline.build import build as run
 
+    bound = parse_size(memory)
     if added or group_sizes:
         from moepack.pipeline.add import add, parse_group_sizes
 
@@ -148,24 +151,16 @@ def build(
         from moepack.pipeline.estimate import estimate, render
 
         with _reporter(quiet) as reporter:
-            expected = estimate(checkpoint, output, recipe, calibration or (), device, reporter, revision)
+            expected = estimate(
+                checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work is not None
+            )
         _print_json(asdict(expected)) if as_json else _console().print(render(expected))
         return
     with _reporter(quiet) as reporter:
         report = run(
-            checkpoint,
-            output,
-            recipe,
-            calibration or (),
-            work,
-            fresh,
-            device,
-            engine,
-            address,
-            reporter,
-            revision,
-            keep,
-        )
+            checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter, revision,
+            keep, bound,
+        )  # fmt: skip
     _report(report, as_json)
 
 
@@ -178,13 +173,15 @@ def calibrate(
     fresh: Fresh = False,
     device: Device = "cpu",
     revision: Revision = None,
+    memory: Bounded = None,
     quiet: Quiet = False,
 ) -> None:
     """Stage 1: what reaches every expert."""
     from moepack.pipeline.build import calibrate as run
 
+    bound = parse_size(memory)
     with _reporter(quiet) as reporter:
-        run(checkpoint, work, recipe, calibration or (), fresh, device, reporter, revision)
+        run(checkpoint, work, recipe, calibration or (), fresh, device, reporter, revision, bound)
 
 
 @app.command()
@@ -195,13 +192,15 @@ def quantize(
     device: Device = "cpu",
     engine: EngineName = "local",
     address: Address = None,
+    memory: Bounded = None,
     quiet: Quiet = False,
 ) -> None:
     """Stage 2: every expert at every width."""
     from moepack.pipeline.build import quantize as run
 
+    bound = parse_size(memory)
     with _reporter(quiet) as reporter:
-        run(work, recipe, fresh, device, engine, address, reporter)
+        run(work, recipe, fresh, device, engine, address, reporter, bound)
 
 
 @app.command()

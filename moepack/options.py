@@ -14,6 +14,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1 ...")]
 EngineName = Annotated[str, typer.Option("--engine", help="Where experts are quantised: local, or ray for a cluster.")]
 Address = Annotated[str | None, typer.Option("--address", help="The Ray cluster; without it one is started here.")]
+Bounded = Annotated[
+    str | None,
+    typer.Option("--memory", help="The most memory that the process may take: 24GiB, 800MB; refused if it cannot be."),
+]
 Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Throw finished pieces away, or go on from them.")]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")]
 Texts = Annotated[

@@ -30,6 +30,7 @@ FOLDS = 4
 LEAST_ROWS = 16
 SHARE = 64  # one row in so many, but LEAST_ROWS at the least
 _STACK = 1 << 26  # bytes of moments that are quantised from together
+_SINGLY = 4096  # columns from which on a quantiser works on one matrix at a time in any case (`gptq.BATCH_BYTES`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +80,27 @@ def refit(
         versions: affine versions.
     """
     rows = weight[:, sample(weight.shape[1]).to(weight.device)]
-    cols = weight.shape[2]
-    step = max(1, _STACK // (4 * FOLDS * cols * cols))
+    step = at_once(weight.shape[2], len(moments))
+    of = [(i, f) for i in range(len(moments)) for f in range(FOLDS)]
     found: dict[Version, list[Tensor]] = {v: [] for v in versions}
-    for start in range(0, len(rows), step):
-        some = moments[start : start + step]
-        of_folds = torch.stack([m.mean(without=f) for m in some for f in range(FOLDS)])
-        repeated = rows[start : start + step].repeat_interleave(FOLDS, 0)
+    for start in range(0, len(of), step):
+        some = of[start : start + step]
+        repeated = rows[[i for i, _ in some]]
+        means = [moments[i].mean(without=f) for i, f in some]
+        of_folds = torch.stack(means) if len(means) > 1 else means[0][None]
+        del means
         for version, made in quantise_all(method, repeated, of_folds, versions).items():
-            found[version].append((dequantise(made, version) - repeated).unflatten(0, (len(some), FOLDS)))
-    return {v: torch.cat(parts) for v, parts in found.items()}
+            found[version].append(dequantise(made, version) - repeated)
+        del of_folds
+    return {v: torch.cat(parts).unflatten(0, (-1, FOLDS)) for v, parts in found.items()}
+
+
+def at_once(cols: int, experts: int) -> int:
+    """Folds' moments in memory at once: of some experts, of one, or a single fold's where gptq takes them singly."""
+    every = experts * FOLDS
+    if cols > _SINGLY:
+        return 1
+    return min(every, FOLDS * max(1, _STACK // (4 * FOLDS * cols * cols)))
 
 
 def row_errors(

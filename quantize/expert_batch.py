@@ -8,8 +8,9 @@ the number of a layer's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +94,14 @@ class ExpertForward:
     out: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+class Inputs(Protocol):
+    """Rows by their indexes."""
+
+    def __getitem__(self, tokens: Tensor, /) -> Tensor:
+        """The rows at int64 [rows], of their own memory."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
     """Experts that are quantised together.
@@ -102,7 +111,7 @@ class ExpertBatch:
         weights: both matrices of all of them, float32 [experts, rows, cols], on the device that computes.
         biases: by expert, of both matrices, float32 [rows] or None.
         tokens: by expert.
-        inputs: [tokens, hidden], what reached the layer's experts, on any device.
+        inputs: [tokens, hidden], what reached the layer's experts, on any device, or what gives rows of it.
         common: int64 indexes of `inputs` that stand for the layer; none is compared on.
         forward: how the experts compute.
         block: tokens of a cluster (`crossfit.fold_of`).
@@ -113,7 +122,7 @@ class ExpertBatch:
     weights: tuple[Tensor, Tensor]
     biases: tuple[tuple[Tensor | None, Tensor | None], ...]
     tokens: tuple[ExpertTokens, ...]
-    inputs: Tensor
+    inputs: Inputs
     common: Tensor
     forward: ExpertForward
     block: int
@@ -197,22 +206,36 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     """Quantise a batch at every width and measure; yields, for each expert, one entry a version of the settings."""
     makers = {v: method_for(settings.method, v) for v in settings.versions}
     reading = [v for v, maker in makers.items() if maker.needs_moments]
-    moments = batch_moments(batch, settings.moments) if reading else ((), ())
-    refitted = _refitted(batch, settings.method, moments, reading)
-    both = []
-    for w, m in zip(batch.weights, moments, strict=True):
-        means = torch.stack([x.mean() for x in m]) if reading else None
-        both.append(quantise_all(settings.method, w, means, settings.versions))
-    del moments
+    moments: tuple[list[ExpertMoments], list[ExpertMoments]] = (
+        batch_moments(batch, settings.moments) if reading else ([], [])
+    )
+    some = [i for i, t in enumerate(batch.tokens) if reading and _crossfits(t)]
+    gains = [[_gain(m[i]) for m in moments] for i in some]
+    fitted, made = {}, {}
+    for m in (1, 0):  # down, whose moments are the larger, first; a matrix's are let go of before it is quantised
+        weight, each = batch.weights[m], moments[m]
+        if some:
+            fitted[m] = refit(settings.method, weight[some], [each[i] for i in some], reading)
+        means = [x.mean() for x in each]
+        stacked = None if not reading else torch.stack(means) if len(means) > 1 else means[0][None]
+        moments[m].clear()
+        del means, each
+        made[m] = quantise_all(settings.method, weight, stacked, settings.versions)
+        del stacked
+    refitted = {
+        (i, v): Refitted((fitted[0][v][k], fitted[1][v][k]), (gains[k][0], gains[k][1]))
+        for k, i in enumerate(some)
+        for v in reading
+    }
     chosen = {}
     for version, maker in makers.items():
         chosen[version] = replace_starved(
-            batch, settings.method, maker.name, (both[0][version], both[1][version]), version
+            batch, settings.method, maker.name, (made[0][version], made[1][version]), version
         )
     for i, e in enumerate(batch.experts):
-        fitted = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
-        found = _measure(batch, i, {v: made for v, (made, _) in chosen.items()}, fitted)
-        yield [ExpertVersion(e, v, made, names[i], *found[v], i) for v, (made, names) in chosen.items()]
+        known = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
+        found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known)
+        yield [ExpertVersion(e, v, pair, names[i], *found[v], i) for v, (pair, names) in chosen.items()]
 
 
 def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], list[ExpertMoments]]:
@@ -265,26 +288,10 @@ def _crossfits(tokens: ExpertTokens) -> bool:
     return not tokens.rich and bool(tokens.learnt.any())
 
 
-def _refitted(
-    batch: ExpertBatch,
-    method: str,
-    moments: tuple[Sequence[ExpertMoments], Sequence[ExpertMoments]],
-    versions: Sequence[Version],
-) -> dict[tuple[int, Version], Refitted]:
-    """Sampled rows fitted without each fold, by position and version, where that is needed."""
-    some = [i for i, t in enumerate(batch.tokens) if versions and _crossfits(t)]
-    if not some:
-        return {}
-    errors = [
-        refit(method, w[some], [m[i] for i in some], versions) for w, m in zip(batch.weights, moments, strict=True)
-    ]
-    out = {}
-    for k, i in enumerate(some):
-        fewer = [sum(m[i].fewer(f) for f in range(FOLDS)) / FOLDS for m in moments]
-        gain = 2 / (1 + fewer[0]), 2 / (1 + fewer[1])
-        for v in versions:
-            out[i, v] = Refitted((errors[0][v][k], errors[1][v][k]), gain)
-    return out
+def _gain(moments: ExpertMoments) -> float:
+    """How much of what cross-fitting finds is to be believed (`losses`)."""
+    fewer = sum(moments.fewer(f) for f in range(FOLDS)) / FOLDS
+    return 2 / (1 + fewer)
 
 
 def _measure(

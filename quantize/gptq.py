@@ -64,9 +64,8 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
     for size in sorted({v.group_size for v in versions}):
         alike = [v for v in versions if v.group_size == size]
-        rows = own * -(-LEAST_LANES // (own * len(alike)))
-        most = BATCH_BYTES.get(weight.device.type, 1 << 30) / working_bytes(rows, cols, len(alike))
-        step = max(1, int(most), min(LANES // (rows * len(alike)), int(NARROW * most)))
+        rows = wide_rows(own, len(alike))
+        step = experts_at_once(own, cols, len(alike), experts, weight.device.type)
         for start in range(0, experts, step):
             wide = weight[start : start + step].repeat(1, rows // own, 1)
             part = _batch(wide, moments[start : start + step], alike, size)
@@ -75,8 +74,21 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
     return {v: _join(parts) for v, parts in made.items()}
 
 
+def wide_rows(rows: int, widths: int) -> int:
+    """Rows of a matrix as it is worked on at so many widths: repeated until products have LEAST_LANES."""
+    return rows * -(-LEAST_LANES // (rows * widths))
+
+
+def experts_at_once(rows: int, cols: int, widths: int, experts: int, device: str = "cpu") -> int:
+    """How many of `experts` matrices are worked on together."""
+    rows = wide_rows(rows, widths)
+    most = BATCH_BYTES.get(device, 1 << 30) / working_bytes(rows, cols, widths)
+    return min(experts, max(1, int(most), min(LANES // (rows * widths), int(NARROW * most))))
+
+
 def working_bytes(rows: int, cols: int, widths: int) -> int:
     """Bytes in use at once for one expert: four matrices like its moments, its weights twice, errors and codes."""
+    rows = wide_rows(rows, widths)
     return 4 * 4 * cols * cols + (2 * 4 + widths * (4 + 1)) * rows * cols
 
 

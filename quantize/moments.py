@@ -40,7 +40,7 @@ def second_moments(inputs: Tensor, gates: Tensor | None = None) -> Tensor:
 
 def shrink(own: Tensor, tokens: int, layer: Tensor, prior: float) -> Tensor:
     """Mix an expert's moments, made from `tokens` tokens, with the layer's, worth `prior` tokens."""
-    return (tokens * own + prior * layer) / (tokens + prior)
+    return (tokens * own).add_(prior * layer).div_(tokens + prior)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ class FoldSums:
         kept = [f for f in range(len(self.counts)) if f != without and self.counts[f]]
         if not kept:
             return torch.zeros_like(self.products[0]), 0
-        total = self.products[kept[0]]
+        total = self.products[kept[0]].clone()
         for f in kept[1:]:
-            total = total + self.products[f]
+            total += self.products[f]
         weight = max(float(self.weights[kept].sum()), torch.finfo(torch.float32).tiny)
-        return total / weight, int(self.counts[kept].sum())
+        return total.div_(weight), int(self.counts[kept].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +109,5 @@ class ExpertMoments:
     def fewer(self, without: int) -> float:
         """How many times the evidence without a fold all the evidence is, the layer's `prior` tokens counted."""
         prior = 0.0 if self.layer is None else self.prior
-        return (int(self.own.counts.sum()) + prior) / max(1.0, self.own.mean(without)[1] + prior)
+        every = int(self.own.counts.sum())
+        return (every + prior) / max(1.0, every - int(self.own.counts[without]) + prior)

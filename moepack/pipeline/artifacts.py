@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, TargetError
+from moepack.pack.safetensors_file import make_header, read_header
 from moepack.pack.writer import sync
 
 from .work import WorkDirectory
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
 
 MOMENTS = "moments.safetensors"
 SHARD = 4 << 30  # bytes of dense tensors in one file, at the most
+_WRITTEN = 1 << 24  # bytes that are written at once: of what is mapped from a file, no more is in memory
+_NAMES = {
+    "torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.int16": "I16", "torch.uint16": "U16",
+    "torch.int32": "I32", "torch.uint32": "U32", "torch.int64": "I64", "torch.uint64": "U64",
+    "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float32": "F32", "torch.float64": "F64",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
 
 
 def run_record(directory: WorkDirectory) -> dict[str, Any]:
@@ -33,24 +42,38 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors so that the file is whole or absent."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    import torch
 
+    from moepack.calibrate.held import release
+
+    # Wide elements first, as the format advises.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header = make_header({n: (_NAMES[str(tensors[n].dtype)], tuple(tensors[n].shape)) for n in order}, metadata or {})
     temporary = path.with_name(path.name + ".partial")
     try:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata)
+        with temporary.open("wb") as file:
+            file.write(header)
+            for name in order:
+                whole = tensors[name].detach().cpu().contiguous()
+                for part in whole.view(-1).view(torch.uint8).split(_WRITTEN):
+                    file.write(part.numpy().data)
+                    release(whole)
         sync(temporary)
-    except SafetensorError as error:  # the library reports a full disk so, and not as an OSError
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise TargetError(f"{path}: cannot be written: {error}") from None
+        raise TargetError(f"{path}: cannot be written: {error.strerror}") from None
     temporary.rename(path)
 
 
-def load_hidden(path: Path) -> list[torch.Tensor]:
-    """The live activations that `save` wrote, one tensor a batch."""
-    from safetensors.torch import load_file
+def load_hidden(path: Path) -> Iterator[torch.Tensor]:
+    """The live activations that `save` wrote, one tensor a batch, each read when it is asked for."""
+    from safetensors import safe_open
 
-    return [tensor for _, tensor in sorted(load_file(path).items())]
+    with safe_open(path, framework="pt") as f:
+        names = sorted(f.keys())
+    for name in names:  # opened anew for each: what was read of a file stays in memory while it is open
+        with safe_open(path, framework="pt") as f:
+            yield f.get_tensor(name)
 
 
 def load_observation(work: WorkDirectory, layer: int) -> Observation:
@@ -58,13 +81,17 @@ def load_observation(work: WorkDirectory, layer: int) -> Observation:
     from safetensors import safe_open
 
     from moepack.calibrate.forward import Observation
+    from moepack.calibrate.held import mapped
 
     path = work.piece("calibrate", layer, "observation.safetensors")
     if not path.exists():
         raise InputError(f"{work.path}: layer {layer} is not calibrated: run moepack calibrate to its end")
     with safe_open(path, framework="pt") as f:
         length = int(f.metadata()["length"])
-        return Observation(f.get_tensor("inputs"), f.get_tensor("experts"), f.get_tensor("gates"), length)
+        experts, gates = f.get_tensor("experts"), f.get_tensor("gates")
+        dtype = f.get_slice("inputs")[:0].dtype
+    entry = read_header(path).tensors["inputs"]
+    return Observation(mapped(path, entry.begin, entry.shape, dtype), experts, gates, length)
 
 
 def load_moments(work: WorkDirectory, part: int | None) -> DenseMoments:

@@ -36,6 +36,7 @@ def build(
     reporter: Reporter | None = None,
     revision: str | None = None,
     keep: bool = False,
+    memory: int | None = None,
 ) -> Report:
     """Make a bundle of a checkpoint.
 
@@ -53,6 +54,8 @@ def build(
         reporter: who is told of progress.
         revision: of a Hub checkpoint: a branch, tag or commit.
         keep: keep in `work` what each layer's experts saw, so that `add` can add versions later.
+        memory: the most bytes of memory that the process may take; on a CPU that is everything, with `device` a GPU
+            what lies beside it. What does not fit goes to the disk of `work` for the while.
 
     Raises:
         MoepackError: one line that says what is wrong and what to do; nothing is left at `output`.
@@ -70,7 +73,9 @@ def build(
     with_work = Path(work) if work is not None else _temporary_work(target)
     directory = WorkDirectory(with_work)
     try:
-        run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision)
+        run = Run.start(
+            directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory, work is not None
+        )
         with contextlib.closing(open_executor(engine, address)) as executor:
             run.layers(calibrate=True, quantize=True, reporter=reporter, executor=executor, keep=keep)
         return assemble(directory, target, reporter)
@@ -100,6 +105,7 @@ def calibrate(
     device: str = "cpu",
     reporter: Reporter | None = None,
     revision: str | None = None,
+    memory: int | None = None,
 ) -> None:
     """The first stage: routing statistics, and what the experts saw, into a work directory. See `build`."""
     reporter = reporter or Reporter()
@@ -107,7 +113,7 @@ def calibrate(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     directory = WorkDirectory(Path(work))
     try:
-        run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision)
+        run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory)
         run.layers(calibrate=True, quantize=False, reporter=reporter)
     finally:
         directory.close()
@@ -121,6 +127,7 @@ def quantize(
     engine: str = "local",
     address: str | None = None,
     reporter: Reporter | None = None,
+    memory: int | None = None,
 ) -> None:
     """The second stage: every expert at every width, from a calibrated work directory. See `build`."""
     reporter = reporter or Reporter()
@@ -129,7 +136,7 @@ def quantize(
     directory = WorkDirectory(Path(work))
     try:
         recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-        run = Run.resume(directory, recipe, fresh, device, reporter)
+        run = Run.resume(directory, recipe, fresh, device, reporter, memory=memory)
         with contextlib.closing(open_executor(engine, address)) as executor:
             run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
     finally:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from moepack.calibrate.data import Windows
     from moepack.calibrate.stream import StreamedModel
 
-    from .recipe import Calibration
+    from .bound import Placement
+from .recipe import Calibration
 
 _FILE = "windows.json"
 
@@ -36,6 +37,7 @@ def enough_windows(
     windows: Windows,
     how: Calibration,
     identity: Mapping[str, str],
+    placed: Placement,
     reporter: Reporter,
 ) -> Windows:
     """The fewest of these windows, `how.samples` or more, that bring every expert `how.until` tokens; all of them where
@@ -49,6 +51,7 @@ def enough_windows(
         windows: those to choose from.
         how: until when.
         identity: the checkpoint's digests.
+        placed: how a bound on memory is kept.
         reporter: who is told.
     """
     if not how.until or len(windows.ids) <= how.samples:
@@ -61,7 +64,7 @@ def enough_windows(
     except (OSError, ValueError):
         known = {}
     if known.get("key") != key:
-        count, short = _count(stream, windows, how, reporter)
+        count, short = _count(directory, stream, windows, how, placed, reporter)
         known = {"key": key, "windows": count, "short": short}
         directory.write(file, json.dumps(known).encode())
     what = f"calibration takes {known['windows']} windows"
@@ -72,14 +75,22 @@ def enough_windows(
     return windows.first(known["windows"])
 
 
-def _count(stream: StreamedModel, windows: Windows, how: Calibration, reporter: Reporter) -> tuple[int, int]:
+def _count(
+    directory: WorkDirectory,
+    stream: StreamedModel,
+    windows: Windows,
+    how: Calibration,
+    placed: Placement,
+    reporter: Reporter,
+) -> tuple[int, int]:
     """How many windows are wanted, and the experts that stay short of tokens with all of them."""
     import torch
 
     from moepack.calibrate.forward import CalibrationPass
 
     dtype, last = getattr(torch, how.dtype), max(stream.expert_layers)
-    walk = CalibrationPass(stream, windows.ids, how.batch_size, dtype)
+    on_disk = [directory.path if it else None for it in (placed.hidden_on_disk, placed.seen_on_disk)]
+    walk = CalibrationPass(stream, windows.ids, placed.batch_size, dtype, *on_disk)
     reporter.stage("count tokens", last + 2)
     reporter.step("outside the layers")
     stream.load(None)

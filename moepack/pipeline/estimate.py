@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.memory import bound_kernel_caches, resident_memory
+from moepack.memory import bound_kernel_caches
 from moepack.pack.layer_file import header_size
 from moepack.pack.spec import LOSSLESS, DenseLayer, Matrix, affine_extent_size, dense_layers
 from moepack.progress import Reporter
@@ -21,11 +21,11 @@ from moepack.runtime.devices.glibc import trim
 from moepack.runtime.load import check_device
 
 from .allocate import check_allocation
+from .bound import Needs, Placement, needs_of, peak, place
 from .dense_part import lossless_matrix
-from .executors import workers
-from .expert_batch import ExpertBatchTask, batch_memory, batch_settings, lossless_extent, make_batch
+from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
-from .run import calibration_text
+from .run import EVERY, calibration_text
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,13 @@ class Estimate:
         dense_bytes: bytes of all other tensors, exact; where dense matrices have versions, without these.
         dense_versions: bytes of the files of each of these versions, exact.
         work_bytes: the most the work directory will hold beside the bundle, about.
-        memory: what will be in memory at once by part, about, in bytes; the peak is their sum.
+        memory: what will be in memory at once by part, about, in bytes, in the step that takes most; the peak is
+            their sum.
         seconds: what will take how long, about.
         experts: how many, and in how many layers.
         layers: layers that have experts.
+        batch_size: windows that are calibrated on together.
+        on_disk: the activations that are held in the work directory, in words; empty for none.
     """
 
     versions: dict[str, int]
@@ -59,6 +62,8 @@ class Estimate:
     experts: int
     layers: int
     dense_versions: dict[str, int] = field(default_factory=dict)
+    batch_size: int = 0
+    on_disk: str = ""
 
 
 def estimate(
@@ -69,8 +74,11 @@ def estimate(
     device: str = "cpu",
     reporter: Reporter | None = None,
     revision: str | None = None,
+    memory: int | None = None,
+    keep: bool = False,
 ) -> Estimate:
-    """What `moepack.build` with these arguments will take. Writes a probe beside `output`, and removes it.
+    """What `moepack.build` with these arguments will take; `keep` is for one that is given a work directory. Writes a
+    probe beside `output`, and removes it.
 
     Raises:
         MoepackError: what the build itself would raise before it begins.
@@ -79,8 +87,7 @@ def estimate(
     check_device(device)
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision)
-    base = resident_memory()
+    run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision, memory)
     reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
     run.outside()
@@ -89,7 +96,7 @@ def estimate(
         run.layer(index)
         trim()
     reporter.step("disk")
-    return run.result(base, _write_rate(Path(output)))
+    return run.result(_write_rate(Path(output)), keep)
 
 
 # Experts quantised together in the probe. With one, what a batch's experts share counts for it alone: tiny-qwen3-moe,
@@ -100,7 +107,9 @@ PROBED = 8
 class _DryRun:
     """A checkpoint that is gone through once, and what has been measured so far."""
 
-    def __init__(self, stream: StreamedModel, recipe: Recipe, ids: torch.Tensor, reporter: Reporter) -> None:
+    def __init__(
+        self, stream: StreamedModel, recipe: Recipe, ids: torch.Tensor, reporter: Reporter, needs: Needs, how: Placement
+    ) -> None:
         import torch
 
         from moepack.calibrate.forward import CalibrationPass
@@ -108,11 +117,11 @@ class _DryRun:
         self._stream, self._recipe, self._ids, self._reporter = stream, recipe, ids, reporter
         self._experts = list(stream.expert_layers.values())
         self._dtype = getattr(torch, recipe.calibration.dtype)
-        batch = recipe.calibration.batch_size
+        self._needs, self._how, batch = needs, how, how.batch_size
         self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
         self._sizes = _known_sizes(recipe, self._experts)
         self._read = self._encode = self._forward = self._one_expert = 0.0  # seconds
-        self._dense = self._largest = 0  # bytes
+        self._dense = 0  # bytes
         self._matrices: dict[int | None, DenseLayer] = {}
         self._dense_sizes = {v.name: 0 for v in recipe.dense_specs()}
         self._one_dense = self._dense_work = 0.0  # seconds of a unit of work, and units
@@ -129,6 +138,7 @@ class _DryRun:
         device: str,
         reporter: Reporter,
         revision: str | None,
+        memory: int | None,
     ) -> _DryRun:
         """Open all that a build would, and refuse what it would refuse."""
         from moepack.calibrate.checkpoint import open_checkpoint
@@ -141,7 +151,11 @@ class _DryRun:
         layers, dense = list(stream.expert_layers.values()), dense_matrices(stream) if recipe.dense else ()
         check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
         _, windows = calibration_text(opened, recipe, calibration)
-        return _DryRun(stream, recipe, windows.ids, reporter)
+        parts = {part: [m for m in dense if m.layer == part] for part in {m.layer for m in dense}}
+        count, length = windows.ids.shape
+        needs = needs_of(stream, recipe, count, length, parts)
+        how = place(needs, recipe.calibration.batch_size, memory)
+        return _DryRun(stream, recipe, windows.ids, reporter, needs, how)
 
     @property
     def layers(self) -> int:
@@ -152,7 +166,6 @@ class _DryRun:
         began = time.perf_counter()
         tensors = self._stream.load(part)
         self._read += time.perf_counter() - began
-        self._largest = max(self._largest, _bytes(tensors))
         return tensors
 
     def outside(self) -> None:
@@ -247,23 +260,23 @@ class _DryRun:
         make(few)
         seconds = (time.perf_counter() - began) / len(few)
         # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.
-        at_once = workers(device, batch_memory(experts.layer, settings, len(batches[0])))
-        return seconds * -(-len(batches) // at_once) / len(batches)
+        return seconds * -(-len(batches) // self._how.workers) / len(batches)
 
-    def result(self, base: int, rate: float) -> Estimate:
+    def result(self, rate: float, keep: bool) -> Estimate:
         """What was measured, scaled to the whole.
 
         Args:
-            base: bytes of the process before the first layer.
             rate: bytes a second that the disk writes; 0 where that is not known.
+            keep: whether activations are kept for another build to go on from.
         """
         count = sum(layer.experts for layer in self._experts)
-        batches = -(-len(self._ids) // self._recipe.calibration.batch_size)
+        batches = -(-len(self._ids) // self._how.batch_size)
         versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
-        hidden_size = self._stream.model.config.get_text_config().hidden_size
-        hidden = self._ids.numel() * hidden_size * self._dtype.itemsize
+        needs, how = self._needs, self._how
+        kept = needs.hidden * (1 + (self.layers > EVERY)) if keep else 0
+        spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk
         passes = 2 if self._recipe.calibration.until else 1  # one counts tokens first
-        written = 2 * versions + 2 * self._dense + hidden * self.layers
+        written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
         seconds = {
             "read": self._read * passes,
             "calibrate": self._forward * batches * self.layers * passes,
@@ -271,26 +284,11 @@ class _DryRun:
             "encode": self._encode,
             "write": written / rate if rate else 0.0,
         }
-        memory = {
-            "process": base,
-            "layer": self._largest,
-            "activations": 2 * hidden,  # what goes into the next layer, and what this layer's experts saw
-            "expert batch": self._batch_memory(),
-        }
-        work_bytes = versions + self._dense + hidden + versions // len(self._experts)
-        shown = self._dense_sizes if self._matrices else {}
-        return Estimate(self._sizes, self._dense, work_bytes, memory, seconds, count, len(self._experts), shown)
-
-    def _batch_memory(self) -> int:
-        """The most that the expert batches take that are made at once."""
-        from moepack.quantize.expert_batch import expert_batches
-
-        settings, most = batch_settings(self._recipe), 0
-        for x in self._experts:
-            parts = expert_batches(x, settings)
-            one = batch_memory(x, settings, len(parts[0]))
-            most = max(most, one * min(len(parts), workers(self._stream.device, one)))
-        return most
+        work_bytes = versions + self._dense + kept + spilt + versions // len(self._experts)
+        return Estimate(
+            self._sizes, self._dense, work_bytes, peak(needs, how)[1], seconds, count, len(self._experts),
+            self._dense_sizes if self._matrices else {}, how.batch_size, how.on_disk,
+        )  # fmt: skip
 
 
 def _known_sizes(recipe: Recipe, layers: Sequence[ExpertLayer]) -> dict[str, int]:
@@ -360,6 +358,9 @@ def render(e: Estimate) -> Any:
     for part, size in e.memory.items():
         table.add_row(f"memory, {part}", f"{size / 2**20:,.0f} MiB")
     table.add_row("memory, peak about", f"{sum(e.memory.values()) / 2**20:,.0f} MiB")
+    table.add_row("windows a batch", f"{e.batch_size}")
+    if e.on_disk:
+        table.add_row("on disk meanwhile", e.on_disk)
     for part, took in e.seconds.items():
         table.add_row(f"time, {part}", f"{took:,.1f} s")
     table.add_row("time, all about", _duration(sum(e.seconds.values())))

@@ -42,8 +42,9 @@ class Executor(Protocol):
         """Experts of layers that were taken which are not made yet."""
         ...
 
-    def begin(self, source: Source, folder: Path, device: torch.device) -> None:
-        """Be told of the checkpoint, of a folder that finished pieces are kept in, and of where to compute."""
+    def begin(self, source: Source, folder: Path, device: torch.device, most: int) -> None:
+        """Be told of the checkpoint, of a folder that finished pieces are kept in, of where to compute, and how many
+        batches may be made at once in this process; 0 leaves that to the executor."""
         ...
 
     def submit(
@@ -98,10 +99,11 @@ class Local:
     def __init__(self) -> None:
         self._done: list[Note] = []
         self._device: torch.device | None = None
+        self._most = 0
 
-    def begin(self, source: Source, folder: Path, device: torch.device) -> None:
+    def begin(self, source: Source, folder: Path, device: torch.device, most: int) -> None:
         """See `Executor`."""
-        self._device = device
+        self._device, self._most = device, most
 
     def submit(
         self, work: LayerWork, observation: Observation, module: Any, weights: ExpertWeights | None, advance: Advance
@@ -118,7 +120,7 @@ class Local:
             save_batch(make_batch(task, module, weights.select(task.experts), observation, device), work.kept[i])
             return len(task.experts)
 
-        _at_once(one, missing, workers(device, work.batch_memory), advance)
+        _at_once(one, missing, self._most or workers(device, work.batch_memory), advance)
         self._done.append((work.layer.index, write_layer(work)))
 
     def finished(self, wait: bool) -> Iterator[Note]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.affine import Buffer
-from moepack.pack.spec import LOSSLESS, ExpertLayer, Version, affine_payload
+from moepack.pack.spec import LOSSLESS, Version, affine_payload
 from moepack.quantize import methods
 from moepack.version import __version__
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # A batch is made on so many of torch's threads, everywhere: sums come out in another order with another number, and the
 # bytes must not depend on who makes them. With one, a machine makes as many batches at once as it has cores.
 THREADS = 1
+_HASHED = 4096  # rows that are hashed at once
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,13 @@ def batch_settings(recipe: Recipe) -> Settings:
 
 def observation_digest(observation: Observation) -> str:
     """SHA-256 of what the calibration tokens brought to a layer."""
+    from moepack.calibrate.held import release
+
     digest = hashlib.sha256(str(observation.length).encode())
     for tensor in (observation.inputs, observation.experts, observation.gates):
-        digest.update(_bytes(tensor).data)
+        for part in tensor.split(_HASHED):
+            digest.update(_bytes(part).data)
+            release(part)
     return digest.hexdigest()
 
 
@@ -113,14 +118,6 @@ def _bytes(tensor: torch.Tensor) -> Buffer:
 
     out: Buffer = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return out
-
-
-def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
-    """Bytes that making a batch of so many experts takes: with the quantisers', its weights and its extents."""
-    from moepack.quantize.expert_batch import expert_memory
-
-    weights = sum(m.weights for m in layer.matrices)
-    return experts * (expert_memory(layer, settings) + 4 * 2 * weights)
 
 
 def lossless_extent(weights: ExpertWeights, expert: int, threads: int | None = None) -> tuple[Buffer, int]:

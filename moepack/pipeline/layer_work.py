@@ -18,7 +18,7 @@ from moepack.pack.tables import metadata
 from moepack.quantize import methods
 
 from .artifacts import save
-from .expert_batch import ExpertBatchTask, batch_memory, load_batch
+from .expert_batch import ExpertBatchTask, load_batch
 
 Note = tuple[int, dict[str, Any]]  # a layer, and what the work directory notes of it
 Advance = Callable[[int], None]  # told of experts that are done
@@ -43,6 +43,8 @@ class LayerWork:
     @property
     def batch_memory(self) -> int:
         """Bytes that making the largest batch takes."""
+        from moepack.quantize.batch_memory import batch_memory
+
         return batch_memory(self.layer, self.tasks[0].settings, max(len(task.experts) for task in self.tasks))
 
     @property

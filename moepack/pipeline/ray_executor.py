@@ -87,7 +87,7 @@ class OnRay:
         self._slots = 1
         self._probe: Probe | None = None
 
-    def begin(self, source: Source, folder: Path, device: torch.device) -> None:
+    def begin(self, source: Source, folder: Path, device: torch.device, most: int) -> None:
         """See `Executor`."""
         ray = self._ray
         self._probe = Probe.leave(folder.absolute())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from moepack.version import __version__
 
 from .allocate import check_allocation
 from .artifacts import MOMENTS, SHARD, load_hidden, load_moments, load_observation, run_record, save
+from .bound import MAPPED, Placement, needs_of, place
 from .dense_part import quantise_dense
 from .enough import advice, enough_windows, few_tokens
 from .executors import Executor, Local
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 _DIGESTS = "digests.json"
 _HIDDEN = "hidden.safetensors"
+
+EVERY = 4  # layers, after which the activations are kept: a build that was killed runs at most three of them again
 
 
 def calibration_text(
@@ -104,13 +107,15 @@ class Run:
         recipe: Recipe,
         ids: torch.Tensor | None,
         stage: str = "quantize",
+        keep: bool = True,
     ) -> None:
         self._stage = stage  # of the work directory, where what is quantised goes
-        self._work, self._stream, self._recipe, self._ids = directory, stream, recipe, ids
+        self._work, self._stream, self._recipe, self._ids, self._keep = directory, stream, recipe, ids, keep
         self._executor: Executor = Local()
+        self._how = Placement(recipe.calibration.batch_size)
         self._objects: dict[int, tuple[Path, ...]] = {}  # of layers at hand: they go once these are done
         self._notes: dict[int, dict[str, Any]] = {}  # what is to be noted of these layers, as far as it is known
-        self._walked = -1  # the last layer whose activations are kept
+        self._walked = -1  # the last layer that was calibrated
         self._dense: dict[int | None, list[DenseMatrix]] = {}
         if recipe.dense:
             from moepack.calibrate.dense import dense_matrices
@@ -128,8 +133,11 @@ class Run:
         device: str,
         reporter: Reporter,
         revision: str | None = None,
+        memory: int | None = None,
+        keep: bool = True,
     ) -> Run:
-        """Open everything a calibration needs, before any work is done."""
+        """Open everything a calibration needs, before any work is done: in `memory` bytes, and with `keep` so that
+        another run can go on from the activations between layers."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
@@ -148,8 +156,12 @@ class Run:
             reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
         settings = recipe.calibration
         sources, windows = calibration_text(opened, recipe, calibration)
+        run = Run(directory, stream, recipe, windows.ids, keep=keep)
+        count, length = windows.ids.shape
+        run._fit(memory, count, length, fresh, reporter=reporter)  # with all windows that may be taken
         identity = _identity(directory, opened, reporter)
-        windows = enough_windows(directory, stream, windows, settings, identity, reporter)
+        windows = enough_windows(directory, stream, windows, settings, identity, run._how, reporter)
+        run._ids = windows.ids
         if len(windows.ids) < settings.samples:
             reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
         directory.begin(
@@ -157,7 +169,7 @@ class Run:
             {
                 "checkpoint": identity,
                 "calibration tokens": windows.digest,
-                "batch_size": settings.batch_size,
+                "batch_size": run._how.batch_size,
                 "dtype": settings.dtype,
                 "moepack": __version__,
                 "dense": bool(recipe.dense) or None,
@@ -184,7 +196,6 @@ class Run:
             "decoder_layers": len(stream.layers),
             "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
         }
-        run = Run(directory, stream, recipe, windows.ids)
         where["dense"] = list(run._dense)
         directory.write(directory.path / "run.json", json.dumps(where, indent=1).encode())
         run._begin_quantize(fresh)
@@ -198,8 +209,9 @@ class Run:
         device: str,
         reporter: Reporter,
         stage: str = "quantize",
+        memory: int | None = None,
     ) -> Run:
-        """Open a calibrated work directory for the second stage, or another beside it."""
+        """Open a calibrated work directory for the second stage, or another beside it, in `memory` bytes."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
@@ -207,15 +219,41 @@ class Run:
         if recipe is None:
             recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
         opened = open_checkpoint(where["checkpoint"])
+        run = Run(directory, StreamedModel(opened, device), recipe, None, stage)
+        run._fit(memory, where["samples"], where["length"], walks=False)
         was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
         if now != was:
             other = next(name for name in sorted({*was, *now}) if was.get(name) != now.get(name))
             raise InputError(
                 f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
             )
-        run = Run(directory, StreamedModel(opened, device), recipe, None, stage)
         run._begin_quantize(fresh)
         return run
+
+    def _fit(
+        self,
+        memory: int | None,
+        windows: int,
+        length: int,
+        fresh: bool = False,
+        walks: bool = True,
+        reporter: Reporter | None = None,
+    ) -> None:
+        """Keep to `memory` bytes, or refuse."""
+        if memory is None:
+            return
+        needs = needs_of(self._stream, self._recipe, windows, length, self._dense)
+        if not walks:  # what experts saw is mapped from the file that the first stage left
+            self._how = place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
+            return
+        size = self._recipe.calibration.batch_size
+        # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
+        begun = {} if fresh else self._work.settings().get("calibrate", {})
+        self._how = place(needs, min(size, begun.get("batch_size", size)), memory)
+        if reporter is not None and self._how != place(needs, size, None):
+            on_disk = f"; on disk, {self._how.on_disk}" if self._how.on_disk else ""
+            at_once = f"{self._how.batch_size} windows, {self._how.workers} expert batches"
+            reporter.note(f"to stay in --memory: at once {at_once}{on_disk}")
 
     def _begin_quantize(self, fresh: bool) -> None:
         from moepack.quantize.losses import ESTIMATE
@@ -261,7 +299,7 @@ class Run:
         stream, work = self._stream, self._work
         source = WeightSource(str(Path(stream.checkpoint.path).absolute()), _digested(work))
         work.tidy()
-        self._executor.begin(source, work.path, stream.device)
+        self._executor.begin(source, work.path, stream.device, self._how.workers)
         dtype = getattr(torch, self._recipe.calibration.dtype)
         walk: CalibrationPass | None = None
         total = len(stream.layers)
@@ -269,9 +307,11 @@ class Run:
         # What an earlier `calibrate` kept of a layer is enough to quantise it.
         first = next((i for i in pending if not (quantize and self._observed(i))), total)
         while 0 < first < total and not work.piece("calibrate", first - 1, _HIDDEN).exists():
-            first -= 1  # activations that nobody kept
+            first -= 1  # to activations that somebody kept
         if calibrate and self._ids is not None:
-            walk = CalibrationPass(stream, self._ids, self._recipe.calibration.batch_size, dtype)
+            how = self._how
+            on_disk = [work.path if it else None for it in (how.hidden_on_disk, how.seen_on_disk)]
+            walk = CalibrationPass(stream, self._ids, how.batch_size, dtype, *on_disk)
         if walk is not None and (first < total or not work.done("calibrate", None)):
             rest = stream.load(None)
             save(work.piece("calibrate", None, "dense.safetensors"), rest)
@@ -284,7 +324,7 @@ class Run:
             del rest
             stream.free(None)
             if first:
-                walk.hidden = load_hidden(work.piece("calibrate", first - 1, _HIDDEN))
+                walk.restore(load_hidden(work.piece("calibrate", first - 1, _HIDDEN)))
         names = {(True, True): "calibrate and quantise", (True, False): "calibrate", (False, True): "quantise"}
         reporter.stage(names[calibrate, quantize], total)
         for i in range(total):
@@ -343,7 +383,8 @@ class Run:
         tensors = stream.load(None)
         moments = None
         if walk is not None and not kept.exists():
-            walk.hidden = walk.hidden or load_hidden(work.piece("calibrate", len(stream.layers) - 1, _HIDDEN))
+            if not walk.hidden:
+                walk.restore(load_hidden(work.piece("calibrate", len(stream.layers) - 1, _HIDDEN)))
             stream.to_compute(None, dtype)
             watch = watch_part(stream, self._dense[None], walk.windows, walk.length)
             walk.run_head(watch)
@@ -409,19 +450,21 @@ class Run:
         return observation, moments
 
     def _keep_hidden(self, walk: Any, layer: int) -> None:
-        """Persist the live activations, then declare the layer done: regenerated ones may not be the same bits."""
-        save(
-            self._work.piece("calibrate", layer, _HIDDEN),
-            {f"{b:06d}": hidden for b, hidden in enumerate(walk.hidden)},
-        )
+        """Persist the live activations now and then, and declare the layer done."""
+        if self._keep and ((layer + 1) % EVERY == 0 or layer + 1 == len(self._stream.layers)):
+            hidden = {f"{b:06d}": batch for b, batch in enumerate(walk.hidden)}
+            save(self._work.piece("calibrate", layer, _HIDDEN), hidden)
         self._work.mark("calibrate", layer, {})
         self._walked = layer
         self._drop_hidden()
 
     def _drop_hidden(self) -> None:
-        """Remove activations that no resumed run would start from: it starts at the first layer in flight."""
-        for layer in range(min(self._objects, default=self._walked + 1) - 1):
-            self._work.piece("calibrate", layer, _HIDDEN).unlink(missing_ok=True)
+        """Remove activations that no resumed run would start from: it goes back from the first layer in flight to the
+        last ones that were kept."""
+        in_flight = min(self._objects, default=self._walked + 1)
+        kept = [path for i in range(in_flight) if (path := self._work.piece("calibrate", i, _HIDDEN)).exists()]
+        for path in kept[:-1]:
+            path.unlink()
 
     def _quantise_dense(
         self, part: int | None, tensors: dict[str, torch.Tensor], moments: DenseMoments | None, reporter: Reporter

@@ -1,0 +1,81 @@
+"""Activations of all calibration tokens: tensors in memory, or mapped from a file that only this process can see.
+
+A mapped tensor is a tensor like any other; `release` gives the pages that were touched of it back to the system, which
+writes them out when it likes. Decides nothing about which activations lie where.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from moepack.pack.errors import TargetError
+
+_GATHERED = 256  # rows that are read between releases: the system maps 64 KiB around every page that is touched
+_mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by address; a tensor keeps its mapping alive
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) -> Tensor:
+    """A tensor to be filled: on the CPU, and with `folder` in a file there, which has no name and dies with it.
+
+    Raises:
+        TargetError: when the folder's disk has no room for it.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if folder is None or not size:
+        with torch.inference_mode(False):
+            return torch.empty(*shape, dtype=dtype)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a signal later
+            mapping = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise TargetError(
+            f"{folder}: no room for {size:,} bytes of activations that --memory leaves out: {error.strerror}"
+        ) from None
+    with torch.inference_mode(False):
+        flat = torch.frombuffer(mapping, dtype=dtype)
+    _mapped[flat.data_ptr()] = mapping
+    return flat.view(*shape)
+
+
+def mapped(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor that lies in a file, from this byte on; what is written to it is this process's alone."""
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=offset)
+    _mapped[flat.data_ptr()] = mapping
+    return flat.view(*shape)
+
+
+def release(tensor: Tensor) -> None:
+    """Take a mapped tensor's pages out of this process's memory; they keep their values. Any other is left alone."""
+    mapping = _mapped.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
+    if mapping is not None:
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class Rows:
+    """Rows of a tensor by their indexes, as a copy; of a mapped one, no more stays in memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """The rows at int64 [rows]."""
+        if self._tensor.untyped_storage().data_ptr() not in _mapped:
+            return self._tensor[index]
+        out = self._tensor.new_empty(len(index), *self._tensor.shape[1:])
+        for start in range(0, len(index), _GATHERED):
+            here = slice(start, start + _GATHERED)
+            out[here] = self._tensor[index[here]]
+            release(self._tensor)
+        return out

@@ -1,0 +1,209 @@
+"""A build's memory as numbers: what each of its steps has in memory at once, and how a bound on it is kept.
+
+With a bound, activations go to the work directory's disk where they do not fit, and a layer is calibrated on fewer
+windows at a time; the quantisers' batches follow from the recipe alone, because a bundle's bytes do. A bound that
+nothing of this keeps is refused, with the least that can be kept. All of it is arithmetic on shapes: the one thing that
+is measured is what the process takes before it begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moepack.memory import resident_memory
+from moepack.pack.errors import InputError
+
+from .executors import workers
+from .expert_batch import batch_settings
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.pack.spec import DenseMatrix
+
+MIB = 1 << 20
+LATER = 160 * MIB  # what a process takes beyond its start: libraries that are loaded on their first use, small objects
+MAPPED = 48 * MIB  # of activations in a file, the most in memory at once beside a batch of windows
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes by part; those of a layer are of the one that takes most.
+
+    Attributes:
+        process: of the process itself, before the first layer.
+        loading: while a part of the checkpoint is read: the files' mapped pages and what is made of them.
+        layer: a part of the checkpoint, as it is kept until it is quantised.
+        hidden: what goes into the next layer.
+        seen: what a layer's experts saw.
+        routing: which experts were chosen, and their gates.
+        window: one window's forward through a layer.
+        forward: what a forward takes whatever the windows.
+        batch: quantising experts together, one batch of them.
+        at_once: batches that are made at once where memory is no bound.
+        dense: a layer's dense matrices: their moments, and quantising one.
+        each: the activations of one window.
+    """
+
+    process: int
+    loading: int
+    layer: int
+    hidden: int
+    seen: int
+    routing: int
+    window: int
+    forward: int
+    batch: int
+    dense: int = 0
+    each: int = 0
+    at_once: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a build is fitted into a bound: windows of a batch, what lies on disk, and how many expert batches are made
+    at once; 0 leaves that to whoever makes them."""
+
+    batch_size: int
+    hidden_on_disk: bool = False
+    seen_on_disk: bool = False
+    workers: int = 0
+
+    @property
+    def on_disk(self) -> str:
+        """What lies there, in words; empty where nothing does."""
+        names = ["what goes into a layer"] * self.hidden_on_disk + ["what its experts see"] * self.seen_on_disk
+        return " and ".join(names)
+
+
+def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
+    """Step -> what is in memory in it by part, in bytes."""
+    mapped = MAPPED + how.batch_size * needs.each
+    hidden = min(needs.hidden, mapped) if how.hidden_on_disk else needs.hidden
+    seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen
+    always = {"process": needs.process, "activations": hidden}
+    saw = always | {"activations": hidden + seen + needs.routing, "layer": needs.layer}
+    return {
+        "read a layer": always | {"layer": needs.loading},
+        "calibrate": saw | {"forward": needs.forward + how.batch_size * needs.window, "dense moments": needs.dense},
+        "quantise": saw | {"expert batch": max(needs.batch * max(1, how.workers), needs.dense)},
+    }
+
+
+def peak(needs: Needs, how: Placement) -> tuple[str, dict[str, int]]:
+    """The step that takes most, and its parts."""
+    return max(steps(needs, how).items(), key=lambda item: sum(item[1].values()))
+
+
+def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
+    """How a build is done in `bound` bytes, as a recipe of `batch_size` has it as far as that goes.
+
+    Without a bound, everything is in memory. With one, what goes to disk first is what changes no bit: what goes into
+    the next layer, which nobody reads while experts are quantised, then what experts saw. Then fewer expert batches are
+    made at once, and only then batches of windows shrink.
+
+    Raises:
+        InputError: with the least that would do.
+    """
+    plain = Placement(batch_size, workers=needs.at_once)
+    if bound is None:
+        return plain
+    places = [plain, replace(plain, hidden_on_disk=True), replace(plain, hidden_on_disk=True, seen_on_disk=True)]
+    places += [replace(places[-1], workers=n) for n in range(needs.at_once - 1, 0, -1)]
+    places += [replace(places[-1], batch_size=b) for b in range(batch_size - 1, 0, -1)]
+    for how in places:
+        if sum(peak(needs, how)[1].values()) <= bound:
+            return how
+    step, parts = peak(needs, places[-1])
+    least = sum(parts.values())
+    most = max(parts, key=lambda part: parts[part])
+    raise InputError(
+        f"--memory {_size(bound)} cannot be kept: the least is {_size(least, up=True)}, to {step} "
+        f"({most} {_size(parts[most])})"
+    )
+
+
+def needs_of(
+    stream: StreamedModel,
+    recipe: Recipe,
+    windows: int,
+    length: int,
+    dense: dict[int | None, list[DenseMatrix]],
+    process: int | None = None,
+) -> Needs:
+    """The needs of a build, before any of its work.
+
+    Args:
+        stream: the model's skeleton.
+        recipe: what is wanted.
+        windows: that the model is calibrated on.
+        length: tokens of one.
+        dense: by part, the matrices that get versions.
+        process: bytes of the process before its first layer; those it takes now, without.
+    """
+    import torch
+
+    from moepack.quantize.batch_memory import batch_memory
+    from moepack.quantize.expert_batch import expert_batches
+
+    dtype: torch.dtype = getattr(torch, recipe.calibration.dtype)
+    config = stream.model.config.get_text_config()
+    on_cpu = stream.device.type == "cpu"
+    settings = batch_settings(recipe)
+    parts = {part: stream.part_bytes(part) for part in (None, *range(len(stream.layers)))}
+    largest = max(parts.values())
+    copied = largest * (dtype.itemsize - 2) // 2 if on_cpu else 0  # beside the checkpoint's own dtype
+    tokens, hidden_size = windows * length, config.hidden_size
+    widest = max((_window(stream, i, length, dtype) for i in range(len(stream.layers))), default=0)
+    top_k = _top_k(config)
+    batches = [expert_batches(x, settings) for x in stream.expert_layers.values()]
+    each = [batch_memory(x, settings, max(map(len, parts)))
+            for x, parts in zip(stream.expert_layers.values(), batches, strict=True)]  # fmt: skip
+    return Needs(
+        process=(resident_memory() if process is None else process) + LATER,
+        loading=max(stream.loading_bytes(part) for part in parts),
+        layer=largest + copied,
+        hidden=tokens * hidden_size * dtype.itemsize,
+        seen=tokens * hidden_size * dtype.itemsize,
+        routing=8 * tokens * top_k,
+        window=widest if on_cpu else 0,
+        forward=length * length * 4 if on_cpu else 0,
+        batch=max(each),
+        at_once=max(min(len(parts), workers(stream.device, one)) for parts, one in zip(batches, each, strict=True)),
+        each=length * hidden_size * dtype.itemsize,
+        dense=max((_dense_bytes(matrices) for matrices in dense.values()), default=0),
+    )
+
+
+def _top_k(config: object) -> int:
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
+    return max([int(v) for v in (getattr(config, n, None) for n in names) if isinstance(v, int)], default=8)
+
+
+def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes that a window takes on its way through a layer: about what is alive in attention, or in the experts."""
+    config = stream.model.config.get_text_config()
+    size, hidden = dtype.itemsize, int(config.hidden_size)
+    around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32
+    attention = length * stream.dense_rows(index) * 3 * size + 2 * size * length * length
+    layer = stream.expert_layers.get(index)
+    if layer is None:
+        return around + attention
+    first, second = layer.matrices[0], layer.matrices[-1]
+    gated = hidden * size + (first.rows + 2 * second.cols) * size
+    summed = second.cols * size + 2 * hidden * size + 2 * hidden * 4  # routing weights are float32
+    return around + max(attention, length * _top_k(config) * max(gated, summed))
+
+
+def _dense_bytes(matrices: list[DenseMatrix]) -> int:
+    """Bytes of the moments of a part's dense matrices, learnt from and held out, and of quantising one."""
+    moments = sum(8 * m.matrix.cols**2 for m in matrices)
+    return moments + max(24 * m.matrix.cols**2 + 12 * m.matrix.weights for m in matrices)
+
+
+def _size(size: int, up: bool = False) -> str:
+    """Bytes as MiB, whole ones."""
+    return f"{-(-size // MIB) if up else size // MIB:,}MiB".replace(",", "")

@@ -1,0 +1,71 @@
+"""How many bytes an expert batch takes at its most, by what is in memory at once in each of its steps.
+
+Arithmetic on shapes. How many experts a batch has does not follow from it: `expert_batch.expert_batches` says that,
+from a recipe alone, as the bytes of a bundle depend on it.
+"""
+
+from __future__ import annotations
+
+from moepack.pack.spec import ExpertLayer, Matrix, Version
+
+from .crossfit import FOLDS, LEAST_ROWS, SHARE, at_once
+from .expert_batch import PART, Settings
+from .gptq import experts_at_once, working_bytes
+from .methods import method_for
+
+OTHERS = 256  # tokens at the most that an expert is measured on beside its own
+LOSSLESS = 0.75  # of a BF16 matrix, what its lossless extent takes at the most but for exotic weights
+
+
+def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
+    """The most bytes that making a batch of so many experts takes, on the device that computes."""
+    first, second = layer.matrices[0], layer.matrices[-1]
+    versions = settings.versions
+    fitted = any(method_for(settings.method, v).needs_moments for v in versions)
+    weights = experts * sum(4 * m.weights for m in layer.matrices)
+    squares = [4 * m.cols * m.cols for m in (first, second)]
+    made = experts * sum(m.weights for m in layer.matrices) * len(versions)
+    packed = experts * sum(int(m.weights * (_bytes_a_weight(versions) + 2 * LOSSLESS)) for m in layer.matrices)
+    # Once matrices are made, an expert is measured: one version's values, what made them, and two rows of activations.
+    tokens = settings.loss_tokens + OTHERS
+    measured = 2 * tokens * (5 * first.cols + 2 * first.rows + 8 * second.cols + 12 * second.rows)
+    measured += 4 * sum(m.weights for m in layer.matrices) + 8 * max(m.weights for m in layer.matrices)
+    last = weights + made + packed + measured
+    if not fitted:
+        return max(last, weights + made + max(_rounding(m, experts) for m in layer.matrices))
+    moments = FOLDS * (experts * sum(squares) + squares[0] + experts * squares[1])
+    part = 4 * PART * (2 * first.cols + first.rows + 3 * second.cols)
+    errors = sum(4 * experts * len(versions) * FOLDS * _sampled(m) * m.cols for m in layer.matrices)
+    steps = [weights + moments + part, last + errors]
+    for m, square, kept in (
+        (second, squares[1], moments),
+        (first, squares[0], moments - 2 * FOLDS * experts * squares[1]),
+    ):
+        # Cross-fitting; then the moments of all tokens, which take three temporaries; then the matrix itself.
+        folds = at_once(m.cols, experts)
+        together = experts_at_once(_sampled(m), m.cols, len(versions), folds)
+        again = together * working_bytes(_sampled(m), m.cols, len(versions))
+        steps.append(weights + made + errors + kept + _stacked(folds) * square + max(3 * square, again))
+        steps.append(weights + made + errors + kept + _stacked(experts) * square + 3 * square)
+        left = kept - FOLDS * experts * 2 * square if m is second else 0
+        whole = experts_at_once(m.rows, m.cols, len(versions), experts) * working_bytes(m.rows, m.cols, len(versions))
+        steps.append(weights + 2 * made + errors + left + experts * square + whole)
+    return max(steps)
+
+
+def _stacked(matrices: int) -> int:
+    """Matrices in memory as so many become one tensor."""
+    return 2 * matrices if matrices > 1 else 1
+
+
+def _sampled(matrix: Matrix) -> int:
+    return min(matrix.rows, max(LEAST_ROWS, matrix.rows // SHARE))
+
+
+def _rounding(matrix: Matrix, experts: int) -> int:
+    """Rounding to nearest makes a few temporaries like the matrices."""
+    return 4 * 5 * experts * matrix.weights
+
+
+def _bytes_a_weight(versions: tuple[Version, ...]) -> float:
+    return sum(v.bits / 8 + 3 / v.group_size for v in versions)

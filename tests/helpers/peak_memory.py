@@ -1,0 +1,120 @@
+"""Run in a process of its own: what it takes at its peak, as one line of JSON.
+
+python peak_memory.py build CHECKPOINT TEXT BUNDLE BOUND [--violate]   peak and bound of a bounded build
+python peak_memory.py held FOLDER [--violate]                          growth by activations that lie in a file
+python peak_memory.py batch METHOD                                     growth by an expert batch, and what was said
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moepack.memory import peak_memory, resident_memory
+
+RECIPE = "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, length: 64, batch_size: 2}}"
+PLANTED = 512 << 20
+MORE = 16  # MiB that the process takes since it was refused
+
+
+def build(checkpoint: str, text: str, bundle: str, bound: str) -> dict[str, int]:
+    """A build in `bound` bytes; "least" is the least that it says it needs. --violate holds 512 MiB in secret."""
+    from moepack.pack.errors import InputError
+    from moepack.pipeline import build as pipeline
+    from moepack.pipeline import run
+    from moepack.pipeline.recipe import parse_recipe
+
+    recipe, size = parse_recipe(RECIPE, "test"), 1
+    if bound == "least":
+        try:
+            pipeline.build(checkpoint, bundle, recipe, [text], memory=1)
+        except InputError as error:
+            size = int(str(error).split("the least is ")[1].split("MiB")[0]) + MORE << 20
+    else:
+        size = int(bound)
+    if "--violate" in sys.argv:
+        digest, held = run.observation_digest, []
+
+        def wasteful(observation: Any) -> str:
+            held.append(torch.ones(PLANTED, dtype=torch.uint8))
+            return digest(observation)
+
+        run.observation_digest = wasteful  # type: ignore[attr-defined]
+    pipeline.build(checkpoint, bundle, recipe, [text], memory=size)
+    return {"peak": peak_memory(), "bound": size}
+
+
+def held(folder: str) -> dict[str, int]:
+    """256 MiB of activations written, read and gathered; --violate holds them in memory."""
+    from moepack.calibrate.held import Rows, empty, release
+
+    before, rows = resident_memory(), 1 << 17
+    tensor = empty((rows, 1024), torch.bfloat16, None if "--violate" in sys.argv else Path(folder))
+    for part in tensor.split(4096):
+        part.fill_(1.5)
+        release(part)
+    seen = Rows(tensor)
+    for start in range(0, rows, 8192):
+        assert bool((seen[torch.arange(start, start + 8192, 2)] == 1.5).all())
+    return {"growth": peak_memory() - before, "bytes": tensor.nbytes, "files": len(list(Path(folder).iterdir()))}
+
+
+def batch(method: str) -> dict[str, int]:
+    """An expert batch of four experts; both numbers in bytes."""
+    from moepack.calibrate.experts import ExpertWeights
+    from moepack.calibrate.forward import Observation
+    from moepack.calibrate.gather import gather_batch
+    from moepack.pack.spec import ExpertLayer, Matrix, Version
+    from moepack.quantize.batch_memory import batch_memory
+    from moepack.quantize.expert_batch import Settings, quantise_batch
+    from moepack.runtime.devices.glibc import trim
+
+    hidden, size, experts, tokens = 256, 768, 4, 2048
+    layer = ExpertLayer(0, "m", experts, (Matrix("gate_up", 2 * size, hidden, False), Matrix("down", hidden, size)))
+    versions = tuple(Version.of(name, 64) for name in ("w4", "w2"))
+
+    def run(experts: int) -> tuple[int, int]:
+        g = torch.Generator().manual_seed(0)
+        weights = ExpertWeights(
+            layer,
+            tuple(torch.randn(4, m.rows, m.cols, generator=g).bfloat16() for m in layer.matrices),
+            (None, None),
+            False,
+        )
+        chosen = torch.arange(4, dtype=torch.int32).repeat(tokens, 1)
+        inputs = torch.randn(tokens, hidden, generator=g).bfloat16()
+        seen = Observation(inputs, chosen, torch.full((tokens, 4), 0.5), 64)
+        settings = Settings(method, versions, loss_tokens=2048)
+        trim()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_memory()
+        made = gather_batch(
+            Module(), weights.select(range(experts)), range(experts), seen, settings, torch.device("cpu")
+        )
+        for _ in quantise_batch(made, settings):
+            pass
+        return peak_memory() - before, batch_memory(layer, settings, experts)
+
+    run(1)  # loads what quantisers need
+    took, said = run(experts)
+    return {"took": took, "said": said}
+
+
+class Module:
+    """The gate of a family's experts."""
+
+    has_gate = True
+
+    def _apply_gate(self, out: torch.Tensor) -> torch.Tensor:
+        gate, up = out.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+if __name__ == "__main__":
+    arguments = [a for a in sys.argv[2:] if a != "--violate"]
+    task: Any = {"build": build, "held": held, "batch": batch}[sys.argv[1]]
+    print(json.dumps(task(*arguments)))

@@ -1,0 +1,176 @@
+"""A build's bound on memory: kept, or refused with the least; no bit of a bundle depends on where things lie."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import HELPERS, tree
+from typer.testing import CliRunner
+
+from moepack.calibrate import statistics
+from moepack.calibrate.forward import Observation
+from moepack.calibrate.held import empty, mapped, release
+from moepack.cli import app
+from moepack.pack.errors import InputError, TargetError
+from moepack.pack.safetensors_file import read_header
+from moepack.pipeline import artifacts, bound
+from moepack.pipeline import build as pipeline
+from moepack.pipeline import run as passes
+from moepack.pipeline.bound import MAPPED, MIB, Needs, Placement, peak, place, steps
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import parse_recipe
+
+RECIPE = parse_recipe(
+    "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, length: 64, batch_size: 2}}", "test"
+)
+NEEDS = Needs(
+    process=100 * MIB, loading=300 * MIB, layer=100 * MIB, hidden=400 * MIB, seen=400 * MIB, routing=10 * MIB,
+    window=50 * MIB, forward=0, batch=150 * MIB,
+)  # fmt: skip
+
+
+def alone(*arguments: object) -> dict[str, int]:
+    """What a process of its own says it took."""
+    run = subprocess.run(
+        [sys.executable, str(HELPERS / "peak_memory.py"), *map(str, arguments)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return dict(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_a_build_stays_in_the_least_that_it_asks_for(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """And one that holds 512 MiB in secret does not: the peak is seen."""
+    kept = alone("build", demo_model, text, tmp_path / "kept", "least")
+    assert kept["peak"] <= kept["bound"] <= 1.25 * kept["peak"]
+    broken = alone("build", demo_model, text, tmp_path / "broken", kept["bound"], "--violate")
+    assert broken["peak"] > broken["bound"] == kept["bound"]
+    assert tree(tmp_path / "kept") == tree(tmp_path / "broken")
+
+
+def test_activations_in_a_file_are_not_in_memory(tmp_path: Path) -> None:
+    on_disk, in_memory = alone("held", tmp_path), alone("held", tmp_path, "--violate")
+    assert on_disk["growth"] < 2 * MAPPED < in_memory["bytes"] < in_memory["growth"]
+    assert on_disk["files"] == 0, "the file has no name: nothing is left of a process that is killed"
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_what_an_expert_batch_takes_is_said(method: str) -> None:
+    found = alone("batch", method)
+    assert 0.6 * found["said"] < found["took"] < found["said"]
+
+
+def test_what_goes_to_disk_first_and_the_least() -> None:
+    """By hand, in MiB: reading takes 100 + 400 + 300; calibrating 100 + 810 + 100 + 4 * 50; quantising, with 150 for
+    its batch, less."""
+    assert {step: sum(parts.values()) // MIB for step, parts in steps(NEEDS, Placement(4)).items()} == {
+        "read a layer": 800, "calibrate": 1210, "quantise": 1160,
+    }  # fmt: skip
+    on_disk = MAPPED // MIB
+    assert place(NEEDS, 4, None) == place(NEEDS, 4, 1210 * MIB) == Placement(4)
+    assert place(NEEDS, 4, 1209 * MIB) == place(NEEDS, 4, (810 + on_disk) * MIB) == Placement(4, True)
+    both = 410 + 2 * on_disk
+    assert place(NEEDS, 4, (810 + on_disk) * MIB - 1) == place(NEEDS, 4, both * MIB) == Placement(4, True, True)
+    assert place(NEEDS, 4, both * MIB - 1) == place(NEEDS, 4, (both - 50) * MIB) == Placement(3, True, True)
+    # A batch of one takes 260 and what is mapped, quantising 360: the least.
+    assert place(NEEDS, 4, (360 + 2 * on_disk) * MIB) == Placement(3, True, True)
+    with pytest.raises(InputError, match=rf"the least is {360 + 2 * on_disk}MiB, to quantise \(expert batch 150MiB\)"):
+        place(NEEDS, 4, (360 + 2 * on_disk) * MIB - 1)
+    assert peak(replace(NEEDS, loading=2000 * MIB), Placement(4))[0] == "read a layer"
+
+
+def test_bytes_do_not_depend_on_where_activations_lie(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.build(demo_model, tmp_path / "memory", RECIPE, [text])
+    monkeypatch.setattr(passes, "place", lambda needs, size, memory: Placement(size, True, True))
+    pipeline.build(demo_model, tmp_path / "disk", RECIPE, [text], memory=1)
+    assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
+    pipeline.calibrate(demo_model, tmp_path / "work", RECIPE, [text], memory=1)
+    pipeline.quantize(tmp_path / "work", memory=1)
+    pipeline.pack(tmp_path / "work", tmp_path / "staged")
+    assert tree(tmp_path / "memory") == tree(tmp_path / "staged")
+
+
+def test_smaller_batches_are_a_setting_of_the_work_directory(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later run with more memory goes on with them; one without a bound is refused by the name of the setting."""
+    shrunk = 1 << 40
+    monkeypatch.setattr(passes, "place", lambda needs, size, memory: Placement(1 if memory < shrunk else size))
+    work = tmp_path / "work"
+    pipeline.calibrate(demo_model, work, RECIPE, [text], memory=1)
+    assert json.loads((work / "settings.json").read_text())["calibrate"]["batch_size"] == 1
+    pipeline.build(demo_model, tmp_path / "bundle", RECIPE, [text], work=work, memory=shrunk)
+    with pytest.raises(InputError, match="batch_size"):
+        pipeline.build(demo_model, tmp_path / "other", RECIPE, [text], work=work)
+
+
+def test_what_cannot_be_kept_is_refused_before_any_work(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ["build", str(demo_model), "-o", str(tmp_path / "b"), "-c", str(text), "--memory", "64MiB", "-q"]
+    for more in ([], ["--dry-run"], ["--work", str(tmp_path / "work")]):
+        out = CliRunner().invoke(app, [*arguments, *more])
+        assert isinstance(out.exception, InputError) or out.exit_code == 2
+        assert not (tmp_path / "b").exists() and not (tmp_path / "work" / "calibrate").exists()
+    with pytest.raises(InputError, match=r"--memory 64MiB cannot be kept: the least is \d+MiB"):
+        pipeline.build(demo_model, tmp_path / "b", RECIPE, [text], memory=64 * MIB)
+
+
+def test_the_dry_run_says_the_numbers_of_the_bound(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bound, "resident_memory", lambda: 1000 * MIB)
+    free = estimate(demo_model, tmp_path / "b", RECIPE, [text])
+    with pytest.raises(InputError) as caught:
+        estimate(demo_model, tmp_path / "b", RECIPE, [text], memory=1)
+    found = re.search(r"the least is (\d+)MiB", str(caught.value))
+    assert found is not None
+    least = int(found.group(1)) * MIB
+    tight = estimate(demo_model, tmp_path / "b", RECIPE, [text], memory=least)
+    assert sum(tight.memory.values()) <= least <= sum(free.memory.values()) + MIB
+    assert free.batch_size == 2 and free.on_disk == ""
+
+
+def test_a_full_disk_is_an_error_of_the_target(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="--memory"):
+        empty((1 << 46,), torch.bfloat16, tmp_path)
+
+
+def test_kept_tensors_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every dtype, written in parts, mapped ones among them, and read in place."""
+    monkeypatch.setattr(artifacts, "_WRITTEN", 7)
+    wanted = {
+        "a": torch.arange(9, dtype=torch.uint8),
+        "b": torch.tensor(3.5, dtype=torch.float64),
+        "c": torch.randn(5, 3).bfloat16(),
+        "d": torch.zeros(0, 4, dtype=torch.int32),
+        "e": torch.randn(4, 6).T,
+        "f": empty((3, 2), torch.float32, tmp_path).fill_(2.0),
+    }
+    artifacts.save(tmp_path / "x.safetensors", wanted, {"k": "v"})
+    got = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(got[n], t) and got[n].dtype == t.dtype for n, t in wanted.items()) and len(got) == 6
+    entry = read_header(tmp_path / "x.safetensors").tensors["c"]
+    read = mapped(tmp_path / "x.safetensors", entry.begin, entry.shape, torch.bfloat16)
+    release(read)
+    assert torch.equal(read, wanted["c"])
+
+
+def test_statistics_are_those_of_all_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(0)
+    chosen = torch.stack([torch.randperm(8, generator=g)[:3] for _ in range(6 * 16)]).to(torch.int32)
+    seen = Observation(torch.zeros(96, 4), chosen, torch.rand(96, 3, generator=g), 16)
+    whole = statistics.routing_statistics(seen, 8)
+    monkeypatch.setattr(statistics, "_AT_ONCE", 40)  # two windows at a time, in parts
+    parts = statistics.routing_statistics(seen, 8)
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
+    before, after = chosen.view(6, 16, 3)[:, :-1].tolist(), chosen.view(6, 16, 3)[:, 1:].tolist()
+    both = sum(len(set(a) & set(b)) for w, v in zip(before, after, strict=True) for a, b in zip(w, v, strict=True))
+    assert float(whole["reuse"]) == pytest.approx(both / (6 * 15 * 3))

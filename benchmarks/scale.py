@@ -45,7 +45,6 @@ def on_ray(checkpoint: str, bundle: str, recipe: str, workers: int) -> dict[str,
 
     ray, _ = connect(None, num_cpus=workers)
 
-    @ray.remote(num_cpus=1)
     def warm() -> int:
         """Import what a batch needs, in a worker."""
         import transformers
@@ -57,7 +56,8 @@ def on_ray(checkpoint: str, bundle: str, recipe: str, workers: int) -> dict[str,
         time.sleep(1)  # so that every worker gets one
         return os.getpid()
 
-    assert len(set(ray.get([warm.remote() for _ in range(workers)]))) == workers
+    task = ray.remote(num_cpus=1)(warm)
+    assert len(set(ray.get([task.remote() for _ in range(workers)]))) == workers
     executor = OnRay(None)
     vars(pipeline)["open_executor"] = lambda engine, address: executor
     began = time.monotonic()

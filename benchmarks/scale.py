@@ -56,8 +56,8 @@ def on_ray(checkpoint: str, bundle: str, recipe: str, workers: int) -> dict[str,
         time.sleep(1)  # so that every worker gets one
         return os.getpid()
 
-    one = ray.remote(num_cpus=1)(warm)
-    assert len(set(ray.get([one.remote() for _ in range(workers)]))) == workers
+    task = ray.remote(num_cpus=1)(warm)
+    assert len(set(ray.get([task.remote() for _ in range(workers)]))) == workers
     executor = OnRay(None)
     vars(pipeline)["open_executor"] = lambda engine, address: executor
     began = time.monotonic()

@@ -251,7 +251,8 @@ def main() -> None:
         return
     if args.bounded:
         shapes = [shape for shape in (SMALL if args.quick else SHAPES) if args.shape in shape.name]
-        bounded(shapes, args.method, *((8, 256) if args.quick else (args.samples, 2048)), args.json)
+        samples, length = (8, 256) if args.quick else (args.samples, 2048)
+        bounded(shapes, args.method, samples, length, args.json)
         return
     if args.estimates:
         estimates((64, 128, 256) if args.quick else (256, 512, 1024), args.method, args.json)

@@ -166,7 +166,7 @@ class StreamedModel:
     def dense_rows(self, layer: int) -> int:
         """Rows of a layer's Linears, all together, the experts' left out."""
         modules = self.layers[layer].modules()
-        return sum(m.out_features for m in modules if isinstance(m, torch.nn.Linear))
+        return sum(int(m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
 
     def load(self, layer: int | None) -> dict[str, Tensor]:
         """Load a decoder layer, or with None all that is outside them, in the checkpoint's own dtypes on the CPU.

@@ -178,7 +178,7 @@ def _top_k(config: object) -> int:
 def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) -> int:
     """Bytes that a window takes on its way through a layer: about what is alive in attention, or in the experts."""
     config = stream.model.config.get_text_config()
-    size, hidden = dtype.itemsize, config.hidden_size
+    size, hidden = dtype.itemsize, int(config.hidden_size)
     around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32
     attention = length * stream.dense_rows(index) * 3 * size + 2 * size * length * length
     layer = stream.expert_layers.get(index)

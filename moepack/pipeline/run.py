@@ -137,7 +137,7 @@ class Run:
         if len(windows.ids) < settings.samples:
             reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
         run = Run(directory, stream, recipe, windows.ids, keep)
-        run._fit(memory, *windows.ids.shape, fresh=fresh, reporter=reporter)
+        run._fit(memory, len(windows.ids), windows.ids.shape[1], fresh=fresh, reporter=reporter)
         directory.begin(
             "calibrate",
             {

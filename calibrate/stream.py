@@ -153,7 +153,7 @@ class StreamedModel:
     def part_bytes(self, layer: int | None) -> int:
         """Bytes of a part in memory, as `load` leaves it."""
         state = self.model.state_dict()
-        return sum(state[n].numel() * self._source_dtype[n].itemsize for n in self.names(layer))
+        return sum(int(state[n].numel()) * self._source_dtype[n].itemsize for n in self.names(layer))
 
     def loading_bytes(self, layer: int | None) -> int:
         """The most bytes that `load` of a part takes: its tensors, the mapped pages of the files, and copies."""

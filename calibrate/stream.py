@@ -171,7 +171,7 @@ class StreamedModel:
     def part_bytes(self, layer: int | None) -> int:
         """Bytes of a part in memory, as `load` leaves it."""
         state = self.model.state_dict()
-        return sum(state[n].numel() * self._source_dtype[n].itemsize for n in self.names(layer))
+        return sum(int(state[n].numel()) * self._source_dtype[n].itemsize for n in self.names(layer))
 
     def loading_bytes(self, layer: int | None) -> int:
         """The most bytes that `load` of a part takes: its tensors, the mapped pages of the files, and copies."""
@@ -184,7 +184,7 @@ class StreamedModel:
     def dense_rows(self, layer: int) -> int:
         """Rows of a layer's Linears, all together, the experts' left out."""
         modules = self.layers[layer].modules()
-        return sum(m.out_features for m in modules if isinstance(m, torch.nn.Linear))
+        return sum(int(m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
 
     def load(self, layer: int | None) -> dict[str, Tensor]:
         """Load a decoder layer, or with None all that is outside them, in the checkpoint's own dtypes on the CPU.

@@ -152,8 +152,7 @@ class _DryRun:
         check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
         _, windows = calibration_text(opened, recipe, calibration)
         parts = {part: [m for m in dense if m.layer == part] for part in {m.layer for m in dense}}
-        count, length = windows.ids.shape
-        needs = needs_of(stream, recipe, count, length, parts)
+        needs = needs_of(stream, recipe, len(windows.ids), windows.ids.shape[1], parts)
         how = place(needs, recipe.calibration.batch_size, memory)
         return _DryRun(stream, recipe, windows.ids, reporter, needs, how)
 

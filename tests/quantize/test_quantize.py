@@ -10,7 +10,7 @@ from torch import Tensor
 from moepack.pack.spec import Version
 from moepack.quantize import gptq, gptqmodel_reference, rtn
 from moepack.quantize.factor import factor
-from moepack.quantize.grid import Quantised, column_groups, dequantise, fix_scale
+from moepack.quantize.grid import Quantised, dequantise, fix_scale
 from moepack.quantize.methods import quantise, quantise_all
 
 WIDTHS = [4, 3, 2, 1]
@@ -159,7 +159,7 @@ def test_column_loop_against_the_papers_algorithm(cols: int, group_size: int) ->
     factored = factor(h, group_size)
     work = gptq.Work(w, factored, versions, group_size)
     work.feed_forward()
-    group = column_groups(cols, group_size, w.device)
+    group = torch.arange(cols) // group_size
     top = (2.0 ** torch.tensor(WIDTHS) - 1).repeat_interleave(16)[:, None].double()
     for e in range(2):
         lanes = work.weight[e].T.repeat(4, 1).double()

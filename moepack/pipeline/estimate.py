@@ -83,11 +83,13 @@ def estimate(
     Raises:
         MoepackError: what the build itself would raise before it begins.
     """
+    began = time.perf_counter()
     bound_kernel_caches()
     check_device(device)
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision, memory)
+    run.start = time.perf_counter() - began
     reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
     run.outside()
@@ -120,6 +122,7 @@ class _DryRun:
         self._needs, self._how, batch = needs, how, how.batch_size
         self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
         self._sizes = _known_sizes(recipe, self._experts)
+        self.start = 0.0  # seconds until the first layer, and until everything is loaded and compiled
         self._read = self._encode = self._forward = self._one_expert = 0.0  # seconds
         self._dense = 0  # bytes
         self._matrices: dict[int | None, DenseLayer] = {}
@@ -255,10 +258,13 @@ class _DryRun:
 
         few = expert_batches(experts.layer, settings)[0][:PROBED]
         seen = _shared_out(observation, self._ids.numel(), experts.layer.experts, len(few))
-        make_batch(task(range(1)), seen)  # loads and compiles what the quantisers need
         began = time.perf_counter()
+        make_batch(task(range(1)), seen)  # loads and compiles what the quantisers need
+        first, began = time.perf_counter() - began, time.perf_counter()
         make_batch(task(few), seen)
-        return (time.perf_counter() - began) / len(few)
+        one = (time.perf_counter() - began) / len(few)
+        self.start += max(0.0, first - one)
+        return one
 
     def result(self, rate: float, keep: bool) -> Estimate:
         """What was measured, scaled to the whole.
@@ -275,6 +281,7 @@ class _DryRun:
         spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk
         written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
         seconds = {
+            "start": self.start,
             "read": self._read,
             "calibrate": self._forward * batches * self.layers,
             "quantise": self._one_expert * count + self._one_dense * self._dense_work,

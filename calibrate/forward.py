@@ -111,7 +111,7 @@ class CalibrationPass:
             return same[id(a), id(b)][0]
 
         self.hidden = []
-        first, batch = iter(range(len(self._batches))), [0]
+        first, now = iter(range(len(self._batches))), [0]
 
         def recorder(index: int) -> Callable[..., Any]:
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -119,12 +119,12 @@ class CalibrationPass:
                     name = stream.checkpoint.config.model_type
                     raise InputError(f"decoder layers of {name} take positional arguments: not supported yet")
                 if index == 0:
-                    batch[0] = next(first)
-                    self._keep(batch[0], hidden_states)
+                    now[0] = next(first)
+                    self._keep(now[0], hidden_states)
                     same.clear()
                 known = self._arguments.setdefault((index, len(hidden_states)), kwargs)
                 if own := {n: v for n, v in kwargs.items() if not is_same(v, known.get(n))}:
-                    self._own[index, batch[0]] = own
+                    self._own[index, now[0]] = own
                 return hidden_states.as_subclass(_Alone)
 
             return forward

@@ -170,16 +170,17 @@ class StreamedModel:
 
     def part_bytes(self, layer: int | None) -> int:
         """Bytes of a part in memory, as `load` leaves it."""
-        state = self.model.state_dict()
-        return sum(int(state[n].numel()) * self._source_dtype[n].itemsize for n in self.names(layer))
+        return sum(self._sizes(layer).values())
 
     def loading_bytes(self, layer: int | None) -> int:
         """The most bytes that `load` of a part takes: its tensors, the mapped pages of the files, and copies."""
+        sizes = self._sizes(layer)
+        merged = [size for name, size in sizes.items() if name in self._merged]
+        return 2 * sum(sizes.values()) + sum(merged) // 2 + max(merged, default=0)
+
+    def _sizes(self, layer: int | None) -> dict[str, int]:
         state = self.model.state_dict()
-        sizes: dict[str, int] = {n: state[n].numel() * self._source_dtype[n].itemsize for n in self.names(layer)}
-        merged = sum(size for n, size in sizes.items() if n in self._merged)
-        largest = max((size for n, size in sizes.items() if n in self._merged), default=0)
-        return 2 * sum(sizes.values()) + merged // 2 + largest
+        return {n: int(state[n].numel()) * self._source_dtype[n].itemsize for n in self.names(layer)}
 
     def dense_rows(self, layer: int) -> int:
         """Rows of a layer's Linears, all together, the experts' left out."""

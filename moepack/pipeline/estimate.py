@@ -83,11 +83,13 @@ def estimate(
     Raises:
         MoepackError: what the build itself would raise before it begins.
     """
+    began = time.perf_counter()
     bound_kernel_caches()
     check_device(device)
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision, memory)
+    run.start = time.perf_counter() - began
     reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
     run.outside()
@@ -120,6 +122,7 @@ class _DryRun:
         self._needs, self._how, batch = needs, how, how.batch_size
         self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
         self._sizes = _known_sizes(recipe, self._experts)
+        self.start = 0.0  # seconds until the first layer, and until everything is loaded and compiled
         self._read = self._encode = self._forward = self._one_expert = 0.0  # seconds
         self._dense = 0  # bytes
         self._matrices: dict[int | None, DenseLayer] = {}
@@ -254,12 +257,14 @@ class _DryRun:
         batches = expert_batches(experts.layer, settings)
         few = batches[0][:PROBED]
         seen = _shared_out(observation, self._ids.numel(), experts.layer.experts, len(few))
-        make(range(1))  # loads and compiles what the quantisers need
         began = time.perf_counter()
+        make(range(1))  # loads and compiles what the quantisers need
+        first, began = time.perf_counter() - began, time.perf_counter()
         make(few)
-        seconds = (time.perf_counter() - began) / len(few)
+        one = (time.perf_counter() - began) / len(few)
+        self.start += max(0.0, first - one)
         # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.
-        return seconds * -(-len(batches) // self._how.workers) / len(batches)
+        return one * -(-len(batches) // self._how.workers) / len(batches)
 
     def result(self, rate: float, keep: bool) -> Estimate:
         """What was measured, scaled to the whole.
@@ -277,6 +282,7 @@ class _DryRun:
         passes = 2 if self._recipe.calibration.until else 1  # one counts tokens first
         written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
         seconds = {
+            "start": self.start,
             "read": self._read * passes,
             "calibrate": self._forward * batches * self.layers * passes,
             "quantise": self._one_expert * count + self._one_dense * self._dense_work,

@@ -14,11 +14,16 @@ from .gptq import experts_at_once, working_bytes
 from .methods import method_for
 
 OTHERS = 256  # tokens at the most that an expert is measured on beside its own
+SMALL = 16 << 20  # bytes of what is not counted, and a 16th of what is: what the allocator rounds and keeps
 LOSSLESS = 0.75  # of a BF16 matrix, what its lossless extent takes at the most but for exotic weights
 
 
 def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     """The most bytes that making a batch of so many experts takes, on the device that computes."""
+    return _largest_step(layer, settings, experts) * 17 // 16 + SMALL
+
+
+def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     first, second = layer.matrices[0], layer.matrices[-1]
     versions = settings.versions
     fitted = any(method_for(settings.method, v).needs_moments for v in versions)
@@ -63,8 +68,8 @@ def _sampled(matrix: Matrix) -> int:
 
 
 def _rounding(matrix: Matrix, experts: int) -> int:
-    """Rounding to nearest makes a few temporaries like the matrices."""
-    return 4 * 5 * experts * matrix.weights
+    """Rounding to nearest makes one temporary like the matrices, their magnitudes."""
+    return 4 * experts * matrix.weights
 
 
 def _bytes_a_weight(versions: tuple[Version, ...]) -> float:

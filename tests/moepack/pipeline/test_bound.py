@@ -64,7 +64,7 @@ def test_activations_in_a_file_are_not_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_what_an_expert_batch_takes_is_said(method: str) -> None:
     found = alone("batch", method)
-    assert 0.6 * found["said"] < found["took"] < found["said"]
+    assert 0.5 * found["said"] < found["took"] < found["said"]
 
 
 def test_what_goes_to_disk_first_and_the_least() -> None:

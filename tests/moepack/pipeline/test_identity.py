@@ -17,6 +17,7 @@ from moepack.calibrate.identity import identity
 from moepack.pack.errors import InputError
 from moepack.pack.writer import BundleWriter
 from moepack.pipeline import build as pipeline
+from moepack.pipeline import run
 from moepack.pipeline.model_card import hub_commit, hub_id
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import Run
@@ -113,11 +114,13 @@ def test_a_stopped_build_then_calibrate_then_build(
     assert tree(tmp_path / "b") == tree(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("every", "again"), [(1, [2, 3]), (2, [2, 3]), (4, [0, 1, 2, 3])])
 def test_a_stopped_calibrate_goes_on_in_a_build(
-    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, again: list[int], checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that were calibrated are not gone through again."""
+    """Layers that were calibrated are not gone through again, but for those since the activations that were kept."""
     work, ran = tmp_path / "work", []
+    monkeypatch.setattr(run, "EVERY", every)
     pipeline.build(checkpoint, tmp_path / "whole", RECIPE, [text])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop(patch, "_keep_hidden", 2)
@@ -127,11 +130,14 @@ def test_a_stopped_calibrate_goes_on_in_a_build(
         CalibrationPass, "run_layer", lambda self, layer, *rest: (ran.append(layer), real(self, layer, *rest))[1]
     )
     pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
-    assert tree(tmp_path / "b") == tree(tmp_path / "whole") and ran == [2, 3]
+    assert tree(tmp_path / "b") == tree(tmp_path / "whole") and ran == again
 
 
-def test_activations_that_nobody_kept_are_made_again(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_activations_that_nobody_kept_are_made_again(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = tmp_path / "work"
+    monkeypatch.setattr(run, "EVERY", 2)
     pipeline.build(checkpoint, tmp_path / "whole", RECIPE, [text])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop(patch, "_quantise_layer", 2)

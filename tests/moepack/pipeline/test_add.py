@@ -63,9 +63,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     original = executors.make_batch
 
-    def counted(task: Any, observation: Any) -> Any:
+    def counted(task: Any, *rest: Any) -> Any:
         names.extend(v.name for v in task.versions)
-        return original(task, observation)
+        return original(task, *rest)
 
     monkeypatch.setattr(executors, "make_batch", counted)
     yield names

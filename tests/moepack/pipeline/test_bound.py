@@ -74,15 +74,20 @@ def test_what_goes_to_disk_first_and_the_least() -> None:
         "read a layer": 800, "calibrate": 1210, "quantise": 1160,
     }  # fmt: skip
     on_disk = MAPPED // MIB
-    assert place(NEEDS, 4, None) == place(NEEDS, 4, 1210 * MIB) == Placement(4)
-    assert place(NEEDS, 4, 1209 * MIB) == place(NEEDS, 4, (810 + on_disk) * MIB) == Placement(4, True)
+    assert place(NEEDS, 4, None) == place(NEEDS, 4, 1210 * MIB) == Placement(4, workers=1)
+    assert place(NEEDS, 4, 1209 * MIB) == place(NEEDS, 4, (810 + on_disk) * MIB) == Placement(4, True, workers=1)
     both = 410 + 2 * on_disk
-    assert place(NEEDS, 4, (810 + on_disk) * MIB - 1) == place(NEEDS, 4, both * MIB) == Placement(4, True, True)
-    assert place(NEEDS, 4, both * MIB - 1) == place(NEEDS, 4, (both - 50) * MIB) == Placement(3, True, True)
+    assert place(NEEDS, 4, (810 + on_disk) * MIB - 1) == place(NEEDS, 4, both * MIB) == Placement(4, True, True, 1)
+    assert place(NEEDS, 4, both * MIB - 1) == place(NEEDS, 4, (both - 50) * MIB) == Placement(3, True, True, 1)
     # A batch of one takes 260 and what is mapped, quantising 360: the least.
-    assert place(NEEDS, 4, (360 + 2 * on_disk) * MIB) == Placement(3, True, True)
+    assert place(NEEDS, 4, (360 + 2 * on_disk) * MIB) == Placement(3, True, True, 1)
     with pytest.raises(InputError, match=rf"the least is {360 + 2 * on_disk}MiB, to quantise \(expert batch 150MiB\)"):
         place(NEEDS, 4, (360 + 2 * on_disk) * MIB - 1)
+    # Two batches of experts at once take 150 more as they are quantised; one does before anything else shrinks.
+    two = replace(NEEDS, at_once=2)
+    assert place(two, 4, 1310 * MIB) == Placement(4, workers=2)
+    assert place(two, 4, (510 + 2 * on_disk) * MIB) == Placement(4, True, True, 2)
+    assert place(two, 4, (510 + 2 * on_disk) * MIB - 1) == Placement(4, True, True, 1)
     assert peak(replace(NEEDS, loading=2000 * MIB), Placement(4))[0] == "read a layer"
 
 
@@ -104,7 +109,7 @@ def test_smaller_batches_are_a_setting_of_the_work_directory(
 ) -> None:
     """A later run with more memory goes on with them; one without a bound is refused by the name of the setting."""
     shrunk = 1 << 40
-    monkeypatch.setattr(passes, "place", lambda needs, size, memory: Placement(1 if memory < shrunk else size))
+    monkeypatch.setattr(passes, "place", lambda needs, size, memory: Placement(1 if memory == 1 else size))
     work = tmp_path / "work"
     pipeline.calibrate(demo_model, work, RECIPE, [text], memory=1)
     assert json.loads((work / "settings.json").read_text())["calibrate"]["batch_size"] == 1

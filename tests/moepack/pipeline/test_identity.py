@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,11 @@ def checkpoint(demo_model: Path, tmp_path: Path) -> Path:
 
 def tuned(checkpoint: Path) -> None:
     """Another model with the same header, size and times: one weight differs."""
-    file = checkpoint / "model.safetensors"
-    whole = bytearray(file.read_bytes())
-    whole[-100] ^= 1
-    file.write_bytes(whole)
+    with (checkpoint / "model.safetensors").open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-100, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
 
 
 def stop(monkeypatch: pytest.MonkeyPatch, name: str, at: int, of: Any = Run) -> None:

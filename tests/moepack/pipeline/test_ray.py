@@ -219,11 +219,12 @@ def test_slots_are_counted_by_node() -> None:
 
 
 def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
-    """One core, a GPU where the build has one; memory as the formula says, by hand."""
+    """One core, a GPU where the build has one; memory of the largest batch."""
     from moepack.pack.spec import ExpertLayer, Matrix, Version
     from moepack.pipeline.expert_batch import ExpertBatchTask
     from moepack.pipeline.layer_work import LayerWork
-    from moepack.quantize.expert_batch import FOLDS, Settings
+    from moepack.quantize.batch_memory import batch_memory
+    from moepack.quantize.expert_batch import Settings
 
     layer = ExpertLayer(0, "m", 8, (Matrix("gate_up", 128, 64), Matrix("down", 64, 64)))
     settings = Settings("gptq", (Version.of("w4", 64), Version.of("w2", 64)))
@@ -231,9 +232,7 @@ def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
         ExpertBatchTask("c", 0, part, settings.versions, settings, "cuda") for part in (range(5), range(5, 8))
     )
     work = LayerWork(layer, tasks, (tmp_path / "a", tmp_path / "b"), tmp_path)
-    weights, squares = 128 * 64 + 64 * 64, 2 * 64 * 64
-    expert = 4 * (1 + FOLDS) * squares + (4 * 3 + 2) * weights + 8 * weights
-    want = {"CPU": 1.0, "memory": float(ray_executor.PROCESS + 5 * expert)}
+    want = {"CPU": 1.0, "memory": float(ray_executor.PROCESS + batch_memory(layer, settings, 5))}
     assert needs(work, 0) == want and needs(work, 1) == {**want, "GPU": 1.0}
     assert len(pickle.dumps(work)) < 4096
 

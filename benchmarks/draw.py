@@ -191,7 +191,39 @@ def budgets() -> Any:
     return figure
 
 
-PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets)}
+def peers() -> Any:
+    """Speed against divergence: moepack's versions and llama.cpp's types, tokens a second of the generated model by the
+    divergence that the same bits cost on a trained one."""
+    import matplotlib.pyplot as plt
+
+    rows = results("peers")["rows"]
+    divergence = {r["encoding"]: r["KL, mnat"] for r in rows if r["part"] == "quality" and "KL, mnat" in r}
+    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
+    _plain(axis)
+    models = [r for r in rows if r["part"] == "models" and r["rest"] == "BF16" and "decode tokens/s" in r]
+    threads = min(r["threads"] for r in models)
+    best: dict[tuple[str, str], float] = {}
+    for row in models:
+        who, encoding = row["side"].split()[:2]
+        if row["threads"] == threads and encoding in divergence:
+            best[who, encoding] = max(best.get((who, encoding), 0.0), row["decode tokens/s"])
+    for who, colour, mark in (("moepack", OURS, "o-"), ("llama.cpp", THEIRS, "s--")):
+        points = sorted((divergence[e], rate, e) for (w, e), rate in best.items() if w == who)
+        axis.plot([p[0] for p in points], [p[1] for p in points], mark, color=colour, linewidth=2.5, markersize=10,
+                  label=who)  # fmt: skip
+        for x, y, name in points:
+            axis.annotate(name, (x, y), (8, 8), textcoords="offset points", fontsize=14, color=colour, weight="bold")
+    axis.set_xscale("log")
+    axis.margins(x=0.2)
+    axis.set(ylim=(0, 1.2 * max(best.values())))
+    axis.set_xlabel("divergence (KL) that its bits cost, thousandths of a nat", fontsize=15, color=INK)
+    shown = f"Decoding, tokens a second, {threads} thread{'s' * (threads > 1)}"
+    axis.set_title(shown, fontsize=16, color=INK, loc="left", weight="bold")
+    axis.legend(fontsize=14, frameon=False, labelcolor=INK)
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets, peers)}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -62,19 +61,22 @@ class Sides:
                 self.missing[who] = str(error)
                 print(f"{who} is left out: {error}", flush=True)
 
-    def start(self, who: str, cpus: Sequence[int]) -> Worker:
-        """A side's process."""
+    def start(self, who: str, threads: int) -> Worker:
+        """A side's process, on so many processors. kt-kernel's main thread spins while its others work: it gets one
+        more, where there is one."""
         module = {"moepack": "ours", "llama.cpp": "llama", "kt-kernel": "kt"}[who]
         # what tuning finds for this benchmark is not what the user's own cache should hold
         env = {"XDG_CACHE_HOME": str(self.scratch)} if who == "moepack" else {}
-        return Worker(self.python[who], f"benchmarks.peers.{module}", cpus, self.scratch / f"{module}.log", env)
+        cpus = processors(threads + (who == "kt-kernel"))
+        log = self.scratch / f"{module}.log"
+        return Worker(self.python[who], f"benchmarks.peers.{module}", cpus, log, env, threads)
 
     def versions(self) -> dict[str, str]:
         """What the peers are, and why those that are missing are."""
         out = {who: f"not measured: {why}" for who, why in self.missing.items()}
         for who in self.python.keys() - {"moepack"}:
             try:
-                with self.start(who, processors(1)) as worker:
+                with self.start(who, 1) as worker:
                     out |= worker.call("versions")
             except PeerError as error:  # it is installed and does not run here
                 out[who] = f"not measured: {error}"
@@ -118,12 +120,15 @@ def main() -> None:
             with ExitStack() as stack:
                 writer = None
                 if "llama.cpp" in sides.python:
-                    writer = stack.enter_context(sides.start("llama.cpp", sorted(os.sched_getaffinity(0))))
+                    writer = stack.enter_context(sides.start("llama.cpp", len(os.sched_getaffinity(0))))
                 size = QUICK if args.quick else FULL
-                bundle, home = prepare(args.work, size, args.group_size, MIXES, writer)
+                try:
+                    bundle, home = prepare(args.work, size, args.group_size, MIXES, writer)
+                except PeerError as error:
+                    raise SystemExit(str(error)) from None
         for count in threads:
             with ExitStack() as stack:
-                workers = {w: stack.enter_context(sides.start(w, processors(count))) for w in sides.python}
+                workers = {w: stack.enter_context(sides.start(w, count)) for w in sides.python}
                 peers[f"moepack, {count} threads"] = workers["moepack"].call("tune")
                 if "layers" in parts:
                     rows["layers"] += _layers(workers, args, count, Path(scratch))
@@ -149,13 +154,12 @@ def _layers(workers: dict[str, Worker], args: Any, threads: int, scratch: Path) 
     shapes = args.shape or (LAYERS[:1] if args.quick else LAYERS)
     tokens = (1, 16) if args.quick else layers.TOKENS
     seconds = 2.0 if args.quick else 6.0
-    if args.quick:
-        layers.CACHES //= 4
+    pool = layers.CACHES // 4 if args.quick else layers.CACHES
     rows = []
     for shape in shapes:
         known = [v for v in VERSIONS if v in _versions()]
         described = (shape, SHAPES[shape])
-        rows += layers.measure(workers, described, known, args.group_size, tokens, seconds, scratch, threads)
+        rows += layers.measure(workers, described, known, args.group_size, tokens, seconds, scratch, threads, pool)
     return rows
 
 
@@ -184,7 +188,7 @@ def _quality(sides: Sides, args: Any, scratch: Path) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         llama = None
         if "llama.cpp" in sides.python:
-            llama = stack.enter_context(sides.start("llama.cpp", sorted(os.sched_getaffinity(0))))
+            llama = stack.enter_context(sides.start("llama.cpp", len(os.sched_getaffinity(0))))
         every = quality.encodings(args.group_size, llama, scratch)
         rows = quality.of_generated(shapes, every)
         return rows + quality.of_model(args.checkpoint, calibration, data, windows, every)

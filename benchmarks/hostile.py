@@ -103,7 +103,8 @@ def whole(target: Path) -> None:
         for layer in LAYERS:
             shape = (layer.experts, len(VERSIONS))
             found = {"tokens": np.full(2, 7), "gate_sum": np.ones(2, np.float32), "method": np.zeros(shape, np.uint8)}
-            found |= {name: np.full(shape, 0.1, np.float32) for name in ("mse", "relative", "gated")}
+            for loss in ("mse", "relative", "gated"):
+                found |= {loss: np.full(shape, 0.1, np.float32), f"{loss}_error": np.full(shape, 0.01, np.float32)}
             found |= {f"{half}_counts": np.ones((3, 2), np.int32) for half in ("prefill", "decode")}
             found |= {"prefill_gates": np.ones((3, 2), np.float32), "coactivation": np.eye(2, dtype=np.int64)}
             found["reuse"] = np.full((), 0.5, np.float32)

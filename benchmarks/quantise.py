@@ -101,8 +101,8 @@ def of_checkpoint(path: Path, calibration: list[str], data: list[str], windows: 
                 x = seen.inputs[tokens].float()
                 act = hidden(module, x, weight[0], None if bias is None else bias.float())
                 made.append((second_moments(x), second_moments(act)))
-            prior = PRIOR * weight[0].shape[1]
             for m in range(2):
+                prior = PRIOR * weight[m].shape[1]
                 few = len(own) < NEGLIGIBLE * prior
                 moments = shrink(made[0][m], len(own), made[1][m], prior) if few else made[0][m]
                 parts[m].append([weight[m], moments, made[2][m]])

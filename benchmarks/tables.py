@@ -122,6 +122,32 @@ def allocation() -> str:
     return table(["allocation", "bits a weight", *TEXTS.values(), "mean rise"], out)
 
 
+def losses() -> str:
+    """The truth over what loss tables say."""
+    rows = results("losses-tiny-qwen3-moe")["rows"]
+    out = []
+    for kind, tokens in dict.fromkeys((row["experts"], row["tokens"]) for row in rows):
+        found = {row["version"]: row for row in rows if (row["experts"], row["tokens"]) == (kind, tokens)}
+        plain = [row["true / on own tokens"] for row in found.values()]
+        inside = statistics.fmean(row["inside two"] for row in found.values())
+        ratios = [_figures(found[v]["true / measured"]) for v in VERSIONS[1:]]
+        out.append([kind, f"{tokens:,}", *ratios, f"{min(plain):.2f} to {max(plain):.2f}", f"{100 * inside:.0f} %"])
+    columns = ["experts", "tokens an expert", *VERSIONS[1:], "uncorrected, all four", "within two standard errors"]
+    return table(columns, out)
+
+
+def weighting() -> str:
+    """Divergence by what losses are weighted with."""
+    models = ("tiny-qwen3-moe", "mini-qwen3-moe")
+    first, second = (results(f"weighting-{m}")["rows"] for m in models)
+    out = []
+    for rows in zip(first, second, strict=True):
+        cells = [_percent(r["from the default, %"]) + f" ({r['its 95 %']})" for r in rows]
+        default = [f"{r['KL, mnats']:.3g} mnat a token" for r in rows]
+        out.append([rows[0]["losses weighted by"], *(default if rows[0] is first[0] else cells)])
+    return table(["losses weighted by", *models], out)
+
+
 SETS = {
     "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
     "generated 2048x768": "its down, generated",
@@ -398,18 +424,17 @@ def peer_models() -> str:
 
 
 def peer_quality() -> str:
-    """Error and divergence by bits on both sides."""
+    """Error and divergence by bits on both sides, a model after another."""
     rows, out = _peers("quality"), []
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    names = dict.fromkeys((row["who"], row["encoding"]) for row in rows)
-    for who, name in names:
-        mine = {row["model"]: row for row in rows if (row["who"], row["encoding"]) == (who, name)}
-        cells = [f"{mine[m]['error']:.2g}" if m in mine else "" for m in models]
-        kl = next((f"{r['KL, mnat']:.3g} ± {r['+-']:.2g}" for r in mine.values() if "KL, mnat" in r), "")
-        bits = next(iter(mine.values()))["bits/weight"]
-        out.append((bits, [_own(f"{who} {name}"), f"{bits:.4g}", *cells, kl]))
-    ordered = [row for _, row in sorted(out, key=lambda x: -x[0])]
-    return table(["encoding", "bits", *(f"error, {m}" for m in models), "KL, mnat"], ordered)
+    for row in sorted(rows, key=lambda r: -r["bits/weight"]):
+        error = f"{row['error']:.2g}" if "error" in row else ""
+        kl = f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}" if "KL, mnat" in row else ""
+        added = f"{row['added, %']:+.1f} % ± {row['added +-']:.1f}" if "added, %" in row else ""
+        name = _own(f"{row['who']} {row['encoding']}")
+        out.append([row["model"], name, f"{row['bits/weight']:.4g}", error, kl, added])
+    order = list(dict.fromkeys(row["model"] for row in rows))
+    out.sort(key=lambda cells: order.index(cells[0]))
+    return table(["matrices of", "encoding", "bits", "error", "KL, mnat", "attention adds"], out)
 
 
 def peer_versions() -> str:
@@ -462,9 +487,9 @@ def soak() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, quantisers, build, true_size, codec, kernels, whole_model, shapes, residency,
-        tpot, overlap, missed, policies, similarity, selector, retention, on_demand, prediction, alpha, paged,
-        hostile, soak, serving, start, peer_layers, peer_models, peer_quality, peer_versions,
+        summary, quality, allocation, weighting, losses, quantisers, build, true_size, codec, kernels, whole_model,
+        shapes, residency, tpot, overlap, missed, policies, similarity, selector, retention, on_demand, prediction,
+        alpha, paged, hostile, soak, serving, start, peer_layers, peer_models, peer_quality, peer_versions,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

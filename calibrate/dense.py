@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import MAX_EXTENT, PAGE, DenseMatrix, Matrix
+from moepack.pack.spec import MAX_EXTENT, PAGE, DenseMatrix, Matrix, is_dense
 
 if TYPE_CHECKING:
     from .stream import StreamedModel
 
-LEAST = 64  # rows and columns: what is narrower is a gate, or too small to gain by
-ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names of what decides, and does not compute
 HELD_OUT = 4  # one window in four is held out
 TOKENS = 1 << 16  # that are learnt from, about, and at least SPARE a column: a bound on time; its error is not measured
 SPARE = 16
@@ -46,9 +44,9 @@ def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
             continue
         rows, cols = module.weight.shape
         matrix, weight = Matrix("weight", rows, cols, module.bias is not None), f"{name}.weight"
-        fits = min(rows, cols) >= LEAST and matrix.weights * 2 + 64 * PAGE <= MAX_EXTENT
+        fits = is_dense(name, rows, cols) and matrix.weights * 2 + 64 * PAGE <= MAX_EXTENT
         owned = weight not in tied and stream.is_low_precision(weight)
-        if fits and owned and name.rpartition(".")[2] not in ROUTERS:
+        if fits and owned:
             out.append(DenseMatrix(layer, name, matrix))
     return tuple(sorted(out, key=lambda m: len(stream.layers) if m.layer is None else m.layer))
 

@@ -15,7 +15,7 @@ from moepack.quantize.expert_batch import ExpertBatch, ExpertForward, Settings
 
 from .experts import ExpertWeights, finish, hidden
 from .forward import Observation
-from .tokens import LayerTokens, expert_tokens
+from .tokens import HELD_OUT, PLENTY, LayerTokens, expert_tokens
 
 
 def gather_batch(
@@ -37,7 +37,8 @@ def gather_batch(
         device: where to compute.
     """
     layer = LayerTokens.of(observation)
-    enough = settings.min_tokens or max(m.cols for m in weights.layer.matrices)
+    widest = max(m.cols for m in weights.layer.matrices)
+    enough = settings.min_tokens or widest
     own = range(len(experts))
 
     def both(matrix: int) -> Tensor:
@@ -47,10 +48,12 @@ def gather_batch(
         experts,
         (both(0), both(1)),
         tuple((_float(weights.bias(e, 0), device), _float(weights.bias(e, 1), device)) for e in own),
-        tuple(expert_tokens(observation, layer, e, enough, settings.loss_tokens) for e in experts),
+        tuple(expert_tokens(observation, layer, e, enough, PLENTY * widest, settings.loss_tokens) for e in experts),
         observation.inputs,
         layer.learn,
         ExpertForward(partial(hidden, module), partial(finish, module)),
+        layer.block,
+        HELD_OUT,
     )
 
 

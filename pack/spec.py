@@ -169,6 +169,15 @@ class DenseMatrix:
     matrix: Matrix
 
 
+LEAST_DENSE = 64  # rows and columns: what is narrower is a gate, or too small to gain by
+ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names of what decides, and does not compute
+
+
+def is_dense(module: str, rows: int, cols: int) -> bool:
+    """Whether a Linear of this name and shape, outside the experts, is a dense matrix."""
+    return min(rows, cols) >= LEAST_DENSE and module.rpartition(".")[2] not in ROUTERS
+
+
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
     """The dense matrices of one decoder layer, or of all that is outside them: what one file holds of a version.

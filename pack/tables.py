@@ -31,6 +31,8 @@ _TENSORS = {
     "prefill_counts": ("I32", "NE"), "decode_counts": ("I32", "NE"), "prefill_gates": ("F32", "NE"),
     "coactivation": ("I64", "EE"), "reuse": ("F32", ""),
 }  # fmt: skip
+# Standard errors of the losses: all of them in every layer, or none in any.
+_ERRORS = {"mse_error": ("F32", "EV"), "relative_error": ("F32", "EV"), "gated_error": ("F32", "EV")}
 # The same for the dense matrices, under "dense.": M matrices, D versions of theirs.
 _DENSE = {
     "relative": ("F32", "MD"), "mse": ("F32", "MD"), "method": ("U8", "MD"),
@@ -52,6 +54,7 @@ class LayerTables:
         tokens, gate_sum: [experts].
         mse, relative, gated: [experts, versions].
         method: [experts, versions], numbers.
+        mse_error, relative_error, gated_error: [experts, versions], standard errors, or None where none were kept.
     """
 
     index: int
@@ -61,6 +64,9 @@ class LayerTables:
     relative: Array
     gated: Array
     method: Array
+    mse_error: Array | None = None
+    relative_error: Array | None = None
+    gated_error: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,18 @@ class CalibrationTables:
                 counts[self.methods[number]] = counts.get(self.methods[number], 0) + 1
         return counts
 
+    def mean_loss(self, version: str) -> tuple[float, float | None]:
+        """The mean relative loss of a version over all experts, and its standard error where there are any.
+
+        The experts' errors are taken as independent: those of one layer lean on one another a little.
+        """
+        column, experts = self.versions.index(version), sum(len(layer.tokens) for layer in self.layers)
+        mean = float(sum(layer.relative[:, column].sum() for layer in self.layers) / experts)
+        errors = [layer.relative_error for layer in self.layers if layer.relative_error is not None]
+        if len(errors) < len(self.layers):
+            return mean, None
+        return mean, math.sqrt(sum(float(np.square(e[:, column], dtype=np.float64).sum()) for e in errors)) / experts
+
     def statistic(self, position: int, name: str) -> Array:
         """A table that is read on request: how calibration's windows went through the layer at `position`.
 
@@ -128,6 +146,11 @@ class CalibrationTables:
         """Read every table of the layer at `position`; raises BundleError for what is not as FORMAT.md says."""
         for name in _TENSORS.keys() - _EAGER:
             self.statistic(position, name)
+
+
+def shown_loss(loss: float, error: float | None) -> str:
+    """A relative loss for people: with two standard errors, where they are known and not zero."""
+    return f"{loss:.5f}" + (f" ± {2 * error:.5f}" if error else "")
 
 
 def _open(path: Path) -> BufferedReader:
@@ -154,10 +177,12 @@ def read_tables(
             raise BundleError.single(str(path), "digest", "its bytes do not match their digest")
         header = read_open_header(f, str(path))
         versions, methods = _columns(path, header)
+        errors = any(f"layers.{layer.index}.{name}" in header.tensors for layer in layers for name in _ERRORS)
         tables = []
         for layer in layers:
-            places = {n: _of_layer(path, header, layer.index, n, layer.experts, len(versions)) for n in _TENSORS}
-            arrays = {n: _read(f, path, *places[n]) for n in _EAGER}
+            names = (*_TENSORS, *(_ERRORS if errors else ()))
+            places = {n: _of_layer(path, header, layer.index, n, layer.experts, len(versions)) for n in names}
+            arrays = {n: _read(f, path, *places[n]) for n in names if n in _EAGER or n in _ERRORS}
             _check_methods(path, f"layer {layer.index}", arrays["method"], methods)
             tables.append(LayerTables(layer.index, **arrays))
         dense = None
@@ -201,7 +226,7 @@ def _of_layer(
     counts = header.tensors.get(f"layers.{layer}.prefill_counts")
     windows = counts.shape[0] if counts is not None and counts.shape else 0
     sizes = {"E": experts, "V": versions, "N": windows}
-    return _place(path, header, f"layers.{layer}", name, _TENSORS, sizes)
+    return _place(path, header, f"layers.{layer}", name, _TENSORS | _ERRORS, sizes)
 
 
 def _place(

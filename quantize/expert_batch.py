@@ -8,7 +8,7 @@ the number of a layer's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from moepack.pack.spec import ExpertLayer, Version
 
+from .crossfit import FOLDS, fold_of, group_of, refit, row_errors
 from .grid import Quantised, dequantise
-from .losses import Loss, loss
+from .losses import Correction, Measured, loss, measure
 from .methods import fallbacks, method_for, quantise, quantise_all
-from .moments import NEGLIGIBLE, PRIOR, second_moments, shrink
+from .moments import NEGLIGIBLE, PRIOR, ExpertMoments, FoldSums
 
 Pair = tuple[Quantised, Quantised]
+PART = 4096  # tokens whose inputs and activations are in memory at once, in float32
 MOST = 16  # experts of a batch: what is lost when a build is killed, and a unit of work for a cluster
 
 
@@ -34,9 +36,7 @@ class Settings:
         versions: the affine versions wanted.
         min_tokens: an expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 means as many
             as its widest matrix has columns.
-        loss_tokens: the most tokens an expert's losses are measured on, evenly spaced among its own. An expert with
-            fewer than 256 is measured on other tokens of the layer as well, up to 256: on a handful that it learnt
-            from, its error would come out near zero.
+        loss_tokens: the most tokens an expert's losses are measured on, evenly spaced among its own.
         moments: what an expert's second moments are made of: "routed", the tokens routed to it; "gated", the same,
             weighted by their gates (MoEQuant); "all", every token of the layer.
         batch_bytes: the most bytes of second moments and working copies in memory at once; one expert's at the least.
@@ -55,13 +55,17 @@ class ExpertTokens:
     """One expert's tokens: int64 indexes of the layer's inputs.
 
     Attributes:
-        learn: what its second moments are made of: all that were routed to it, or, where `starved`, those of them that
-            are not held out.
+        learn: what its second moments are made of: all that were routed to it, but where `starved` for those that are
+            held out, and where `rich` for those that it is measured on.
         learn_gates: gate weights of `learn`, float32.
         compare: for a starved expert, what its methods are compared on; nothing of it is in `learn`.
-        measure: what its losses are measured on.
+        measure: what its losses are measured on: its own.
         gates: gate weights of `measure`, float32.
+        learnt: which of `measure` it learns from, bool.
+        others: tokens of the layer that it neither learns from nor was sent, which it is measured on as well.
+        gate_square: mean square of its gate weights, or the layer's where it has none: what `others` count with.
         starved: fewer tokens than its methods need to be trusted.
+        rich: so many that what it is measured on need not be learnt from.
     """
 
     learn: Tensor
@@ -69,7 +73,11 @@ class ExpertTokens:
     compare: Tensor
     measure: Tensor
     gates: Tensor
+    learnt: Tensor
+    others: Tensor
+    gate_square: float
     starved: bool
+    rich: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,8 @@ class ExpertBatch:
         inputs: [tokens, hidden], what reached the layer's experts, on any device.
         common: int64 indexes of `inputs` that stand for the layer; none is compared on.
         forward: how the experts compute.
+        block: tokens of a cluster (`crossfit.fold_of`).
+        spare: one cluster in so many is never in `common`.
     """
 
     experts: range
@@ -106,6 +116,8 @@ class ExpertBatch:
     inputs: Tensor
     common: Tensor
     forward: ExpertForward
+    block: int
+    spare: int
 
     @property
     def device(self) -> torch.device:
@@ -133,14 +145,33 @@ class ExpertBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExpertVersion:
-    """One expert at one width: its matrices at `index` of a batch, the method that made it, and its loss."""
+    """One expert at one width: its matrices at `index` of a batch, the method that made it, and what it costs.
+
+    Attributes:
+        own: measured on the expert's own tokens; `pooling` makes a layer's losses of both.
+        others: measured on other tokens of the layer.
+    """
 
     expert: int
     version: Version
     quantised: Pair
     method: str
-    loss: Loss
+    own: Measured
+    others: Measured
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refitted:
+    """One expert's sampled rows at one width, fitted without each fold.
+
+    Attributes:
+        errors: of both matrices, value less weight, float32 [folds, sampled, cols].
+        gain: how much of what cross-fitting finds is to be believed, for each matrix (`losses`).
+    """
+
+    errors: tuple[Tensor, Tensor]
+    gain: tuple[float, float]
 
 
 def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
@@ -154,53 +185,136 @@ def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
 
 
 def expert_memory(layer: ExpertLayer, settings: Settings) -> int:
-    """Bytes one expert of a batch takes in memory: moments and weights in float32, and every width's codes."""
+    """Bytes one expert of a batch takes: moments whole and by fold, weights in float32, and every width's codes."""
     widths = len(settings.versions)
-    return sum(4 * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
+    return sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
 
 
 def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[ExpertVersion]]:
     """Quantise a batch at every width and measure; yields, for each expert, one entry a version of the settings."""
     makers = {v: method_for(settings.method, v) for v in settings.versions}
-    needed = any(m.needs_moments for m in makers.values())
-    moments = batch_moments(batch, settings.moments) if needed else (None, None)
-    exact = [batch.output(i, batch.own(i), t.measure) for i, t in enumerate(batch.tokens)]
-    results: list[list[ExpertVersion]] = [[] for _ in batch.experts]
-    both = [quantise_all(settings.method, w, m, settings.versions) for w, m in zip(batch.weights, moments, strict=True)]
+    reading = [v for v, maker in makers.items() if maker.needs_moments]
+    moments = batch_moments(batch, settings.moments) if reading else ((), ())
+    refitted = _refitted(batch, settings.method, moments, reading)
+    both = []
+    for w, m in zip(batch.weights, moments, strict=True):
+        means = torch.stack([x.mean() for x in m]) if reading else None
+        both.append(quantise_all(settings.method, w, means, settings.versions))
+    del moments
+    chosen = {}
     for version, maker in makers.items():
-        made, names = replace_starved(batch, settings.method, maker.name, (both[0][version], both[1][version]), version)
-        values = [dequantise(q, version) for q in made]
-        for i, (e, tokens) in enumerate(zip(batch.experts, batch.tokens, strict=True)):
-            got = batch.output(i, (values[0][i], values[1][i]), tokens.measure)
-            cost = loss(exact[i], got, tokens.gates.to(batch.device))
-            results[i].append(ExpertVersion(e, version, made, names[i], cost, i))
-    yield from results
+        chosen[version] = replace_starved(
+            batch, settings.method, maker.name, (both[0][version], both[1][version]), version
+        )
+    for i, e in enumerate(batch.experts):
+        fitted = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
+        found = _measure(batch, i, {v: made for v, (made, _) in chosen.items()}, fitted)
+        yield [ExpertVersion(e, v, made, names[i], *found[v], i) for v, (made, names) in chosen.items()]
 
 
-def batch_moments(batch: ExpertBatch, kind: str) -> tuple[Tensor, Tensor]:
-    """Mean second moments of what both matrices read, each float32 [experts, cols, cols].
+def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], list[ExpertMoments]]:
+    """Second moments of what both matrices read, by expert.
 
     Args:
         batch: the experts.
         kind: "routed", "gated" or "all"; see `Settings`.
     """
-    prior = PRIOR * batch.weights[0].shape[-1]
-    common = batch.gather(batch.common)
-    of_layer = second_moments(common)
-    parts: list[list[Tensor]] = [[], []]
-    for i, tokens in enumerate(batch.tokens):
-        x, gates = batch.gather(tokens.learn), None
-        if kind == "all":
-            x = common
-        elif kind == "gated":
-            gates = tokens.learn_gates.to(batch.device)
-        own = [second_moments(x, gates), second_moments(batch.act(i, x), gates)]
-        if len(x) < NEGLIGIBLE * prior:
-            around = [of_layer, second_moments(batch.act(i, common))]
-            own = [shrink(a, len(x), b, prior) for a, b in zip(own, around, strict=True)]
+    priors = [PRIOR * w.shape[-1] for w in batch.weights]
+    every = kind == "all"
+    # One fold does where nothing is fitted again.
+    folds = [FOLDS if _crossfits(t) else 1 for t in batch.tokens]
+    layers = {n: _sums(batch, None, batch.common, None, n, first=True)[0] for n in set(folds)}
+    parts: tuple[list[ExpertMoments], list[ExpertMoments]] = ([], [])
+    for i, (tokens, n) in enumerate(zip(batch.tokens, folds, strict=True)):
+        gates = tokens.learn_gates if kind == "gated" else None
+        near = [len(tokens.learn) < NEGLIGIBLE * prior for prior in priors]
+        common = _sums(batch, i, batch.common, None, n, first=False)[0] if every or near[1] else None
+        around = [layers[n], common]
+        own = around if every else _sums(batch, i, tokens.learn, gates, n, first=True)
         for m in range(2):
-            parts[m].append(own[m])
-    return torch.stack(parts[0]), torch.stack(parts[1])
+            mine, layer = own[m], around[m]
+            assert mine is not None
+            parts[m].append(ExpertMoments(mine, None if every or not near[m] else layer, priors[m]))
+    return parts
+
+
+def _sums(
+    batch: ExpertBatch, expert: int | None, tokens: Tensor, gates: Tensor | None, folds: int, first: bool
+) -> list[FoldSums]:
+    """Sums over tokens, a part of them in memory at a time: of the inputs where `first`, of an expert's activations."""
+    cols = [w.shape[-1] for w in batch.weights]
+    wanted = ([0] if first else []) + ([1] if expert is not None else [])
+    sums = {m: FoldSums.empty(cols[m], folds, batch.device) for m in wanted}
+    for start in range(0, len(tokens), PART):
+        part = tokens[start : start + PART]
+        fold = fold_of(part, batch.block, batch.spare) if folds > 1 else torch.zeros_like(part)
+        gate = None if gates is None else gates[start : start + PART].to(batch.device)
+        x = batch.gather(part)
+        if 0 in sums:
+            sums[0].add(x, fold, gate)
+        if expert is not None:
+            sums[1].add(batch.act(expert, x), fold, gate)
+    return [sums[m] for m in wanted]
+
+
+def _crossfits(tokens: ExpertTokens) -> bool:
+    """Whether what an expert lost on the tokens it learnt from has to be corrected."""
+    return not tokens.rich and bool(tokens.learnt.any())
+
+
+def _refitted(
+    batch: ExpertBatch,
+    method: str,
+    moments: tuple[Sequence[ExpertMoments], Sequence[ExpertMoments]],
+    versions: Sequence[Version],
+) -> dict[tuple[int, Version], Refitted]:
+    """Sampled rows fitted without each fold, by position and version, where that is needed."""
+    some = [i for i, t in enumerate(batch.tokens) if versions and _crossfits(t)]
+    if not some:
+        return {}
+    errors = [
+        refit(method, w[some], [m[i] for i in some], versions) for w, m in zip(batch.weights, moments, strict=True)
+    ]
+    out = {}
+    for k, i in enumerate(some):
+        fewer = [sum(m[i].fewer(f) for f in range(FOLDS)) / FOLDS for m in moments]
+        gain = 2 / (1 + fewer[0]), 2 / (1 + fewer[1])
+        for v in versions:
+            out[i, v] = Refitted((errors[0][v][k], errors[1][v][k]), gain)
+    return out
+
+
+def _measure(
+    batch: ExpertBatch, expert: int, made: dict[Version, Pair], refitted: dict[Version, Refitted | None]
+) -> dict[Version, tuple[Measured, Measured]]:
+    """An expert's losses at every version, on its own tokens and on others of the layer."""
+    tokens, n = batch.tokens[expert], len(batch.tokens[expert].measure)
+    groups = [group_of(t, batch.block, batch.spare) for t in (tokens.measure, tokens.others)]
+    x = batch.gather(torch.cat([tokens.measure, tokens.others]))
+    act, original, bias = batch.act(expert, x), batch.own(expert), batch.biases[expert]
+    exact = batch.forward.out(act, original[1], bias[1])
+    reads = fold = group = None
+    if any(refitted.values()):
+        at = torch.where(tokens.learnt)[0].to(x.device)
+        reads = x[at], act[at]
+        fold, group = fold_of(tokens.measure[tokens.learnt], batch.block, batch.spare), groups[0][tokens.learnt]
+    rest = torch.full((len(tokens.others),), tokens.gate_square**0.5)
+    unlearnt = torch.zeros(len(tokens.others), dtype=torch.bool)
+    out = {}
+    for version, pair in made.items():
+        shipped = tuple(dequantise(q.one(expert), version)[0] for q in pair)
+        got = batch.forward.out(batch.forward.act(x, shipped[0], bias[0]), shipped[1], bias[1])
+        correction, again = None, refitted.get(version)
+        if again is not None:
+            assert reads is not None and fold is not None and group is not None
+            found = [row_errors(reads[m], group, fold, original[m], shipped[m], again.errors[m]) for m in range(2)]
+            correction = Correction(
+                torch.stack([f.groups[0] for f in found]), torch.stack([f.groups[1] for f in found]),
+                (found[0].rows, found[1].rows), found[1].share, again.gain,
+            )  # fmt: skip
+        own = measure(exact[:n], got[:n], tokens.gates, groups[0], tokens.learnt, correction)
+        out[version] = own, measure(exact[n:], got[n:], rest, groups[1], unlearnt, None)
+    return out
 
 
 def replace_starved(

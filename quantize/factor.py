@@ -47,19 +47,18 @@ def factor(moments: Tensor, group_size: int) -> Factored:
     """
     moments = _unit(moments)
     order = _order(moments.diagonal(dim1=-2, dim2=-1), group_size)
-    moments = torch.stack([m[o[:, None], o] for m, o in zip(moments, order, strict=True)])
-    damped = moments.clone()
-    amount = torch.full_like(moments[:, 0, 0], DAMP)
+    damped = torch.stack([m[o[:, None], o] for m, o in zip(moments, order, strict=True)])
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    undamped, amount = diagonal.clone(), torch.full_like(damped[:, 0, 0], DAMP)
     diagonal += amount[:, None]
     lower, failed = _cholesky(damped.flip(-1, -2))
     while bool(failed.any()):  # not positive definite: ten times the damping for those, until it is
         amount = torch.where(failed, amount * 10, amount)
-        diagonal.copy_(moments.diagonal(dim1=-2, dim2=-1) + amount[:, None])
+        diagonal.copy_(undamped + amount[:, None])
         lower, failed = _cholesky(damped.flip(-1, -2))
     upper = lower.flip(-1, -2)
-    pivots = upper.diagonal(dim1=-2, dim2=-1)
-    return Factored(order, damped, upper / pivots[:, None, :], pivots.square())
+    pivots = upper.diagonal(dim1=-2, dim2=-1).clone()
+    return Factored(order, damped, upper.div_(pivots[:, None, :]), pivots.square())
 
 
 def _cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,10 +87,11 @@ def _unit(moments: Tensor) -> Tensor:
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)
     # The sum of all is a number only where all are (a sum beyond float32 is as useless).
     good = (mean > torch.finfo(torch.float32).tiny) & torch.isfinite(mean) & torch.isfinite(moments.sum((1, 2)))
-    eye = torch.eye(moments.shape[-1], device=moments.device)
     scaled = moments / torch.where(good, mean, 1.0)[:, None, None]
+    if not bool(good.all()):
+        scaled[~good] = torch.eye(moments.shape[-1], device=moments.device)
     # A mean that small or large beside its entries means rubbish: bounded, damping can still make it definite.
-    return torch.where(good[:, None, None], scaled, eye).clamp(-1e6, 1e6)
+    return scaled.clamp_(-1e6, 1e6)
 
 
 def _order(diagonal: Tensor, group_size: int) -> Tensor:

@@ -38,6 +38,10 @@ _SUB = 16  # columns whose errors are handed on one by one; further ones get the
 # Memory for the experts worked on together. On a CPU, small experts gain a third from batches of about eight, and
 # those of 2,048 columns lose a little by any.
 BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
+# A step along the columns costs its dispatch where lanes are few: matrices of few rows are worked on together until
+# they have so many lanes, in up to NARROW times the memory. Refits of 16 rows of 1,024 columns take 7 % less than with
+# 512 lanes, and with 2,048 as much as with 512.
+LANES, NARROW = 1024, 8
 
 
 def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
@@ -57,7 +61,8 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
     for size in sorted({v.group_size for v in versions}):
         alike = [v for v in versions if v.group_size == size]
-        step = max(1, BATCH_BYTES.get(weight.device.type, 1 << 30) // working_bytes(rows, cols, len(alike)))
+        most = BATCH_BYTES.get(weight.device.type, 1 << 30) / working_bytes(rows, cols, len(alike))
+        step = max(1, int(most), min(LANES // (rows * len(alike)), int(NARROW * most)))
         for start in range(0, experts, step):
             part = _batch(weight[start : start + step], moments[start : start + step], alike, size)
             for version, q in zip(alike, part, strict=True):

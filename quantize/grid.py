@@ -34,6 +34,11 @@ class Quantised:
         zero = None if self.zero is None or other.zero is None else torch.where(pick, other.zero, self.zero)
         return Quantised(torch.where(pick, other.codes, self.codes), torch.where(pick, other.scale, self.scale), zero)
 
+    def one(self, expert: int) -> Quantised:
+        """One expert's matrix, as a batch."""
+        at = slice(expert, expert + 1)
+        return Quantised(self.codes[at], self.scale[at], None if self.zero is None else self.zero[at])
+
     def matrix(self, expert: int, bias: Bf16Bits | None = None) -> AffineMatrix:
         """One expert's matrix as `pack` takes it."""
         return AffineMatrix(
@@ -86,6 +91,7 @@ def round_to_grid(weight: Tensor, scale: Tensor, zero: Tensor | None, version: V
 
 def dequantise(q: Quantised, version: Version) -> Tensor:
     """The values of a batch, float32 [experts, rows, cols], exact."""
-    group = column_groups(q.codes.shape[-1], version.group_size, q.codes.device)
-    z = zero_values(q.scale, q.zero, version.bits)
-    return (q.codes.float() - z[..., group]) * q.scale.float()[..., group]
+    cols = q.codes.shape[-1]
+    values = grouped(q.codes.float(), version.group_size)
+    values.sub_(zero_values(q.scale, q.zero, version.bits)[..., None]).mul_(q.scale.float()[..., None])
+    return values.flatten(-2)[..., :cols]

@@ -1,7 +1,7 @@
 """moepack beside llama.cpp and kt-kernel on a CPU, in one run.
 
-    python -m benchmarks.peers [--threads N ...] [--shape NAME ...] [--checkpoint MODEL --calibration FILE --data FILE]
-                               [--only layers|models|quality ...] [--work DIR] [--install]
+    python -m benchmarks.peers [--threads N ...] [--shape NAME ...] [--checkpoint MODEL ...] [--calibration FILE]
+                               [--data FILE] [--only layers|models|quality ...] [--work DIR] [--install]
 
 llama-cpp-python, compiled for this processor without BLAS, and kt-kernel are installed into environments of their own,
 under the user's cache, when they are not there; `--install` does no more. A peer that cannot be had is named, with the
@@ -15,8 +15,8 @@ models: a generated Qwen3-MoE of true layer shapes, 4 layers, decoding one token
 with all matrices beside the experts in BF16 on both sides, once as a user would run each: llama.cpp's own mixes, and
 moepack's dense versions where it has them. About 22 GB of files are generated and kept there: `--work`.
 quality: error and divergence at so many bits a weight, both sides from the same matrices and moments: generated ones of
-true shape, and those of `--checkpoint`, a small trained Qwen3-MoE (default: the one in examples/, whose rows are too
-short for K-quants).
+true shape, and those of each `--checkpoint`, a small trained Qwen3-MoE (default: the one in examples/, whose rows are
+too short for K-quants); then with attention quantised as well, as users run them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ COLUMNS = {
                "llama.cpp's best over ours", "not measured"],
     "models": ["rest", "threads", "side", "decode tokens/s", "prefill tokens/s", "decode over llama.cpp's best",
                "prefill over llama.cpp's best", "not measured"],
-    "quality": ["model", "quantised", "who", "encoding", "bits/weight", "error", "KL, mnat", "+-"],
+    "quality": ["model", "quantised", "who", "encoding", "bits/weight", "error", "KL, mnat", "+-", "added, %",
+                "added +-"],
 }  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--threads", action="append", type=int, help="default: 1 and 2")
     parser.add_argument("--shape", action="append", choices=LAYERS, help="of layers; default: all")
-    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    parser.add_argument("--checkpoint", action="append", type=Path, help="default: examples/mini-qwen3-moe")
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
     parser.add_argument("--group-size", type=int, default=64, help="of moepack's versions")
@@ -174,7 +175,7 @@ def _models(workers: dict[str, Worker], bundle: Path, home: Path, quick: bool, t
 
     rows = []
     for match in MATCHES:
-        rows += measure(workers, bundle, home, match, 8 if quick else 24, 2.0 if quick else 10.0, threads)
+        rows += measure(workers, bundle, home, match, 8 if quick else 24, 2.0 if quick else 20.0, threads)
     return rows
 
 
@@ -191,7 +192,9 @@ def _quality(sides: Sides, args: Any, scratch: Path) -> list[dict[str, Any]]:
             llama = stack.enter_context(sides.start("llama.cpp", len(os.sched_getaffinity(0))))
         every = quality.encodings(args.group_size, llama, scratch)
         rows = quality.of_generated(shapes, every)
-        return rows + quality.of_model(args.checkpoint, calibration, data, windows, every)
+        for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"]:
+            rows += quality.of_model(checkpoint, calibration, data, windows, every)
+        return rows
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ class LayerCosts:
     Attributes:
         tokens, gate_sum: [experts], tokens routed to each and the sum of their gate weights.
         sizes: [experts][versions], bytes of extents.
-        mse, gated: [experts][versions], as in calibration.safetensors (pack/FORMAT.md, "Calibration tables").
+        mse, gated, relative: [experts][versions], as in calibration.safetensors (pack/FORMAT.md, "Calibration tables").
+        gated_error: standard errors of `gated`, zeros where the bundle has none.
     """
 
     tokens: list[float]
@@ -41,11 +42,14 @@ class LayerCosts:
     sizes: Rows
     mse: Rows
     gated: Rows
+    relative: Rows
+    gated_error: Rows
 
     @staticmethod
     def of(layer: LayerTables, columns: Sequence[int], sizes: Rows) -> LayerCosts:
         """From a layer's tables; `columns` are those of the versions wanted."""
-        losses = (table[:, columns].tolist() for table in (layer.mse, layer.gated))
+        error = 0 * layer.gated if layer.gated_error is None else layer.gated_error
+        losses = (table[:, columns].tolist() for table in (layer.mse, layer.gated, layer.relative, error))
         return LayerCosts(layer.tokens.tolist(), layer.gate_sum.tolist(), sizes, *losses)
 
 
@@ -89,13 +93,14 @@ def bundle_dense_costs(bundle: Bundle) -> DenseCosts:
     return DenseCosts.of([m.matrix.weights for m in bundle.manifest.dense], names, tables, sizes)
 
 
-def bundle_costs(bundle: Bundle) -> list[LayerCosts]:
-    """The costs of the versions that are here, layer by layer."""
-    tables, out = bundle.calibration(), []
-    columns = tables.columns([v.name for v in bundle.versions])
+def bundle_costs(bundle: Bundle, versions: Sequence[Version] = ()) -> list[LayerCosts]:
+    """The costs of these versions, or else of all that are here, layer by layer."""
+    tables, out = bundle.calibration(), list[LayerCosts]()
+    wanted = versions or bundle.versions
+    columns = tables.columns([v.name for v in wanted])
     for position, layer in enumerate(tables.layers):
         sizes = [
-            [float(len(bundle.extent(v.name, position, e, check_digest=False))) for v in bundle.versions]
+            [float(len(bundle.extent(v.name, position, e, check_digest=False))) for v in wanted]
             for e in range(len(layer.tokens))
         ]
         out.append(LayerCosts.of(layer, columns, sizes))

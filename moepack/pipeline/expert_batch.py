@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from .recipe import Recipe
 
-_LOSSES = ("mse", "relative", "gated")
-
 
 @dataclass(frozen=True)
 class ExpertBatchTask:
@@ -58,8 +56,11 @@ class ExpertBatchTask:
 
     def address(self, observed: str) -> str:
         """SHA-256 of all that the result follows from; `observed` is the observation's digest."""
+        from moepack.quantize.losses import ESTIMATE
+
         facts = {
             "moepack": __version__,
+            "estimate": ESTIMATE,
             "observed": observed,
             "layer": self.layer,
             "experts": [self.experts.start, self.experts.stop],
@@ -82,7 +83,8 @@ class ExpertBatchResult:
     Attributes:
         extents: version -> one extent an expert, uint8.
         payloads: version -> bytes of each extent without padding.
-        losses: "mse", "relative", "gated" (float32) and "method" (uint8), each [experts, versions].
+        losses: `moepack.quantize.pooling.MEASURED`, float64, and "method", uint8, each
+            [experts, versions].
     """
 
     extents: dict[str, list[Buffer]]
@@ -141,6 +143,7 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
     from moepack.calibrate.gather import gather_batch
     from moepack.pack.affine import encode_affine
     from moepack.quantize.expert_batch import quantise_batch
+    from moepack.quantize.pooling import MEASURED, measured_row
 
     torch.set_num_threads(task.threads)
     weights, matrices = task.weights, task.weights.layer.matrices
@@ -148,11 +151,14 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
     made = ExpertBatchResult(
         {n: [] for n in names},
         {n: [] for n in names},
-        {k: torch.zeros(len(task.experts), len(names)) for k in _LOSSES}
+        {k: torch.zeros(len(task.experts), len(names), dtype=torch.float64) for k in MEASURED}
         | {"method": torch.zeros(len(task.experts), len(names), dtype=torch.uint8)},
     )
     batch = gather_batch(task.module, weights, task.experts, observation, task.settings, torch.device(task.device))
+    affine = [names.index(v.name) for v in task.settings.versions]
     for i, row in enumerate(quantise_batch(batch, task.settings)):
+        for k, values in measured_row([(item.own, item.others) for item in row]).items():
+            made.losses[k][i, affine] = torch.tensor(values, dtype=torch.float64)
         biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
         if LOSSLESS in made.extents:
             extent, payload = lossless_extent(weights, i)
@@ -163,8 +169,6 @@ def make_batch(task: ExpertBatchTask, observation: Observation) -> ExpertBatchRe
             packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
             made.extents[name].append(encode_affine(matrices, item.version, packed))
             made.payloads[name].append(affine_payload(matrices, item.version))
-            for k in _LOSSES:
-                made.losses[k][i, column] = getattr(item.loss, k)
             made.losses["method"][i, column] = methods.numbered().index(item.method)
     return made
 

@@ -15,7 +15,7 @@ import yaml
 
 from moepack.pack.manifest import Manifest
 from moepack.pack.spec import expert_file
-from moepack.pack.tables import CalibrationTables
+from moepack.pack.tables import CalibrationTables, shown_loss
 
 # What a checkpoint's card says that holds for a bundle of it as well.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -137,7 +137,7 @@ def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
     stored = "lossless" if version.is_lossless else f"{version.bits} bits, groups of {version.group_size}"
     bits = 8 * sum(f.payload for f in files) / weights
     size = f"{sum(f.size for f in files) / 1e6:,.1f} MB"
-    return f"| {name} | {stored} | {size} | {bits:.2f} | {mean_loss(tables, name):.4f} |"
+    return f"| {name} | {stored} | {size} | {bits:.2f} | {shown_loss(*tables.mean_loss(name))} |"
 
 
 def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
@@ -149,13 +149,6 @@ def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
     loss = float(dense.relative[:, dense.versions.index(name)].mean())
     what = f"{len(manifest.dense)} matrices outside the experts: {stored}"
     return f"| {name} | {what} | {sum(f.size for f in files) / 1e6:,.1f} MB | {bits:.2f} | {loss:.4f} |"
-
-
-def mean_loss(tables: CalibrationTables, version: str) -> float:
-    """The mean relative loss of a version over all experts."""
-    column = tables.versions.index(version)
-    experts = sum(len(layer.tokens) for layer in tables.layers)
-    return float(sum(layer.relative[:, column].sum() for layer in tables.layers) / experts)
 
 
 def _object(value: Any) -> Mapping[str, Any]:

@@ -184,6 +184,8 @@ class Run:
         return run
 
     def _begin_quantize(self, fresh: bool) -> None:
+        from moepack.quantize.losses import ESTIMATE
+
         q = self._recipe.quantize
         how, versions = self._recipe.allocation, self._recipe.version_specs()
         dense = [m for matrices in self._dense.values() for m in matrices]
@@ -197,6 +199,7 @@ class Run:
                 "min_tokens": q.min_tokens,
                 "loss_tokens": q.loss_tokens,
                 "moments": q.moments,
+                "estimate of losses": ESTIMATE,
                 "allocation": None if how is None else asdict(how),
                 "dense": [asdict(v) for v in self._recipe.dense_specs()] or None,
             },
@@ -384,6 +387,8 @@ class Run:
         """Make every expert batch that is not there yet, then the layer's files of all of them."""
         import torch
 
+        from moepack.quantize.pooling import pooled
+
         versions, work = self._recipe.version_specs(), self._work
         tasks = self._tasks(index, experts, versions)
         observed = observation_digest(observation)
@@ -409,7 +414,8 @@ class Run:
                 for name, writer in writers.items():
                     for extent, payload in zip(batch.extents[name], batch.payloads[name], strict=True):
                         writer.add(extent, payload)
-        table = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
+        measured = {k: torch.cat([part[k] for part in losses]) for k in losses[0]}
+        table = pooled(measured) | {"method": measured["method"]}
         columns = metadata([v.name for v in versions], methods.numbered())
         save(work.piece("quantize", index, "losses.safetensors"), table, columns)
         self._objects = kept

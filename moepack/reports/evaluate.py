@@ -215,6 +215,50 @@ def evaluate(
     return _evaluation(model, scored, device_memory, kl)
 
 
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far a policy's distribution is from that of `bf16`, by cluster of text: a document or a window.
+
+    Attributes:
+        counts: tokens of each cluster.
+        sums: of the divergence over them, nats.
+    """
+
+    counts: tuple[float, ...]
+    sums: tuple[float, ...]
+
+
+def divergences(
+    path: str | Path, data: Sequence[str], policies: Sequence[str], dtype: str = "float32", length: int = 512,
+    samples: int = 256, reporter: Reporter | None = None,
+) -> list[Divergence]:  # fmt: skip
+    """The divergence of several policies from the bundle's own `bf16`, on the same clusters, to be paired.
+
+    Args:
+        path: a bundle's directory.
+        data: files or Hub data sets.
+        policies: each served without a budget, on the CPU.
+        dtype, length, samples, reporter: as of `evaluate`.
+    """
+    reporter = reporter or Reporter()
+    from moepack.calibrate.data import load_tokenizer
+
+    source, is_bundle = locate(path)
+    pools = _windows(load_tokenizer(Path(source)), data, _window(source, length), samples)
+    out = []
+    with tempfile.TemporaryDirectory(prefix="moepack-") as folder:
+        reference = _Reference(folder)
+        _compare_with(reference, source, is_bundle, "cpu", dtype, pools, 16, reporter)
+        for policy in policies:
+            check(source, is_bundle, policy, "cpu", dtype, None)
+            reporter.stage("evaluate", len(data))
+            model = load_model(source, True, policy, "cpu", dtype)
+            with model.moepack:
+                scored = [_score(model, name, pool, 16, _LOGITS, reference, reporter) for name, pool in pools]
+            out.append(Divergence(tuple(n for s in scored for n in s.counts), tuple(x for s in scored for x in s.kl)))
+    return out
+
+
 def _compare_with(
     reference: _Reference, source: str | Path, is_bundle: bool, device: str, dtype: str, pools: Any, batch: int,
     reporter: Reporter,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
-from moepack.pack.tables import TABLES
+from moepack.pack.tables import TABLES, shown_loss
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,16 +22,14 @@ def inspect(path: str | Path) -> dict[str, Any]:
     calibration = found if isinstance(found, dict) else {}
     samples, length = (n if isinstance(n := calibration.get(k), int) else 0 for k in ("samples", "length"))
     sources = calibration.get("sources")
-    versions, loss, methods = {}, {}, {}
+    versions, loss, loss_error, methods = {}, {}, {}, {}
     for version in bundle.versions:
-        column = tables.versions.index(version.name)
-        experts = sum(len(t.tokens) for t in tables.layers)
         versions[version.name] = {
             "bytes": bundle.version_bytes(version.name),
             "bits_per_weight": round(bundle.bits_per_weight(version.name), 4),
             "group_size": version.group_size,
         }
-        loss[version.name] = float(sum(t.relative[:, column].sum() for t in tables.layers) / experts)
+        loss[version.name], loss_error[version.name] = tables.mean_loss(version.name)
         methods[version.name] = tables.made_by(version.name)
     allocation = bundle.manifest.allocation
     dense, weights = {}, sum(d.matrix.weights for d in bundle.manifest.dense)
@@ -52,6 +50,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
         "expert_weights": bundle.expert_weights,
         "versions": versions,
         "loss": loss,
+        "loss_error": loss_error,
         "methods": methods,
         "calibration_tokens": samples * length,
         "calibration_sources": sources if isinstance(sources, list) else [],
@@ -73,16 +72,18 @@ def render(facts: dict[str, Any]) -> Table:
         f"{facts['model_type']}: {facts['experts']} experts in {facts['moe_layers']} layers, "
         f"{facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens"
     )
-    exact = f"{LOSSLESS} holds {EXPERT_DTYPES[facts['expert_dtype']]}" if LOSSLESS in facts["versions"] else None
+    notes = ["± two standard errors"] if any(facts["loss_error"].values()) else []
+    if LOSSLESS in facts["versions"]:
+        notes.insert(0, f"{LOSSLESS} holds {EXPERT_DTYPES[facts['expert_dtype']]}")
     columns = ("version", "bytes", "bits/weight", "group", "mean relative loss", "made by")
-    table = Table(*columns, title=title, caption=exact)
+    table = Table(*columns, title=title, caption="; ".join(notes) or None)
     for name, v in facts["versions"].items():
         made = ", ".join(f"{m} {n}" for m, n in facts["methods"][name].items() if m != "none") or "exact"
         row = (
             f"{v['bytes']:,}",
             f"{v['bits_per_weight']:.3f}",
             str(v["group_size"] or "-"),
-            f"{facts['loss'][name]:.5f}",
+            shown_loss(facts["loss"][name], facts["loss_error"][name]),
         )
         table.add_row(name, *row, made)
     for name, v in facts["dense_versions"].items():

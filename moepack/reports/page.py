@@ -15,7 +15,7 @@ import numpy as np
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.tables import CalibrationTables, LayerTables
+from moepack.pack.tables import CalibrationTables, LayerTables, shown_loss
 
 from .drawing import heat_map, lines, stacked
 
@@ -91,12 +91,16 @@ def _versions(facts: Mapping[str, Any], classes: Mapping[str, str]) -> str:
     rows = []
     for name, v in facts["versions"].items():
         made = ", ".join(f"{m} {n:,}" for m, n in facts["methods"][name].items() if m != "none") or "exact"
-        cells = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", v["group_size"] or "", f"{facts['loss'][name]:.5f}")
+        cells = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", v["group_size"] or "", _loss(facts, name))
         rows.append([_key(name, classes), *map(_text, cells), _text(made), _bar(v["bytes"] / most, classes[name])])
     dense = facts["dense_bytes"]
     rows.append(["outside the experts", f"{dense:,}", "", "", "", "", _bar(dense / most, "")])
     head = ("version", "bytes", "bits a weight", "group", "mean relative error", "made by", "size")
     return f"<h2>Versions and sizes</h2>{_table(head, rows)}"
+
+
+def _loss(facts: Mapping[str, Any], name: str) -> str:
+    return shown_loss(facts["loss"][name], facts["loss_error"][name])
 
 
 def _losses(bundle: Bundle, tables: CalibrationTables, classes: Mapping[str, str]) -> str:
@@ -118,8 +122,9 @@ def _losses(bundle: Bundle, tables: CalibrationTables, classes: Mapping[str, str
     return (
         "<h2>What a version costs</h2>"
         + _paragraph(
-            "Squared error of an expert's output over its square, on tokens routed to it in calibration, against its "
-            "output in the original's precision."
+            "Squared error of an expert's output over its square, for tokens like those routed to it in calibration "
+            "but not among those that it was fitted to, against its output in the original's precision; ± two "
+            "standard errors, where the bundle has them."
         )
         + _figure(drawn, "Mean over the experts of a layer, from the first layer to the last; logarithmic")
         + "".join(maps)

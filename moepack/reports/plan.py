@@ -7,6 +7,7 @@ memory is then divided between versions once and for all: the map may differ by 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import CONFIG
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.tables import CalibrationTables
+from moepack.pack.tables import CalibrationTables, shown_loss
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ class Planned:
         host_bytes: of the files of the versions that are served.
         expected_relative_loss: squared error of the experts' outputs over their squares, a mean over calibration's
             routed tokens, with the experts as they would be loaded.
+        expected_relative_loss_error: its standard error; None of a bundle that keeps none.
         bytes_per_token: that a decoding step of one sequence reads.
         bandwidth: measured bytes a second of the device's memory; None for a device that is not here.
         expected_tokens_per_second: of decoding one sequence, were reading those bytes all it did.
@@ -89,6 +91,7 @@ class Planned:
     host_bytes: int
     per_layer: tuple[LayerPlan, ...]
     expected_relative_loss: float | None
+    expected_relative_loss_error: float | None
     bytes_per_token: int | None
     bandwidth: float | None
     expected_tokens_per_second: float | None
@@ -135,12 +138,13 @@ def plan(
     from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
     from moepack.runtime.planning.sizes import parse_bound
     from moepack.runtime.planning.token_cost import dense_read, within
+    from moepack.runtime.policies.registry import parse_policy
 
     try:
         where = torch.device(device)
     except RuntimeError:
         raise InputError(f"device {device}: not a name that torch knows") from None
-    choose_policy(policy, bundle, [where], True)
+    parse_policy(policy, True)  # refuses a name before anything is measured
     bundle.check(CONFIG)
     config = read_config(bundle.path, bundle.manifest)
     workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
@@ -157,7 +161,9 @@ def plan(
     if table is None:
         message = f"{bundle.path}: {device_memory} bytes are not enough: the least that would do is {least} bytes"
         message += f" for {asked(workload)} ({fixed})"
-    facts: dict[str, Any] = dict.fromkeys(("expected_relative_loss", "bytes_per_token", "expected_tokens_per_second"))
+    facts: dict[str, Any] = dict.fromkeys(
+        ("expected_relative_loss", "expected_relative_loss_error", "bytes_per_token", "expected_tokens_per_second")
+    )
     layers: tuple[LayerPlan, ...] = ()
     used = host = cached = 0
     bandwidth = read_rate(where)
@@ -170,7 +176,7 @@ def plan(
         used = fixed.total + decided.used
         cached = needs.kv.tokens(fixed.kv + device_memory - fixed.total - decided.floor, batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
-        facts["expected_relative_loss"] = relative_loss(tables, table)
+        facts["expected_relative_loss"], facts["expected_relative_loss_error"] = relative_loss(tables, table)
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
@@ -239,15 +245,26 @@ def _rows(bundle: Bundle, table: Versions) -> list[tuple[Any, tuple[str, ...]]]:
     return list(zip(bundle.layers, table, strict=True))
 
 
-def relative_loss(tables: CalibrationTables, table: Versions) -> float:
-    """The mean relative loss of a map over calibration's routed tokens (pack/FORMAT.md, "Calibration tables")."""
-    lost = routed = 0.0
+def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float | None]:
+    """The mean relative loss of a map over calibration's routed tokens (pack/FORMAT.md, "Calibration tables").
+
+    With its standard error, the experts' errors taken as independent; None where a layer has none.
+    """
+    lost = routed = square = 0.0
+    known = True
     for layer, row in zip(tables.layers, table, strict=True):
         columns = [tables.versions.index(_version(name)) if _version(name) else None for name in row]
         relative = [1.0 if c is None else float(layer.relative[e, c]) for e, c in enumerate(columns)]
         lost += sum(float(n) * loss for n, loss in zip(layer.tokens, relative, strict=True))
         routed += float(layer.tokens.sum())
-    return lost / routed if routed else 0.0
+        if layer.relative_error is None:
+            known = False
+            continue
+        errors = [0.0 if c is None else float(layer.relative_error[e, c]) for e, c in enumerate(columns)]
+        square += sum((float(n) * error) ** 2 for n, error in zip(layer.tokens, errors, strict=True))
+    if not routed:
+        return 0.0, None
+    return lost / routed, math.sqrt(square) / routed if known else None
 
 
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
@@ -298,7 +315,8 @@ def render(planned: Planned) -> tuple[Any, str]:
         f"For {asked(planned)}, {_size(planned.used_bytes)} are used: {taken}. "
         f"The least that would do is {planned.least_bytes:,} bytes; with every expert at the lowest version the cache "
         f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
-        f"{_size(planned.host_bytes)} on the host. Expected relative loss {planned.expected_relative_loss:.5f}. "
+        f"{_size(planned.host_bytes)} on the host. Expected relative loss "
+        f"{shown_loss(planned.expected_relative_loss or 0.0, planned.expected_relative_loss_error)}. "
         f"A decoding step reads {_size(planned.bytes_per_token or 0)}"
     )
     rate, bandwidth = planned.expected_tokens_per_second, planned.bandwidth

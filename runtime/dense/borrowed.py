@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moepack.runtime.kernels.affine_native import Dense, DenseMatrix, attend, dense, plain_form
+from moepack.runtime.kernels.dense_native import Dense, DenseMatrix, attend, dense, plain_form
 
 from .linears import FEW, learns, names_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-LEAST = 64  # rows and columns: below them a matrix is no part of what a token costs
-ROUTERS = ("gate", "router", "shared_expert_gate")
+from moepack.pack.spec import is_dense
+
 # Names of maps that families give one input to. Where one does not, the group dissolves as it runs (linears.py).
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -28,8 +28,7 @@ def linears(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
-        and min(module.in_features, module.out_features) >= LEAST
-        and name.rpartition(".")[2] not in ROUTERS
+        and is_dense(name, module.out_features, module.in_features)
         and not name.startswith(inside)
     }
 

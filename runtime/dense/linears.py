@@ -57,7 +57,7 @@ class Products:
 
     def __call__(self, x: Tensor, which: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Of x [..., cols], float32 or bfloat16: [..., rows] of each matrix asked for."""
-        from moepack.runtime.kernels.affine_native import dense
+        from moepack.runtime.kernels.dense_native import dense
 
         of = self._made.get(which)
         if of is None:
@@ -65,7 +65,8 @@ class Products:
         return dense(of, x)
 
     def _together(self, which: tuple[int, ...]) -> Any:
-        from moepack.runtime.kernels import affine_native as native
+        from moepack.runtime.kernels import dense_native as native
+        from moepack.runtime.kernels.affine_native import DTYPES
 
         matrices = []
         for part in (self._parts[i] for i in which):
@@ -76,7 +77,7 @@ class Products:
             else:
                 matrices.append(native.DenseMatrix(form, m.rows, m.cols, part.extent))
         names = [self._parts[i].version.name for i in which]
-        return native.Dense(matrices, {t: v for d in native.DTYPES for t, v in backends.dense_limits(d, names).items()})
+        return native.Dense(matrices, {t: v for d in DTYPES for t, v in backends.dense_limits(d, names).items()})
 
 
 class Group:

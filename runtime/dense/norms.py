@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moepack.runtime.kernels.affine_native import norm
+from moepack.runtime.kernels.dense_native import norm
 
 from .linears import learns, names_of
 

@@ -98,8 +98,11 @@ def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
 
 def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
     """The same of products of dense matrices [rows, cols] that share an input."""
-    native = _native()
-    return 0 if native is None else int(native.dense_kept_bytes(shapes, tokens, torch.get_num_threads()))
+    if _native() is None:
+        return 0
+    from moepack.runtime.kernels import dense_native
+
+    return dense_native.dense_kept_bytes(shapes, tokens, torch.get_num_threads())
 
 
 def direct_limits(
@@ -110,7 +113,7 @@ def direct_limits(
 
 
 def dense_limits(dtype: torch.dtype, names: Sequence[str]) -> dict[torch.dtype, list[int]]:
-    """`direct_limit` for the encodings of matrices of `affine_native.Dense`, as it takes them; torch's threads."""
+    """`direct_limit` for the encodings of matrices of `dense_native.Dense`, as it takes them; torch's threads."""
     return {dtype: _limits([f"{_short(dtype)} {name}" for name in names], torch.get_num_threads())}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +21,14 @@ from moepack.pack import isa
 from moepack.pack.errors import CodecError
 from moepack.pack.spec import Matrix, Version
 
-from .forms import Form, kernel_of, make_forms
+from .forms import make_forms
 
 # One name for all Python versions that installing may have built it for; OSError where there is none.
 _path = Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")
-_library = ctypes.CDLL(str(_path))
-_word, _pointer = ctypes.c_int64, ctypes.c_void_p
+library = ctypes.CDLL(str(_path))  # what dense_native.py calls as well
+WORD, POINTER = ctypes.c_int64, ctypes.c_void_p
 LEVELS = isa.LEVELS
-HERE = int(_library.moepack_affine_level(len(LEVELS) - 1))  # the most that this machine has
+HERE = int(library.moepack_affine_level(len(LEVELS) - 1))  # the most that this machine has
 BEST = isa.bound(HERE)
 DTYPES = (torch.float32, torch.bfloat16)
 level = 0  # what `use_level` took
@@ -37,28 +36,27 @@ level = 0  # what `use_level` took
 
 class _Gemm(ctypes.Structure):
     _fields_ = [
-        *((name, _word) for name in ("rows", "cols", "experts", "versions", "slots", "share")),
-        *((name, _word) for name in ("x_bf16", "out_bf16", "tiles", "threads")),
-        *((name, _pointer) for name in ("x", "index", "out", "handles", "forms", "limits", "coded", "decode")),
-        ("tile", _word),
-        ("report", _pointer),
+        *((name, WORD) for name in ("rows", "cols", "experts", "versions", "slots", "share")),
+        *((name, WORD) for name in ("x_bf16", "out_bf16", "tiles", "threads")),
+        *((name, POINTER) for name in ("x", "index", "out", "handles", "forms", "limits", "coded", "decode")),
+        ("tile", WORD),
+        ("report", POINTER),
     ]
 
 
-class _Unpack(ctypes.Structure):
+class Unpack(ctypes.Structure):
+    """What the library's unpacking takes."""
+
     _fields_ = [
-        *((name, _word) for name in ("cols", "first", "last", "ld", "out_bf16", "threads")),
-        *((name, _pointer) for name in ("base", "form", "out")),
+        *((name, WORD) for name in ("cols", "first", "last", "ld", "out_bf16", "threads")),
+        *((name, POINTER) for name in ("base", "form", "out")),
     ]
 
 
 class _Combine(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, _word)
-            for name in ("tokens", "top_k", "cols", "experts", "from_bf16", "out_bf16", "round", "threads")
-        ),
-        *((name, _pointer) for name in ("source", "index", "gates", "out")),
+        *((name, WORD) for name in ("tokens", "top_k", "cols", "experts", "from_bf16", "out_bf16", "round", "threads")),
+        *((name, POINTER) for name in ("source", "index", "gates", "out")),
     ]
 
 
@@ -68,7 +66,7 @@ def use_level(limit: int = BEST) -> int:
     Without a limit, and at the most, the best there is, or what MOEPACK_ISA asks for.
     """
     global level
-    level = int(_library.moepack_affine_level(min(limit, BEST)))
+    level = int(library.moepack_affine_level(min(limit, BEST)))
     return level
 
 
@@ -93,36 +91,14 @@ def use_openmp(wanted: bool = True) -> bool:
             start = getattr(ctypes.CDLL(min(loaded)), "GOMP_parallel", None) if len(loaded) == 1 else None
         except OSError:
             start = None
-    _library.moepack_affine_threads(ctypes.cast(start, _pointer) if start is not None else None)
+    library.moepack_affine_threads(ctypes.cast(start, POINTER) if start is not None else None)
     return start is not None
 
 
-class _Attend(ctypes.Structure):
-    _fields_ = [
-        *((name, _pointer) for name in ("q", "k", "v", "out")),
-        *((name, _word) for name in ("batch", "groups", "heads", "length", "cols", "out_cols")),
-        *((name, _word) for name in ("q_batch", "q_head")),
-        *((name, _word) for name in ("k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row")),
-        ("scale", ctypes.c_float),
-        ("room", _pointer),
-    ]
-
-
-class _Dense(ctypes.Structure):
-    _fields_ = [
-        ("rows", _word), *((name, _pointer) for name in ("base", "form", "bias")), ("most", _word * 2),
-    ]  # fmt: skip
-
-
-_library.moepack_affine_dense.argtypes = [_pointer, _word, _word, _pointer, _pointer, *[_word] * 4]
-_library.moepack_affine_dense_kept.restype = _word
-_library.moepack_affine_threads.argtypes = [_pointer]
-_library.moepack_affine_threads.restype = None
-_norm = _library.moepack_affine_norm
-_norm.argtypes = [_pointer] * 3 + [_word] * 3 + [ctypes.c_double]
-_norm.restype = None
-_library.moepack_affine_kept.restype = _library.moepack_affine_holds.restype = _word
-_library.moepack_affine_release.restype = None
+library.moepack_affine_threads.argtypes = [POINTER]
+library.moepack_affine_threads.restype = None
+library.moepack_affine_kept.restype = library.moepack_affine_holds.restype = WORD
+library.moepack_affine_release.restype = None
 use_level()
 openmp = use_openmp()
 
@@ -264,7 +240,7 @@ def product(
     )
     if coded is not None:
         coded.hand(gemm)
-    failed = int(_library.moepack_affine_product(ctypes.byref(gemm)))
+    failed = int(library.moepack_affine_product(ctypes.byref(gemm)))
     if failed < 0:
         assert coded is not None
         raise BadCodes(*coded.bad())
@@ -272,179 +248,6 @@ def product(
         raise MemoryError(f"no memory for {rows} activations")
     if failed:
         raise forms.unknown(matrix, failed - 2)
-
-
-@dataclass(frozen=True, slots=True)
-class DenseMatrix:
-    """One matrix that `dense` multiplies by, on the CPU.
-
-    Attributes:
-        form: where its parts begin in `data`, as `forms.make_forms` says of an extent; `plain_form` of a BF16 matrix.
-        rows, cols: its shape.
-        data: uint8, the whole extent; or bfloat16 [rows, cols]. Contiguous.
-        bias: bfloat16 [rows], of a matrix whose form has none; an extent's own bias needs no mention.
-    """
-
-    form: Form
-    rows: int
-    cols: int
-    data: Tensor
-    bias: Tensor | None = None
-
-
-def plain_form() -> Form:
-    """The form of a BF16 matrix [rows, cols] as it is."""
-    return Form("bf16", kernel_of("bf16").number, 0, 0, 0, 0, 0, 0, -1)
-
-
-class Dense:
-    """Matrices that share an input, for `dense`: addresses and forms, written down once.
-
-    Attributes:
-        matrices: in the order of the results.
-        limits: tokens up to which each matrix is read straight from its bytes, by dtype of the input.
-        cols: of every matrix.
-    """
-
-    def __init__(self, matrices: Sequence[DenseMatrix], limits: dict[torch.dtype, Sequence[int]] | None = None) -> None:
-        """Limits that are not given are those of the table in forms.py; backends.dense_limits measures them.
-
-        Raises:
-            ValueError: for matrices of different columns, of none, or tensors that are not as DenseMatrix says.
-        """
-        self.matrices, self.cols = tuple(matrices), matrices[0].cols if matrices else 0
-        kernels = [kernel_of(m.form.name) for m in matrices]
-        floats, shorts = [k.float32 for k in kernels], [k.bfloat16 for k in kernels]
-        self.limits = {torch.float32: floats, torch.bfloat16: shorts, **(limits or {})}
-        for m in matrices:
-            plain = m.form.bits == kernel_of("bf16").number
-            fits = m.data.dtype == torch.bfloat16 and m.data.shape == (m.rows, m.cols) if plain else m.data.ndim == 1
-            alike = m.data.is_contiguous() and m.data.device.type == "cpu" and m.cols == self.cols
-            if m.bias is not None:
-                fits = fits and m.bias.dtype == torch.bfloat16 and m.bias.shape == (m.rows,) and m.bias.is_contiguous()
-            if not (fits and alike):
-                raise ValueError(
-                    f"{m.form.name} [{m.rows}, {m.cols}]: {m.data.dtype} {tuple(m.data.shape)} does not fit"
-                )
-        if not matrices:
-            raise ValueError("no matrices")
-        self._forms = np.array([m.form.row() for m in matrices], np.int64)
-        at, each = self._forms.ctypes.data, self._forms.strides[0]
-        self._call = (_Dense * len(matrices))(
-            *(
-                _Dense(
-                    m.rows,
-                    m.data.data_ptr(),
-                    at + i * each,
-                    _bias_address(m),
-                    (self.limits[DTYPES[0]][i], self.limits[DTYPES[1]][i]),
-                )
-                for i, m in enumerate(self.matrices)
-            )
-        )
-        self._rows = [m.rows for m in matrices]
-        self._all = sum(self._rows)
-        self._parts = [(r, sum(self._rows[:i])) for i, r in enumerate(self._rows)]
-        self._at, self._count = ctypes.addressof(self._call), len(matrices)
-
-    def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
-        """As `unpack` below, of one of the matrices."""
-        m = self.matrices[number]
-        call = _Unpack(
-            m.cols, first, first + out.shape[1], out.shape[1], out.dtype == torch.bfloat16, threads,
-            m.data.data_ptr(), self._forms.ctypes.data + number * self._forms.strides[0], out.data_ptr(),
-        )  # fmt: skip
-        if _library.moepack_affine_unpack(ctypes.byref(call)):
-            raise self.unknown(number)
-
-    def unknown(self, number: int) -> ValueError:
-        """What to raise where the library has no kernel for a matrix's form."""
-        f = self.matrices[number].form
-        return ValueError(
-            f"{f.name}: the compiled kernels do not know its encoding (number {f.bits}, groups of {f.group})"
-        )
-
-
-def _bias_address(m: DenseMatrix) -> int | None:
-    if m.bias is not None:
-        return m.bias.data_ptr()
-    return m.data.data_ptr() + m.form.bias if m.form.bias >= 0 else None
-
-
-def dense(of: Dense, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...]:
-    """y = W x + b for each of several matrices, in one call: few tokens straight from their bytes, many in tiles.
-
-    Results have the same bits on however many threads, and beside whatever matrices. Where tokens are many and this
-    processor has no tiles for them, torch multiplies by unpacked weights.
-
-    Args:
-        of: the matrices.
-        x: float32 or bfloat16 [..., cols].
-        threads: how many; torch's number without it.
-
-    Returns:
-        [..., rows] for each matrix, in x's dtype, contiguous; parts of one tensor.
-
-    Raises:
-        ValueError: for an x of another dtype or number of columns; for a form that the library does not know, before
-            anything is computed.
-        MemoryError: when there is no room for activations.
-    """
-    cols = of.cols
-    if x.shape[-1] != cols or x.dtype not in DTYPES:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: these matrices take float32 or bfloat16 [..., {cols}]")
-    x = x if x.is_contiguous() else x.contiguous()
-    lead = x.shape[:-1]
-    tokens = x.numel() // cols
-    made = x.new_empty(tokens * of._all)
-    if tokens == 1:  # splitting and viewing would take longer than a small product
-        ones = len(lead)
-        outs = tuple([made.as_strided((*lead, r), (*(r,) * ones, 1), at) for r, at in of._parts])
-    else:
-        outs = tuple(
-            [p.view(*lead, r) for p, r in zip(made.split([tokens * r for r in of._rows]), of._rows, strict=True)]
-        )
-    threads = threads or torch.get_num_threads()
-    bf16, tiles = x.dtype is torch.bfloat16, has_tiles(x.dtype)
-    if tokens:
-        failed = _library.moepack_affine_dense(
-            of._at, of._count, cols, x.data_ptr(), made.data_ptr(), tokens, bf16, tiles, threads
-        )
-        if failed == 1:
-            raise MemoryError(f"no memory for {tokens} activations")
-        if failed:
-            raise of.unknown(failed - 2)
-    if not tiles and tokens > 1:
-        for i, (out, most) in enumerate(zip(outs, of.limits[x.dtype], strict=True)):
-            if tokens > most:
-                _dense_by_torch(of, i, x.view(tokens, cols), out.view(tokens, -1), threads)
-    return outs
-
-
-_SLICE = 256  # rows unpacked for torch at a time: what stays in a core's second-level cache
-
-
-def _dense_by_torch(of: Dense, number: int, x: Tensor, out: Tensor, threads: int) -> None:
-    m = of.matrices[number]
-    bias = m.bias
-    if bias is None and m.form.bias >= 0:
-        bias = m.data[m.form.bias : m.form.bias + 2 * m.rows].view(torch.bfloat16)
-    for first in range(0, m.rows, _SLICE):
-        last = min(first + _SLICE, m.rows)
-        if m.data.dtype == torch.bfloat16:
-            made = torch.nn.functional.linear(x, m.data[first:last].to(x.dtype))
-        else:
-            tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=x.dtype)
-            of.unpack(number, tile, first, threads)
-            made = torch.mm(x, tile[:, : last - first])
-        out[:, first:last] = made if bias is None else made.add_(bias[first:last].to(x.dtype))
-
-
-def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int, threads: int) -> int:
-    """The most bytes that `dense` keeps between calls, for matrices of these [rows, cols]; the cols are equal."""
-    units = sum(-(-rows // 64) for rows, _ in shapes)
-    sizes = (len(shapes), units, shapes[0][1], tokens, threads)
-    return int(_library.moepack_affine_dense_kept(*map(_word, sizes)))
 
 
 def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int, threads: int) -> int:
@@ -458,17 +261,17 @@ def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int,
         threads: on which products run.
     """
     gemm = _Gemm(rows=m.rows, cols=m.cols, experts=experts, slots=slots, share=slots // activations, threads=threads)
-    return int(_library.moepack_affine_kept(ctypes.byref(gemm), _word(most)))
+    return int(library.moepack_affine_kept(ctypes.byref(gemm), WORD(most)))
 
 
 def holds() -> int:
     """Bytes that the library keeps between calls now."""
-    return int(_library.moepack_affine_holds())
+    return int(library.moepack_affine_holds())
 
 
 def release() -> None:
     """Give back what the library keeps between calls."""
-    _library.moepack_affine_release()
+    library.moepack_affine_release()
 
 
 def unpack(
@@ -500,7 +303,7 @@ def unpack(
         raise ValueError(f"{m.name}: rows {first} to {last} do not fit {tuple(out.shape)}")
     if out.dtype not in DTYPES:
         raise ValueError(f"{m.name}: weights come in float32 or bfloat16, not {out.dtype}")
-    call = _Unpack(
+    call = Unpack(
         m.cols,
         first,
         last,
@@ -511,7 +314,7 @@ def unpack(
         forms.address(matrix, version),
         out.data_ptr(),
     )
-    if _library.moepack_affine_unpack(ctypes.byref(call)):
+    if library.moepack_affine_unpack(ctypes.byref(call)):
         raise forms.unknown(matrix, version)
 
 
@@ -552,60 +355,10 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
         wide.data_ptr(),
         out.data_ptr(),
     )
-    _library.moepack_affine_combine(ctypes.byref(call))
-
-
-def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tensor:
-    """x [..., cols] over its root mean square by row, times weight [cols]; all BF16, contiguous, on the CPU.
-
-    Args:
-        x: the rows.
-        weight: by column.
-        form: 0: rounded before the weight; 1: after it; 2: the weight is 1 + weight, in float32.
-        epsilon: added to the mean square.
-    """
-    out, cols = torch.empty_like(x), x.shape[-1]
-    if weight.shape != (cols,):
-        raise ValueError(f"weight {tuple(weight.shape)} does not fit rows of {cols}")
-    _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // cols, cols, form, epsilon)
-    return out
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None = None) -> Tensor:
-    """Attention of one new token of each sequence, every key seen: softmax(scale * q k) v in float32.
-
-    Args:
-        query: bfloat16 [batch, heads, 1, cols].
-        key: bfloat16 [batch, groups, length, cols]; heads are a multiple of groups, and follow one another in each.
-        value: bfloat16 [batch, groups, length, out]. The last axes of all three are dense.
-        scale: of the products.
-        threads: how many; torch's number without it.
-
-    Returns:
-        bfloat16 [batch, 1, heads, out].
-
-    Raises:
-        ValueError: for tensors that are not so.
-        MemoryError: when there is no room for scores.
-    """
-    batch, heads, _, cols = query.shape
-    groups, length, out_cols = value.shape[1:]
-    wrong = key.shape != (batch, groups, length, cols) or value.shape[0] != batch or query.shape[2] != 1 or not length
-    if wrong or heads % groups or query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit")
-    out = query.new_empty(batch, 1, heads, out_cols)
-    call = _Attend(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), batch, groups, heads // groups, length,
-        cols, out_cols, query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], scale,
-    )  # fmt: skip
-    if _library.moepack_affine_attend(ctypes.byref(call), _word(threads or torch.get_num_threads())):
-        raise MemoryError(f"no memory for {length} scores of {heads} heads")
-    return out
+    library.moepack_affine_combine(ctypes.byref(call))
 
 
 def read(addresses: npt.NDArray[np.uint64], size: int, threads: int | None = None) -> None:
     """Read `size` bytes at each address and do nothing with them: what benchmarks hold a kernel's time against."""
     count = threads or torch.get_num_threads()
-    _library.moepack_affine_read(
-        ctypes.c_void_p(addresses.ctypes.data), _word(len(addresses)), _word(size), _word(count)
-    )
+    library.moepack_affine_read(ctypes.c_void_p(addresses.ctypes.data), WORD(len(addresses)), WORD(size), WORD(count))

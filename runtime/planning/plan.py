@@ -264,8 +264,9 @@ def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int 
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums]]:
     """What calibration saw of each expert (pack/FORMAT.md, "Calibration tables").
 
-    The loss of an expert that few tokens reached says little about those that will: with n of them it is drawn to its
-    layer's mean as if by `FEW` tokens more. What is absent loses all of its output.
+    Losses with standard errors are taken as they are: those of experts that few tokens reached lean on their layer
+    already. In bundles without, the loss of an expert with n tokens is drawn to its layer's mean as if by `FEW` tokens
+    more. What is absent loses all of its output.
 
     Returns:
         Tokens routed to each expert and one more, [layers][experts]; of each ladder, squared error a token that its
@@ -280,7 +281,7 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
         shares = np.divide(gated, relative, out=np.zeros_like(gated), where=relative > 0)
         known = np.concatenate([gated, shares.max(1, keepdims=True)], 1)  # the last: an output that is left out
         mean = (tokens * known).sum(0) / tokens.sum()
-        drawn = (tokens * known + FEW * mean) / (tokens + FEW)
+        drawn = known if layer.gated_error is not None else (tokens * known + FEW * mean) / (tokens + FEW)
         traffic.append(tokens[:, 0].tolist())
         for ladder, out in zip(ladders, losses, strict=True):
             columns = [-1 if p.version is None else tables.versions.index(p.version.name) for p in ladder]

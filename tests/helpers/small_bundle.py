@@ -72,7 +72,8 @@ def extent(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES)
 def statistics(index: int) -> dict[str, np.ndarray]:
     """A layer's tables."""
     rng = np.random.default_rng(index)
-    losses = {k: rng.random((EXPERTS, len(VERSIONS)), np.float32) for k in ("mse", "relative", "gated")}
+    names = [f"{loss}{error}" for loss in ("mse", "relative", "gated") for error in ("", "_error")]
+    losses = {k: rng.random((EXPERTS, len(VERSIONS)), np.float32) for k in names}
     return losses | {
         "method": np.minimum(np.arange(len(VERSIONS)), 1).astype(np.uint8)[None].repeat(EXPERTS, 0),
         "tokens": rng.integers(0, 99, EXPERTS),

@@ -84,7 +84,7 @@ def test_tables_are_what_the_document_says(bundle: Path) -> None:
     shapes = {
         "mse": (16, 5), "relative": (16, 5), "gated": (16, 5), "method": (16, 5), "tokens": (16,), "gate_sum": (16,),
         "prefill_counts": (16, 16), "decode_counts": (16, 16), "prefill_gates": (16, 16), "coactivation": (16, 16),
-        "reuse": (),
+        "reuse": (), "mse_error": (16, 5), "relative_error": (16, 5), "gated_error": (16, 5),
     }  # fmt: skip
     assert {k.rpartition(".")[2] for k in tables} == set(shapes)
     for layer in range(4):
@@ -95,6 +95,9 @@ def test_tables_are_what_the_document_says(bundle: Path) -> None:
         assert tokens.sum() == 16 * 128 * 2 and np.array_equal(both.sum(0), tokens)
         assert np.array_equal(np.diag(tables[f"layers.{layer}.coactivation"]), tokens)
         assert (tables[f"layers.{layer}.relative"][:, 0] == 0).all()
+        for name in ("mse", "relative", "gated"):
+            loss, error = tables[f"layers.{layer}.{name}"], tables[f"layers.{layer}.{name}_error"]
+            assert (error[:, 0] == 0).all() and (error[:, 1:] > 0).all() and (error < loss + (loss == 0)).all()
 
 
 def test_tripwire_and_config(bundle: Path, demo_model: Path) -> None:

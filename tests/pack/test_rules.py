@@ -619,6 +619,12 @@ def named(key: str, value: str | None) -> Do:
     return lambda v: v.tables(lambda a, m: m.pop(key) if value is None else m.update({key: value}))
 
 
+def without_errors(arrays: Any, layers: tuple[int, ...]) -> None:
+    for index in layers:
+        for name in ERRORS:
+            arrays.pop(f"layers.{index}.{name}")
+
+
 def one(value: float) -> Callable[[Any], Any]:
     def change(array: Any) -> Any:
         array.reshape(-1)[-1] = value
@@ -627,7 +633,8 @@ def one(value: float) -> Callable[[Any], Any]:
     return change
 
 
-NUMBERS = dict.fromkeys(("mse", "relative", "gated", "gate_sum", "prefill_gates", "reuse"), float)
+ERRORS = ("mse_error", "relative_error", "gated_error")
+NUMBERS = dict.fromkeys(("mse", "relative", "gated", *ERRORS, "gate_sum", "prefill_gates", "reuse"), float)
 COUNTS = ("tokens", "prefill_counts", "decode_counts", "coactivation")
 TABLE_EDITS: dict[str, tuple[Do, str]] = {
     f"no {name}": (table(f"layers.4.{name}", lambda a: None), "tables") for name in (*NUMBERS, *COUNTS, "method")
@@ -638,6 +645,12 @@ for _name in NUMBERS:
 TABLE_EDITS |= {f"{name} -1": (table(f"layers.1.{name}", one(-1)), "number") for name in COUNTS}
 TABLE_EDITS |= {
     "float64": (table("layers.1.mse", lambda a: a.astype(np.float64)), "tables"),
+    "errors of another shape": (table("layers.1.gated_error", lambda a: a[:, :4]), "tables"),
+    "errors in float64": (table("layers.4.relative_error", lambda a: a.astype(np.float64)), "tables"),
+    "errors of one layer alone": (lambda v: v.tables(lambda a, m: without_errors(a, (4,))), "tables"),
+    "one of three errors": (
+        lambda v: v.tables(lambda a, m: [a.pop(f"layers.{i}.{k}") for i in (1, 4) for k in ERRORS[:2]]), "tables"
+    ),
     "a method without a name": (table("layers.1.method", one(2)), "tables"),
     "experts": (table("layers.1.tokens", lambda a: a[:2]), "tables"),
     "a column less": (table("layers.1.mse", lambda a: a[:, :4]), "tables"),
@@ -739,6 +752,10 @@ ALLOWED: dict[str, Do] = {
     "anything in the provenance": put("provenance")({"\x1b[31m": ["\x00", None, True, -(1 << 80)], "recipe": "a\nb\t"}),
     "more about the model": put("model", "vision")({"layers": 3}),
     "no allocation": put("allocation")(None),
+    "no standard errors": lambda v: v.tables(lambda a, m: without_errors(a, (1, 4))),
+    "errors of a layer that is not there": lambda v: v.tables(
+        lambda a, m: (without_errors(a, (1, 4)), a.update({"layers.2.mse_error": np.ones((3, 5), np.float32)}))
+    ),
     "a table more": lambda v: v.tables(lambda a, m: a.update(x=np.full(3, np.nan, np.float32))),
     "a column of a version that is not in the manifest": lambda v: v.sign(
         lambda d: (

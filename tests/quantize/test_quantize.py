@@ -230,10 +230,15 @@ def test_experts_are_split_where_memory_is_bounded(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(gptq, "Work", Spy)
     monkeypatch.setattr(gptq, "BATCH_BYTES", {"cpu": 2 * gptq.working_bytes(48, 192, 4)})
-    parts = gptq.quantise_widths(w, h, versions)
-    assert seen == [2, 2, 1]
-    for v in versions:
-        assert (parts[v].codes == whole[v].codes).float().mean() > 0.99
+    lanes = 48 * len(versions)
+    for least, narrow, wanted in ((0, 8, [2, 2, 1]), (3 * lanes, 8, [3, 2]), (99 * lanes, 2, [4, 1])):
+        monkeypatch.setattr(gptq, "LANES", least)
+        monkeypatch.setattr(gptq, "NARROW", narrow)
+        seen.clear()
+        parts = gptq.quantise_widths(w, h, versions)
+        assert seen == wanted
+        for v in versions:
+            assert (parts[v].codes == whole[v].codes).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("kind", ["zero", "dead", "one token", "indefinite", "nan", "inf", "huge", "tiny"])

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 from typer.testing import CliRunner
 
+from moepack.calibrate.forward import Observation
+from moepack.calibrate.tokens import LAYER, LayerTokens, expert_tokens
 from moepack.cli import app
 from moepack.pack.errors import InputError
 from moepack.pipeline.build import build
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.estimate import _shared_out, estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.inspect import inspect
 
@@ -48,6 +51,20 @@ def test_command(demo_model: Path, text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
     shown = CliRunner().invoke(app, [*arguments, "--quiet"])
     assert shown.exit_code == 0 and "bundle, bytes" in shown.output
+
+
+def test_the_probe_is_of_what_a_build_brings_an_expert() -> None:
+    """A share of all tokens for each, and around them tokens that it is fitted to and measured on but not sent."""
+    g = torch.Generator().manual_seed(0)
+    seen = Observation(torch.randn(300, 8, generator=g), torch.zeros(300, 4, dtype=torch.int32), torch.ones(300, 4), 50)
+    made = _shared_out(seen, 64_000, 32, 3)
+    layer = LayerTokens.of(made)
+    assert len(made.inputs) == 8000 + 2 * LAYER and len(layer.learn) == LAYER
+    for e in range(3):
+        tokens = expert_tokens(made, layer, e, 8, 10**9, 4096)
+        assert len(tokens.learn) == 64_000 * 4 // 32 and len(tokens.measure) == 4096 and len(tokens.others) > 64
+    few = _shared_out(seen, 100, 4, 3)  # every token to every expert
+    assert few.inputs.shape == (100, 8) and few.experts.tolist() == [[0, 1, 2]] * 100
 
 
 def test_what_the_build_would_refuse_is_refused(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import HELPERS, tree
 
-from moepack.pack.errors import TargetError
+from moepack.pack.errors import InputError, TargetError
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 
@@ -79,3 +79,30 @@ def test_a_killed_layer_keeps_its_finished_batches(
     assert made[7:] == [(1, 8), (1, 12), *((layer, e) for layer in (2, 3) for e in (0, 4, 8, 12))]
     build(demo_model, tmp_path / "c", recipe, [text])
     assert tree(tmp_path / "b") == tree(tmp_path / "c")
+
+
+def test_losses_of_two_estimates_are_not_mixed(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither finished layers nor a layer's finished batches are taken from a run that estimated otherwise."""
+    import moepack.pipeline.executors
+    import moepack.quantize.losses
+
+    recipe, addresses = parse_recipe(RECIPE, "test"), []
+    original = moepack.pipeline.executors.make_batch
+
+    def stopped(task, observation):  # type: ignore[no-untyped-def]
+        for number in (1, 2, 2):
+            monkeypatch.setattr(moepack.quantize.losses, "ESTIMATE", number)
+            addresses.append(task.address("observed"))
+        if task.layer:
+            raise KeyboardInterrupt
+        return original(task, observation)
+
+    monkeypatch.setattr(moepack.pipeline.executors, "make_batch", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        build(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
+    assert addresses[0] != addresses[1] == addresses[2]
+    monkeypatch.setattr(moepack.quantize.losses, "ESTIMATE", 3)
+    with pytest.raises(InputError, match=r"pieces made with another estimate of losses: 2, now 3: .*--fresh"):
+        build(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")

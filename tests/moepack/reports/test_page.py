@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from moepack.pack.errors import InputError
+from moepack.pack.tables import shown_loss
 from moepack.reports.drawing import heat_map, lines, png, stacked
 from moepack.reports.inspect import inspect
 from moepack.reports.page import skew, write_page
@@ -57,7 +58,9 @@ def test_it_says_what_inspect_says(bundle: Path, tmp_path: Path) -> None:
     facts = inspect(bundle)
     text, page = page_of(bundle, tmp_path / "new" / "report.html")
     for name, v in facts["versions"].items():
-        assert name in page.words and f"{v['bytes']:,}" in page.words and f"{facts['loss'][name]:.5f}" in page.words
+        loss = shown_loss(facts["loss"][name], facts["loss_error"][name])
+        assert name in page.words and f"{v['bytes']:,}" in page.words and loss in page.words
+        assert ("±" in loss) == (name != "bf16")
     named = ("Versions chosen", "Where tokens go", "What a version costs")
     heads = [word for word in page.words if word in named]
     assert heads == ["What a version costs", "Where tokens go", "Versions chosen"]

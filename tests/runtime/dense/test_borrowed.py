@@ -19,6 +19,7 @@ if backends.backend(torch.device("cpu")) != "native":
 from moepack.runtime.dense.borrowed import _one_token, serve_attention, serve_routers
 from moepack.runtime.dense.linears import ServedLinear
 from moepack.runtime.kernels import affine_native as native
+from moepack.runtime.kernels.dense_native import attend
 
 F = nn.functional
 
@@ -50,10 +51,10 @@ def test_attention_of_one_token(
     value = torch.randn(batch, length, groups, out).bfloat16().transpose(1, 2)
     wanted = exact(query, key, value, 0.11)
     for threads in (1, 2):
-        made = native.attend(query, key, value, 0.11, threads)
+        made = attend(query, key, value, 0.11, threads)
         assert made.shape == (batch, 1, heads, out) and made.dtype == torch.bfloat16
         assert ((made - wanted).abs() <= 2**-8 * wanted.abs() + 1e-5).all()
-    huge = native.attend(query * 1e3, key, value, 10.0)
+    huge = attend(query * 1e3, key, value, 10.0)
     assert huge.isfinite().all(), "no overflow where one key takes all"
 
 
@@ -62,7 +63,7 @@ def test_what_attention_refuses() -> None:
     for query, key, value in ((q.repeat(1, 1, 2, 1), k, k), (q, k[:, :, :0], k[:, :, :0]), (q[:, :3], k, k),
                               (q, k.transpose(2, 3).contiguous().transpose(2, 3), k), (q, k, k[:, :1])):  # fmt: skip
         with pytest.raises(ValueError, match="do not fit"):
-            native.attend(query, key, value, 1.0)
+            attend(query, key, value, 1.0)
 
 
 def test_only_one_new_token_without_a_mask_is_the_kernels() -> None:
@@ -72,7 +73,7 @@ def test_only_one_new_token_without_a_mask_is_the_kernels() -> None:
     attention = _one_token(plain)
     assert _one_token(plain) is attention
     q, k = torch.randn(1, 4, 1, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
-    assert torch.equal(attention(None, q, k, k, None)[0], native.attend(q, k, k, 0.25))
+    assert torch.equal(attention(None, q, k, k, None)[0], attend(q, k, k, 0.25))
     for changed in (
         {"query": q.repeat(1, 1, 2, 1)}, {"attention_mask": torch.ones(1)}, {"dropout": 0.1}, {"query": q.float()},
         {"softcap": 3.0}, {"s_aux": torch.ones(1)}, {"query": q.clone().requires_grad_()},

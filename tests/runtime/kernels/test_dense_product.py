@@ -11,6 +11,7 @@ import torch
 from expert_layers import TOLERANCE, activations, make_layer, native, relative
 
 from moepack.pack.spec import Matrix, Version
+from moepack.runtime.kernels import dense_native as beside
 from moepack.runtime.kernels.forms import make_forms
 
 NAMES = ("bf16", "w8", "w4", "w3", "w2", "w1")
@@ -23,7 +24,7 @@ def best_level() -> object:
     native.use_level()
 
 
-def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tuple[native.DenseMatrix, np.ndarray]:
+def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tuple[beside.DenseMatrix, np.ndarray]:
     """One for `dense`, with weights and bias as float64. A BF16 matrix's bias is a tensor, an extent's lies in it."""
     m, version = Matrix("m", rows, cols, bias=bias), Version.of(name, 64)
     layer = make_layer(m, [version], [0], seed)
@@ -31,17 +32,17 @@ def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tu
     if name == "bf16":
         if bias:
             extra = data[form.bias : form.bias + 2 * rows].view(torch.bfloat16)
-        form, data = native.plain_form(), data[: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
+        form, data = beside.plain_form(), data[: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
     weight = np.concatenate([layer.weights[0], layer.biases[0][:, None] if bias else np.zeros((rows, 1))], axis=1)
-    return native.DenseMatrix(form, rows, cols, data, extra), weight
+    return beside.DenseMatrix(form, rows, cols, data, extra), weight
 
 
-def several(cols: int, seed: int = 0) -> tuple[native.Dense, list[np.ndarray]]:
+def several(cols: int, seed: int = 0) -> tuple[beside.Dense, list[np.ndarray]]:
     rows = (1, 17, 64, 100, 33, 300)
     made = [
         matrix(r, cols, name, seed + i, bias=bool(i % 2)) for i, (r, name) in enumerate(zip(rows, NAMES, strict=True))
     ]
-    return native.Dense([m for m, _ in made]), [w for _, w in made]
+    return beside.Dense([m for m, _ in made]), [w for _, w in made]
 
 
 def expected(weights: list[np.ndarray], x: torch.Tensor) -> list[np.ndarray]:
@@ -58,7 +59,7 @@ def test_against_float64(level: int, dtype: torch.dtype, cols: int) -> None:
     of, weights = several(cols)
     for tokens in (1, 3, 40, 150):
         x = activations(tokens, cols, dtype)
-        outs = native.dense(of, x)
+        outs = beside.dense(of, x)
         assert [tuple(o.shape) for o in outs] == [(tokens, m.rows) for m in of.matrices]
         for out, want, m in zip(outs, expected(weights, x), of.matrices, strict=True):
             assert out.dtype == dtype and out.is_contiguous()
@@ -72,17 +73,17 @@ def test_an_experts_product_makes_the_same(dtype: torch.dtype) -> None:
     of, _ = several(cols)
     for tokens in (1, 6, 70):
         x = activations(tokens, cols, dtype)
-        outs = native.dense(of, x, threads=1)
+        outs = beside.dense(of, x, threads=1)
         for threads in (2, 5):
-            assert all(torch.equal(a, b) for a, b in zip(outs, native.dense(of, x, threads=threads), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(outs, beside.dense(of, x, threads=threads), strict=True))
         for m, out in zip(of.matrices, outs, strict=True):
-            (alone,) = native.dense(native.Dense([m]), x)
+            (alone,) = beside.dense(beside.Dense([m]), x)
             assert torch.equal(alone, out)
             if m.form.name == "bf16" or (tokens == 70 and not native.has_tiles(dtype)):
                 continue
             bias = m.form.bias >= 0
             layer = native.LayerForms([Matrix("m", m.rows, cols, bias=bias)], [Version.of(m.form.name, 64)])
-            got, limits = torch.empty(tokens, m.rows, dtype=dtype), np.array([native.Dense([m]).limits[dtype][0]])
+            got, limits = torch.empty(tokens, m.rows, dtype=dtype), np.array([beside.Dense([m]).limits[dtype][0]])
             table = np.array([m.data.data_ptr()], np.uint64)
             native.product(layer, 0, table, x, torch.zeros(tokens, 1, dtype=torch.int64), got, limits)
             assert torch.equal(got, out)
@@ -95,11 +96,11 @@ def test_limits_are_each_matrixs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def outs(limits: list[int] | None) -> tuple[torch.Tensor, ...]:
         given = None if limits is None else {torch.bfloat16: limits}
-        return tuple(o.view(torch.int16) for o in native.dense(native.Dense([plain, packed], given), x))
+        return tuple(o.view(torch.int16) for o in beside.dense(beside.Dense([plain, packed], given), x))
 
     default, few, many = outs(None), outs([99, 99]), outs([5, 5])
     assert (
-        native.Dense([plain, packed]).limits[torch.bfloat16][0] < 6 <= native.Dense([packed]).limits[torch.bfloat16][0]
+        beside.Dense([plain, packed]).limits[torch.bfloat16][0] < 6 <= beside.Dense([packed]).limits[torch.bfloat16][0]
     )
     assert torch.equal(default[0], many[0]) and torch.equal(default[1], few[1])
     assert not torch.equal(few[1], many[1])
@@ -108,23 +109,23 @@ def test_limits_are_each_matrixs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leading_dimensions_and_no_tokens() -> None:
     of, _ = several(64)
     x = activations(6, 64, torch.bfloat16)
-    flat = native.dense(of, x)
+    flat = beside.dense(of, x)
     for shape in ((6,), (2, 3), (3, 1, 2), (1, 6)):
-        outs = native.dense(of, x.view(*shape, 64))
+        outs = beside.dense(of, x.view(*shape, 64))
         assert all(o.shape[:-1] == shape and torch.equal(o.view(6, -1), f) for o, f in zip(outs, flat, strict=True))
     for shape in ((), (1,), (1, 1)):
-        outs = native.dense(of, x[2].view(*shape, 64))
-        for o, (want,) in zip(outs, (native.dense(native.Dense([m]), x[2]) for m in of.matrices), strict=True):
+        outs = beside.dense(of, x[2].view(*shape, 64))
+        for o, (want,) in zip(outs, (beside.dense(beside.Dense([m]), x[2]) for m in of.matrices), strict=True):
             assert o.shape[:-1] == shape and torch.equal(o.flatten(), want) and o.is_contiguous()
-    assert [tuple(o.shape) for o in native.dense(of, x[:0])] == [(0, m.rows) for m in of.matrices]
+    assert [tuple(o.shape) for o in beside.dense(of, x[:0])] == [(0, m.rows) for m in of.matrices]
     strided = torch.cat([x, x], dim=1)[:, :64]
-    assert all(torch.equal(a, b) for a, b in zip(native.dense(of, strided), flat, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(beside.dense(of, strided), flat, strict=True))
 
 
 def test_a_large_vocabulary_on_several_threads() -> None:
     m, weight = matrix(20_011, 64, "w8", 0)
-    of, x = native.Dense([m]), activations(2, 64, torch.bfloat16)
-    outs = [native.dense(of, x, threads=n)[0] for n in (1, 2, 7)]
+    of, x = beside.Dense([m]), activations(2, 64, torch.bfloat16)
+    outs = [beside.dense(of, x, threads=n)[0] for n in (1, 2, 7)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     assert relative(outs[0], x.double().numpy() @ weight[:, :-1].T) <= TOLERANCE[torch.bfloat16]
 
@@ -132,12 +133,12 @@ def test_a_large_vocabulary_on_several_threads() -> None:
 def test_from_several_threads_at_once() -> None:
     of, _ = several(256)
     inputs = [activations(n, 256, torch.bfloat16, seed=n) for n in (1, 3, 60)]
-    want = [native.dense(of, x) for x in inputs]
+    want = [beside.dense(of, x) for x in inputs]
     wrong: list[int] = []
 
     def work(k: int) -> None:
         for _ in range(60):
-            if not all(torch.equal(a, b) for a, b in zip(native.dense(of, inputs[k], threads=2), want[k], strict=True)):
+            if not all(torch.equal(a, b) for a, b in zip(beside.dense(of, inputs[k], threads=2), want[k], strict=True)):
                 wrong.append(k)
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
@@ -154,8 +155,8 @@ def test_what_is_kept_is_within_its_bound() -> None:
         for dtype in TOLERANCE:
             for threads in (1, 3):
                 native.release()
-                native.dense(of, activations(tokens, 1000, dtype), threads=threads)
-                most = native.dense_kept_bytes([(m.rows, m.cols) for m in of.matrices], tokens, threads)
+                beside.dense(of, activations(tokens, 1000, dtype), threads=threads)
+                most = beside.dense_kept_bytes([(m.rows, m.cols) for m in of.matrices], tokens, threads)
                 assert native.holds() <= most, (tokens, dtype, threads)
 
 
@@ -163,15 +164,15 @@ def test_what_does_not_fit_is_refused() -> None:
     (m, _), (other, _) = matrix(20, 64, "w4", 0), matrix(20, 32, "w4", 0)
     for bad in ([], [m, other], [replace(m, data=m.data[None])]):
         with pytest.raises(ValueError, match=r"matrices|does not fit"):
-            native.Dense(bad)
+            beside.Dense(bad)
     plain, _ = matrix(20, 64, "bf16", 0)
     for wrong in ({"data": plain.data.float()}, {"data": plain.data.T}, {"bias": torch.zeros(20)}, {"rows": 21}):
         with pytest.raises(ValueError, match="does not fit"):
-            native.Dense([replace(plain, **wrong)])
-    of = native.Dense([m])
+            beside.Dense([replace(plain, **wrong)])
+    of = beside.Dense([m])
     for x in (torch.zeros(2, 63), torch.zeros(2, 64).half()):
         with pytest.raises(ValueError, match="these matrices take"):
-            native.dense(of, x)
-    unknown = native.Dense([m, replace(m, form=replace(m.form, bits=6))])
+            beside.dense(of, x)
+    unknown = beside.Dense([m, replace(m, form=replace(m.form, bits=6))])
     with pytest.raises(ValueError, match=r"w4: the compiled kernels do not know its encoding \(number 6"):
-        native.dense(unknown, torch.zeros(1, 64))
+        beside.dense(unknown, torch.zeros(1, 64))

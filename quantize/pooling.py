@@ -1,0 +1,121 @@
+"""A layer's losses out of what was measured of each expert: those of few tokens lean on the layer. Pure.
+
+Every expert has two measurements a version: on its own tokens, whose error falls with their number, and on tokens of
+the layer at large, the same for all experts, which says how an expert compares with its neighbours but not what its
+own tokens cost. How the first follows from the second, own = m * others with a scatter tau from expert to expert, is
+learnt from all experts of the layer (a random-effects mean; DerSimonian and Laird, 1986). The estimate is the mean of
+`own` and `m * others` by their precisions; an expert without a token has the second alone, and an error of tau.
+
+An expert's own variance, from few groups of tokens, is itself uncertain, and falls where its loss happens to: it is
+drawn to the layer's as if by PSEUDO groups more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .losses import Measured
+
+PARTS = ("mse", "relative", "gated")
+# What `pooled` reads, by name: each [experts, versions].
+MEASURED = tuple(
+    f"{on}.{name}"
+    for on in ("own", "others")
+    for name in (*PARTS, *(f"{part}.variance" for part in PARTS), "groups", "doubt")
+)
+PSEUDO = 8
+LEAST_SCATTER = 0.05**2  # of tau squared: what few experts cannot tell from none
+UNKNOWN_SCATTER = 0.5**2  # with fewer than FEW experts to learn it from
+FEW = 3
+
+
+def measured_row(versions: Sequence[tuple[Measured, Measured]]) -> dict[str, list[float]]:
+    """One expert's row of every table that `pooled` reads: of each version, what was found on its own and on others."""
+    out: dict[str, list[float]] = {name: [] for name in MEASURED}
+    for pair in versions:
+        for on, found in zip(("own", "others"), pair, strict=True):
+            for part in PARTS:
+                out[f"{on}.{part}"].append(getattr(found.loss, part))
+                out[f"{on}.{part}.variance"].append(getattr(found.variance, part))
+            out[f"{on}.groups"].append(found.groups)
+            out[f"{on}.doubt"].append(found.doubt)
+    return out
+
+
+def pooled(raw: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The losses and their standard errors, float32 [experts, versions] each: "mse", "mse_error" and so on.
+
+    Args:
+        raw: MEASURED, each [experts, versions].
+    """
+    out: dict[str, Tensor] = {}
+    for part in PARTS:
+        columns = []
+        for v in range(raw["own.mse"].shape[1]):
+            columns.append(
+                pool(
+                    *(raw[f"own.{key}"][:, v].double() for key in (part, f"{part}.variance", "groups", "doubt")),
+                    *(raw[f"others.{key}"][:, v].double() for key in (part, f"{part}.variance", "groups")),
+                )
+            )
+        out[part] = torch.stack([c[0] for c in columns], 1).float()
+        out[f"{part}_error"] = torch.stack([c[1] for c in columns], 1).float()
+    return out
+
+
+def pool(
+    own: Tensor, own_variance: Tensor, own_groups: Tensor, doubt: Tensor,
+    others: Tensor, others_variance: Tensor, others_groups: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One version's estimates and standard errors; all tensors float64 [experts]."""
+    has, around = (own_groups > 0) & (own > 0), (others_groups > 0) & (others > 0)
+    spread = _spread(own, own_variance, own_groups, has)
+    mine = torch.where(has, spread / own_groups.clamp(min=1) + doubt, torch.inf)  # variances over squared losses
+    theirs = torch.where(around, _spread(others, others_variance, others_groups, around) / others_groups, torch.inf)
+    theirs = theirs.nan_to_num(nan=torch.inf)
+    both = has & around
+    if bool(both.any()):
+        # A noisy number's logarithm is low by half its variance.
+        logs = (own[both].log() + mine[both] / 2) - (others[both].log() + theirs[both] / 2)
+        mean, scatter, mean_variance = _random_effects(logs, mine[both] + theirs[both])
+    else:
+        mean, scatter, mean_variance = 0.0, UNKNOWN_SCATTER, UNKNOWN_SCATTER
+    leaning = torch.where(around, others * torch.tensor(mean).exp(), _typical(own, has))
+    leaning_variance = torch.where(around, scatter + theirs + mean_variance, 1.0)
+    trust = torch.where(has, leaning_variance / (leaning_variance + mine), 0.0)
+    trust = torch.where(has & (leaning <= 0), 1.0, trust).nan_to_num(0.0)
+    value = trust * torch.where(has, own, 0.0) + (1 - trust) * leaning
+    variance = torch.where(trust >= 1, mine, (1 - trust) * leaning_variance)
+    variance = torch.where(has, variance, leaning_variance)
+    return value, value * variance.clamp(min=0).nan_to_num(1.0, 1.0).sqrt()
+
+
+def _spread(loss: Tensor, variance: Tensor, groups: Tensor, used: Tensor) -> Tensor:
+    """Variance of one group's loss over the loss squared, drawn to the mean of all experts."""
+    each = torch.where(used, variance * groups / loss.square().clamp(min=1e-300), 0.0)
+    degrees = torch.where(used, (groups - 1).clamp(min=0), 0.0)
+    total = float(degrees.sum())
+    mean = float((degrees * each).sum()) / total if total else 1.0
+    return (degrees * each + PSEUDO * mean) / (degrees + PSEUDO)
+
+
+def _random_effects(values: Tensor, variances: Tensor) -> tuple[float, float, float]:
+    """The mean of values with errors of known variance, their scatter beyond those, and the mean's variance."""
+    count = len(values)
+    weight = 1 / variances.clamp(min=1e-12)
+    centre = float((weight * values).sum() / weight.sum())
+    scatter = UNKNOWN_SCATTER
+    if count >= FEW:
+        heterogeneity = float((weight * (values - centre).square()).sum())
+        scale = float(weight.sum() - weight.square().sum() / weight.sum())
+        scatter = max(LEAST_SCATTER, (heterogeneity - (count - 1)) / scale if scale > 0 else 0.0)
+    weight = 1 / (variances + scatter)
+    return float((weight * values).sum() / weight.sum()), scatter, float(1 / weight.sum())
+
+
+def _typical(own: Tensor, has: Tensor) -> Tensor:
+    """What an expert costs of which nothing was measured: the mean of those that were."""
+    return torch.full_like(own, float(own[has].mean()) if bool(has.any()) else 0.0)

@@ -1,0 +1,261 @@
+"""Products of matrices beside the experts, normalisations and attention of one token, on a CPU by the library of
+affine_native.py, whose conditions hold here too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .affine_native import DTYPES, POINTER, WORD, Unpack, has_tiles, library
+from .forms import Form, kernel_of
+
+
+class _Attend(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("q", "k", "v", "out")),
+        *((name, WORD) for name in ("batch", "groups", "heads", "length", "cols", "out_cols")),
+        *((name, WORD) for name in ("q_batch", "q_head")),
+        *((name, WORD) for name in ("k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row")),
+        ("scale", ctypes.c_float),
+        ("room", POINTER),
+    ]
+
+
+class _Dense(ctypes.Structure):
+    _fields_ = [
+        ("rows", WORD), *((name, POINTER) for name in ("base", "form", "bias")), ("most", WORD * 2),
+    ]  # fmt: skip
+
+
+library.moepack_affine_dense.argtypes = [POINTER, WORD, WORD, POINTER, POINTER, *[WORD] * 4]
+library.moepack_affine_dense_kept.restype = WORD
+_norm = library.moepack_affine_norm
+_norm.argtypes = [POINTER] * 3 + [WORD] * 3 + [ctypes.c_double]
+_norm.restype = None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrix:
+    """One matrix that `dense` multiplies by, on the CPU.
+
+    Attributes:
+        form: where its parts begin in `data`, as `forms.make_forms` says of an extent; `plain_form` of a BF16 matrix.
+        rows, cols: its shape.
+        data: uint8, the whole extent; or bfloat16 [rows, cols]. Contiguous.
+        bias: bfloat16 [rows], of a matrix whose form has none; an extent's own bias needs no mention.
+    """
+
+    form: Form
+    rows: int
+    cols: int
+    data: Tensor
+    bias: Tensor | None = None
+
+
+def plain_form() -> Form:
+    """The form of a BF16 matrix [rows, cols] as it is."""
+    return Form("bf16", kernel_of("bf16").number, 0, 0, 0, 0, 0, 0, -1)
+
+
+class Dense:
+    """Matrices that share an input, for `dense`: addresses and forms, written down once.
+
+    Attributes:
+        matrices: in the order of the results.
+        limits: tokens up to which each matrix is read straight from its bytes, by dtype of the input.
+        cols: of every matrix.
+    """
+
+    def __init__(self, matrices: Sequence[DenseMatrix], limits: dict[torch.dtype, Sequence[int]] | None = None) -> None:
+        """Limits that are not given are those of the table in forms.py; backends.dense_limits measures them.
+
+        Raises:
+            ValueError: for matrices of different columns, of none, or tensors that are not as DenseMatrix says.
+        """
+        self.matrices, self.cols = tuple(matrices), matrices[0].cols if matrices else 0
+        kernels = [kernel_of(m.form.name) for m in matrices]
+        floats, shorts = [k.float32 for k in kernels], [k.bfloat16 for k in kernels]
+        self.limits = {torch.float32: floats, torch.bfloat16: shorts, **(limits or {})}
+        for m in matrices:
+            plain = m.form.bits == kernel_of("bf16").number
+            fits = m.data.dtype == torch.bfloat16 and m.data.shape == (m.rows, m.cols) if plain else m.data.ndim == 1
+            alike = m.data.is_contiguous() and m.data.device.type == "cpu" and m.cols == self.cols
+            if m.bias is not None:
+                fits = fits and m.bias.dtype == torch.bfloat16 and m.bias.shape == (m.rows,) and m.bias.is_contiguous()
+            if not (fits and alike):
+                raise ValueError(
+                    f"{m.form.name} [{m.rows}, {m.cols}]: {m.data.dtype} {tuple(m.data.shape)} does not fit"
+                )
+        if not matrices:
+            raise ValueError("no matrices")
+        self._forms = np.array([m.form.row() for m in matrices], np.int64)
+        at, each = self._forms.ctypes.data, self._forms.strides[0]
+        self._call = (_Dense * len(matrices))(
+            *(
+                _Dense(
+                    m.rows,
+                    m.data.data_ptr(),
+                    at + i * each,
+                    _bias_address(m),
+                    (self.limits[DTYPES[0]][i], self.limits[DTYPES[1]][i]),
+                )
+                for i, m in enumerate(self.matrices)
+            )
+        )
+        self._rows = [m.rows for m in matrices]
+        self._all = sum(self._rows)
+        self._parts = [(r, sum(self._rows[:i])) for i, r in enumerate(self._rows)]
+        self._at, self._count = ctypes.addressof(self._call), len(matrices)
+
+    def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
+        """As affine_native's `unpack`, of one of the matrices."""
+        m = self.matrices[number]
+        call = Unpack(
+            m.cols, first, first + out.shape[1], out.shape[1], out.dtype == torch.bfloat16, threads,
+            m.data.data_ptr(), self._forms.ctypes.data + number * self._forms.strides[0], out.data_ptr(),
+        )  # fmt: skip
+        if library.moepack_affine_unpack(ctypes.byref(call)):
+            raise self.unknown(number)
+
+    def unknown(self, number: int) -> ValueError:
+        """What to raise where the library has no kernel for a matrix's form."""
+        f = self.matrices[number].form
+        return ValueError(
+            f"{f.name}: the compiled kernels do not know its encoding (number {f.bits}, groups of {f.group})"
+        )
+
+
+def _bias_address(m: DenseMatrix) -> int | None:
+    if m.bias is not None:
+        return m.bias.data_ptr()
+    return m.data.data_ptr() + m.form.bias if m.form.bias >= 0 else None
+
+
+def dense(of: Dense, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...]:
+    """y = W x + b for each of several matrices, in one call: few tokens straight from their bytes, many in tiles.
+
+    Results have the same bits on however many threads, and beside whatever matrices. Where tokens are many and this
+    processor has no tiles for them, torch multiplies by unpacked weights.
+
+    Args:
+        of: the matrices.
+        x: float32 or bfloat16 [..., cols].
+        threads: how many; torch's number without it.
+
+    Returns:
+        [..., rows] for each matrix, in x's dtype, contiguous; parts of one tensor.
+
+    Raises:
+        ValueError: for an x of another dtype or number of columns; for a form that the library does not know, before
+            anything is computed.
+        MemoryError: when there is no room for activations.
+    """
+    cols = of.cols
+    if x.shape[-1] != cols or x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: these matrices take float32 or bfloat16 [..., {cols}]")
+    x = x if x.is_contiguous() else x.contiguous()
+    lead = x.shape[:-1]
+    tokens = x.numel() // cols
+    made = x.new_empty(tokens * of._all)
+    if tokens == 1:  # splitting and viewing would take longer than a small product
+        ones = len(lead)
+        outs = tuple([made.as_strided((*lead, r), (*(r,) * ones, 1), at) for r, at in of._parts])
+    else:
+        outs = tuple(
+            [p.view(*lead, r) for p, r in zip(made.split([tokens * r for r in of._rows]), of._rows, strict=True)]
+        )
+    threads = threads or torch.get_num_threads()
+    bf16, tiles = x.dtype is torch.bfloat16, has_tiles(x.dtype)
+    if tokens:
+        failed = library.moepack_affine_dense(
+            of._at, of._count, cols, x.data_ptr(), made.data_ptr(), tokens, bf16, tiles, threads
+        )
+        if failed == 1:
+            raise MemoryError(f"no memory for {tokens} activations")
+        if failed:
+            raise of.unknown(failed - 2)
+    if not tiles and tokens > 1:
+        for i, (out, most) in enumerate(zip(outs, of.limits[x.dtype], strict=True)):
+            if tokens > most:
+                _dense_by_torch(of, i, x.view(tokens, cols), out.view(tokens, -1), threads)
+    return outs
+
+
+_SLICE = 256  # rows unpacked for torch at a time: what stays in a core's second-level cache
+
+
+def _dense_by_torch(of: Dense, number: int, x: Tensor, out: Tensor, threads: int) -> None:
+    m = of.matrices[number]
+    bias = m.bias
+    if bias is None and m.form.bias >= 0:
+        bias = m.data[m.form.bias : m.form.bias + 2 * m.rows].view(torch.bfloat16)
+    for first in range(0, m.rows, _SLICE):
+        last = min(first + _SLICE, m.rows)
+        if m.data.dtype == torch.bfloat16:
+            made = torch.nn.functional.linear(x, m.data[first:last].to(x.dtype))
+        else:
+            tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=x.dtype)
+            of.unpack(number, tile, first, threads)
+            made = torch.mm(x, tile[:, : last - first])
+        out[:, first:last] = made if bias is None else made.add_(bias[first:last].to(x.dtype))
+
+
+def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int, threads: int) -> int:
+    """The most bytes that `dense` keeps between calls, for matrices of these [rows, cols]; the cols are equal."""
+    units = sum(-(-rows // 64) for rows, _ in shapes)
+    sizes = (len(shapes), units, shapes[0][1], tokens, threads)
+    return int(library.moepack_affine_dense_kept(*map(WORD, sizes)))
+
+
+def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tensor:
+    """x [..., cols] over its root mean square by row, times weight [cols]; all BF16, contiguous, on the CPU.
+
+    Args:
+        x: the rows.
+        weight: by column.
+        form: 0: rounded before the weight; 1: after it; 2: the weight is 1 + weight, in float32.
+        epsilon: added to the mean square.
+    """
+    out, cols = torch.empty_like(x), x.shape[-1]
+    if weight.shape != (cols,):
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit rows of {cols}")
+    _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // cols, cols, form, epsilon)
+    return out
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None = None) -> Tensor:
+    """Attention of one new token of each sequence, every key seen: softmax(scale * q k) v in float32.
+
+    Args:
+        query: bfloat16 [batch, heads, 1, cols].
+        key: bfloat16 [batch, groups, length, cols]; heads are a multiple of groups, and follow one another in each.
+        value: bfloat16 [batch, groups, length, out]. The last axes of all three are dense.
+        scale: of the products.
+        threads: how many; torch's number without it.
+
+    Returns:
+        bfloat16 [batch, 1, heads, out].
+
+    Raises:
+        ValueError: for tensors that are not so.
+        MemoryError: when there is no room for scores.
+    """
+    batch, heads, _, cols = query.shape
+    groups, length, out_cols = value.shape[1:]
+    wrong = key.shape != (batch, groups, length, cols) or value.shape[0] != batch or query.shape[2] != 1 or not length
+    if wrong or heads % groups or query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit")
+    out = query.new_empty(batch, 1, heads, out_cols)
+    call = _Attend(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), batch, groups, heads // groups, length,
+        cols, out_cols, query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], scale,
+    )  # fmt: skip
+    if library.moepack_affine_attend(ctypes.byref(call), WORD(threads or torch.get_num_threads())):
+        raise MemoryError(f"no memory for {length} scores of {heads} heads")
+    return out

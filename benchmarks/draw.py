@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,50 @@ def budgets() -> Any:
     return figure
 
 
-PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets)}
+def peers() -> Any:
+    """Speed against divergence: moepack's versions and llama.cpp's types, tokens a second of the generated model by the
+    divergence that the same bits cost on a trained one."""
+    import matplotlib.pyplot as plt
+
+    rows = results("peers")["rows"]
+    measured = [r for r in rows if r["part"] == "quality" and "KL, mnat" in r]
+    divergence = {r["encoding"]: r["KL, mnat"] for r in measured if r["model"] == measured[0]["model"]}
+    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
+    _plain(axis)
+    models = [r for r in rows if r["part"] == "models" and "decode tokens/s" in r]
+    threads = min(r["threads"] for r in models)
+    best: dict[tuple[str, str, str], float] = {}
+    for row in models:
+        who, _, what = row["side"].partition(" ")
+        encoding, served = what if who == "moepack" else what.split()[0], row["rest"] != "BF16"
+        if served and who != "moepack" and f"{encoding} mix" in divergence:
+            encoding += " mix"
+        plain = served and who == "moepack" and "," not in encoding
+        if row["threads"] == threads and encoding in divergence and not plain:
+            key = who, row["rest"], encoding
+            best[key] = max(best.get(key, 0.0), row["decode tokens/s"])
+    shown = {"BF16": "-", "as served": ":"}
+    for (who, colour, mark), (rest, line) in product(
+        (("moepack", OURS, "o"), ("llama.cpp", THEIRS, "s")), shown.items()
+    ):
+        points = sorted((divergence[e], rate, e) for (w, r, e), rate in best.items() if (w, r) == (who, rest))
+        if points:
+            label = f"{who}, BF16 beside experts" if rest == "BF16" else f"{who}, all quantised"
+            axis.plot([p[0] for p in points], [p[1] for p in points], mark + line, color=colour, linewidth=2.5,
+                      markersize=10, label=label)  # fmt: skip
+        for x, y, name in points:
+            axis.annotate(name, (x, y), (8, 8), textcoords="offset points", fontsize=12, color=colour, weight="bold")
+    axis.set_xscale("log")
+    axis.margins(x=0.2)
+    axis.set(ylim=(0, 1.2 * max(best.values())))
+    axis.set_xlabel("divergence (KL) that its bits cost, thousandths of a nat", fontsize=15, color=INK)
+    title = f"Decoding, tokens a second, {threads} thread{'s' * (threads > 1)}"
+    axis.set_title(title, fontsize=16, color=INK, loc="left", weight="bold")
+    axis.legend(fontsize=14, frameon=False, labelcolor=INK)
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets, peers)}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:

@@ -1,7 +1,7 @@
 """moepack beside llama.cpp and kt-kernel on a CPU, in one run.
 
-    python -m benchmarks.peers [--threads N ...] [--shape NAME ...] [--checkpoint MODEL --calibration FILE --data FILE]
-                               [--only layers|models|quality ...] [--work DIR] [--install]
+    python -m benchmarks.peers [--threads N ...] [--shape NAME ...] [--checkpoint MODEL ...] [--calibration FILE]
+                               [--data FILE] [--only layers|models|quality ...] [--work DIR] [--install]
 
 llama-cpp-python, compiled for this processor without BLAS, and kt-kernel are installed into environments of their own,
 under the user's cache, when they are not there; `--install` does no more. A peer that cannot be had is named, with the
@@ -15,8 +15,8 @@ models: a generated Qwen3-MoE of true layer shapes, 4 layers, decoding one token
 with all matrices beside the experts in BF16 on both sides, once as a user would run each: llama.cpp's own mixes, and
 moepack's dense versions where it has them. About 22 GB of files are generated and kept there: `--work`.
 quality: error and divergence at so many bits a weight, both sides from the same matrices and moments: generated ones of
-true shape, and those of `--checkpoint`, a small trained Qwen3-MoE (default: the one in examples/, whose rows are too
-short for K-quants).
+true shape, and those of each `--checkpoint`, a small trained Qwen3-MoE (default: the one in examples/, whose rows are
+too short for K-quants); then with attention quantised as well, as users run them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,8 @@ COLUMNS = {
                "llama.cpp's best over ours", "not measured"],
     "models": ["rest", "threads", "side", "decode tokens/s", "prefill tokens/s", "decode over llama.cpp's best",
                "prefill over llama.cpp's best", "not measured"],
-    "quality": ["model", "quantised", "who", "encoding", "bits/weight", "error", "KL, mnat", "+-"],
+    "quality": ["model", "quantised", "who", "encoding", "bits/weight", "error", "KL, mnat", "+-", "added, %",
+                "added +-"],
 }  # fmt: skip
 
 
@@ -62,19 +62,22 @@ class Sides:
                 self.missing[who] = str(error)
                 print(f"{who} is left out: {error}", flush=True)
 
-    def start(self, who: str, cpus: Sequence[int]) -> Worker:
-        """A side's process."""
+    def start(self, who: str, threads: int) -> Worker:
+        """A side's process, on so many processors. kt-kernel's main thread spins while its others work: it gets one
+        more, where there is one."""
         module = {"moepack": "ours", "llama.cpp": "llama", "kt-kernel": "kt"}[who]
         # what tuning finds for this benchmark is not what the user's own cache should hold
         env = {"XDG_CACHE_HOME": str(self.scratch)} if who == "moepack" else {}
-        return Worker(self.python[who], f"benchmarks.peers.{module}", cpus, self.scratch / f"{module}.log", env)
+        cpus = processors(threads + (who == "kt-kernel"))
+        log = self.scratch / f"{module}.log"
+        return Worker(self.python[who], f"benchmarks.peers.{module}", cpus, log, env, threads)
 
     def versions(self) -> dict[str, str]:
         """What the peers are, and why those that are missing are."""
         out = {who: f"not measured: {why}" for who, why in self.missing.items()}
         for who in self.python.keys() - {"moepack"}:
             try:
-                with self.start(who, processors(1)) as worker:
+                with self.start(who, 1) as worker:
                     out |= worker.call("versions")
             except PeerError as error:  # it is installed and does not run here
                 out[who] = f"not measured: {error}"
@@ -93,7 +96,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--threads", action="append", type=int, help="default: 1 and 2")
     parser.add_argument("--shape", action="append", choices=LAYERS, help="of layers; default: all")
-    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    parser.add_argument("--checkpoint", action="append", type=Path, help="default: examples/mini-qwen3-moe")
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
     parser.add_argument("--group-size", type=int, default=64, help="of moepack's versions")
@@ -118,12 +121,15 @@ def main() -> None:
             with ExitStack() as stack:
                 writer = None
                 if "llama.cpp" in sides.python:
-                    writer = stack.enter_context(sides.start("llama.cpp", sorted(os.sched_getaffinity(0))))
+                    writer = stack.enter_context(sides.start("llama.cpp", len(os.sched_getaffinity(0))))
                 size = QUICK if args.quick else FULL
-                bundle, home = prepare(args.work, size, args.group_size, MIXES, writer)
+                try:
+                    bundle, home = prepare(args.work, size, args.group_size, MIXES, writer)
+                except PeerError as error:
+                    raise SystemExit(str(error)) from None
         for count in threads:
             with ExitStack() as stack:
-                workers = {w: stack.enter_context(sides.start(w, processors(count))) for w in sides.python}
+                workers = {w: stack.enter_context(sides.start(w, count)) for w in sides.python}
                 peers[f"moepack, {count} threads"] = workers["moepack"].call("tune")
                 if "layers" in parts:
                     rows["layers"] += _layers(workers, args, count, Path(scratch))
@@ -149,13 +155,12 @@ def _layers(workers: dict[str, Worker], args: Any, threads: int, scratch: Path) 
     shapes = args.shape or (LAYERS[:1] if args.quick else LAYERS)
     tokens = (1, 16) if args.quick else layers.TOKENS
     seconds = 2.0 if args.quick else 6.0
-    if args.quick:
-        layers.CACHES //= 4
+    pool = layers.CACHES // 4 if args.quick else layers.CACHES
     rows = []
     for shape in shapes:
         known = [v for v in VERSIONS if v in _versions()]
         described = (shape, SHAPES[shape])
-        rows += layers.measure(workers, described, known, args.group_size, tokens, seconds, scratch, threads)
+        rows += layers.measure(workers, described, known, args.group_size, tokens, seconds, scratch, threads, pool)
     return rows
 
 
@@ -170,7 +175,7 @@ def _models(workers: dict[str, Worker], bundle: Path, home: Path, quick: bool, t
 
     rows = []
     for match in MATCHES:
-        rows += measure(workers, bundle, home, match, 8 if quick else 24, 2.0 if quick else 10.0, threads)
+        rows += measure(workers, bundle, home, match, 8 if quick else 24, 2.0 if quick else 20.0, threads)
     return rows
 
 
@@ -184,10 +189,12 @@ def _quality(sides: Sides, args: Any, scratch: Path) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         llama = None
         if "llama.cpp" in sides.python:
-            llama = stack.enter_context(sides.start("llama.cpp", sorted(os.sched_getaffinity(0))))
+            llama = stack.enter_context(sides.start("llama.cpp", len(os.sched_getaffinity(0))))
         every = quality.encodings(args.group_size, llama, scratch)
         rows = quality.of_generated(shapes, every)
-        return rows + quality.of_model(args.checkpoint, calibration, data, windows, every)
+        for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"]:
+            rows += quality.of_model(checkpoint, calibration, data, windows, every)
+        return rows
 
 
 if __name__ == "__main__":

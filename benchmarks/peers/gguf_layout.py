@@ -14,7 +14,7 @@ from .ggml_types import TYPES
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 MIXES = ("BF16", "Q4_K experts", "Q2_K experts", "Q4_K_M", "Q2_K")
-_ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
+ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def tensors(config: Mapping[str, Any], mix: str) -> list[GgufTensor]:
     for i in range(layers):
         here, there = f"blk.{i}", f"model.layers.{i}"
         add(f"{here}.attn_norm.weight", (hidden,), [f"{there}.input_layernorm.weight"], i)
-        for name, theirs in _ATTENTION.items():
+        for name, theirs in ATTENTION.items():
             add(f"{here}.{name}.weight", sizes[name], [f"{there}.self_attn.{theirs}.weight"], i)
         for one in ("q", "k"):
             add(f"{here}.attn_{one}_norm.weight", (head,), [f"{there}.self_attn.{one}_norm.weight"], i)

@@ -12,6 +12,15 @@ _AMBITION = 1.2
 EQUAL_BITS = (("w8", "Q8_0"), ("w4", "Q4_K"), ("w4", "IQ4_NL"), ("w3", "Q3_K"), ("w3", "IQ3_S"), ("w2", "Q2_K"))
 
 
+# The same as users run them, attention quantised as well.
+SERVED = (
+    ("w4, dense w8", "Q4_K_M"),
+    ("w4, dense w4", "Q4_K_M"),
+    ("w2, dense w8", "Q2_K mix"),
+    ("w2, dense w4", "Q2_K mix"),
+)
+
+
 def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
     """The targets, of rows that each say their part."""
     return [*_layers(rows), *_models(rows), *_quality(rows)]
@@ -49,7 +58,7 @@ def _quality(rows: Sequence[dict[str, Any]]) -> list[Target]:
     out = []
     found = {(r["model"], r["encoding"]): r for r in rows if r["part"] == "quality"}
     for model in dict.fromkeys(m for m, _ in found):
-        for ours, theirs in EQUAL_BITS:
+        for ours, theirs in (*EQUAL_BITS, *SERVED):
             mine, other = found.get((model, ours)), found.get((model, theirs))
             if mine is None or other is None:
                 continue
@@ -57,4 +66,8 @@ def _quality(rows: Sequence[dict[str, Any]]) -> list[Target]:
                 if what in mine:
                     name = f"{model}: {what.partition(',')[0]} of {ours} over {theirs}'s"
                     out.append(Target(name, mine[what] / other[what], 1.0, "lower"))
+    for row in rows:
+        if row["part"] == "quality" and row["encoding"] == "w4, dense w8":
+            name = f"{row['model']}: what dense w8 adds to the divergence of w4, %"
+            out.append(Target(name, row["added, %"], 5.0, "lower"))
     return out

@@ -74,6 +74,7 @@ def measure(
     seconds: float,
     scratch: Path,
     threads: int,
+    pool: int = CACHES,
 ) -> list[dict[str, Any]]:
     """Rows of one shape, a side and a number of tokens each; a side that cannot be measured says why.
 
@@ -86,6 +87,7 @@ def measure(
         seconds: that the rounds of one group and number of tokens may take, about.
         scratch: a directory for what sides hand one another.
         threads: the workers'.
+        pool: bytes of experts that passes walk through, at the least.
     """
     name, (hidden, inner, experts, top_k) = shape
     rows: list[dict[str, Any]] = []
@@ -95,7 +97,7 @@ def measure(
         for side in sides:
             if side.who in workers:
                 try:
-                    opened[side] = _open(workers, side, shape[1], group_size, scratch)
+                    opened[side] = _open(workers, side, shape[1], group_size, scratch, pool)
                 except PeerError as error:
                     rows.append({**shared, "side": side.name, "not measured": str(error)})
         ours = sides[0]
@@ -139,20 +141,20 @@ def _rows(
 
 
 def _open(
-    workers: dict[str, Worker], side: Side, shape: tuple[int, int, int, int], group_size: int, scratch: Path
+    workers: dict[str, Worker], side: Side, shape: tuple[int, int, int, int], group_size: int, scratch: Path, pool: int
 ) -> Any:
     hidden, inner, experts, top_k = shape
     worker = workers[side.who]
     if side.who == "moepack":
         return worker.call(
             "open_layer", key=side.name, version=side.encoding, group_size=group_size, sizes=[hidden, inner, experts],
-            pool=CACHES,
+            pool=pool,
         )  # fmt: skip
     sizes = [hidden, inner, top_k, experts]
     if side.who == "llama.cpp":
         repacked = side.layout == "repacked"
         return worker.call(
-            "open_layer", key=side.name, encoding=side.encoding, sizes=sizes, pool=CACHES, repacked=repacked
+            "open_layer", key=side.name, encoding=side.encoding, sizes=sizes, pool=pool, repacked=repacked
         )
     more: dict[str, Any] = {}
     if side.encoding in TYPES and side.encoding != "BF16":
@@ -162,7 +164,7 @@ def _open(
         more["parts"] = workers["llama.cpp"].call(
             "dump_expert", encoding=side.encoding, hidden=hidden, inner=inner, path=more["file"]
         )
-    return worker.call("open_layer", key=side.name, encoding=side.encoding, sizes=sizes, pool=CACHES, **more)
+    return worker.call("open_layer", key=side.name, encoding=side.encoding, sizes=sizes, pool=pool, **more)
 
 
 def _timer(worker: Worker, what: str, side: Side, index: list[list[int]], step: int) -> Callable[..., list[float]]:

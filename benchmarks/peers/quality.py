@@ -8,9 +8,11 @@ activations to 8 bits when it multiplies, which is left out here, in its favour.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,14 @@ from moepack.quantize.moments import NEGLIGIBLE, PRIOR, shrink
 from moepack.runtime.kernels.forms import resident_size
 
 from .ggml_types import TYPES
+from .gguf_layout import ATTENTION, type_of
 from .worker import PeerError, Worker
 
 OURS = ("w8", "w4", "w3", "w2")
-THEIRS = ("Q8_0", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_S", "IQ2_XXS")
+# As users run them, experts and attention: pairs of versions, and llama.cpp's mixes and their experts' type.
+PAIRS = (("w4", "w8"), ("w4", "w4"), ("w2", "w8"), ("w2", "w4"))
+SERVED = {"Q4_K_M": ("Q4_K_M", "Q4_K"), "Q2_K mix": ("Q2_K", "Q2_K")}
+THEIRS = ("Q8_0", "Q6_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_S", "IQ2_XXS")
 LENGTH = 256  # tokens of a window
 Values = Callable[[Tensor, Tensor], Tensor]  # weights and moments to what comes back
 
@@ -88,8 +94,8 @@ class Watched:
         return torch.stack(out)
 
 
-def watched(model: Any, ids: Tensor) -> list[Watched]:
-    """Run the windows [windows, tokens] through the model and see what its experts see.
+def watched(model: Any, ids: Tensor, beside: Sequence[WatchedLinear] = ()) -> list[Watched]:
+    """Run the windows [windows, tokens] through the model and see what its experts see, and what is `beside` them.
 
     Raises:
         PeerError: when the model does not keep its experts as expected.
@@ -97,13 +103,47 @@ def watched(model: Any, ids: Tensor) -> list[Watched]:
     layers = [Watched(m) for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
     if not layers:
         raise PeerError(f"{type(model).__name__} does not keep its experts in gate_up_proj and down_proj")
-    hooks = [layer.module.register_forward_pre_hook(layer.see) for layer in layers]
+    every: list[Watched | WatchedLinear] = [*layers, *beside]
+    hooks = [seen.module.register_forward_pre_hook(seen.see) for seen in every]
     with torch.inference_mode():
         for window in ids:
             model(window[None], logits_to_keep=1)
     for hook in hooks:
         hook.remove()
     return layers
+
+
+class WatchedLinear:
+    """The same of one matrix outside the experts.
+
+    Attributes:
+        module: the Linear.
+        types: by mix of llama.cpp, the name of its type there.
+    """
+
+    def __init__(self, module: torch.nn.Linear, types: dict[str, str]) -> None:
+        self.module, self.types = module, types
+        self._sum, self._count = torch.zeros(1, module.in_features, module.in_features), 0
+
+    def see(self, module: Any, arguments: tuple[Any, ...]) -> None:
+        """A forward pre-hook."""
+        x = arguments[0].reshape(-1, arguments[0].shape[-1])
+        self._sum[0].addmm_(x.T, x)
+        self._count += len(x)
+
+    def moments(self) -> Tensor:
+        """Mean second moments, [1, cols, cols]."""
+        return self._sum / self._count
+
+
+def attention(model: Any) -> list[WatchedLinear]:
+    """The matrices of a Qwen3's attention."""
+    layers, out = model.model.layers, []
+    for i, layer in enumerate(layers):
+        for part, name in ATTENTION.items():
+            types = {mix: type_of(part, i, len(layers), mix) for mix, _ in SERVED.values()}
+            out.append(WatchedLinear(getattr(layer.self_attn, name), types))
+    return out
 
 
 def encodings(group_size: int, llama: Worker | None, scratch: Path) -> list[Encoding]:
@@ -155,7 +195,7 @@ def of_generated(shapes: Sequence[tuple[int, int]], every: Sequence[Encoding]) -
 def of_model(
     checkpoint: Path, calibration: list[str], data: list[str], windows: tuple[int, int], every: Sequence[Encoding]
 ) -> list[dict[str, Any]]:
-    """Errors and divergence on a trained model: a row an encoding.
+    """Errors and divergence on a trained model: a row an encoding, then what users run, attention quantised as well.
 
     Matrices that no K-quant fits (rows that are not whole blocks of 256) stay as they are on both sides, where there
     are others; where there are none all are quantised, and encodings that do not fit are left out.
@@ -173,7 +213,8 @@ def of_model(
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, experts_implementation="eager")
     tokenizer = load_tokenizer(checkpoint)
-    learn = watched(model, calibration_windows(calibration, tokenizer, windows[0], LENGTH, 0).ids)
+    linears = attention(model)
+    learn = watched(model, calibration_windows(calibration, tokenizer, windows[0], LENGTH, 0).ids, linears)
     ids = calibration_windows(data, tokenizer, windows[1], LENGTH, 0).ids
     held = watched(model, ids)
     reference = _log_probabilities(model, ids)
@@ -181,37 +222,75 @@ def of_model(
     block = TYPES["Q4_K"].block if any(TYPES["Q4_K"].fits(n) for n in widths) else 1
     chosen = [i for i, n in enumerate(widths) if n % block == 0]
     parts = "gate and up" if chosen == [0] else "all experts' matrices"
-    out = []
-    for e in every:
-        if any(widths[i] % e.block for i in chosen):
-            continue
+    weights = [seen.weights()[i] for seen in learn for i in chosen]
+    fitting = {(e.who, e.name): e for e in every if not any(widths[i] % e.block for i in chosen)}
+    out, values, divergences = [], dict[tuple[str, str], list[Tensor]](), dict[tuple[str, str], list[float]]()
+    for key, e in fitting.items():
+        values[key] = [e.values(seen.weights()[i], seen.moments(i)) for seen in learn for i in chosen]
         got: list[float] = []
-        kept = []
-        for seen, later in zip(learn, held, strict=True):
+        for (later, i), weight, made in zip(product(held, chosen), weights, values[key], strict=True):
             enough = later.counts >= ENOUGH
-            for i in chosen:
-                weight = seen.weights()[i]
-                values = e.values(weight, seen.moments(i))
-                case = Case(weight[enough], weight[enough], later.moments(i)[enough])
-                got += errors(case, values[enough])
-                kept.append((weight, weight.clone()))
-                weight.copy_(values)
-        divergence = _divergence(model, ids, reference)
-        for weight, before in kept:
-            weight.copy_(before)
-        out.append(
-            {
-                "model": checkpoint.name,
-                "quantised": parts,
-                "who": e.who,
-                "encoding": e.name,
-                "bits/weight": e.bits,
-                "error": statistics.geometric_mean(got),
-                "KL, mnat": 1e3 * divergence.value,
-                "+-": 1e3 * divergence.half,
-            }
-        )
+            got += errors(Case(weight[enough], weight[enough], later.moments(i)[enough]), made[enough])
+        with _replaced(weights, values[key]):
+            divergences[key] = _divergence(model, ids, reference)
+        row = {"model": checkpoint.name, "quantised": parts, "who": e.who, "encoding": e.name, "bits/weight": e.bits}
+        out.append({**row, "error": statistics.geometric_mean(got), **_shown(divergences[key])})
+    beside = [one.module.weight.data for one in linears]
+    for name, key, of_linear in _served(fitting):
+        encodings = [of_linear(one) for one in linears]
+        if any(weight.shape[1] % e.block for weight, e in zip(beside, encodings, strict=True)):
+            continue
+        pairs = zip(linears, encodings, strict=True)
+        made = [e.values(one.module.weight.data[None], one.moments())[0] for one, e in pairs]
+        with _replaced([*weights, *beside], [*values[key], *made]):
+            divergence = _divergence(model, ids, reference)
+        size = fitting[key].bits * sum(w.numel() for w in weights)
+        size += sum(e.bits * w.numel() for e, w in zip(encodings, beside, strict=True))
+        row = {"model": checkpoint.name, "quantised": f"{parts}, attention", "who": key[0], "encoding": name}
+        row["bits/weight"] = size / sum(w.numel() for w in (*weights, *beside))
+        row |= _shown(divergence)
+        mean = statistics.fmean(divergences[key])
+        more = Mean.of([a - b for a, b in zip(divergence, divergences[key], strict=True)])
+        out.append({**row, "added, %": 100 * more.value / mean, "added +-": 100 * more.half / mean})
     return out
+
+
+def _served(
+    every: Mapping[tuple[str, str], Encoding],
+) -> Iterator[tuple[str, tuple[str, str], Callable[[WatchedLinear], Encoding]]]:
+    """What users run, of the encodings that fit: name, the key of the experts' encoding, that of one of attention's."""
+
+    def mixed(mix: str, one: WatchedLinear) -> Encoding:
+        return every["llama.cpp", one.types[mix]]
+
+    for version, dense in PAIRS:
+        if ("moepack", version) in every and ("moepack", dense) in every:
+            yield f"{version}, dense {dense}", ("moepack", version), partial(_alike, every["moepack", dense])
+    for name, (mix, kind) in SERVED.items():
+        if ("llama.cpp", kind) in every:
+            yield name, ("llama.cpp", kind), partial(mixed, mix)
+
+
+def _alike(encoding: Encoding, one: WatchedLinear) -> Encoding:
+    return encoding
+
+
+@contextmanager
+def _replaced(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """The weights with these values, and as they were again afterwards."""
+    before = [weight.clone() for weight in weights]
+    try:
+        for weight, value in zip(weights, values, strict=True):
+            weight.copy_(value)
+        yield
+    finally:
+        for weight, value in zip(weights, before, strict=True):
+            weight.copy_(value)
+
+
+def _shown(divergence: Sequence[float]) -> dict[str, float]:
+    mean = Mean.of(divergence)
+    return {"KL, mnat": 1e3 * mean.value, "+-": 1e3 * mean.half}
 
 
 def _log_probabilities(model: Any, ids: Tensor) -> list[Tensor]:
@@ -219,11 +298,11 @@ def _log_probabilities(model: Any, ids: Tensor) -> list[Tensor]:
         return [torch.log_softmax(model(window[None]).logits[0].float(), -1) for window in ids]
 
 
-def _divergence(model: Any, ids: Tensor, reference: list[Tensor]) -> Mean:
-    """Of the model's own distribution from the one it has now, nats a token, windows being the sample."""
+def _divergence(model: Any, ids: Tensor, reference: list[Tensor]) -> list[float]:
+    """Of the model's own distribution from the one it has now, nats a token, by window."""
     out = []
     with torch.inference_mode():
         for window, best in zip(ids, reference, strict=True):
             logs = torch.log_softmax(model(window[None]).logits[0].float(), -1)
             out.append(float((best.exp() * (best - logs)).sum(-1).mean()))
-    return Mean.of(out)
+    return out

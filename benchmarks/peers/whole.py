@@ -86,7 +86,7 @@ def _rates(
     prefill: dict[str, list[float]] = {name: [] for name in opened}
     decode: dict[str, list[float]] = {name: [] for name in opened}
     began, turns = time.monotonic(), 0
-    while turns < 3 or (time.monotonic() - began < seconds and turns < 12):
+    while turns < 3 or (time.monotonic() - began < seconds and turns < 16):
         for name, (worker, _) in opened.items():
             got = worker.call("run_model", key=name, prompt=prompt, steps=steps)
             if turns:

@@ -28,9 +28,10 @@ class Worker:
     Args:
         python: its interpreter.
         module: what it runs, a module that ends in `answer(...)`.
-        cpus: the processors that it may use; as many threads.
+        cpus: the processors that it may use.
         log: where its standard error goes.
         env: more of its environment.
+        threads: on which it computes; as many as processors without it.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class Worker:
         cpus: Sequence[int],
         log: Path,
         env: Mapping[str, str] | None = None,
+        threads: int | None = None,
     ) -> None:
         self.name = module.rpartition(".")[2]
         self.log = log
-        whole = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(len(cpus)), **(env or {})}
-        self._command = [str(python), "-m", module, str(len(cpus))]
+        whole = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads or len(cpus)), **(env or {})}
+        self._command = [str(python), "-m", module, str(threads or len(cpus))]
         self._cpus, self._env = list(cpus), whole
         self._process = self._start()
 

@@ -247,7 +247,7 @@ def test_moments_and_divergence_of_a_model() -> None:
     text = [str(ROOT / "examples" / "text" / "evaluation.jsonl")]
 
     def encoding(name: str, values: quality.Values, block: int = 1) -> quality.Encoding:
-        return quality.Encoding("one", name, 16.0, values, block)
+        return quality.Encoding("moepack", name, 16.0, values, block)
 
     version = Version.of("w4", 64)
     every = [
@@ -257,8 +257,58 @@ def test_moments_and_divergence_of_a_model() -> None:
         encoding("wide", lambda w, m: w, block=256),
     ]
     rows = {r["encoding"]: r for r in quality.of_model(example, text, text, (6, 3), every)}
-    assert list(rows) == ["nearly", "half", "w4"]  # rows of 128 are no whole blocks of 256
+    # Rows of 128 are no whole blocks of 256; what users run is quantised in attention too.
+    assert list(rows) == ["nearly", "half", "w4", "w4, dense w4"]
+    assert rows["w4"]["KL, mnat"] < rows["w4, dense w4"]["KL, mnat"] < 5 * rows["w4"]["KL, mnat"]
     assert np.isclose(rows["half"]["error"], 0.25, rtol=1e-4) and rows["half"]["KL, mnat"] > 100
     assert np.isclose(rows["nearly"]["error"], 1e-8, rtol=0.05) and abs(rows["nearly"]["KL, mnat"]) < 0.01
     assert rows["w4"]["error"] < 0.02 and 0 < rows["w4"]["KL, mnat"] < rows["half"]["KL, mnat"] / 5
     assert rows["w4"]["quantised"] == "all experts' matrices"
+
+
+def test_tables_and_the_picture_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import draw, tables
+
+    layer = {"part": "layers", "shape": "S", "threads": 1, "bits/weight": 4.375, "floor ms": 1.5}
+    model = {"part": "models", "rest": "BF16", "threads": 1}
+    served = {**model, "rest": "as served"}
+    quality = {"part": "quality", "model": "M", "bits/weight": 4.5, "error": 0.5, "+-": 0.1}
+    rows = [
+        {**layer, "side": "moepack w4", "tokens": 1, "ms": 2.0, "GB/s": 10.0},
+        {**layer, "side": "moepack w4", "tokens": 16, "ms": 20.0, "GB/s": 8.0},
+        {"part": "layers", "shape": "S", "threads": 1, "side": "llama.cpp Q8_0 repacked", "not measured": "none here"},
+        {**model, "side": "moepack w4", "decode tokens/s": 90.2, "prefill tokens/s": 500.0,
+         "decode over llama.cpp's best": 1.25, "prefill over llama.cpp's best": 1.5},
+        {**model, "side": "llama.cpp Q4_K experts plain", "decode tokens/s": 72.0, "prefill tokens/s": 333.0},
+        {**served, "side": "moepack w4, dense w8", "decode tokens/s": 120.0, "prefill tokens/s": 500.0},
+        {**served, "side": "moepack w4", "decode tokens/s": 91.0, "prefill tokens/s": 500.0},  # in the picture already
+        {**quality, "who": "moepack", "encoding": "w4", "KL, mnat": 1.25, "bits/weight": 4.375},
+        {"part": "quality", "model": "M", "bits/weight": 5.5, "+-": 0.1, "who": "moepack", "encoding": "w4, dense w8",
+         "KL, mnat": 1.5, "added, %": 20.0, "added +-": 2.0},
+        {**quality, "who": "llama.cpp", "encoding": "Q4_K", "KL, mnat": 4.0},
+    ]  # fmt: skip
+    monkeypatch.setattr(tables, "results", lambda name: {"rows": rows, "peers": {"llama.cpp": "0.1"}})
+    monkeypatch.setattr(draw, "results", tables.results)
+    assert tables.peer_layers().splitlines()[2:] == [
+        "| S | 1 | **moepack** w4 | 4.375 | 2 (10) | 20 (8) | 1.5 |  |",
+        "| S | 1 | llama.cpp Q8_0 repacked |  |  |  |  | none here |",
+    ]
+    assert tables.peer_models().splitlines()[2:] == [
+        "| BF16 | 1 | **moepack** w4 | 90 | 500 | 1.25 | 1.50 |  |",
+        "| BF16 | 1 | llama.cpp Q4_K experts plain | 72 | 333 |  |  |  |",
+        "| as served | 1 | **moepack** w4, dense w8 | 120 | 500 |  |  |  |",
+        "| as served | 1 | **moepack** w4 | 91 | 500 |  |  |  |",
+    ]
+    assert tables.peer_quality().splitlines()[2:] == [
+        "| M | **moepack** w4, dense w8 | 5.5 |  | 1.5 ± 0.1 | +20.0 % ± 2.0 |",
+        "| M | llama.cpp Q4_K | 4.5 | 0.5 | 4 ± 0.1 |  |",
+        "| M | **moepack** w4 | 4.375 | 0.5 | 1.25 ± 0.1 |  |",
+    ]
+    (axis,) = draw.peers().axes
+    drawn = [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
+    beside = "BF16 beside experts"
+    assert drawn == [
+        (f"moepack, {beside}", [1.25], [90.2]),
+        ("moepack, all quantised", [1.5], [120.0]),
+        (f"llama.cpp, {beside}", [4.0], [72.0]),
+    ]

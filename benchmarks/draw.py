@@ -224,7 +224,8 @@ def peers() -> Any:
             axis.plot([p[0] for p in points], [p[1] for p in points], mark + line, color=colour, linewidth=2.5,
                       markersize=10, label=label)  # fmt: skip
         for x, y, name in points:
-            axis.annotate(name, (x, y), (8, 8), textcoords="offset points", fontsize=12, color=colour, weight="bold")
+            side = (8, 8) if who == "moepack" else (8, -18)
+            axis.annotate(name, (x, y), side, textcoords="offset points", fontsize=12, color=colour, weight="bold")
     axis.set_xscale("log")
     axis.margins(x=0.2)
     axis.set(ylim=(0, 1.2 * max(best.values())))

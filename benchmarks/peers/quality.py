@@ -241,8 +241,8 @@ def of_model(
         if any(weight.shape[1] % e.block for weight, e in zip(beside, encodings, strict=True)):
             continue
         pairs = zip(linears, encodings, strict=True)
-        made = [e.values(one.module.weight.data[None], one.moments())[0] for one, e in pairs]
-        with _replaced([*weights, *beside], [*values[key], *made]):
+        fitted = [e.values(one.module.weight.data[None], one.moments())[0] for one, e in pairs]
+        with _replaced([*weights, *beside], [*values[key], *fitted]):
             divergence = _divergence(model, ids, reference)
         size = fitting[key].bits * sum(w.numel() for w in weights)
         size += sum(e.bits * w.numel() for e, w in zip(encodings, beside, strict=True))

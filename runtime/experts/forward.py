@@ -6,6 +6,7 @@ dropped. Which version of an expert is active its handle says (handles.py).
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     experts: LayerExperts | None = getattr(self, "_moepack", None)
     if experts is None:
-        if any(not p.is_meta for p in self.parameters()):  # a layer beside the model, for multi-token prediction
+        if _inside_mtp():
             from transformers.integrations.moe import grouped_mm_experts_forward
 
             plain: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
@@ -69,6 +70,22 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return _run(self, experts.current, hidden_states, top_k_index, top_k_weights)
     with reading() as snapshot:
         return _run(self, snapshot, hidden_states, top_k_index, top_k_weights)
+
+
+def _inside_mtp() -> bool:
+    """Whether transformers is running layers for multi-token prediction, whose experts are weights of their own.
+
+    Asked only of modules without experts of a bundle. Nothing in such a module tells it from one with random weights,
+    made from a bundle's config alone; who called it does.
+    """
+    from transformers import modeling_layers
+
+    mtp, frame = getattr(modeling_layers, "MtpModel", None), sys._getframe(1)
+    while mtp is not None and frame is not None:
+        if isinstance(frame.f_locals.get("self"), mtp):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _run(

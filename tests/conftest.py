@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ if sys.dont_write_bytecode:  # every child process would compile torch and trans
 
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
+from moepack.startup import UNUSED
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = """
@@ -64,6 +65,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_out() -> Iterator[None]:
+    """What a command that serves leaves out of its process is there for the next test in the same one."""
+    yield
+    for name in UNUSED:
+        if sys.modules.get(name, sys) is None:
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

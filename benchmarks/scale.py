@@ -79,7 +79,7 @@ def apart(function: Any, *values: Any) -> Any:
 
 def workers(quick: bool, out: Path | None) -> None:
     """One worker and two."""
-    hidden, experts, size, samples = (256, 32, 128, 8) if quick else (512, 64, 512, 32)
+    hidden, experts, size, samples = (256, 32, 128, 8) if quick else (512, 32, 512, 32)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"

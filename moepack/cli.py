@@ -152,7 +152,7 @@ def build(
 
         with _reporter(quiet) as reporter:
             expected = estimate(
-                checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work is not None
+                checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work
             )
         _print_json(asdict(expected)) if as_json else _console().print(render(expected))
         return

@@ -75,10 +75,9 @@ def estimate(
     reporter: Reporter | None = None,
     revision: str | None = None,
     memory: int | None = None,
-    keep: bool = False,
+    work: str | Path | None = None,
 ) -> Estimate:
-    """What `moepack.build` with these arguments will take; `keep` is for one that is given a work directory. Writes a
-    probe beside `output`, and removes it.
+    """What `moepack.build` with these arguments will take. Writes a probe beside `output`, and removes it.
 
     Raises:
         MoepackError: what the build itself would raise before it begins.
@@ -98,7 +97,9 @@ def estimate(
         run.layer(index)
         trim()
     reporter.step("disk")
-    return run.result(_write_rate(Path(output)), keep)
+    folder = _existing(Path(output).absolute().parent)
+    linked = work is None or _existing(Path(work).absolute()).stat().st_dev == folder.stat().st_dev
+    return run.result(float(disk_rates(folder).get("write_bytes_per_second", 0.0)), work is not None, linked)
 
 
 # Experts quantised together in the probe. With one, what a batch's experts share counts for it alone: tiny-qwen3-moe,
@@ -266,12 +267,13 @@ class _DryRun:
         # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.
         return one * -(-len(batches) // self._how.workers) / len(batches)
 
-    def result(self, rate: float, keep: bool) -> Estimate:
+    def result(self, rate: float, keep: bool, linked: bool) -> Estimate:
         """What was measured, scaled to the whole.
 
         Args:
             rate: bytes a second that the disk writes; 0 where that is not known.
             keep: whether activations are kept for another build to go on from.
+            linked: whether layer files become the bundle's by hard links; else they are copied.
         """
         count = sum(layer.experts for layer in self._experts)
         batches = -(-len(self._ids) // self._how.batch_size)
@@ -289,7 +291,8 @@ class _DryRun:
             "encode": self._encode,
             "write": written / rate if rate else 0.0,
         }
-        work_bytes = versions + self._dense + kept + spilt + versions // len(self._experts)
+        # A layer's batches lie beside its files until these are whole; dense tensors are merged into the bundle's files.
+        work_bytes = kept + max(versions // len(self._experts) + spilt, self._dense + versions * (not linked))
         return Estimate(
             self._sizes, self._dense, work_bytes, peak(needs, how)[1], seconds, count, len(self._experts),
             self._dense_sizes if self._matrices else {}, how.batch_size, how.on_disk,
@@ -306,12 +309,11 @@ def _known_sizes(recipe: Recipe, layers: Sequence[ExpertLayer]) -> dict[str, int
     return sizes
 
 
-def _write_rate(output: Path) -> float:
-    """Bytes a second that the disk of a bundle to be takes; 0 where that cannot be measured."""
-    parent = output.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    return float(disk_rates(parent).get("write_bytes_per_second", 0.0))
+def _existing(folder: Path) -> Path:
+    """A folder, or the nearest above it that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:
@@ -329,19 +331,22 @@ def _lossless_bytes(experts: ExpertWeights, reporter: Reporter) -> int:
 
 
 def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -> Observation:
-    """The observed tokens over and over, so that each of the first few experts sees its share of `tokens` tokens.
+    """The observed tokens over and over, so that the first few experts see what few of all would of `tokens` tokens.
 
-    Other tokens of the layer stand among its own: it is fitted to some of them too, and measured on some.
+    Those few are evenly spaced among all as ordered by their tokens: an expert with many takes another time than one
+    with few. Other tokens of the layer stand among their own: they are fitted to some of them too, and measured on some.
     """
     import torch
 
     from moepack.calibrate.tokens import LAYER
 
-    share = max(1, tokens * observation.experts.shape[1] // experts)
-    total = max(share, min(tokens, share + 2 * LAYER))
+    seen = torch.bincount(observation.experts.flatten(), minlength=experts).sort().values
+    picked = seen[((torch.arange(few) + 0.5) * experts / few).long()]
+    shares = [min(tokens, int(s) * tokens // len(observation.inputs)) for s in picked]
+    total = max(*shares, min(tokens, max(shares) + 2 * LAYER))
     at = torch.arange(total) % len(observation.inputs)
     chosen = torch.full((total, few), experts, dtype=torch.int32)  # none of the layer's
-    for e in range(few):
+    for e, share in enumerate(shares):
         chosen[(torch.linspace(0, total - 1, share).long() + e) % total, e] = e
     gates = observation.gates[at, :1].expand(-1, few)
     return replace(observation, inputs=observation.inputs[at], experts=chosen, gates=gates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,18 +54,34 @@ def test_command(demo_model: Path, text: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "bundle, bytes" in shown.output
 
 
-def test_the_probe_is_of_what_a_build_brings_an_expert() -> None:
-    """A share of all tokens for each, and around them tokens that it is fitted to and measured on but not sent."""
+def test_the_probe_is_of_what_a_build_brings_experts() -> None:
+    """Of 32 experts three with as many tokens as few, some and many get, beside tokens that they were not sent."""
     g = torch.Generator().manual_seed(0)
-    seen = Observation(torch.randn(300, 8, generator=g), torch.zeros(300, 4, dtype=torch.int32), torch.ones(300, 4), 50)
-    made = _shared_out(seen, 64_000, 32, 3)
+    # Of 300 tokens expert e is sent one in 32 - e, so that experts come in the order of their tokens.
+    sent = [[e if t % (32 - e) == 0 else 32 for e in range(32)] for t in range(300)]
+    seen = Observation(torch.randn(300, 8, generator=g), torch.tensor(sent, dtype=torch.int32), torch.ones(300, 32), 50)
+    made = _shared_out(seen, 60_000, 32, 3)
+    shares = [200 * sum(t % (32 - e) == 0 for t in range(300)) for e in (5, 16, 26)]
     layer = LayerTokens.of(made)
-    assert len(made.inputs) == 8000 + 2 * LAYER and len(layer.learn) == LAYER
-    for e in range(3):
+    assert len(made.inputs) == shares[-1] + 2 * LAYER and len(layer.learn) == LAYER
+    for e, share in enumerate(shares):
         tokens = expert_tokens(made, layer, e, 8, 10**9, 4096)
-        assert len(tokens.learn) == 64_000 * 4 // 32 and len(tokens.measure) == 4096 and len(tokens.others) > 64
-    few = _shared_out(seen, 100, 4, 3)  # every token to every expert
+        assert len(tokens.learn) == share and len(tokens.measure) == min(share, 4096) and len(tokens.others) > 64
+    every = Observation(seen.inputs, torch.arange(4, dtype=torch.int32).repeat(300, 1), torch.ones(300, 4), 50)
+    few = _shared_out(every, 100, 4, 3)  # every token to every expert
     assert few.inputs.shape == (100, 8) and few.experts.tolist() == [[0, 1, 2]] * 100
+
+
+def test_disk_beside_the_bundle(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Layer files are linked into the bundle; where the work directory is on another disk, they lie there twice."""
+    recipe = parse_recipe(RECIPE, "test")
+    near = estimate(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w").work_bytes
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK) or shm.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs /dev/shm on a disk of its own")
+    said = estimate(demo_model, tmp_path / "b", recipe, [text], work=shm / f"work-{os.getpid()}")
+    assert said.work_bytes >= near + sum(said.versions.values()) - said.dense_bytes
+    assert not (shm / f"work-{os.getpid()}").exists()
 
 
 def test_what_the_build_would_refuse_is_refused(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -2,31 +2,36 @@
 
     python -m benchmarks.build              does memory grow with depth?
     python -m benchmarks.build --true-size  two layers of Qwen3-30B-A3B's shape: memory by part, time for 48 layers
-    python -m benchmarks.build --bounded    one layer of Mixtral's shape and one of DeepSeek-V3's: peak beside --memory
+    python -m benchmarks.build --bounded    a layer of large models' shapes, the shipped recipes' tokens: peak and time
     python -m benchmarks.build --estimates  three sizes: what the dry run says of time, memory and disk, and what it was
 
 The first builds two generated checkpoints with equal layers, 4 and 24 of them, rounded to nearest (a quantiser's own
 memory does not depend on depth). The second makes every width of 256 experts (2048, 768) by GPTQ, and compares peak
-memory with what must be there and with the dry run's estimate; it takes tens of minutes on two cores. The third takes
-hours with the shipped recipe's tokens (--samples and --method take less); of DeepSeek-V3's layer, 22.5 GB of 256
-experts, 32 are generated, as the layer itself has to be in memory.
+memory with what must be there and with the dry run's estimate; it takes tens of minutes on two cores. The third gives
+each build the shipped recipe's tokens, versions and method in a `--memory`, on text of random words. It ends once some
+experts are made, as a batch takes what another does: all of Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB
+of 256 experts, 32 are generated, as a layer has to be in memory whole; a token is sent to one of them, so that each
+sees as many as one of 256 does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from benchmarks.common import Target, arguments, finish
+from moepack.progress import Reporter
 from moepack.reports.inspect import inspect
 
 if TYPE_CHECKING:
@@ -77,14 +82,61 @@ def _build(checkpoint: str, bundle: str, text: str, recipe: str) -> tuple[int, f
     return peak_memory(), time.monotonic() - began
 
 
-def _build_bounded(checkpoint: str, bundle: str, text: str, recipe: str, memory: int) -> tuple[int, float]:
-    """Build in so many bytes; this process's peak memory, and the CPU seconds that it took."""
+class _Enough(Exception):
+    """As many experts are made as were wanted."""
+
+
+class _Some(Reporter):
+    """Ends a build once some experts are made; knows when the first was begun."""
+
+    def __init__(self, most: int) -> None:
+        self.made, self.began, self._most, self._counts = 0, 0.0, most, False
+
+    def inner(self, name: str, total: int) -> None:
+        self._counts = name == "experts"
+        if self._counts:
+            self.began = time.monotonic()
+
+    def advance(self, amount: int = 1) -> None:
+        self.made += amount * self._counts
+        if self.made >= self._most:
+            raise _Enough
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A build in a bound: its peak memory in bytes, and seconds until the layer's experts were begun, and on them."""
+
+    peak: int
+    calibrate: float
+    quantise: float
+    experts: int
+
+
+def _build_bounded(checkpoint: str, bundle: str, text: str, name: str, samples: int, memory: int, most: int) -> Bounded:
+    """Build in so many bytes by a shipped recipe, or by it with other `samples`, until `most` experts are made."""
     from moepack.memory import peak_memory
     from moepack.pipeline.build import build
-    from moepack.pipeline.recipe import parse_recipe
+    from moepack.pipeline.recipe import load_recipe
 
-    build(checkpoint, bundle, parse_recipe(recipe, "benchmark"), [text], memory=memory)
-    return peak_memory(), time.process_time()
+    recipe, reporter = load_recipe(name), _Some(most)
+    if samples:
+        recipe = replace(recipe, calibration=replace(recipe.calibration, samples=samples, length=256))
+    began = time.monotonic()
+    with contextlib.suppress(_Enough):
+        build(checkpoint, bundle, recipe, [text], memory=memory, reporter=reporter)
+    ended = time.monotonic()
+    return Bounded(peak_memory(), reporter.began - began, ended - reporter.began, reporter.made)
+
+
+def words(path: Path, tokens: int) -> str:
+    """Write documents of random words, of so many tokens and more."""
+    rng = random.Random(0)
+    known = (EXAMPLES / "text" / "calibration.jsonl").read_text().split()
+    with path.open("w") as file:
+        for _ in range(-(-tokens // 500)):
+            file.write(json.dumps({"text": " ".join(rng.choices(known, k=500))}) + "\n")
+    return str(path)
 
 
 def _estimate(checkpoint: str, bundle: str, text: str, recipe: str) -> Estimate:
@@ -95,13 +147,15 @@ def _estimate(checkpoint: str, bundle: str, text: str, recipe: str) -> Estimate:
     return estimate(checkpoint, bundle, parse_recipe(recipe, "benchmark"), [text])
 
 
-def run(task: Callable[..., T], checkpoint: Path, bundle: Path, recipe: str, *more: Any) -> tuple[T, float]:
-    """What `task` returns in a fresh process of its own, and its seconds."""
-    text = str(EXAMPLES / "text" / "calibration.jsonl")
-    began = time.monotonic()
+def apart(task: Callable[..., T], *values: Any) -> T:
+    """What `task` returns in a fresh process of its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        result = process.submit(task, str(checkpoint), str(bundle), text, recipe, *more).result()
-    return result, time.monotonic() - began
+        return process.submit(task, *values).result()
+
+
+def run(task: Callable[..., T], checkpoint: Path, bundle: Path, recipe: str) -> T:
+    """What `task` returns, given these and the examples' text, in a fresh process of its own."""
+    return apart(task, str(checkpoint), str(bundle), str(EXAMPLES / "text" / "calibration.jsonl"), recipe)
 
 
 def true_size(out: Path | None) -> None:
@@ -110,8 +164,8 @@ def true_size(out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as work:
         checkpoint = Path(work) / "checkpoint"
         layer = generate(checkpoint, 2, hidden, experts, size, top_k=8)
-        expected, _ = run(_estimate, checkpoint, Path(work) / "bundle", _FULL)
-        (peak, seconds), _ = run(_build, checkpoint, Path(work) / "bundle", _FULL)
+        expected = run(_estimate, checkpoint, Path(work) / "bundle", _FULL)
+        peak, seconds = run(_build, checkpoint, Path(work) / "bundle", _FULL)
         inspected = inspect(Path(work) / "bundle")
     tokens = _SAMPLES * _LENGTH
     parts = {
@@ -139,47 +193,56 @@ def true_size(out: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer to be generated, and the memory that its build is given."""
+    """A layer to be generated, the recipe for it, the memory that its build is given, and experts to be made of it."""
 
     name: str
+    recipe: str
     hidden: int
     experts: int
     expert_size: int
     top_k: int
     bound: int
+    made: int
 
 
 SHAPES = (
-    Shape("Mixtral-8x7B", 4096, 8, 14336, 2, 18 << 30),
-    Shape("DeepSeek-V3, 32 of 256 experts", 7168, 32, 2048, 8, 12 << 30),
+    Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 128),
+    Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 14 << 30, 2),
+    Shape("DeepSeek-V3, 32 of 256 experts", "deepseek-v3", 7168, 32, 2048, 1, 12 << 30, 4),
 )
 # The same by a 16th of the hidden size and an eighth of the experts', in what the process itself takes and little more.
 SMALL = (
-    Shape("Mixtral-8x7B, small", 256, 8, 1792, 2, 1600 << 20),
-    Shape("DeepSeek-V3, small", 448, 32, 256, 8, 1600 << 20),
+    Shape("Qwen3-30B-A3B, small", "qwen3-30b-a3b", 128, 128, 96, 8, 2200 << 20, 32),
+    Shape("Mixtral-8x7B, small", "mixtral-8x7b", 256, 8, 1792, 2, 2200 << 20, 2),
+    Shape("DeepSeek-V3, small", "deepseek-v3", 448, 32, 256, 1, 2200 << 20, 4),
 )
 
 
-def bounded(shapes: Sequence[Shape], method: str, samples: int, length: int, out: Path | None) -> None:
-    """One layer of each shape, in a bound."""
-    recipe = (
-        f"quantize: {{method: {method}}}\ncalibration: {{samples: {samples}, length: {length}, batch_size: 4}}\n"
-        "versions: [bf16, w4, w3, w2, w1]"
-    )
+def bounded(shapes: Sequence[Shape], samples: int, out: Path | None) -> None:
+    """One layer of each shape, in a bound; with so many windows of 256 tokens, or as the recipe has it."""
+    from moepack.pipeline.recipe import load_recipe
+
     rows: list[dict[str, Any]] = []
     for shape in shapes:
+        calibration = load_recipe(shape.recipe).calibration
+        tokens = samples * 256 or calibration.samples * calibration.length
         with tempfile.TemporaryDirectory() as work:
             checkpoint, bundle = Path(work) / "checkpoint", Path(work) / "bundle"
             layer = generate(checkpoint, 1, shape.hidden, shape.experts, shape.expert_size, shape.top_k)
-            (peak, cpu), seconds = run(_build_bounded, checkpoint, bundle, recipe, shape.bound)
+            text = words(Path(work) / "text.jsonl", tokens)
+            made = apart(
+                _build_bounded, str(checkpoint), str(bundle), text, shape.recipe, samples, shape.bound, shape.made
+            )
         rows.append(
             {
-                "layer": shape.name, "tokens": samples * length, "layer MiB": layer / 2**20, "peak MiB": peak / 2**20,
-                "bound MiB": shape.bound / 2**20, "seconds": seconds, "CPU seconds": cpu,
+                "layer": shape.name, "tokens": tokens, "layer MiB": layer / 2**20, "peak MiB": made.peak / 2**20,
+                "bound MiB": shape.bound / 2**20, "calibrate s": made.calibrate, "experts made": made.experts,
+                "of": shape.experts, "quantise s": made.quantise,
             }
         )  # fmt: skip
+        print(rows[-1], flush=True)
     targets = [Target(f"peak over bound, {r['layer']}", r["peak MiB"] / r["bound MiB"], 1, "lower") for r in rows]
-    finish(f"builds in a bound, by {method}", list(rows[0]), rows, targets, out)
+    finish("builds in a bound, by the shipped recipes", list(rows[0]), rows, targets, out)
 
 
 class _Disk:
@@ -203,7 +266,7 @@ class _Disk:
             for folder, _, names in os.walk(self._folder):
                 for name in names:
                     with contextlib.suppress(OSError):  # it has gone since it was listed
-                        found = os.lstat(os.path.join(folder, name))
+                        found = (Path(folder) / name).lstat()
                         sizes[found.st_ino] = found.st_size
             self.most = max(self.most, sum(sizes.values()))
 
@@ -217,9 +280,9 @@ def estimates(sizes: Sequence[int], method: str, out: Path | None) -> None:
             checkpoint, made = Path(work) / "checkpoint", Path(work) / "made"
             generate(checkpoint, 3, hidden, 16, hidden // 2)
             made.mkdir()
-            said, _ = run(_estimate, checkpoint, made / "bundle", recipe)
+            said = run(_estimate, checkpoint, made / "bundle", recipe)
             with _Disk(made) as disk:
-                (peak, seconds), _ = run(_build, checkpoint, made / "bundle", recipe)
+                peak, seconds = run(_build, checkpoint, made / "bundle", recipe)
         bundle = sum(said.versions.values()) + sum(said.dense_versions.values()) + said.dense_bytes
         rows.append(
             {
@@ -242,10 +305,9 @@ def estimates(sizes: Sequence[int], method: str, out: Path | None) -> None:
 def main() -> None:
     """Generate, build, print."""
     parser = arguments(__doc__)
-    parser.add_argument("--bounded", action="store_true", help="one layer of Mixtral's and of DeepSeek-V3's shape")
+    parser.add_argument("--bounded", action="store_true", help="one layer of large models' shapes")
     parser.add_argument("--estimates", action="store_true", help="what the dry run says, at three sizes")
-    parser.add_argument("--method", default="gptq", help="of those two: the quantiser")
-    parser.add_argument("--samples", type=int, default=128, help="of --bounded: windows of 2048 tokens")
+    parser.add_argument("--method", default="gptq", help="of --estimates: the quantiser")
     parser.add_argument("--shape", default="", help="of --bounded: only shapes with this in their name")
     parser.add_argument("--true-size", action="store_true", help="two layers of Qwen3-30B-A3B's shape")
     args = parser.parse_args()
@@ -254,8 +316,7 @@ def main() -> None:
         return
     if args.bounded:
         shapes = [shape for shape in (SMALL if args.quick else SHAPES) if args.shape in shape.name]
-        samples, length = (8, 256) if args.quick else (args.samples, 2048)
-        bounded(shapes, args.method, samples, length, args.json)
+        bounded(shapes, 8 if args.quick else 0, args.json)
         return
     if args.estimates:
         estimates((64, 128, 256) if args.quick else (256, 512, 1024), args.method, args.json)
@@ -267,7 +328,7 @@ def main() -> None:
             checkpoint = Path(work) / "checkpoint"
             layer = generate(checkpoint, layers, hidden, experts, size)
             total = sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
-            (peak, seconds), _ = run(_build, checkpoint, Path(work) / "bundle", _QUICK if args.quick else _ROUNDED)
+            peak, seconds = run(_build, checkpoint, Path(work) / "bundle", _QUICK if args.quick else _ROUNDED)
         sizes = {"checkpoint MiB": total, "layer MiB": layer, "peak MiB": peak}
         rows.append({"layers": layers, **{k: v / 2**20 for k, v in sizes.items()}, "seconds": seconds})
     growth = rows[1]["peak MiB"] / rows[0]["peak MiB"]

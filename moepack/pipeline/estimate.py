@@ -291,7 +291,7 @@ class _DryRun:
             "encode": self._encode,
             "write": written / rate if rate else 0.0,
         }
-        # A layer's batches lie beside its files until these are whole; dense tensors are merged into the bundle's files.
+        # A layer's batches lie beside its files until these are whole; dense tensors are copied into the bundle's.
         work_bytes = kept + max(versions // len(self._experts) + spilt, self._dense + versions * (not linked))
         return Estimate(
             self._sizes, self._dense, work_bytes, peak(needs, how)[1], seconds, count, len(self._experts),
@@ -334,7 +334,7 @@ def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -
     """The observed tokens over and over, so that the first few experts see what few of all would of `tokens` tokens.
 
     Those few are evenly spaced among all as ordered by their tokens: an expert with many takes another time than one
-    with few. Other tokens of the layer stand among their own: they are fitted to some of them too, and measured on some.
+    with few. Other tokens of the layer stand among theirs: experts are fitted to and measured on some of them too.
     """
     import torch
 

@@ -10,8 +10,8 @@ memory does not depend on depth). The second makes every width of 256 experts (2
 memory with what must be there and with the dry run's estimate; it takes tens of minutes on two cores. The third gives
 each build the shipped recipe's tokens, versions and method in a `--memory`, on text of random words. It ends once some
 experts are made, as a batch takes what another does: all of Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB
-of 256 experts, 32 are generated, as a layer has to be in memory whole; a token is sent to one of them, so that each
-sees as many as one of 256 does.
+of 256 experts, 16 are generated, as a layer has to be in memory whole; half of its recipe's tokens are sent to one of
+them each, so that an expert sees as many as one of 256 does.
 """
 
 from __future__ import annotations
@@ -113,15 +113,16 @@ class Bounded:
     experts: int
 
 
-def _build_bounded(checkpoint: str, bundle: str, text: str, name: str, samples: int, memory: int, most: int) -> Bounded:
-    """Build in so many bytes by a shipped recipe, or by it with other `samples`, until `most` experts are made."""
+def _build_bounded(
+    checkpoint: str, bundle: str, text: str, name: str, windows: int, length: int, memory: int, most: int
+) -> Bounded:
+    """Build in so many bytes by a shipped recipe, with so many windows, until `most` experts are made."""
     from moepack.memory import peak_memory
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import load_recipe
 
     recipe, reporter = load_recipe(name), _Some(most)
-    if samples:
-        recipe = replace(recipe, calibration=replace(recipe.calibration, samples=samples, length=256))
+    recipe = replace(recipe, calibration=replace(recipe.calibration, samples=windows, length=length))
     began = time.monotonic()
     with contextlib.suppress(_Enough):
         build(checkpoint, bundle, recipe, [text], memory=memory, reporter=reporter)
@@ -193,7 +194,8 @@ def true_size(out: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer to be generated, the recipe for it, the memory that its build is given, and experts to be made of it."""
+    """A layer to be generated, the recipe for it and its windows, the memory that the build is given, and how many
+    experts are to be made."""
 
     name: str
     recipe: str
@@ -203,36 +205,35 @@ class Shape:
     top_k: int
     bound: int
     made: int
+    windows: int
 
 
 SHAPES = (
-    Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 128),
-    Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 14 << 30, 2),
-    Shape("DeepSeek-V3, 32 of 256 experts", "deepseek-v3", 7168, 32, 2048, 1, 12 << 30, 4),
+    Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 128, 512),
+    Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 12 << 30, 2, 128),
+    Shape("DeepSeek-V3, 16 of 256 experts", "deepseek-v3", 7168, 16, 2048, 1, 12 << 30, 4, 512),
 )
 # The same by a 16th of the hidden size and an eighth of the experts', in what the process itself takes and little more.
 SMALL = (
-    Shape("Qwen3-30B-A3B, small", "qwen3-30b-a3b", 128, 128, 96, 8, 2200 << 20, 32),
-    Shape("Mixtral-8x7B, small", "mixtral-8x7b", 256, 8, 1792, 2, 2200 << 20, 2),
-    Shape("DeepSeek-V3, small", "deepseek-v3", 448, 32, 256, 1, 2200 << 20, 4),
+    Shape("Qwen3-30B-A3B, small", "qwen3-30b-a3b", 128, 128, 96, 8, 2200 << 20, 32, 8),
+    Shape("Mixtral-8x7B, small", "mixtral-8x7b", 256, 8, 1792, 2, 2200 << 20, 2, 8),
+    Shape("DeepSeek-V3, small", "deepseek-v3", 448, 16, 256, 1, 2200 << 20, 4, 8),
 )
 
 
-def bounded(shapes: Sequence[Shape], samples: int, out: Path | None) -> None:
-    """One layer of each shape, in a bound; with so many windows of 256 tokens, or as the recipe has it."""
-    from moepack.pipeline.recipe import load_recipe
-
+def bounded(shapes: Sequence[Shape], length: int, out: Path | None) -> None:
+    """One layer of each shape, in a bound, on windows of `length` tokens."""
     rows: list[dict[str, Any]] = []
     for shape in shapes:
-        calibration = load_recipe(shape.recipe).calibration
-        tokens = samples * 256 or calibration.samples * calibration.length
+        tokens = shape.windows * length
         with tempfile.TemporaryDirectory() as work:
             checkpoint, bundle = Path(work) / "checkpoint", Path(work) / "bundle"
             layer = generate(checkpoint, 1, shape.hidden, shape.experts, shape.expert_size, shape.top_k)
             text = words(Path(work) / "text.jsonl", tokens)
             made = apart(
-                _build_bounded, str(checkpoint), str(bundle), text, shape.recipe, samples, shape.bound, shape.made
-            )
+                _build_bounded, str(checkpoint), str(bundle), text, shape.recipe, shape.windows, length, shape.bound,
+                shape.made,
+            )  # fmt: skip
         rows.append(
             {
                 "layer": shape.name, "tokens": tokens, "layer MiB": layer / 2**20, "peak MiB": made.peak / 2**20,
@@ -316,7 +317,7 @@ def main() -> None:
         return
     if args.bounded:
         shapes = [shape for shape in (SMALL if args.quick else SHAPES) if args.shape in shape.name]
-        bounded(shapes, 8 if args.quick else 0, args.json)
+        bounded(shapes, 256 if args.quick else 2048, args.json)
         return
     if args.estimates:
         estimates((64, 128, 256) if args.quick else (256, 512, 1024), args.method, args.json)

@@ -1,14 +1,11 @@
 """A build's memory and time. Each build runs in a process of its own.
 
     python -m benchmarks.build              does memory grow with depth?
-    python -m benchmarks.build --true-size  two layers of Qwen3-30B-A3B's shape: memory by part, time for 48 layers
     python -m benchmarks.build --bounded    a layer of large models' shapes, the shipped recipes' tokens: peak and time
     python -m benchmarks.build --estimates  three sizes: what the dry run says of time, memory and disk, and what it was
 
 The first builds two generated checkpoints with equal layers, 4 and 24 of them, rounded to nearest (a quantiser's own
-memory does not depend on depth). The second makes every width of 256 experts (2048, 768) by GPTQ, and compares peak
-memory with what must be there and with the dry run's estimate; it takes tens of minutes on two cores. The third gives
-each build the shipped recipe's tokens, versions and method in a `--memory`, on text of random words. It ends once some
+memory does not depend on depth). The second gives each build the shipped recipe's tokens, versions and method in a `--memory`, on text of random words. It ends once some
 experts are made, as a batch takes what another does: all of Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB
 of 256 experts, 16 are generated, as a layer has to be in memory whole; half of its recipe's tokens are sent to one of
 them each, so that an expert sees as many as one of 256 does.
@@ -32,7 +29,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from benchmarks.common import Target, arguments, finish
 from moepack.progress import Reporter
-from moepack.reports.inspect import inspect
 
 if TYPE_CHECKING:
     from moepack.pipeline.estimate import Estimate
@@ -42,9 +38,6 @@ T = TypeVar("T")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _ROUNDED = "quantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 32, length: 256}"
 _QUICK = _ROUNDED.replace("samples: 32", "samples: 8")
-_SAMPLES, _LENGTH = 32, 512
-# A quarter of the tokens otherwise asked before an expert's method is trusted: real calibrations have ten times more.
-_FULL = f"quantize: {{min_tokens: 512}}\ncalibration: {{samples: {_SAMPLES}, length: {_LENGTH}, batch_size: 8}}"
 
 
 def generate(path: Path, layers: int, hidden: int, experts: int, expert_size: int, top_k: int = 4) -> int:
@@ -157,39 +150,6 @@ def apart(task: Callable[..., T], *values: Any) -> T:
 def run(task: Callable[..., T], checkpoint: Path, bundle: Path, recipe: str) -> T:
     """What `task` returns, given these and the examples' text, in a fresh process of its own."""
     return apart(task, str(checkpoint), str(bundle), str(EXAMPLES / "text" / "calibration.jsonl"), recipe)
-
-
-def true_size(out: Path | None) -> None:
-    """Two layers of Qwen3-30B-A3B's shape."""
-    hidden, experts, size = 2048, 128, 768
-    with tempfile.TemporaryDirectory() as work:
-        checkpoint = Path(work) / "checkpoint"
-        layer = generate(checkpoint, 2, hidden, experts, size, top_k=8)
-        expected = run(_estimate, checkpoint, Path(work) / "bundle", _FULL)
-        peak, seconds = run(_build, checkpoint, Path(work) / "bundle", _FULL)
-        inspected = inspect(Path(work) / "bundle")
-    tokens = _SAMPLES * _LENGTH
-    parts = {
-        "one layer in BF16": layer,
-        "its second moments": 4 * experts * (hidden**2 + size**2),
-        "activations of the calibration set": 2 * tokens * hidden * 2,
-    }
-    floor, estimated = sum(parts.values()), sum(expected.memory.values())
-    guessed = sum(expected.seconds.values())
-    rows = [{"what": name, "MiB": value / 2**20} for name, value in parts.items()]
-    rows += [{"what": "all three", "MiB": floor / 2**20}, {"what": "peak of the build", "MiB": peak / 2**20}]
-    rows += [{"what": f"estimated: {name}", "MiB": value / 2**20} for name, value in expected.memory.items()]
-    rows += [{"what": "estimated peak", "MiB": estimated / 2**20}]
-    rows += [{"what": "time of the build", "seconds": seconds}, {"what": "estimated time", "seconds": guessed}]
-    rows += [{"what": "projected time of 48 such layers", "seconds": seconds * 24}]
-    exact = all(inspected["versions"][v]["bytes"] == b for v, b in expected.versions.items())
-    targets = [
-        Target("peak memory over layer, moments and activations", peak / floor, 1.3, "lower"),
-        Target("versions whose bytes the dry run did not foretell", float(not exact), 0, "lower"),
-        Target("peak memory, estimate off by a factor of", max(peak / estimated, estimated / peak), 2, "lower"),
-        Target("time, estimate off by a factor of", max(seconds / guessed, guessed / seconds), 2, "lower"),
-    ]
-    finish("two layers of Qwen3-30B-A3B's shape, every width", ["what", "MiB", "seconds"], rows, targets, out)
 
 
 @dataclass(frozen=True)
@@ -310,11 +270,7 @@ def main() -> None:
     parser.add_argument("--estimates", action="store_true", help="what the dry run says, at three sizes")
     parser.add_argument("--method", default="gptq", help="of --estimates: the quantiser")
     parser.add_argument("--shape", default="", help="of --bounded: only shapes with this in their name")
-    parser.add_argument("--true-size", action="store_true", help="two layers of Qwen3-30B-A3B's shape")
     args = parser.parse_args()
-    if args.true_size:
-        true_size(args.json)
-        return
     if args.bounded:
         shapes = [shape for shape in (SMALL if args.quick else SHAPES) if args.shape in shape.name]
         bounded(shapes, 256 if args.quick else 2048, args.json)

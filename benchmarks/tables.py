@@ -178,17 +178,54 @@ def build() -> str:
     return table(["layers", "checkpoint", "one layer", "peak of the process", "time"], out)
 
 
-def true_size() -> str:
-    """A build of two layers of true size."""
+def bounded() -> str:
+    """Builds of layers of true size in a bound."""
     out = []
-    for row in results("build-true-size")["rows"]:
-        seconds = row.get("seconds")
-        if seconds is None:
-            shown = f"{row['MiB']:,.0f} MiB"
-        else:
-            shown = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-        out.append([row["what"].replace("estimated: group", "estimated: experts at a time"), shown])
-    return table(["what", "how much"], out)
+    for path in sorted(RESULTS.glob("build-bounded-*.json")):
+        for row in results(path.stem)["rows"]:
+            sizes = [f"{row[k] / 1024:.1f} GiB" for k in ("layer MiB", "bound MiB", "peak MiB")]
+            each = row["quantise s"] / row["experts made"]
+            times = [_duration(row["calibrate s"]), str(row["experts made"]), _duration(row["quantise s"])]
+            out.append([row["layer"], f"{row['tokens']:,}", *sizes, *times, _duration(each * row["of"])])
+    return table(
+        ["layer", "tokens", "in BF16", "`--memory`", "peak", "calibrating", "experts made", "in", "all of the layer"],
+        out,
+    )
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def estimates() -> str:
+    """What the dry run says, and what was."""
+    out = []
+    for row in results("build-estimates")["rows"]:
+        pairs = (("said, s", "seconds", "s"), ("said, MiB", "peak MiB", "MiB"), ("said, disk", "disk MiB", "MiB"))
+        out.append([f"{row['hidden']:,}", *(f"{row[a]:,.0f} / {row[b]:,.0f} {unit}" for a, b, unit in pairs)])
+    return table(["hidden size", "time, said / was", "memory", "disk"], out)
+
+
+def scale() -> str:
+    """One worker on Ray, and two."""
+    rows = results("scale")["rows"]
+    columns = ["workers", "time", "tokens through the driver", "all else through it", "weights"]
+    return table(
+        columns,
+        [
+            [
+                str(row["workers"]), f"{row['seconds']:.0f} s", f"{row['tokens MB']:.0f} MB",
+                f"{row['other kB']:.0f} kB", f"{row['weights MB']:.0f} MB",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
 
 
 def codec() -> str:
@@ -499,7 +536,7 @@ def families() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, losses, quantisers, build, true_size, codec, kernels, whole_model,
+        summary, quality, allocation, weighting, losses, quantisers, build, bounded, estimates, scale, codec, kernels, whole_model,
         shapes, residency, tpot, overlap, missed, policies, similarity, selector, retention, on_demand, prediction,
         alpha, paged, hostile, soak, serving, start, families, peer_layers, peer_models, peer_quality, peer_versions,
     )

@@ -28,6 +28,9 @@ from .some_experts import Parts, sources_of
 
 # What a family's own code raises where it meets what it was not written for: no weights, layers that do nothing.
 CODE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+# Bytes of a layer's experts that are read at once: reading takes up to three times as much in memory. Smaller parts
+# would cost more of transformers' bookkeeping, once a part.
+PART = 1 << 29
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -174,9 +177,29 @@ class StreamedModel:
 
     def loading_bytes(self, layer: int | None) -> int:
         """The most bytes that `load` of a part takes: its tensors, the mapped pages of the files, and copies."""
-        sizes = self._sizes(layer)
+        sizes, parts = self._sizes(layer), self._expert_ranges(layer)
+        if layer is None or not parts:
+            return self._read_bytes(sizes)
+        experts = {name: sizes.pop(name) for name in self._expert_parameters(layer)}
+        part = self._read_bytes(experts) * len(parts[0]) // self.expert_layers[layer].experts
+        return sum(experts.values()) + max(part, self._read_bytes(sizes))
+
+    def _read_bytes(self, sizes: Mapping[str, int]) -> int:
+        """The most bytes that reading these parameters at once takes."""
         merged = [size for name, size in sizes.items() if name in self._merged]
         return 2 * sum(sizes.values()) + sum(merged) // 2 + max(merged, default=0)
+
+    def _expert_ranges(self, layer: int | None) -> list[range]:
+        """Experts of a layer that are read at once, so that PART bytes are; empty where all are."""
+        if layer not in self._experts:
+            return []
+        assert layer is not None
+        experts, sizes = self.expert_layers[layer].experts, self._sizes(layer)
+        each = sum(sizes[name] for name in self._expert_parameters(layer)) // experts
+        step = max(1, PART // max(1, each))
+        if step >= experts or self._expert_parts(layer, range(1)) is None:
+            return []
+        return [range(a, min(a + step, experts)) for a in range(0, experts, step)]
 
     def _sizes(self, layer: int | None) -> dict[str, int]:
         state = self.model.state_dict()
@@ -197,7 +220,11 @@ class StreamedModel:
         Raises:
             InputError: when the checkpoint lacks one of them or has it in another shape.
         """
-        info = self._read(dict.fromkeys(self._sources.get(layer, [])))
+        experts = self._load_experts(layer)
+        skip = {key for name in experts for key in self._targets.get(name, [])}
+        info = self._read(dict.fromkeys(key for key in self._sources.get(layer, []) if key not in skip))
+        for name, tensor in experts.items():
+            _set(self.model, name, tensor)
         if info.mismatched_keys:
             name, got, want = sorted(info.mismatched_keys)[0]
             raise InputError(f"{self.checkpoint.name}: {name} has shape {tuple(got)}, its config says {tuple(want)}")
@@ -209,7 +236,7 @@ class StreamedModel:
         for name in self.names(layer):
             tensor = self.model.get_parameter_or_buffer(name)
             # A tensor of one source is a view of the mapped file, and would keep all that was read of it in memory.
-            if not tensor.is_meta and name not in self._merged:
+            if not tensor.is_meta and name not in self._merged and name not in experts:
                 _set(self.model, name, tensor.detach().clone())
         state = self.model.state_dict()
         out = {name: state[name].detach() for name in self.names(layer)}
@@ -230,6 +257,37 @@ class StreamedModel:
             info, _ = convert_and_load_state_dict_in_model(self.model, sources, config)
         return info
 
+    def _load_experts(self, layer: int | None) -> dict[str, Tensor]:
+        """A layer's experts, parameter by parameter, read some at a time; nothing where they are read with the rest."""
+        out: dict[str, Tensor] = {}
+        for some in self._expert_ranges(layer):
+            assert layer is not None
+            few = self._read_experts(layer, some)
+            if few is None:  # `load` finds out why
+                return {}
+            for name, tensor in few.items():
+                if name not in out:
+                    out[name] = torch.empty(self.expert_layers[layer].experts, *tensor.shape[1:], dtype=tensor.dtype)
+                out[name][some.start : some.stop] = tensor
+        return out
+
+    def _read_experts(self, layer: int, some: range) -> dict[str, Tensor] | None:
+        """The parameters of some experts of a layer, views of the mapped files among them; None where that fails."""
+        parts = self._expert_parts(layer, some)
+        if parts is None:
+            return None
+        meta = {name: self.model.get_parameter_or_buffer(name) for name in self._expert_parameters(layer)}
+        try:
+            for name, whole in meta.items():
+                _set(self.model, name, torch.empty(len(some), *whole.shape[1:], dtype=whole.dtype, device="meta"))
+            info = self._read(parts)
+            got = {name: self.model.get_parameter_or_buffer(name).detach() for name in meta}
+        finally:
+            for name, whole in meta.items():
+                _set(self.model, name, whole)
+        lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
+        return None if lacks else got
+
     def experts(self, layer: int, some: range) -> ExpertWeights:
         """Some experts of a layer as the checkpoint has them: only they are read, where its layout lets that be told.
 
@@ -238,19 +296,8 @@ class StreamedModel:
         Raises:
             InputError: see `load`.
         """
-        parts = self._expert_parts(layer, some)
-        names = self._expert_parameters(layer)
-        meta = {name: self.model.get_parameter_or_buffer(name) for name in names}
-        try:
-            for name, whole in meta.items():
-                _set(self.model, name, torch.empty(len(some), *whole.shape[1:], dtype=whole.dtype, device="meta"))
-            info = None if parts is None else self._read(parts)
-            got = {name: self.model.get_parameter_or_buffer(name).detach() for name in names}
-        finally:
-            for name, whole in meta.items():
-                _set(self.model, name, whole)
-        read = info is not None and not (info.mismatched_keys or info.conversion_errors)
-        if read and not any(tensor.is_meta for tensor in got.values()):
+        got = self._read_experts(layer, some)
+        if got is not None:
             own = {n.rpartition(".")[2]: t if n in self._merged else t.clone() for n, t in got.items()}
             few = replace(self.expert_layers[layer], experts=len(some))
             return ExpertWeights.of(few, self.experts_module(layer), own)

@@ -19,6 +19,30 @@ def assert_same(got: ExpertWeights, want: ExpertWeights) -> None:
         assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
+def compare_parts(stream: StreamedModel, layer: int) -> None:
+    """Load a layer with three experts read at a time, against loading it at once."""
+    import moepack.calibrate.stream as module
+
+    whole = {name: tensor.clone() for name, tensor in stream.load(layer).items()}
+    at_once = stream.loading_bytes(layer)
+    stream.free(layer)
+    names = stream._expert_parameters(layer)
+    each = sum(stream._sizes(layer)[name] for name in names) // stream.expert_layers[layer].experts
+    before, module.PART = module.PART, 3 * each
+    try:
+        told = stream._expert_parts(layer, range(1)) is not None
+        ranges = stream._expert_ranges(layer)
+        assert [e for r in ranges for e in r] == list(range(stream.expert_layers[layer].experts if told else 0))
+        assert not told or (len(ranges) > 1 and len(ranges[0]) == 3)
+        parts = stream.load(layer)
+        module.PART = each
+        assert stream.loading_bytes(layer) < at_once or not told
+    finally:
+        module.PART = before
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[n], t) and parts[n].dtype == t.dtype for n, t in whole.items())
+
+
 def compare(checkpoint: Path, every: bool = True) -> None:
     """Read the middle experts of the last layer both ways, and count what was read."""
     stream = StreamedModel(open_checkpoint(checkpoint))
@@ -38,6 +62,7 @@ def compare(checkpoint: Path, every: bool = True) -> None:
     _, want = stream.split(layer, stream.load(layer))
     assert want is not None
     assert_same(got, want.select(some))
+    compare_parts(stream, layer)
     sizes = [stream.checkpoint.shape(key) for key in read]
     elements = sum(
         torch.Size(s).numel() if part is None else torch.Size((len(part), *s[1:])).numel()

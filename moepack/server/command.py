@@ -130,9 +130,9 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
 
 def _load(asked: Serve) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
+    from moepack.calibrate.data import load_tokenizer
     from moepack.runtime.load import check_bundle, load
     from moepack.runtime.planning.exceeded import BudgetExceeded
 
@@ -142,11 +142,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     if asked.dtype not in DTYPES:
         raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
     dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {why}") from None
+    tokenizer = load_tokenizer(Path(asked.bundle))
     moves = asked.device_memory is None or parse_policy(asked.policy, True).is_live
     held = asked.kv_tokens if asked.kv_tokens is not None else 0 if moves else HELD
     try:

@@ -13,6 +13,7 @@ import pytest
 from hostile_edits import Victim, in_time, one_line
 
 import moepack
+from moepack.generation import generate
 from moepack.pack.errors import MoepackError
 from moepack.reports.plan import plan
 
@@ -67,6 +68,34 @@ def test_a_config_is_refused_in_a_line(name: str, victim: Victim) -> None:
         with in_time(20), pytest.raises(MoepackError, match=message) as error:
             use()
         one_line(str(error.value))
+
+
+@pytest.mark.parametrize("name", [n for n in EDITS if n not in ("an escape",)])
+def test_a_config_is_refused_in_a_line_before_a_tokenizer_is_loaded(name: str, victim: Victim) -> None:
+    """transformers reads the config for the tokenizer's sake as well, and raises what it raises."""
+    edit, message = EDITS[name]
+    edit(victim)
+    with in_time(20), pytest.raises(MoepackError, match=message) as error:
+        generate(victim.path, "The")
+    one_line(str(error.value))
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 96}, {"rope_parameters": {"rope_type": True}}, {"head_dim": 0}])
+def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes: dict[str, Any], victim: Victim) -> None:
+    config(**changes)(victim)
+    with in_time(60), pytest.raises(MoepackError) as error:
+        moepack.load(victim.path)
+    one_line(str(error.value))
+
+
+def test_a_tokenizer_is_refused_in_a_line(victim: Victim) -> None:
+    for data in (b"[]", b"{", b'{"tokenizer_class": 3}', b"\xff", b'{"model_max_length": "x"}'):
+        victim.rewrite("tokenizer_config.json", data)
+        victim.rewrite("tokenizer.json", b"{}")
+        with in_time(60), pytest.raises(MoepackError, match="no tokenizer that transformers can load") as error:
+            generate(victim.path, "The")
+        one_line(str(error.value))
+        victim.restore()
 
 
 def test_tables_are_refused_in_a_line_by_plan(victim: Victim) -> None:

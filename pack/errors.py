@@ -24,7 +24,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def in_a_line(error: BaseException, most: int = 300) -> str:
-    """What an error of another library says, `printable` and in one line; the name of its class where it says nothing."""
+    """What an error of another library says, `printable` and in one line; its class where it says nothing."""
     return printable(" ".join(str(error).split())[:most]) or type(error).__name__
 
 

@@ -67,9 +67,11 @@ def load_tokenizer(path: Path) -> Any:
     if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{path}: has no tokenizer: put tokenizer.json there")
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer("a")  # some of its settings are first looked at here
     except Exception as error:  # its files are somebody else's, and what they make transformers raise is anything
         raise InputError(f"{path}: no tokenizer that transformers can load: {in_a_line(error)}") from None
+    return tokenizer
 
 
 def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:

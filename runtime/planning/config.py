@@ -35,6 +35,8 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
         raise InputError(f"{bundle}: its config cannot be read: {in_a_line(error)}") from None
     if not isinstance(config.dtype, torch.dtype | None):
         raise InputError(f"{bundle}: its config has no dtype that torch knows")
+    if not all(isinstance(name, str) for name in _listed(config.architectures)):
+        raise InputError(f"{bundle}: its {CONFIG} has architectures that are no list of names")
     if manifest is None:
         return config
     most = max(layer.experts for layer in manifest.layers)
@@ -44,3 +46,8 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
     if isinstance(layers, int) and layers > manifest.model["decoder_layers"]:
         raise InputError(f"{bundle}: its {CONFIG} has {layers} layers, its manifest {manifest.model['decoder_layers']}")
     return config
+
+
+def _listed(value: Any) -> list[Any]:
+    """What stands in a list, or nothing for None; anything else is an item by itself, which is no name."""
+    return value if isinstance(value, list) else [] if value is None else [None]

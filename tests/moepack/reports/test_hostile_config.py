@@ -49,6 +49,8 @@ EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
     "a long word": (config(dtype="x" * 100_000), "its config cannot be read"),
     "a dtype that is an object": (config(dtype={"a": {}}), "has no dtype that torch knows"),
     "a width that is text": (config(hidden_size="64"), "its config cannot be read"),
+    "an architecture that is a number": (config(architectures=7), "architectures that are no list of names"),
+    "architectures of objects": (config(architectures=[{}]), "architectures that are no list of names"),
     "two billion layers": (config(num_hidden_layers=1 << 31), "layers, its manifest 4"),
     "-1 experts of a token": (config(num_experts_per_tok=-1), "num_experts_per_tok '-1', its layers have 16"),
     "2^40 experts of a token": (config(num_experts_per_tok=1 << 40), "its layers have 16 experts"),
@@ -91,7 +93,8 @@ def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes: dict[str,
 def test_a_tokenizer_is_refused_in_a_line(victim: Victim) -> None:
     for data in (b"[]", b"{", b'{"tokenizer_class": 3}', b"\xff", b'{"model_max_length": "x"}'):
         victim.rewrite("tokenizer_config.json", data)
-        victim.rewrite("tokenizer.json", b"{}")
+        if b"model_max" not in data:  # this one is loaded, and trips over its first text
+            victim.rewrite("tokenizer.json", b"{}")
         with in_time(60), pytest.raises(MoepackError, match="no tokenizer that transformers can load") as error:
             generate(victim.path, "The")
         one_line(str(error.value))

@@ -17,7 +17,9 @@ from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_bound, parse_siz
 from moepack.runtime.policies.registry import parse_policy
 
 # What transformers and torch raise for a configuration that no model fits, or that does not fit the tensors.
-_MISFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_MISFIT = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 

@@ -15,6 +15,7 @@ from hostile_edits import Victim, in_time, one_line
 import moepack
 from moepack.generation import generate
 from moepack.pack.errors import MoepackError
+from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 
 CONFIG, TABLES = "config.json", "calibration.safetensors"
@@ -82,12 +83,36 @@ def test_a_config_is_refused_in_a_line_before_a_tokenizer_is_loaded(name: str, v
     one_line(str(error.value))
 
 
-@pytest.mark.parametrize("changes", [{"hidden_size": 96}, {"rope_parameters": {"rope_type": True}}, {"head_dim": 0}])
+MISFITS: tuple[dict[str, Any], ...] = (
+    {"hidden_size": 96}, {"rope_parameters": {"rope_type": True}}, {"head_dim": 0}, {"pad_token_id": 1 << 20},
+    {"attn_implementation": "flash_attention_2"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", MISFITS)
 def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes: dict[str, Any], victim: Victim) -> None:
     config(**changes)(victim)
     with in_time(60), pytest.raises(MoepackError) as error:
         moepack.load(victim.path)
     one_line(str(error.value))
+
+
+def test_a_generation_config_that_asks_for_anything(victim: Victim) -> None:
+    for changes in ({"eos_token_id": "x"}, {"stop_strings": 3}, {"use_mtp": True}):
+        victim.rewrite("generation_config.json", json.dumps(changes).encode())
+        with in_time(60), pytest.raises(MoepackError, match="does not generate with it") as error:
+            generate(victim.path, "The", max_new_tokens=1)
+        one_line(str(error.value))
+        victim.restore()
+    victim.rewrite("generation_config.json", json.dumps({"num_beams": 4}).encode())
+    assert generate(victim.path, "The", max_new_tokens=1), (
+        "what it says of choosing is not what the command was asked for"
+    )
+
+
+def test_a_context_of_no_tokens_is_none(victim: Victim, evaluation: Path) -> None:
+    config(max_position_embeddings=-1)(victim)
+    assert evaluate(victim.path, [str(evaluation)], length=32, samples=1).tokens
 
 
 def test_a_tokenizer_is_refused_in_a_line(victim: Victim) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.opening import DTYPES, read_template
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, in_a_line
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import parse_policy
 
@@ -130,9 +130,9 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
 
 def _load(asked: Serve) -> tuple[Any, Any]:
     import torch
+    from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    from moepack.calibrate.data import load_tokenizer
     from moepack.runtime.load import check_bundle, load
     from moepack.runtime.planning.exceeded import BudgetExceeded
 
@@ -142,7 +142,10 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     if asked.dtype not in DTYPES:
         raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
     dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
-    tokenizer = load_tokenizer(Path(asked.bundle))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
+    except Exception as error:  # its files are somebody else's
+        raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {in_a_line(error)}") from None
     moves = asked.device_memory is None or parse_policy(asked.policy, True).is_live
     held = asked.kv_tokens if asked.kv_tokens is not None else 0 if moves else HELD
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, in_a_line
 
 from .tokenise import Encoder
 
@@ -56,16 +56,22 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a model directory."""
+    """The tokenizer of a model's directory, or on the Hub.
+
+    Raises:
+        InputError: where there is none, or transformers does not take it.
+    """
     from transformers import AutoTokenizer
 
     # Without these transformers makes up an empty tokenizer of the right class, to which all text is unknown.
     if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{path}: has no tokenizer: put tokenizer.json there")
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: no tokenizer that transformers can load: {str(error).splitlines()[0]}") from None
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer("a")  # some of its settings are first looked at here
+    except Exception as error:  # its files are somebody else's, and what they make transformers raise is anything
+        raise InputError(f"{path}: no tokenizer that transformers can load: {in_a_line(error)}") from None
+    return tokenizer
 
 
 def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:

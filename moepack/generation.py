@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, in_a_line
 
 from .opening import check, load_model, locate
 from .progress import Reporter
@@ -145,11 +145,15 @@ class Session:
         cache, done = self._reuse(ids)
         if self._memory is not None:
             cache = self._prefill(whole, cache, done)
-        out = self.model.generate(
-            whole, attention_mask=torch.ones_like(whole), max_new_tokens=new_tokens, pad_token_id=0, streamer=streamer,
-            past_key_values=cache, stopping_criteria=StoppingCriteriaList([Stop()]), return_dict_in_generate=True,
-            do_sample=False, repetition_penalty=1.0, logits_processor=LogitsProcessorList([Choose()]),
-        )  # fmt: skip
+        try:
+            out = self.model.generate(
+                whole, attention_mask=torch.ones_like(whole), max_new_tokens=new_tokens, pad_token_id=0,
+                streamer=streamer, past_key_values=cache, stopping_criteria=StoppingCriteriaList([Stop()]),
+                return_dict_in_generate=True, do_sample=False, num_beams=1, repetition_penalty=1.0,
+                logits_processor=LogitsProcessorList([Choose()]),
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:  # its generation_config.json may ask for anything
+            raise InputError(f"{self._path}: transformers does not generate with it: {in_a_line(error)}") from error
         cached = out.past_key_values.get_seq_length() if out.past_key_values is not None else 0
         self._cache, self._cached = out.past_key_values, out.sequences[0, :cached].tolist()
         return "".join(told)

@@ -84,6 +84,7 @@ def check(
     from moepack.runtime.dense.choice import choose_dense
     from moepack.runtime.load import check_device
     from moepack.runtime.planning.choice import check_policy
+    from moepack.runtime.planning.config import read_config
 
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown: {', '.join(DTYPES)}")
@@ -96,6 +97,7 @@ def check(
         choose_dense(dense, bundle, policy)
         if policy is not None:
             check_policy(policy, bundle, device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))
+        read_config(path, bundle.manifest)
 
 
 def read_template(file: Path | None) -> str | None:

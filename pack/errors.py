@@ -23,6 +23,11 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
+def in_a_line(error: BaseException, most: int = 300) -> str:
+    """What an error of another library says, `printable` and in one line; its class where it says nothing."""
+    return printable(" ".join(str(error).split())[:most]) or type(error).__name__
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong.

@@ -116,6 +116,14 @@ class Manifest:
         """`dense` by layer, in its order."""
         return dense_layers(self.dense)
 
+    @property
+    def calibration_tokens(self) -> int:
+        """Tokens of calibration text by the provenance; 0 where it does not say, or nothing that can be."""
+        found = self.provenance.get("calibration")
+        parts = [found.get(k) if isinstance(found, Mapping) else 0 for k in ("samples", "length")]
+        sizes = [n if isinstance(n, int) and 0 <= n < 1 << 48 else 0 for n in parts]
+        return sizes[0] * sizes[1]
+
     def dense_files(self, version: str) -> tuple[str, ...]:
         """The files of a version of the dense matrices."""
         return tuple(dense_file(version, layer.index) for layer in self.dense_layers)

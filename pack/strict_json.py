@@ -7,6 +7,7 @@ nothing about what documents hold.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 
@@ -27,8 +28,7 @@ def loads(data: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the name {twice!r} stands twice in one object")
     return out
 

@@ -9,13 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MoepackError, in_a_line
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import CONFIG, MANIFEST
 from moepack.pack.reader import open_bundle
 from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_bound, parse_size, read_tier
 from moepack.runtime.policies.registry import parse_policy
 
+# What transformers and torch raise for a configuration that no model fits, or that does not fit the tensors.
+_MISFIT = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
@@ -127,8 +131,13 @@ def load(
     options: dict[str, Any] = {"revision": revision or "main", "token": token}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with _loading, loading_report(progress):
-        return kind.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
+    try:
+        with _loading, loading_report(progress):
+            return kind.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
+    except MoepackError:
+        raise
+    except _MISFIT as error:
+        raise InputError(f"{bundle}: transformers does not make its model of it: {in_a_line(error)}") from error
 
 
 def check_bundle(bundle: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:

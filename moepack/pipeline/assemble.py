@@ -132,7 +132,7 @@ def assemble(
             dense_versions=dense_versions if dense else (),
         )
         card = model_card(writer.with_files(manifest), tables, [v.name for v in versions])
-        writer.path("README.md").write_text(card)  # not in the manifest: it is edited where it is published
+        writer.path("README.md").write_text(card, encoding="utf-8")  # not in the manifest: it is edited on its page
         reporter.step("manifest")
         writer.finish(manifest)
     return Report(target, record["samples"] * record["length"], _made_by(tables), record["unused"])

@@ -89,7 +89,7 @@ def model_card(
     rows = "\n".join(_row(manifest, tables, v) for v in versions)
     if manifest.dense:
         rows += "".join(f"\n{_dense_row(manifest, tables, v.name)}" for v in manifest.dense_versions)
-    tokens = _number(calibration.get("samples")) * _number(calibration.get("length"))
+    tokens = manifest.calibration_tokens
     sources = calibration.get("sources")
     text = ", ".join(f"`{_line(s)}`" for s in sources) if isinstance(sources, list) else "unknown text"
     license_file = next((n for n in manifest.files if n.upper().startswith("LICENSE")), None)
@@ -162,10 +162,6 @@ def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0
-
-
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
@@ -175,6 +171,6 @@ def _is_id(value: str | None) -> bool:
 
 
 def _line(value: Any) -> str:
-    """Somebody's text as one line of plain Markdown."""
-    return re.sub(r"[\\`*_\[\]<>|#!&]|[^\S ]|[\x00-\x1f]", lambda m: "\\" + m[0] if m[0].isprintable() else " ",
-                  str(value if value is not None else "unknown")[:200]).replace("\\_", "_")  # fmt: skip
+    """Somebody's text as one line of plain Markdown, what is not printed left out."""
+    text = "".join(c if c.isprintable() else " " for c in str(value if value is not None else "unknown")[:200])
+    return re.sub(r"[\\`*\[\]<>|#!&]", r"\\\g<0>", text)

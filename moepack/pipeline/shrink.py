@@ -104,7 +104,7 @@ def shrink(
             reporter.step(name)
             writer.adopt(name, bundle.path / name, bundle.manifest.expert_files[name])
         card = model_card(writer.with_files(manifest), bundle.calibration(), chosen)
-        writer.path("README.md").write_text(card)
+        writer.path("README.md").write_text(card, encoding="utf-8")
         written = writer.finish(manifest)
     before, after = _bytes(bundle), _bytes(Bundle(target, written, written.versions))
     return Shrunk(target, tuple(chosen), tuple(kept), before, after, None if table is None else table.name)

@@ -278,10 +278,10 @@ def _window(source: str | Path, length: int) -> int:
     """Tokens of a window: at most what the model was made for."""
     from transformers import AutoConfig
 
-    with suppress(OSError, ValueError):  # loading says what is wrong
-        text = AutoConfig.from_pretrained(source).get_text_config()
-        return min(length, getattr(text, "max_position_embeddings", None) or length)
-    return length
+    most = None
+    with suppress(Exception):  # loading says what is wrong
+        most = getattr(AutoConfig.from_pretrained(source).get_text_config(), "max_position_embeddings", None)
+    return min(length, most) if isinstance(most, int) and most > 1 else length
 
 
 def _windows(tokenizer: Any, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:

@@ -20,7 +20,6 @@ def inspect(path: str | Path) -> dict[str, Any]:
     tables = bundle.calibration()
     found = bundle.manifest.provenance.get("calibration")
     calibration = found if isinstance(found, dict) else {}
-    samples, length = (n if isinstance(n := calibration.get(k), int) else 0 for k in ("samples", "length"))
     sources = calibration.get("sources")
     versions, loss, loss_error, methods = {}, {}, {}, {}
     for version in bundle.versions:
@@ -52,7 +51,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
         "loss": loss,
         "loss_error": loss_error,
         "methods": methods,
-        "calibration_tokens": samples * length,
+        "calibration_tokens": bundle.manifest.calibration_tokens,
         "calibration_sources": sources if isinstance(sources, list) else [],
         "starved_experts": sum(int((t.tokens == 0).sum()) for t in tables.layers),
         "few_tokens": {"below": FEW_TOKENS, "experts": sum(tables.few().values())},

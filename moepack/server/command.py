@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.opening import DTYPES, read_template
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, in_a_line
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import parse_policy
 
@@ -144,9 +144,8 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {why}") from None
+    except Exception as error:  # its files are somebody else's
+        raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {in_a_line(error)}") from None
     moves = asked.device_memory is None or parse_policy(asked.policy, True).is_live
     held = asked.kv_tokens if asked.kv_tokens is not None else 0 if moves else HELD
     try:

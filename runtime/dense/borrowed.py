@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.dense_native import Dense, DenseMatrix, attend, dense, plain_form
 
-from .linears import FEW, learns, names_of
+from .linears import learns, most_tokens, names_of
 
 ROWS = 16  # random tokens that a router is tried on
 CLOSE = 2.0**-6  # of the greatest number, that results may be apart
@@ -67,6 +67,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
         experts: the names of its experts' modules, beside which routers stand.
     """
     done: dict[str, int] = {}
+    most = most_tokens()
     for name in experts:
         for last, module in model.get_submodule(name.rpartition(".")[0]).named_children():
             weight, function = getattr(module, "weight", None), _reads(module, "F")
@@ -74,7 +75,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
                 continue
             if weight.dtype != torch.bfloat16 or weight.dim() != 2 or not weight.is_contiguous():
                 continue
-            shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach()))
+            shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach(), most))
             own, kind = _with_name(function, "F", shim), type(module)
             if _agree(module, own):
                 module.__class__ = _in_place_of(kind, own)
@@ -82,12 +83,12 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
     return done
 
 
-def _router_linear(weight: Tensor) -> Callable[..., Tensor]:
+def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
     rows, cols = weight.shape
     of, at = Dense([DenseMatrix(plain_form(), rows, cols, weight)]), weight.data_ptr()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        few = x.dtype == torch.bfloat16 and 0 < x.numel() <= FEW * x.shape[-1]
+        few = x.dtype == torch.bfloat16 and 0 < x.numel() <= most * x.shape[-1]
         if (
             few
             and bias is None

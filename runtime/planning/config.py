@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moepack.pack.errors import InputError, printable
+from moepack.pack.errors import InputError, in_a_line
 from moepack.pack.manifest import CONFIG, Manifest
 
 TOP_K = ("num_experts_per_tok", "num_experts_per_token")  # experts of a token, by families' names for it
-_SHOWN = 300  # characters of transformers' own words
 
 
 def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -> Any:
@@ -33,10 +32,11 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
         config = AutoConfig.from_pretrained(bundle, **options)
         layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     except Exception as error:  # which classes its validation raises depends on transformers' version
-        why = printable((str(error).strip() or type(error).__name__).splitlines()[0][:_SHOWN])
-        raise InputError(f"{bundle}: its config cannot be read: {why}") from None
+        raise InputError(f"{bundle}: its config cannot be read: {in_a_line(error)}") from None
     if not isinstance(config.dtype, torch.dtype | None):
         raise InputError(f"{bundle}: its config has no dtype that torch knows")
+    if not all(isinstance(name, str) for name in _listed(config.architectures)):
+        raise InputError(f"{bundle}: its {CONFIG} has architectures that are no list of names")
     if manifest is None:
         return config
     most = max(layer.experts for layer in manifest.layers)
@@ -46,3 +46,8 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
     if isinstance(layers, int) and layers > manifest.model["decoder_layers"]:
         raise InputError(f"{bundle}: its {CONFIG} has {layers} layers, its manifest {manifest.model['decoder_layers']}")
     return config
+
+
+def _listed(value: Any) -> list[Any]:
+    """What stands in a list, or nothing for None; anything else is an item by itself, which is no name."""
+    return value if isinstance(value, list) else [] if value is None else [None]

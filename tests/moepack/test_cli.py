@@ -7,7 +7,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,12 +50,13 @@ def recipe(tmp_path: Path) -> Path:
 # --- what works
 
 
-def test_help_is_fast_and_names_every_command() -> None:
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        out = subprocess.run([sys.executable, "-m", "moepack", "--help"], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - began)
+def test_help_imports_no_large_library_and_names_every_command() -> None:
+    """Each of these takes longer to import than all that parsing a command line needs."""
+    run = [sys.executable, "-X", "importtime", "-m", "moepack", "--help"]
+    out = subprocess.run(run, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in out.stderr.splitlines()}
+    large = {"torch", "transformers", "ray", "huggingface_hub", "safetensors", "matplotlib", "scipy"}
+    assert "typer" in imported and not imported & large
     for name in (
         "build",
         "calibrate",
@@ -73,7 +73,6 @@ def test_help_is_fast_and_names_every_command() -> None:
         "doctor",
     ):
         assert f"\n  {name} " in out.stdout, name
-    assert min(times) < 0.5, times
 
 
 def test_version(run: Run) -> None:

@@ -8,8 +8,10 @@ import struct
 from pathlib import Path
 
 import pytest
+from hostile_edits import in_time
 
 from benchmarks import hostile as cases
+from moepack.pack import strict_json
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
 from moepack.pack.safetensors_file import read_header
@@ -60,6 +62,12 @@ def test_pipes_and_devices_are_not_read(name: str, tmp_path: Path) -> None:
             open_bundle(tmp_path / "bundle")
         if (tmp_path / "bundle" / name).is_dir():
             break
+
+
+def test_a_name_that_stands_twice_among_many_is_found_at_once() -> None:
+    names = ",".join(f'"{i}":0' for i in range(300_000))
+    with in_time(20), pytest.raises(ValueError, match="the name '299999' stands twice"):
+        strict_json.loads(f'{{{names},"299999":0}}'.encode())
 
 
 def test_a_header_whose_words_are_none(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 from hostile_edits import Victim, in_time, one_line
 
 import moepack
+from moepack.generation import generate
 from moepack.pack.errors import MoepackError
+from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 
 CONFIG, TABLES = "config.json", "calibration.safetensors"
@@ -48,6 +50,8 @@ EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
     "a long word": (config(dtype="x" * 100_000), "its config cannot be read"),
     "a dtype that is an object": (config(dtype={"a": {}}), "has no dtype that torch knows"),
     "a width that is text": (config(hidden_size="64"), "its config cannot be read"),
+    "an architecture that is a number": (config(architectures=7), "architectures that are no list of names"),
+    "architectures of objects": (config(architectures=[{}]), "architectures that are no list of names"),
     "two billion layers": (config(num_hidden_layers=1 << 31), "layers, its manifest 4"),
     "-1 experts of a token": (config(num_experts_per_tok=-1), "num_experts_per_tok '-1', its layers have 16"),
     "2^40 experts of a token": (config(num_experts_per_tok=1 << 40), "its layers have 16 experts"),
@@ -67,6 +71,59 @@ def test_a_config_is_refused_in_a_line(name: str, victim: Victim) -> None:
         with in_time(20), pytest.raises(MoepackError, match=message) as error:
             use()
         one_line(str(error.value))
+
+
+@pytest.mark.parametrize("name", [n for n in EDITS if n not in ("an escape",)])
+def test_a_config_is_refused_in_a_line_before_a_tokenizer_is_loaded(name: str, victim: Victim) -> None:
+    """transformers reads the config for the tokenizer's sake as well, and raises what it raises."""
+    edit, message = EDITS[name]
+    edit(victim)
+    with in_time(20), pytest.raises(MoepackError, match=message) as error:
+        generate(victim.path, "The")
+    one_line(str(error.value))
+
+
+MISFITS: tuple[dict[str, Any], ...] = (
+    {"hidden_size": 96}, {"rope_parameters": {"rope_type": True}}, {"head_dim": 0}, {"pad_token_id": 1 << 20},
+    {"attn_implementation": "flash_attention_2"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", MISFITS)
+def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes: dict[str, Any], victim: Victim) -> None:
+    config(**changes)(victim)
+    with in_time(60), pytest.raises(MoepackError) as error:
+        moepack.load(victim.path)
+    one_line(str(error.value))
+
+
+def test_a_generation_config_that_asks_for_anything(victim: Victim) -> None:
+    for changes in ({"eos_token_id": "x"}, {"stop_strings": 3}, {"use_mtp": True}):
+        victim.rewrite("generation_config.json", json.dumps(changes).encode())
+        with in_time(60), pytest.raises(MoepackError, match="does not generate with it") as error:
+            generate(victim.path, "The", max_new_tokens=1)
+        one_line(str(error.value))
+        victim.restore()
+    victim.rewrite("generation_config.json", json.dumps({"num_beams": 4}).encode())
+    assert generate(victim.path, "The", max_new_tokens=1), (
+        "what it says of choosing is not what the command was asked for"
+    )
+
+
+def test_a_context_of_no_tokens_is_none(victim: Victim, evaluation: Path) -> None:
+    config(max_position_embeddings=-1)(victim)
+    assert evaluate(victim.path, [str(evaluation)], length=32, samples=1).tokens
+
+
+def test_a_tokenizer_is_refused_in_a_line(victim: Victim) -> None:
+    for data in (b"[]", b"{", b'{"tokenizer_class": 3}', b"\xff", b'{"model_max_length": "x"}'):
+        victim.rewrite("tokenizer_config.json", data)
+        if b"model_max" not in data:  # this one is loaded, and trips over its first text
+            victim.rewrite("tokenizer.json", b"{}")
+        with in_time(60), pytest.raises(MoepackError, match="no tokenizer that transformers can load") as error:
+            generate(victim.path, "The")
+        one_line(str(error.value))
+        victim.restore()
 
 
 def test_tables_are_refused_in_a_line_by_plan(victim: Victim) -> None:

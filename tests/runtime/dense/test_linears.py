@@ -20,6 +20,7 @@ from moepack.runtime.dense.find import groups, linears
 from moepack.runtime.dense.linears import Dense, Group, ServedLinear
 from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.experts import backends
+from moepack.runtime.kernels import affine_native
 
 F = nn.functional
 pytestmark = pytest.mark.skipif(backends.backend(torch.device("cpu")) != "native", reason="no compiled kernels")
@@ -180,3 +181,12 @@ def test_gradients_and_copies() -> None:
     with torch.no_grad():
         compiled = torch.ops.moepack.dense(x, module._number, 64)
     assert torch.equal(compiled, module(x.detach()))
+
+
+def test_without_tiles_bf16_is_torchs_past_the_measured_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a processor that does not multiply BF16 is measured; it need not be that of one that does."""
+    monkeypatch.setattr(backends, "dense_limits", lambda dtype, names: {dtype: [40 for _ in names]})
+    monkeypatch.setattr(affine_native, "has_tiles", lambda dtype: True)
+    assert module_under_test.most_tokens() == 16
+    monkeypatch.setattr(affine_native, "has_tiles", lambda dtype: False)
+    assert module_under_test.most_tokens() == 40

@@ -48,6 +48,7 @@ def add(
     address: str | None = None,
     reporter: Reporter | None = None,
     revision: str | None = None,
+    memory: int | None = None,
 ) -> Report:
     """Add versions of the experts to a bundle, or replace those that it has with other group sizes.
 
@@ -62,7 +63,7 @@ def add(
         group_sizes: by name, where not the recipe's.
         checkpoint: the model directory or Hub id, to be compared with the one that `work` is of.
         fresh: throw away what an earlier call left in `work`.
-        device, engine, address, reporter, revision: as of `build`.
+        device, engine, address, reporter, revision, memory: as of `build`.
 
     Raises:
         MoepackError: one line that says what is wrong and what to do; the bundle is as it was.
@@ -92,7 +93,7 @@ def add(
         if missing:
             stage = ADDED + "-".join(f"{v.name}.{v.group_size}" for v in missing)
             part = replace(recipe, versions=tuple(v.name for v in missing), allocation=None, dense=())
-            run = Run.resume(directory, part, fresh, device, reporter, stage)
+            run = Run.resume(directory, part, fresh, device, reporter, stage, memory)
             if (layer := run.unobserved()) is not None:
                 raise InputError(
                     f"{directory.path}: what the experts of layer {layer} saw was not kept: build with --keep, or run "

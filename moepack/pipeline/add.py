@@ -22,7 +22,7 @@ from moepack.pack.writer import check_replaceable, check_target
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
-from .artifacts import run_record
+from .artifacts import quantised_recipe, run_record
 from .assemble import Chosen, Report, assemble, expert_layers, quantised_settings
 from .executors import check_engine, open_executor
 from .model_card import model_card
@@ -77,7 +77,7 @@ def add(
         if checkpoint is not None:
             _check_checkpoint(checkpoint, revision, record, directory)
         old = _opened(target)
-        recipe = parse_recipe(record["recipe"], f"{directory.path / 'run.json'}: recipe")
+        recipe = quantised_recipe(directory)
         if old is not None:
             recipe = _recipe_of(old, directory, record)
         elif made["versions"] != [asdict(v) for v in recipe.version_specs()]:

@@ -22,7 +22,7 @@ from moepack.runtime.devices.glibc import trim
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import MOMENTS, SHARD, load_hidden, load_moments, load_observation, run_record, save
+from .artifacts import MOMENTS, RECIPE, SHARD, load_hidden, load_moments, load_observation, run_record, save
 from .bound import MAPPED, Placement, needs_of, place
 from .dense_part import quantise_dense
 from .enough import advice, enough_windows, few_tokens
@@ -277,6 +277,7 @@ class Run:
             },
             fresh,
         )
+        self._work.write(self._work.path / self._stage / RECIPE, self._recipe.text.encode())
 
     def layers(
         self,

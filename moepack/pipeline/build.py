@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.writer import check_target, remove_empty
+from moepack.pack.writer import check_target, remove_empty, remove_left
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
@@ -20,7 +20,7 @@ from .assemble import Report, assemble
 from .executors import check_engine, open_executor
 from .recipe import Recipe, load_recipe
 from .run import Run
-from .work import WorkDirectory
+from .work import LOCK, WorkDirectory
 
 
 def build(
@@ -91,6 +91,7 @@ def _temporary_work(target: Path) -> Path:
     parent = target.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        remove_left(parent, f".{target.name}.work-", LOCK)
         return Path(tempfile.mkdtemp(prefix=f".{target.name}.work-", dir=parent))
     except OSError as error:
         raise TargetError(f"{target}: cannot be written: {error.strerror}") from None

@@ -22,6 +22,7 @@ from moepack.pack.writer import sync
 
 _SETTINGS = "settings.json"
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
+LOCK = "lock"
 _REMOVED = "removed-"  # how the names of folders begin that are being removed
 PROBE = "shared-"  # how the names of files begin by which machines learn that they share the directory
 ADDED = "add-"  # how stages begin that add versions
@@ -35,7 +36,7 @@ class WorkDirectory:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / "lock").open("w")
+            self._lock = (path / LOCK).open("w")
         except OSError as error:
             raise TargetError(f"{path}: cannot be used as a work directory: {error.strerror}") from None
         try:

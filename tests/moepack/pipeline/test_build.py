@@ -135,11 +135,16 @@ def test_changed_settings_are_refused_by_name(demo_model: Path, text: Path, eval
 def test_two_builds_in_one_work_directory(demo_model: Path, text: Path, tmp_path: Path) -> None:
     from moepack.pipeline.work import WorkDirectory
 
-    first = WorkDirectory(tmp_path / "work")
+    first, other = WorkDirectory(tmp_path / "work"), WorkDirectory(tmp_path / ".b.work-used")
+    WorkDirectory(tmp_path / ".b.work-left").close()
     with pytest.raises(TargetError, match="another build is at work"):
         pipeline.build(demo_model, tmp_path / "b", parse_recipe(RTN, "t"), [text], work=tmp_path / "work")
     first.close()
     WorkDirectory(tmp_path / "work").close()
+    with pytest.raises(InputError, match="is not a directory|no such|config"):
+        pipeline.build(tmp_path / "no-model", tmp_path / "b", parse_recipe(RTN, "t"), [text])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".b.work-used", "work"], "a killed build's folder goes"
+    other.close()
 
 
 def test_quantised_by_another_recipe_than_calibrated(demo_model: Path, text: Path, tmp_path: Path) -> None:

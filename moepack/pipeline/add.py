@@ -69,7 +69,7 @@ def add(
         MoepackError: one line that says what is wrong and what to do; the bundle is as it was.
     """
     reporter = reporter or Reporter()
-    check_engine(engine)
+    check_engine(engine, address)
     check_device(device)
     target, directory = Path(output), WorkDirectory(Path(work))
     try:

@@ -61,7 +61,7 @@ def build(
         MoepackError: one line that says what is wrong and what to do; nothing is left at `output`.
     """
     reporter = reporter or Reporter()
-    check_engine(engine)
+    check_engine(engine, address)
     check_device(device)
     target = Path(output)
     check_target(target)
@@ -132,7 +132,7 @@ def quantize(
 ) -> None:
     """The second stage: every expert at every width, from a calibrated work directory. See `build`."""
     reporter = reporter or Reporter()
-    check_engine(engine)
+    check_engine(engine, address)
     check_device(device)
     directory = WorkDirectory(Path(work))
     try:

@@ -122,6 +122,9 @@ class Run:
 
             for matrix in dense_matrices(stream):
                 self._dense.setdefault(matrix.layer, []).append(matrix)
+        dense = [m for matrices in self._dense.values() for m in matrices]
+        layers = list(stream.expert_layers.values())
+        check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
 
     @staticmethod
     def start(
@@ -260,9 +263,6 @@ class Run:
 
         q = self._recipe.quantize
         how, versions = self._recipe.allocation, self._recipe.version_specs()
-        dense = [m for matrices in self._dense.values() for m in matrices]
-        layers = list(self._stream.expert_layers.values())
-        check_allocation(how, layers, versions, dense, self._recipe.dense_specs())
         self._work.begin(
             self._stage,
             {

@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def restart(args: argparse.Namespace, at: Path) -> tuple[Path, Path]:
-    """Put back what is there before anything is killed: the bundle and the work directory, to be made or as they are."""
+    """Put back what is there before anything is killed; where the bundle and the work directory are."""
     shutil.rmtree(at, ignore_errors=True)
     if args.add:
         shutil.copytree(args.directory / "before", at)

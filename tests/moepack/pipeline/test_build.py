@@ -141,14 +141,14 @@ def test_two_builds_in_one_work_directory(demo_model: Path, text: Path, tmp_path
         pipeline.build(demo_model, tmp_path / "b", parse_recipe(RTN, "t"), [text], work=tmp_path / "work")
     first.close()
     WorkDirectory(tmp_path / "work").close()
-    with pytest.raises(InputError, match="is not a directory|no such|config"):
+    with pytest.raises(InputError, match=r"no-model"):
         pipeline.build(tmp_path / "no-model", tmp_path / "b", parse_recipe(RTN, "t"), [text])
     assert sorted(p.name for p in tmp_path.iterdir()) == [".b.work-used", "work"], "a killed build's folder goes"
     other.close()
 
 
 def test_quantised_by_another_recipe_than_calibrated(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """Nothing is quantised yet, so nothing is mixed; the bundle tells of the recipe that made it, and `add` goes by it."""
+    """Nothing is quantised yet, so nothing is mixed; the bundle tells of the recipe that made it."""
     from moepack.pipeline.add import add
 
     work, other = tmp_path / "work", tmp_path / "other.yaml"

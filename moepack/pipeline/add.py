@@ -71,8 +71,8 @@ def add(
     reporter = reporter or Reporter()
     check_engine(engine, address)
     check_device(device)
-    target, directory = Path(output), WorkDirectory(Path(work))
-    try:
+    target = Path(output)
+    with contextlib.closing(WorkDirectory(Path(work))) as directory:
         record, made = run_record(directory), quantised_settings(directory)
         if checkpoint is not None:
             _check_checkpoint(checkpoint, revision, record, directory)
@@ -105,8 +105,6 @@ def add(
             stages |= dict.fromkeys(missing, stage)
         chosen = Chosen({v: stages[v] for v in wanted}, recipe)
         return assemble(directory, target, reporter, chosen, None if old is None else _others(old))
-    finally:
-        directory.close()
 
 
 def parse_group_sizes(texts: Sequence[str]) -> dict[str, int]:

@@ -112,12 +112,9 @@ def calibrate(
     reporter = reporter or Reporter()
     check_device(device)
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    directory = WorkDirectory(Path(work))
-    try:
+    with contextlib.closing(WorkDirectory(Path(work))) as directory:
         run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory)
         run.layers(calibrate=True, quantize=False, reporter=reporter)
-    finally:
-        directory.close()
 
 
 def quantize(
@@ -134,22 +131,16 @@ def quantize(
     reporter = reporter or Reporter()
     check_engine(engine, address)
     check_device(device)
-    directory = WorkDirectory(Path(work))
-    try:
+    with contextlib.closing(WorkDirectory(Path(work))) as directory:
         recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
         run = Run.resume(directory, recipe, fresh, device, reporter, memory=memory)
         with contextlib.closing(open_executor(engine, address)) as executor:
             run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
-    finally:
-        directory.close()
 
 
 def pack(work: str | Path, output: str | Path, reporter: Reporter | None = None) -> Report:
     """The last stage: a bundle from a work directory whose experts are quantised. See `build`."""
     target = Path(output)
     check_target(target)
-    directory = WorkDirectory(Path(work))
-    try:
+    with contextlib.closing(WorkDirectory(Path(work))) as directory:
         return assemble(directory, target, reporter or Reporter())
-    finally:
-        directory.close()

@@ -186,7 +186,7 @@ def kill(args: argparse.Namespace, expected: dict[str, bytes], on: Cluster | Non
         if found == expected:
             finished += 1
             restart(args, bundle.parent)
-    print(f"{kills} kills, {finished} builds finished, all with the same bytes")
+        print(f"{kills} kills, {finished} builds finished, all with the same bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -139,9 +139,15 @@ def build(
 
         if work is None:
             raise InputError("--add goes on from what a build with --keep left: name its --work")
+        if dry_run:
+            raise InputError("--dry-run says what a whole build takes, and nothing of --add: leave one of them out")
+        if calibration or recipe != "default":
+            raise InputError("--add goes by the recipe and the text of --work: leave --recipe and --calibration out")
         names, sizes = names_of(added), parse_group_sizes(group_sizes or ())
         with _reporter(quiet) as reporter:
-            report = add(output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision)
+            report = add(
+                output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision, bound
+            )
         _report(report, as_json)
         return
 

@@ -8,9 +8,11 @@ What an error leaves behind is removed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import secrets
@@ -82,6 +84,24 @@ def remove_empty(folder: Path, first: Path) -> None:
         folder = folder.parent
 
 
+def remove_left(folder: Path, prefix: str, lock: str = "") -> None:
+    """Remove directories, of names that begin so, that killed processes left: whose lock nobody holds.
+
+    Args:
+        folder: where they are.
+        prefix: of their names.
+        lock: the file in each that its process has locked; the directory itself, without.
+    """
+    for path in folder.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError):
+            held = os.open(path / lock, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as f:
@@ -95,6 +115,17 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds a directory's lock; OSError where another process has it."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 class BundleWriter:
@@ -111,9 +142,11 @@ class BundleWriter:
 
     def __init__(self, target: Path, keep: Sequence[str] | None = None) -> None:
         self._target, self._keep, self._lock = target.absolute(), keep, -1
-        self.root = self._target.with_name(f".{self._target.name}.partial-{secrets.token_hex(4)}")
+        partial = f".{self._target.name}.partial-"
+        self.root = self._target.with_name(f"{partial}{secrets.token_hex(4)}")
         if keep is None:
             check_target(target)
+            remove_left(self._target.parent, partial)
         else:
             self._lock = self._locked()
             self.root = self._target.with_name(f".{self._target.name}.successor")
@@ -125,6 +158,9 @@ class BundleWriter:
             self.root.mkdir(parents=True)
         except OSError as error:
             raise TargetError(f"{target}: cannot be written: {error.strerror}") from None
+        if keep is None:
+            with contextlib.suppress(OSError):  # where files have no locks, nothing is taken for left either
+                self._lock = _lock(self.root)
 
     def path(self, name: str) -> Path:
         """Where to write the file that will be `name` in the bundle; its directory is made."""
@@ -184,13 +220,10 @@ class BundleWriter:
         return manifest
 
     def _locked(self) -> int:
-        lock = os.open(self._target, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _lock(self._target)
         except OSError:
-            os.close(lock)
             raise TargetError(f"{self._target}: another process is replacing it: wait for it") from None
-        return lock
 
     def _carry(self, name: str) -> None:
         """A file of the bundle that is there, as it is."""

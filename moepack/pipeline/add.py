@@ -22,7 +22,7 @@ from moepack.pack.writer import check_replaceable, check_target
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
-from .artifacts import run_record
+from .artifacts import quantised_recipe, run_record
 from .assemble import Chosen, Report, assemble, expert_layers, quantised_settings
 from .executors import check_engine, open_executor
 from .model_card import model_card
@@ -48,6 +48,7 @@ def add(
     address: str | None = None,
     reporter: Reporter | None = None,
     revision: str | None = None,
+    memory: int | None = None,
 ) -> Report:
     """Add versions of the experts to a bundle, or replace those that it has with other group sizes.
 
@@ -62,21 +63,21 @@ def add(
         group_sizes: by name, where not the recipe's.
         checkpoint: the model directory or Hub id, to be compared with the one that `work` is of.
         fresh: throw away what an earlier call left in `work`.
-        device, engine, address, reporter, revision: as of `build`.
+        device, engine, address, reporter, revision, memory: as of `build`.
 
     Raises:
         MoepackError: one line that says what is wrong and what to do; the bundle is as it was.
     """
     reporter = reporter or Reporter()
-    check_engine(engine)
+    check_engine(engine, address)
     check_device(device)
-    target, directory = Path(output), WorkDirectory(Path(work))
-    try:
+    target = Path(output)
+    with contextlib.closing(WorkDirectory(Path(work))) as directory:
         record, made = run_record(directory), quantised_settings(directory)
         if checkpoint is not None:
             _check_checkpoint(checkpoint, revision, record, directory)
         old = _opened(target)
-        recipe = parse_recipe(record["recipe"], f"{directory.path / 'run.json'}: recipe")
+        recipe = quantised_recipe(directory)
         if old is not None:
             recipe = _recipe_of(old, directory, record)
         elif made["versions"] != [asdict(v) for v in recipe.version_specs()]:
@@ -92,7 +93,7 @@ def add(
         if missing:
             stage = ADDED + "-".join(f"{v.name}.{v.group_size}" for v in missing)
             part = replace(recipe, versions=tuple(v.name for v in missing), allocation=None, dense=())
-            run = Run.resume(directory, part, fresh, device, reporter, stage)
+            run = Run.resume(directory, part, fresh, device, reporter, stage, memory)
             if (layer := run.unobserved()) is not None:
                 raise InputError(
                     f"{directory.path}: what the experts of layer {layer} saw was not kept: build with --keep, or run "
@@ -104,8 +105,6 @@ def add(
             stages |= dict.fromkeys(missing, stage)
         chosen = Chosen({v: stages[v] for v in wanted}, recipe)
         return assemble(directory, target, reporter, chosen, None if old is None else _others(old))
-    finally:
-        directory.close()
 
 
 def parse_group_sizes(texts: Sequence[str]) -> dict[str, int]:

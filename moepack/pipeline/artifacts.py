@@ -11,6 +11,7 @@ from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import make_header, read_header
 from moepack.pack.writer import sync
 
+from .recipe import Recipe, parse_recipe
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 MOMENTS = "moments.safetensors"
+RECIPE = "recipe.yaml"  # in a stage's folder: what it quantises by
 SHARD = 4 << 30  # bytes of dense tensors in one file, at the most
 _WRITTEN = 1 << 24  # bytes that are written at once: of what is mapped from a file, no more is in memory
 _NAMES = {
@@ -35,9 +37,18 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
     """What the first stage noted of the run; InputError where it has not run."""
     try:
         record = json.loads((directory.path / "run.json").read_text())
-    except (OSError, ValueError):
+        directory.settings()["calibrate"]
+    except (OSError, ValueError, KeyError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
     return dict(record)
+
+
+def quantised_recipe(directory: WorkDirectory) -> Recipe:
+    """The recipe that experts were quantised by last, which may be another than they were calibrated with."""
+    path = directory.path / "quantize" / RECIPE
+    if path.is_file():
+        return parse_recipe(path.read_text(), str(path))
+    return parse_recipe(run_record(directory)["recipe"], f"{directory.path / 'run.json'}: recipe")
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

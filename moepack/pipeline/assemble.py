@@ -32,10 +32,10 @@ from moepack.progress import Reporter
 from moepack.quantize import methods
 
 from .allocate import DenseCosts, LayerCosts, allocate, allocate_both
-from .artifacts import SHARD, run_record, save
+from .artifacts import SHARD, quantised_recipe, run_record, save
 from .dense_part import LOSSES, file_name, join_losses, read_note
 from .model_card import carried, hub_commit, hub_id, model_card
-from .recipe import Allocate, Recipe, parse_recipe
+from .recipe import Allocate, Recipe
 from .work import WorkDirectory
 
 LOSSES_OF_EXPERTS = "losses.safetensors"
@@ -91,8 +91,7 @@ def assemble(
     """
     record, quantised = run_record(work), quantised_settings(work)
     if chosen is None:
-        recipe = parse_recipe(record["recipe"], f"{work.path / 'run.json'}: recipe")
-        chosen = Chosen({Version(**v): "quantize" for v in quantised["versions"]}, recipe)
+        chosen = Chosen({Version(**v): "quantize" for v in quantised["versions"]}, quantised_recipe(work))
         how = quantised["allocation"]
     else:
         how = None if chosen.recipe.allocation is None else asdict(chosen.recipe.allocation)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.writer import check_target, remove_empty
+from moepack.pack.writer import check_target, remove_empty, remove_left
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
@@ -20,7 +20,7 @@ from .assemble import Report, assemble
 from .executors import check_engine, open_executor
 from .recipe import Recipe, load_recipe
 from .run import Run
-from .work import WorkDirectory
+from .work import LOCK, WorkDirectory
 
 
 def build(
@@ -61,7 +61,7 @@ def build(
         MoepackError: one line that says what is wrong and what to do; nothing is left at `output`.
     """
     reporter = reporter or Reporter()
-    check_engine(engine)
+    check_engine(engine, address)
     check_device(device)
     target = Path(output)
     check_target(target)
@@ -91,6 +91,7 @@ def _temporary_work(target: Path) -> Path:
     parent = target.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        remove_left(parent, f".{target.name}.work-", LOCK)
         return Path(tempfile.mkdtemp(prefix=f".{target.name}.work-", dir=parent))
     except OSError as error:
         raise TargetError(f"{target}: cannot be written: {error.strerror}") from None
@@ -111,12 +112,9 @@ def calibrate(
     reporter = reporter or Reporter()
     check_device(device)
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    directory = WorkDirectory(Path(work))
-    try:
+    with contextlib.closing(WorkDirectory(Path(work))) as directory:
         run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory)
         run.layers(calibrate=True, quantize=False, reporter=reporter)
-    finally:
-        directory.close()
 
 
 def quantize(
@@ -131,24 +129,18 @@ def quantize(
 ) -> None:
     """The second stage: every expert at every width, from a calibrated work directory. See `build`."""
     reporter = reporter or Reporter()
-    check_engine(engine)
+    check_engine(engine, address)
     check_device(device)
-    directory = WorkDirectory(Path(work))
-    try:
+    with contextlib.closing(WorkDirectory(Path(work))) as directory:
         recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
         run = Run.resume(directory, recipe, fresh, device, reporter, memory=memory)
         with contextlib.closing(open_executor(engine, address)) as executor:
             run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
-    finally:
-        directory.close()
 
 
 def pack(work: str | Path, output: str | Path, reporter: Reporter | None = None) -> Report:
     """The last stage: a bundle from a work directory whose experts are quantised. See `build`."""
     target = Path(output)
     check_target(target)
-    directory = WorkDirectory(Path(work))
-    try:
+    with contextlib.closing(WorkDirectory(Path(work))) as directory:
         return assemble(directory, target, reporter or Reporter())
-    finally:
-        directory.close()

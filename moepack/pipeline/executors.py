@@ -6,12 +6,13 @@ layer when it was given it; Ray goes on while the next ones are calibrated, as f
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.devices.glibc import trim
 
 from .expert_batch import make_batch, save_batch
@@ -62,14 +63,14 @@ class Executor(Protocol):
         ...
 
 
-def check_engine(name: str) -> None:
-    """See that there is such an executor, before any work.
-
-    Raises:
-        InputError: when there is not.
-    """
+def check_engine(name: str, address: str | None) -> None:
+    """See that there is such an executor, before any work. See `open_executor`."""
     if name not in NAMES:
         raise InputError(f"engine {name!r} is unknown: there are {', '.join(NAMES)}")
+    if name == "local" and address is not None:
+        raise InputError("--address is a Ray cluster's: say --engine ray as well")
+    if name == "ray" and importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("ray", "ray")
 
 
 def open_executor(name: str, address: str | None) -> Executor:
@@ -79,10 +80,8 @@ def open_executor(name: str, address: str | None) -> Executor:
         InputError: for an unknown one, or a cluster that does not answer.
         MissingExtraError: when Ray is not installed.
     """
-    check_engine(name)
+    check_engine(name, address)
     if name == "local":
-        if address is not None:
-            raise InputError("--address is a Ray cluster's: say --engine ray as well")
         return Local()
     from .ray_executor import OnRay
 

@@ -22,7 +22,7 @@ from moepack.runtime.devices.glibc import trim
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import MOMENTS, SHARD, load_hidden, load_moments, load_observation, run_record, save
+from .artifacts import MOMENTS, RECIPE, SHARD, load_hidden, load_moments, load_observation, run_record, save
 from .bound import MAPPED, Placement, needs_of, place
 from .dense_part import quantise_dense
 from .enough import advice, enough_windows, few_tokens
@@ -122,6 +122,9 @@ class Run:
 
             for matrix in dense_matrices(stream):
                 self._dense.setdefault(matrix.layer, []).append(matrix)
+        dense = [m for matrices in self._dense.values() for m in matrices]
+        layers = list(stream.expert_layers.values())
+        check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
 
     @staticmethod
     def start(
@@ -260,9 +263,6 @@ class Run:
 
         q = self._recipe.quantize
         how, versions = self._recipe.allocation, self._recipe.version_specs()
-        dense = [m for matrices in self._dense.values() for m in matrices]
-        layers = list(self._stream.expert_layers.values())
-        check_allocation(how, layers, versions, dense, self._recipe.dense_specs())
         self._work.begin(
             self._stage,
             {
@@ -277,6 +277,7 @@ class Run:
             },
             fresh,
         )
+        self._work.write(self._work.path / self._stage / RECIPE, self._recipe.text.encode())
 
     def layers(
         self,

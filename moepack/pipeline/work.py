@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from moepack.pack.writer import sync
 
 _SETTINGS = "settings.json"
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
+LOCK = "lock"
+_REMOVED = "removed-"  # how the names of folders begin that are being removed
 PROBE = "shared-"  # how the names of files begin by which machines learn that they share the directory
 ADDED = "add-"  # how stages begin that add versions
 
@@ -33,7 +36,7 @@ class WorkDirectory:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / "lock").open("w")
+            self._lock = (path / LOCK).open("w")
         except OSError as error:
             raise TargetError(f"{path}: cannot be used as a work directory: {error.strerror}") from None
         try:
@@ -57,19 +60,19 @@ class WorkDirectory:
         return document if isinstance(document, dict) else {}
 
     def begin(self, stage: str, wanted: Mapping[str, Any], fresh: bool) -> None:
-        """Start or resume a stage with these settings.
+        """Start or resume a stage with these settings; with `fresh` anew, and of "calibrate" all that followed from it.
 
         Raises:
             InputError: when finished pieces were made with other settings, naming the first that differs.
         """
         have = self.settings()
         if fresh:
-            made_of = [s for s in have if s.startswith(ADDED)] if stage == "calibrate" else []
-            for name in (stage, *made_of):
+            after = [name for name in have if name == "quantize" or name.startswith(ADDED)]
+            for name in (*(after if stage == "calibrate" else ()), stage, "objects"):
                 have.pop(name, None)
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            shutil.rmtree(self.path / "objects", ignore_errors=True)
-        old = have.get(stage, wanted)
+                self._remove(self.path / name)
+        # Where nothing is finished, nothing was made with other settings.
+        old = have.get(stage, wanted) if any((self.path / stage).glob("*/done.json")) else wanted
         for key in sorted(set(old) | set(wanted)):
             was, now = old.get(key), wanted.get(key)
             if was != now:
@@ -95,8 +98,17 @@ class WorkDirectory:
         directory.mkdir(exist_ok=True)
         return directory / f"{address}.safetensors"
 
+    def _remove(self, folder: Path) -> None:
+        """Remove a folder so that a kill leaves it whole, or none of it under its name."""
+        if folder.exists():
+            aside = self.path / f"{_REMOVED}{secrets.token_hex(4)}"
+            folder.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
     def tidy(self) -> None:
-        """Remove what a killed build was writing: files under other names than they were to have in the end."""
+        """Remove what a killed build was writing, under other names than in the end, or removing."""
+        for path in self.path.glob(f"{_REMOVED}*"):
+            shutil.rmtree(path, ignore_errors=True)
         for path in (self.path / "objects").glob("*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

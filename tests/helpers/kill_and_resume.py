@@ -1,6 +1,7 @@
 """Kill a build at random moments, resume it, compare bytes: `python tests/helpers/kill_and_resume.py MODEL TEXT DIR`.
 
     --stages    it is calibrated first, in the same process, and built then
+    --add       it is there, and a version is added and another replaced
     --ray       on a Ray cluster of two workers, which is not the build's own
     --workers   with --ray: not the build is killed but those who make its batches
 
@@ -32,6 +33,7 @@ from support import tree
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child has none of its parent's threads
 import torch
 
+from moepack.pipeline.add import add
 from moepack.pipeline.build import build, calibrate
 from moepack.pipeline.recipe import parse_recipe
 
@@ -40,6 +42,7 @@ dense: [w8]
 quantize: {method: gptq, group_size: 64, loss_tokens: 128}
 calibration: {samples: 8, length: 128, batch_size: 8}
 """
+ADDED = ("w8", "w4"), {"w4": 32}
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,12 @@ def start(args: argparse.Namespace, bundle: Path, work: Path, on: Cluster | None
         return child
     try:
         recipe = parse_recipe(RECIPE, "test")
+        engine, address = ("local", None) if on is None else ("ray", on.address)
+        if args.add:
+            add(bundle, work, *ADDED, engine=engine, address=address)
+            os._exit(0)
         if args.stages:
             calibrate(args.model, work, recipe, [args.text])
-        engine, address = ("local", None) if on is None else ("ray", on.address)
         build(args.model, bundle, recipe, [args.text], work=work, engine=engine, address=address)
         os._exit(0)
     except BaseException:
@@ -124,25 +130,39 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    for name in ("stages", "ray", "workers"):
+    for name in ("stages", "add", "ray", "workers"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    build(args.model, args.directory / "reference", parse_recipe(RECIPE, "test"), [args.text])
+    before = args.directory / "before"
+    build(args.model, before / "bundle", parse_recipe(RECIPE, "test"), [args.text], before / "work", keep=args.add)
+    reference = before / "bundle"
+    if args.add:
+        reference = Path(shutil.copytree(before, args.directory / "reference")) / "bundle"
+        add(reference, reference.with_name("work"), *ADDED)
     with cluster() if args.ray else contextlib.nullcontext() as on:
-        kill(args, tree(args.directory / "reference"), on, random.Random(args.seed))
+        kill(args, tree(reference), on, random.Random(args.seed))
+
+
+def restart(args: argparse.Namespace, at: Path) -> tuple[Path, Path]:
+    """Put back what is there before anything is killed; where the bundle and the work directory are."""
+    shutil.rmtree(at, ignore_errors=True)
+    if args.add:
+        shutil.copytree(args.directory / "before", at)
+    return at / "bundle", at / "work"
 
 
 def kill(args: argparse.Namespace, expected: dict[str, bytes], on: Cluster | None, chance: random.Random) -> None:
     """See `main`."""
-    bundle, work = args.directory / "bundle", args.directory / "work"
     for _ in range(2 if on else 1):  # a cluster's workers import everything at first
-        shutil.rmtree(args.directory / "whole", ignore_errors=True)
+        whole_bundle, whole_work = restart(args, args.directory / "whole")
         began = time.monotonic()
-        child = start(args, args.directory / "whole", args.directory / f"work-{began}", on)
-        if os.waitpid(child, 0)[1] or tree(args.directory / "whole") != expected:
+        child = start(args, whole_bundle, whole_work, on)
+        if os.waitpid(child, 0)[1] or tree(whole_bundle) != expected:
             raise SystemExit("the uninterrupted build failed, or has other bytes")
         whole = time.monotonic() - began
+    bundle, work = restart(args, args.directory / "at")
+    old = tree(bundle) if args.add else None
     kills = finished = 0
     while kills < args.kills or finished == 0:
         child = start(args, bundle, work, on)
@@ -150,22 +170,23 @@ def kill(args: argparse.Namespace, expected: dict[str, bytes], on: Cluster | Non
             if args.workers and on is not None:
                 kills += kill_workers(child, on, chance, args.kills - kills, whole / 2)
             else:
-                time.sleep(chance.uniform(0, (0.9 if args.stages or on else 0.6) * whole))
+                time.sleep(chance.uniform(0, (0.9 if args.stages or args.add or on else 0.6) * whole))
                 os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
-        if os.WIFSIGNALED(status):
-            kills += 1
-            if bundle.exists() and tree(bundle) != expected:
-                raise SystemExit(f"after kill {kills} the bundle is there, but not whole")
-        elif status:
+        killed = os.WIFSIGNALED(status)
+        kills += killed
+        if status and not killed:
             raise SystemExit(f"after {kills} kills the build failed")
-        if bundle.exists():
-            if tree(bundle) != expected:
-                raise SystemExit(f"after {kills} kills the bundle has other bytes")
+        found = tree(bundle) if bundle.exists() else None
+        if found != expected and (found != old or not killed):
+            raise SystemExit(f"after {kills} kills the bundle has other bytes")
+        left = {*bundle.parent.iterdir(), *(work / "objects").glob("*")} - {bundle, work}
+        if left and not killed:
+            raise SystemExit(f"after {kills} kills there is also {left.pop()}")
+        if found == expected:
             finished += 1
-            shutil.rmtree(bundle)
-            shutil.rmtree(work)
-    print(f"{kills} kills, {finished} builds finished, all with the same bytes")
+            restart(args, bundle.parent)
+        print(f"{kills} kills, {finished} builds finished, all with the same bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,16 @@ def test_writer_leaves_nothing_on_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
+    """And nothing that is being written, or is another's."""
+    left, others = tmp_path / ".bundle.partial-0", tmp_path / ".bundle2.partial-0"
+    for folder in (left, others):
+        (folder / "experts").mkdir(parents=True)
+    with BundleWriter(tmp_path / "bundle") as one, BundleWriter(tmp_path / "bundle") as two:
+        assert sorted(tmp_path.iterdir()) == sorted([others, one.root, two.root])
+    assert list(tmp_path.iterdir()) == [others]
+
+
 def test_target_must_be_new_or_empty(tmp_path: Path) -> None:
     check_target(tmp_path / "new" / "deeper")
     check_target(tmp_path)

@@ -246,8 +246,13 @@ def test_on_the_command_line(
     ]  # fmt: skip
     assert "w3: 64 experts by rtn" in capsys.readouterr().out
     common = [*common[:5], "-q"]
+    before = tree(tmp_path / "b")
     for more, word in (
         (("--add", "w1"), "name its --work"),
+        (("--work", str(tmp_path / "w"), "--add", "w1", "--dry-run"), "leave one of them out"),
+        (("--work", str(tmp_path / "w"), "--add", "w1", "-r", "x.yaml"), "leave --recipe and --calibration out"),
+        (("--work", str(tmp_path / "w"), "--add", "w1", "-c", str(text)), "leave --recipe and --calibration out"),
+        (("--work", str(tmp_path / "w"), "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2"), "write VERSION=SIZE"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2=32"), "name the versions to add|--group-size w2"),
     ):
@@ -257,3 +262,4 @@ def test_on_the_command_line(
         error = capsys.readouterr().err
         assert end.value.code == 2 and error.count("\n") == 1
         assert any(w in error for w in word.split("|")), error
+    assert tree(tmp_path / "b") == before

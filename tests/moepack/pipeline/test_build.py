@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support import tree
 
 import moepack
 from moepack.pack.errors import InputError, TargetError
@@ -131,11 +135,65 @@ def test_changed_settings_are_refused_by_name(demo_model: Path, text: Path, eval
 def test_two_builds_in_one_work_directory(demo_model: Path, text: Path, tmp_path: Path) -> None:
     from moepack.pipeline.work import WorkDirectory
 
-    first = WorkDirectory(tmp_path / "work")
+    first, other = WorkDirectory(tmp_path / "work"), WorkDirectory(tmp_path / ".b.work-used")
+    WorkDirectory(tmp_path / ".b.work-left").close()
     with pytest.raises(TargetError, match="another build is at work"):
         pipeline.build(demo_model, tmp_path / "b", parse_recipe(RTN, "t"), [text], work=tmp_path / "work")
     first.close()
     WorkDirectory(tmp_path / "work").close()
+    with pytest.raises(InputError, match=r"no-model"):
+        pipeline.build(tmp_path / "no-model", tmp_path / "b", parse_recipe(RTN, "t"), [text])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".b.work-used", "work"], "a killed build's folder goes"
+    other.close()
+
+
+def test_quantised_by_another_recipe_than_calibrated(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Nothing is quantised yet, so nothing is mixed; the bundle tells of the recipe that made it."""
+    from moepack.pipeline.add import add
+
+    work, other = tmp_path / "work", tmp_path / "other.yaml"
+    other.write_text(RTN.replace("rtn", "rtn, min_tokens: 3"))
+    pipeline.calibrate(demo_model, work, parse_recipe(RTN, "t"), [text])
+    pipeline.quantize(work, str(other))
+    pipeline.pack(work, tmp_path / "b")
+    assert moepack.open(tmp_path / "b").manifest.provenance["recipe"] == other.read_text()
+    add(tmp_path / "b", work, ["w1"])
+    assert "w1" in [v.name for v in moepack.open(tmp_path / "b").versions]
+    with pytest.raises(InputError, match="another min_tokens: 3, now 0"):
+        pipeline.build(demo_model, tmp_path / "c", parse_recipe(RTN, "t"), [text], work=work)
+    (work / "settings.json").unlink()
+    with pytest.raises(InputError, match="run moepack calibrate first"):
+        pipeline.quantize(work)
+
+
+def test_starting_over_is_stopped(
+    demo_model: Path, text: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What followed from the text before is not taken for what follows from the new one, wherever --fresh stopped."""
+    from moepack.pipeline.work import WorkDirectory
+
+    work, recipe = tmp_path / "work", parse_recipe(RTN, "t")
+    pipeline.build(demo_model, tmp_path / "new", recipe, [evaluation])
+    for stops, at in ((WorkDirectory, "begin"), (shutil, "rmtree")):
+        pipeline.build(demo_model, tmp_path / "old", recipe, [text], work=work, fresh=True)
+        real, seen = getattr(stops, at), list[object]()
+
+        def stop(*args: Any, real: Any = real, seen: list[object] = seen, **more: Any) -> Any:
+            seen.append(args)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+            return real(*args, **more)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(stops, at, stop)
+            pipeline.build(demo_model, tmp_path / "b", recipe, [evaluation], work=work, fresh=True)
+        with contextlib.suppress(InputError):  # refused, or whole
+            pipeline.calibrate(demo_model, work, recipe, [evaluation])
+            pipeline.build(demo_model, tmp_path / "b", recipe, [evaluation], work=work)
+            assert tree(tmp_path / "b") == tree(tmp_path / "new")
+            shutil.rmtree(tmp_path / "b")
+        shutil.rmtree(tmp_path / "old")
+        shutil.rmtree(work)
 
 
 def test_stages_in_the_wrong_order(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -106,6 +106,20 @@ def test_the_limit_is_kept_and_said(demo_model: Path, text: Path, tmp_path: Path
     assert f"{few} of 64 experts had fewer than 256" in (tmp_path / "b" / "README.md").read_text()
 
 
+def test_what_cannot_be_is_refused_before_tokens_are_counted(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    recipe = RECIPE % (4, ", until: 100, most: 6")
+    for more, address, word in (
+        ("allocation: {average_bits: 1}", None, "cannot be met"),
+        ("", "127.0.0.1:1", "say --engine ray"),
+    ):
+        notes = Notes()
+        with pytest.raises(InputError, match=word):
+            pipeline.build(
+                demo_model, tmp_path / "b", parse_recipe(recipe + more, "x"), [text], reporter=notes, address=address
+            )
+        assert notes.notes == []
+
+
 def test_nothing_is_said_where_all_have_enough() -> None:
     assert enough.advice({}, 64) == ""
     assert "3 of 1,024 experts" in (said := enough.advice({2: 1, 7: 2}, 1024)) and "layer 7: 2" in said

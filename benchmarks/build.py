@@ -5,10 +5,10 @@
     python -m benchmarks.build --estimates  three sizes: what the dry run says of time, memory and disk, and what it was
 
 The first builds two generated checkpoints with equal layers, 4 and 24 of them, rounded to nearest (a quantiser's own
-memory does not depend on depth). The second gives each build the shipped recipe's tokens, versions and method in a `--memory`, on text of random words. It ends once some
-experts are made, as a batch takes what another does: all of Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB
-of 256 experts, 16 are generated, as a layer has to be in memory whole; half of its recipe's tokens are sent to one of
-them each, so that an expert sees as many as one of 256 does.
+memory does not depend on depth). The second gives each build the shipped recipe's tokens, versions and method in a
+`--memory`, on text of random words. It ends once some experts are made, as a batch takes what another does: all of
+Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB of 256 experts, 16 are generated, as a layer has to be in
+memory whole; half of its recipe's tokens are sent to one of them each: an expert sees as many as one of 256 does.
 """
 
 from __future__ import annotations

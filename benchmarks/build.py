@@ -169,8 +169,8 @@ class Shape:
 
 
 SHAPES = (
-    Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 128, 512),
-    Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 18 << 30, 2, 128),
+    Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 36, 512),
+    Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 18 << 30, 1, 128),
     Shape("DeepSeek-V3, 16 of 256 experts", "deepseek-v3", 7168, 16, 2048, 1, 12 << 30, 4, 512),
 )
 # The same by a 16th of the hidden size and an eighth of the experts', in what the process itself takes and little more.

@@ -541,10 +541,10 @@ def families() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, estimates, scale, codec, kernels,
-        whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector, retention, on_demand,
-        prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers, peer_models, peer_quality,
-        peer_versions,
+        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, estimates, scale,
+        codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector,
+        retention, on_demand, prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers,
+        peer_models, peer_quality, peer_versions,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -59,7 +59,7 @@ from .options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .progress import Reporter
+    from moepack.progress import Reporter
 
 app = typer.Typer(
     name="moepack",
@@ -79,7 +79,7 @@ def _console() -> Console:
 
 
 def _reporter(quiet: bool) -> Reporter:
-    from .progress import Reporter, RichReporter
+    from moepack.progress import Reporter, RichReporter
 
     return Reporter() if quiet else RichReporter()
 
@@ -570,12 +570,12 @@ def serve(
     ] = None,
 ) -> None:
     """Answer the OpenAI interface over HTTP, with a page that shows what is served."""
-    from .server.command import Serve
+    from moepack.server.command import Serve
 
     if replicas > 1 or address is not None:
-        from .server.replicas import serve as run
+        from moepack.server.replicas import serve as run
     else:
-        from .server.command import serve as run
+        from moepack.server.command import serve as run
     asked = Serve(
         bundle, policy, device_memory, dense, max_tpot, device, dtype, host, port, api_key, name, chat_template,
         max_sequences, max_waiting, step_tokens, kv_tokens, max_kv_tokens, max_prompt_tokens, max_body, grace,
@@ -597,7 +597,7 @@ def push(
     quiet: Quiet = False,
 ) -> None:
     """Verify a bundle and upload it to the Hub; run again, it goes on."""
-    from .hub import push as run
+    from moepack.hub import push as run
 
     with _reporter(quiet) as reporter:
         address = run(bundle, repo, private, revision, reporter, base_model)
@@ -623,9 +623,8 @@ def pull(
     quiet: Quiet = False,
 ) -> None:
     """Download a bundle, or some versions of it; run again, it goes on."""
+    from moepack.hub import pull as run
     from moepack.reports.fitting import fit_of
-
-    from .hub import pull as run
 
     size = fit_of(fit, policy, device, kv_tokens)
     with _reporter(quiet) as reporter:
@@ -691,7 +690,7 @@ def _human(key: str, value: Any) -> str:
 
 def _version(show: bool) -> None:
     if show:
-        from . import __version__
+        from moepack import __version__
 
         typer.echo(f"moepack {__version__}")
         raise typer.Exit
@@ -708,8 +707,8 @@ def _root(
 
 def main() -> None:
     """The console script: runs a command and turns the errors that a user can act on into one line."""
-    from .progress import quiet_libraries
-    from .startup import leave_out
+    from moepack.progress import quiet_libraries
+    from moepack.startup import leave_out
 
     quiet_libraries()
     leave_out(next(iter(sys.argv[1:]), ""))

@@ -44,7 +44,7 @@ SLOW = (
     "moepack/pipeline/test_ray", "moepack/pipeline/test_resume", "moepack/pipeline/test_executors.py::test_batches",
     "moepack/reports/test_plan", "moepack/reports/test_evaluate", "moepack/reports/test_tasks",
     "moepack/server", "moepack/test_cli", "moepack/test_hub", "moepack/test_packaging",
-    "pack/test_rules.py::test_random", "moepack/reports/test_hostile_config",
+    "pack/test_random_edits.py::test_random", "moepack/reports/test_hostile_config",
     "quantize/test_quantize.py::test_a_batch_is", "quantize/test_quantize.py::test_importing",
     "quantize/test_quantize.py::test_gptq_needs", "runtime/kernels/test_exponent_triton",
     "runtime/kernels/test_affine_triton.py::test_every_width", "runtime/kernels/test_isa",

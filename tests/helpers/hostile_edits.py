@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from moepack.pack.errors import MoepackError
+from moepack.pack.errors import BundleError, MoepackError, Problem
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import open_bundle
 from moepack.pack.tables import TABLES
@@ -198,6 +198,16 @@ def in_time(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def problems_of(path: Path) -> list[Problem]:
+    """What opening, the tables or `verify` says."""
+    try:
+        bundle = open_bundle(path)
+        bundle.calibration()
+        return bundle.verify()
+    except BundleError as error:
+        return list(error.problems)
 
 
 def refusal(path: Path, plan: bool = False) -> str | None:

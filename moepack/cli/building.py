@@ -1,0 +1,159 @@
+"""The commands that make a bundle: in one pass or by stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moepack.pack.errors import InputError
+from moepack.runtime.planning.sizes import parse_size
+
+from .options import (
+    Address,
+    Bounded,
+    Checkpoint,
+    Device,
+    EngineName,
+    Fresh,
+    Json,
+    Output,
+    Quiet,
+    RecipeName,
+    Revision,
+    Texts,
+    Work,
+    names_of,
+)
+from .output import console, print_json, progress
+
+
+def build(
+    checkpoint: Checkpoint,
+    output: Output,
+    recipe: RecipeName = "default",
+    calibration: Texts = None,
+    work: Annotated[
+        Path | None, typer.Option("--work", help="Keep finished pieces here, and resume from them.")
+    ] = None,
+    fresh: Fresh = False,
+    device: Device = "cpu",
+    engine: EngineName = "local",
+    address: Address = None,
+    revision: Revision = None,
+    memory: Bounded = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make nothing: say what bytes, memory and time it would take.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep in --work what experts saw, for --add: see docs for what it takes.")
+    ] = False,
+    added: Annotated[
+        str, typer.Option("--add", help="Add these versions, as w3,w2, to the bundle at --output, from --work.")
+    ] = "",
+    group_sizes: Annotated[
+        list[str] | None,
+        typer.Option("--group-size", help="With --add: a version's, as w4=32; one that is there is replaced."),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a bundle of a checkpoint, in one pass; or add versions to one."""
+    from moepack.pipeline.build import build as run
+
+    bound = parse_size(memory)
+    if added or group_sizes:
+        from moepack.pipeline.add import add, parse_group_sizes
+
+        if work is None:
+            raise InputError("--add goes on from what a build with --keep left: name its --work")
+        if dry_run:
+            raise InputError("--dry-run says what a whole build takes, and nothing of --add: leave one of them out")
+        if calibration or recipe != "default":
+            raise InputError("--add goes by the recipe and the text of --work: leave --recipe and --calibration out")
+        names, sizes = names_of(added), parse_group_sizes(group_sizes or ())
+        with progress(quiet) as reporter:
+            report = add(
+                output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision, bound
+            )
+        _report(report, as_json)
+        return
+
+    if dry_run:
+        from dataclasses import asdict
+
+        from moepack.pipeline.estimate import estimate, render
+
+        with progress(quiet) as reporter:
+            expected = estimate(checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work)
+        print_json(asdict(expected)) if as_json else console().print(render(expected))
+        return
+    with progress(quiet) as reporter:
+        report = run(
+            checkpoint, output, recipe, calibration or (), work, fresh, device, engine, address, reporter, revision,
+            keep, bound,
+        )  # fmt: skip
+    _report(report, as_json)
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    work: Work,
+    recipe: RecipeName = "default",
+    calibration: Texts = None,
+    fresh: Fresh = False,
+    device: Device = "cpu",
+    revision: Revision = None,
+    memory: Bounded = None,
+    quiet: Quiet = False,
+) -> None:
+    """Stage 1: what reaches every expert."""
+    from moepack.pipeline.build import calibrate as run
+
+    bound = parse_size(memory)
+    with progress(quiet) as reporter:
+        run(checkpoint, work, recipe, calibration or (), fresh, device, reporter, revision, bound)
+
+
+def quantize(
+    work: Work,
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="In place of the calibrated one's.")] = None,
+    fresh: Fresh = False,
+    device: Device = "cpu",
+    engine: EngineName = "local",
+    address: Address = None,
+    memory: Bounded = None,
+    quiet: Quiet = False,
+) -> None:
+    """Stage 2: every expert at every width."""
+    from moepack.pipeline.build import quantize as run
+
+    bound = parse_size(memory)
+    with progress(quiet) as reporter:
+        run(work, recipe, fresh, device, engine, address, reporter, bound)
+
+
+def pack(
+    work: Work,
+    output: Output,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Stage 3: the bundle."""
+    from moepack.pipeline.build import pack as run
+
+    with progress(quiet) as reporter:
+        report = run(work, output, reporter)
+    _report(report, as_json)
+
+
+def _report(report: Any, as_json: bool) -> None:
+    if as_json:
+        from dataclasses import asdict
+
+        print_json(asdict(report))
+        return
+    typer.echo(f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens")
+    for version, methods in report.methods.items():
+        typer.echo(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}")

@@ -1,0 +1,155 @@
+"""The commands that look: at a bundle, what a budget would hold of it, and this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.policies.registry import usages
+
+from .options import (
+    Bundle,
+    DenseName,
+    Json,
+    MaxTpot,
+    Memory,
+    PolicyName,
+    Quiet,
+)
+from .output import console, fail, print_json, progress
+
+
+def inspect(
+    bundle: Bundle,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the loss tables into this .png, .svg or .pdf.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a report into this .html, all in one file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show versions, bytes, bits per weight and losses."""
+    from moepack.reports import inspect as report
+
+    facts = report.inspect(bundle)
+    if plot is not None:
+        report.plot(bundle, plot)
+    if page is not None:
+        from moepack.reports.page import write_page
+
+        write_page(bundle, facts, page)
+    if as_json:
+        print_json(facts)
+    else:
+        console().print(report.render(facts))
+
+
+def verify(
+    bundle: Bundle,
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Compare with it, bit for bit.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check digests, and bits against a checkpoint."""
+    from moepack.reports.verify import verify as run
+
+    with progress(quiet) as reporter:
+        problems = run(bundle, checkpoint, reporter)
+    if as_json:
+        listed = [{"location": p.location, "kind": p.kind, "message": p.message} for p in problems]
+        print_json({"ok": not problems, "problems": listed})
+    else:
+        for problem in problems:
+            typer.echo(problem)
+        if not problems:
+            typer.echo(f"{bundle}: good{f', bit-identical with {checkpoint}' if checkpoint else ''}")
+    if problems:
+        fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
+
+
+def plan(
+    bundle: Bundle,
+    device_memory: Annotated[
+        str, typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456.", show_default=False)
+    ],
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda ...; it need not be here.")] = "cpu",
+    policy: Annotated[str | None, typer.Option("--policy", help=f"{usages()}; hotness without it.")] = None,
+    dense: DenseName = None,
+    max_tpot: MaxTpot = None,
+    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")] = 576,
+    prefill_tokens: Annotated[int, typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")] = 512,
+    all_logits: Annotated[
+        bool, typer.Option("--all-logits", help="A pass returns the logits of all its tokens, as moepack.load assumes.")
+    ] = False,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Say what a memory budget holds, at which loss and speed: for generate, with a prompt of 512 tokens."""
+    from moepack.reports import plan as planning
+
+    size = parse_size(device_memory)
+    assert size is not None
+    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch, prefill_tokens, all_logits, dense, max_tpot)
+    if as_json:
+        print_json(planning.as_json(planned))
+    if planned.message is not None:
+        fail(planned.message)
+    if not as_json:
+        table, text = planning.render(planned)
+        screen = console()
+        screen.print(table)
+        screen.print(text)
+
+
+def doctor(
+    directory: Annotated[Path | None, typer.Option("--directory", help="Where to measure disk rates.")] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Measure and show which kernel runs what.")] = False,
+    token: Annotated[
+        str | None, typer.Option("--token", help="A bundle: serve it on the CPU and show where a token's time goes.")
+    ] = None,
+    policy: PolicyName = None,
+    dense: DenseName = None,
+    device_memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Show what this machine can do: which methods can build here, devices, memory, codec and disk rates."""
+    from moepack.reports.doctor import doctor as run
+    from moepack.reports.doctor import kernels as measure
+
+    if token is not None:
+        from moepack.reports import token as taken
+
+        found = taken.token_time(token, policy, dense, parse_size(device_memory))
+        print_json(taken.as_json(found)) if as_json else console().print(taken.render(found))
+        return
+    if kernels:
+        rows = measure()
+        if as_json:
+            print_json({"kernels": rows})
+        else:
+            for row in rows:
+                shown = f"{row['device']:<16} {row['version']:<16} {row['tokens']:>6} tokens an expert: {row['kernel']}"
+                typer.echo(shown)
+        return
+    facts = run(directory)
+    if as_json:
+        print_json(facts)
+    else:
+        for key, value in facts.items():
+            if isinstance(value, dict):
+                value = ", ".join(f"{k} {_human(k, v)}" for k, v in value.items())
+            typer.echo(f"{key:<18} {_human(key, value)}")
+    if facts["problems"]:
+        raise typer.Exit(1)
+
+
+def _human(key: str, value: Any) -> str:
+    if isinstance(value, int | float) and "bytes" in key:
+        return f"{value / 2**30:.2f} GiB" + ("/s" if key.endswith("second") else "")
+    if value in (None, [], ""):
+        return "none"
+    return str(value)

@@ -1,0 +1,41 @@
+"""The checks by themselves, on what is written; what a problem says only prints."""
+
+from __future__ import annotations
+
+import numpy as np
+from small_bundle import MATRICES, VERSIONS, affine, lossless
+
+from moepack.pack.checks import check_affine, check_lossless
+from moepack.pack.errors import Problem, printable
+
+
+def test_checks_find_nothing_in_what_is_written() -> None:
+    from small_bundle import encode_affine, encode_lossless
+
+    for seed in range(6):
+        extent, _ = encode_lossless(MATRICES, lossless(seed))
+        assert list(check_lossless(MATRICES, extent)) == []
+        for version in VERSIONS[1:]:
+            assert list(check_affine(MATRICES, version, encode_affine(MATRICES, version, affine(version, seed)))) == []
+
+
+def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:
+    from moepack.pack.lossless import LosslessMatrix, encode_lossless
+    from moepack.pack.spec import Matrix
+
+    rng = np.random.default_rng(0)
+    matrices = (Matrix("up", 100, 333), Matrix("down", 333, 100))
+    values = []
+    for m in matrices:
+        bits = (rng.standard_cauchy((m.rows, m.cols)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        bits[: m.rows // 2] = rng.integers(0, 1 << 16, (m.rows // 2, m.cols))  # raw tiles beside coded ones
+        values.append(LosslessMatrix(bits))
+    extent, _ = encode_lossless(matrices, values)
+    assert list(check_lossless(matrices, extent)) == []
+
+
+def test_printable() -> None:
+    assert printable("a\x1b[31m\n\u202e\ud800é") == "a\\x1b[31m\\n\\u202e\\ud800é"
+    assert printable("a\nb", keep="\n") == "a\nb"
+    problem = Problem("/b\x07/x", "size", "y" * 5000)
+    assert problem.location == "/b\\x07/x" and len(problem.message) == 1000

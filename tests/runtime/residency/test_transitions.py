@@ -1,0 +1,293 @@
+"""Transitions: the states of one expert, and what is promoted, demoted and evicted for whom."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from residency_machine import KEYS
+from residency_simulation import (
+    CRAMPED,
+    DIVIDED,
+    DROPS,
+    HOST,
+    KEEPS,
+    POOLS,
+    RUNGS,
+    THIRDS,
+    Kind,
+    Simulation,
+    all_keys,
+    settled,
+)
+
+from moepack.pack.spec import PAGE
+from moepack.runtime.residency import transitions
+from moepack.runtime.residency.entries import Entry, Outcome
+
+BASE = DROPS.base
+
+
+def phase(entry: Entry) -> str:
+    """What is happening to an expert (dynaexq, section 3.2); of several things at once the way to a new version."""
+    if entry.coming not in (None, entry.active):
+        return "promoting" if entry.coming < entry.active else "demoting"
+    return "evicting" if entry.leaving else "resident-lo" if entry.active == entry.base else "resident-hi"
+
+
+def test_an_expert_goes_through_its_states() -> None:
+    sim = Simulation()
+    entry, key = sim.residency.entries[0, 1], (0, 1)
+    assert phase(entry) == "resident-lo"
+    sim.transitions.want({key: 0})
+    sim.transitions.tick()
+    assert phase(entry) == "promoting" and sim.seen[key][0] == BASE
+    before = sim.begin()
+    sim.finish(0)
+    sim.transitions.tick()
+    assert phase(entry) == "evicting" and sim.seen[key][0] == 0, "published at once, and the base version drains"
+    assert sim.readers[before][key][0] == BASE, "for the step that runs nothing has changed"
+    assert not sim.residency.drop_spare(sim.pools[BASE]), "it reads it"
+    sim.end(before, compute_goes_on=False)
+    sim.transitions.tick()
+    assert phase(entry) == "resident-hi" and set(entry.complete) == {0, BASE}, "spare, as nobody needs its bytes"
+    step = sim.begin()
+    sim.transitions.want({key: 1})
+    sim.transitions.tick()
+    assert phase(entry) == "resident-hi", "nobody needs the bytes that a lower version would free"
+    sim.residency.start(key, 1)
+    assert phase(entry) == "demoting" and sim.seen[key][0] == 0, "the high version serves until the other is there"
+    sim.finish(0)
+    sim.transitions.tick()
+    assert phase(entry) == "evicting" and sim.seen[key][0] == 1 and sim.readers[step][key][0] == 0
+    sim.end(step, compute_goes_on=True)
+    sim.begin()
+    sim.transitions.tick()
+    assert not sim.residency.drop_spare(sim.pools[0]), "on the device that step has not ended"
+    sim.draining.pop()[0].ended = True
+    sim.transitions.tick()
+    assert phase(entry) == "resident-hi" and sim.residency.drop_spare(sim.pools[0]) and sim.pools[0].taken == 0
+    counts = sim.residency.counts
+    assert (counts.promotions, counts.demotions, counts.failures) == (1, 1, 0)
+    assert sim.residency.start(key, 1) is Outcome.NOTHING
+
+
+def active(sim: Simulation) -> list[list[int]]:
+    """The active version of every expert, by layer."""
+    return [[sim.residency.entries[p, e].active for e in range(n)] for p, n in enumerate(sim.residency.experts)]
+
+
+def promoted(kind: Kind, wanted: dict[tuple[int, int], int]) -> Simulation:
+    sim = Simulation(kind)
+    sim.transitions.want(wanted)
+    settled(sim)
+    return sim
+
+
+def test_low_versions_leave_when_their_bytes_are_needed() -> None:
+    """Four high experts in eight pages more than all-low: with their low versions they would be three."""
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:5], 0))
+    assert active(sim) == [[0] * 4, [BASE] * 3]
+    assert sim.tracker.free + sim.pools[BASE].spare_bytes + sim.residency.available() == DROPS.reserve * PAGE
+    kept = promoted(KEEPS, dict.fromkeys(KEYS[:5], 0))
+    assert active(kept) == [[0, 0, 0, BASE], [BASE] * 3]
+
+
+def test_evictions_make_room_for_promotions() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    sim.transitions.want({(1, 0): 0, (1, 1): 0, (0, 0): 0})
+    sim.transitions.tick()
+    assert sim.transitions.refusals == 1 and {v for _, _, v, _ in sim.jobs} == {BASE}, "low versions are fetched first"
+    settled(sim)
+    now = active(sim)
+    assert now[1] == [0, 0, BASE] and now[0][0] == 0 and now[0].count(0) == 2
+
+
+def test_the_least_worth_is_evicted_first() -> None:
+    for least in range(4):
+        sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+        sim.transitions.want({(1, 0): 0}, lambda key, least=least: float(key != (0, least)))
+        settled(sim)
+        assert active(sim) == [[BASE if e == least else 0 for e in range(4)], [0, BASE, BASE]]
+
+
+def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    sim.transitions.want({(1, 0): 0})
+    sim.transitions.tick()
+    leaving = [key for _, key, _, _ in sim.jobs]
+    assert leaving
+    sim.transitions.want(dict.fromkeys(KEYS[:4], 0))
+    settled(sim)
+    assert active(sim) == [[0] * 4, [BASE] * 3]
+    assert sim.residency.counts.demotions == 0 and sim.residency.counts.cancelled == len(leaving)
+
+
+def test_a_low_version_that_cannot_be_fetched_leaves_its_expert_high(caplog: pytest.LogCaptureFixture) -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    sim.transitions.want({(1, 0): 0, (0, 0): 0, (0, 1): 0, (0, 2): 0})
+    for _ in range(3):
+        sim.transitions.tick()
+        while sim.jobs:
+            sim.finish(0, failed=True)
+        sim.end(sim.begin(), False)
+    assert active(sim) == [[0] * 4, [BASE] * 3] and sim.transitions.failures == 1
+    assert len(caplog.records) == 1 and "simulated" in caplog.text
+    sim.now += 31
+    settled(sim)
+    assert active(sim) == [[0, 0, 0, BASE], [0, BASE, BASE]]
+
+
+def test_what_fits_goes_past_a_promotion_that_does_not() -> None:
+    """Room for eight pages: three experts take two more each; one that takes four waits; those that take one do not."""
+    kind = Kind(pages=(5, 3, 2, 1), reserve=3, room=8)
+    sim = promoted(kind, {(0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 2, (0, 3): 2})
+    assert active(sim) == [[1, 1, 1, 3], [3, 2, 2]]
+    assert sim.transitions.waiting() == {(1, 0): 0, (0, 3): 2}
+    sim.transitions.want({(1, 0): 0, (1, 1): 2, (0, 0): 1, (0, 3): 2})
+    settled(sim)
+    assert active(sim)[1][0] == 0 and active(sim)[0][3] == 2, "the head is not starved"
+
+
+def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    sim = Simulation()
+    sim.transitions.want({(0, 0): 0})
+    for _ in range(3):
+        sim.transitions.tick()
+        assert len(sim.jobs) == 1
+        sim.finish(0, failed=True)
+        sim.transitions.tick()
+        sim.transitions.tick()
+        assert not sim.jobs and sim.seen[0, 0][0] == BASE
+        sim.now += 31
+    assert sim.transitions.failures == sim.residency.counts.failures == 3
+    assert len(caplog.records) == 1 and "simulated" in caplog.text
+    settled(sim)
+    assert sim.seen[0, 0][0] == 0
+
+
+def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
+    wanted = {(0, 0): 0, (1, 1): 0, (0, 2): 0, (0, 3): 0}
+    sim = promoted(DROPS, wanted)
+    while sim.residency.drop_spare():
+        pass
+    assert not sim.transitions.grow_kv(3 * PAGE) and {key for _, key, _, _ in sim.jobs} == {(0, 2), (0, 3)}
+    settled(sim)
+    assert sim.transitions.kv_bytes == 3 * PAGE
+    assert active(sim) == [[0, BASE, BASE, BASE], [BASE, 0, BASE]], "the last of the wanted went"
+    with pytest.raises(MemoryError, match="leave"):
+        sim.transitions.grow_kv(8 * PAGE)
+    assert not sim.transitions.grow_kv(7 * PAGE), "all there is: the reserve too, once nothing can be demoted"
+    settled(sim)
+    assert sim.transitions.kv_bytes == 10 * PAGE and sim.tracker.free == 0
+    sim.transitions.shrink_kv(10 * PAGE)
+    sim.transitions.want(wanted)
+    settled(sim)
+    assert active(sim)[0] == [0, BASE, 0, 0]
+
+
+def test_the_kv_cache_picks_another_expert_where_one_cannot_leave() -> None:
+    sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
+    while sim.residency.drop_spare():
+        pass
+    assert not sim.transitions.grow_kv(2 * PAGE)
+    sim.finish(0, failed=True)
+    settled(sim, 3)
+    assert sim.transitions.kv_bytes == 2 * PAGE and sim.transitions.failures == 1
+    assert active(sim)[0] == [0, 0, BASE, 0], "the least wanted stayed high"
+
+
+def test_moves_on_the_host_go_on_while_the_kv_cache_has_every_byte() -> None:
+    """A promotion that never fits stands before them; they need nothing of the device."""
+    sim = Simulation(HOST)
+    sim.transitions.grow_kv(sim.transitions.headroom.most_kv())
+    settled(sim)
+    assert sim.transitions.headroom.settled() < 0
+    sim.transitions.want({(0, 0): 0, (0, 1): 2})
+    settled(sim)
+    assert sim.residency.entries[0, 1].active == 2 and sim.residency.entries[0, 0].active == HOST.base
+
+
+def test_pools_that_cannot_shrink_are_settled_from_the_start() -> None:
+    """Three high blocks, and low ones for the others and one demotion: experts change places in them."""
+    sim = Simulation(POOLS)
+    assert active(sim) == [[0, 0, 0, 1], [1, 1, 1]] and sim.pools[1].blocks == 5
+    sim.transitions.want({(1, 0): 0, (1, 1): 0, (1, 2): 0})
+    settled(sim)
+    assert active(sim) == [[1, 1, 1, 1], [0, 0, 0]]
+    with pytest.raises(MemoryError):
+        sim.transitions.grow_kv(3 * PAGE)
+    assert sim.transitions.grow_kv(2 * PAGE)
+
+
+@pytest.mark.parametrize("kind", [POOLS, THIRDS], ids=["two versions", "three"])
+def test_divided_pools_reach_whatever_fits_them(kind: Kind) -> None:
+    """Any wanted set within each pool's blocks is reached from any other, with bytes left over that no pool can use."""
+    rng = random.Random(0)
+    for _ in range(40):
+        sim = Simulation(kind)
+        for _ in range(4):
+            keys = rng.sample(all_keys(), len(all_keys()))
+            wanted: dict[tuple[int, int], int] = {}
+            for version in range(kind.base):
+                for _ in range(rng.randint(0, kind.blocks(version))):
+                    if keys:
+                        wanted[keys.pop()] = version
+            sim.transitions.want(wanted)
+            settled(sim, 40)
+            there = {key: entry.active for key, entry in sim.residency.entries.items()}
+            assert all(there[key] <= version for key, version in wanted.items()), "at it, or better while nobody asks"
+            assert not sim.transitions.waiting()
+
+
+@pytest.mark.parametrize("kind", [RUNGS, CRAMPED], ids=["room", "cramped"])
+def test_experts_on_the_host_go_where_they_are_named(kind: Kind) -> None:
+    """From any placement there to any other, the base included; the host has room for what its pools hold in turn."""
+    rng = random.Random(0)
+    sim = Simulation(kind)
+    for _ in range(60):
+        wanted = {key: rng.randint(0 if i < 2 else 1, 4) for i, key in enumerate(all_keys())}
+        sim.transitions.want(wanted)
+        settled(sim, 30)
+        there = {key: entry.active for key, entry in sim.residency.entries.items()}
+        assert there == {k: there[k] if there[k] == 0 and v else v for k, v in wanted.items()}, "or high, unasked for"
+        assert not sim.transitions.waiting()
+
+
+@pytest.mark.parametrize("kind", [RUNGS, CRAMPED, DIVIDED], ids=["room", "cramped", "divided"])
+def test_exact_wants_are_carried_out_to_the_letter(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is named on the host goes there though nobody needs its bytes, and first: others wait for those."""
+    monkeypatch.setattr(transitions, "AHEAD", 1)
+    rng = random.Random(1)
+    sim = Simulation(kind)
+    for _ in range(40):
+        keys = rng.sample(all_keys(), len(all_keys()))
+        wanted = {key: 0 if i < 2 + kind.fixed else rng.randint(1, kind.base) for i, key in enumerate(keys)}
+        sim.transitions.want(wanted, exact=True)
+        settled(sim, 30)
+        assert {key: entry.active for key, entry in sim.residency.entries.items()} == wanted
+        assert not sim.transitions.waiting()
+
+
+def test_experts_on_the_host_that_are_not_named_stay() -> None:
+    sim = promoted(RUNGS, {(0, 0): 1, (0, 1): 2, (0, 2): 0})
+    assert active(sim) == [[1, 2, 0, 4], [4, 4, 4]]
+    sim.transitions.want({(0, 3): 3, (0, 1): 4})
+    settled(sim)
+    assert active(sim) == [[1, 4, 0, 3], [4, 4, 4]], "one was named at the base, one was not; nobody needs (0, 2)'s"
+    assert not sim.transitions.grow_kv(6 * PAGE)
+    settled(sim)
+    assert active(sim)[0][2] == 4 and sim.transitions.kv_bytes == 6 * PAGE
+
+
+def test_experts_that_leave_for_the_kv_cache_go_where_they_are_named() -> None:
+    """First to the base, at once; to their place on the host when a policy has named it."""
+    sim = promoted(RUNGS, {(0, 0): 0, (0, 1): 0, (1, 0): 2})
+    assert not sim.transitions.grow_kv(5 * PAGE)
+    sim.transitions.want({(0, 0): 0, (0, 1): 1, (1, 0): 2})
+    settled(sim)
+    assert active(sim) == [[0, 1, 4, 4], [2, 4, 4]] and sim.transitions.kv_bytes == 5 * PAGE

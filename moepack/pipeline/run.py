@@ -29,7 +29,7 @@ from .enough import advice, enough_windows, few_tokens
 from .executors import Executor, Local
 from .expert_batch import ExpertBatchTask, batch_settings, observation_digest
 from .layer_work import LayerWork
-from .recipe import Recipe, Source, parse_recipe
+from .recipe import Recipe, Source, parse_recipe, with_text
 from .remote import Source as WeightSource
 from .work import WorkDirectory
 
@@ -144,6 +144,7 @@ class Run:
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
+        recipe = with_text(recipe)
         with reporter.hub_bars():
             opened = open_checkpoint(checkpoint, revision)
         stream = StreamedModel(opened, device)
@@ -222,7 +223,7 @@ class Run:
         if recipe is None:
             recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
         opened = open_checkpoint(where["checkpoint"])
-        run = Run(directory, StreamedModel(opened, device), recipe, None, stage)
+        run = Run(directory, StreamedModel(opened, device), with_text(recipe), None, stage)
         run._fit(memory, where["samples"], where["length"], walks=False)
         was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
         if now != was:

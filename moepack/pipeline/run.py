@@ -243,14 +243,18 @@ class Run:
         walks: bool = True,
         reporter: Reporter | None = None,
     ) -> None:
-        """Keep to `memory` bytes, or refuse."""
+        """Keep to `memory` bytes, or refuse; without a bound, go on with the batches of an earlier run that had one."""
+        size = self._recipe.calibration.batch_size
         if memory is None:
+            if walks and not fresh and (begun := self._begun()) != size:
+                self._how = Placement(begun)
+                if reporter is not None:
+                    reporter.note(f"goes on with {begun} windows at once, to which --memory brought the work directory")
             return
         needs = needs_of(self._stream, self._recipe, windows, length, self._dense)
         if not walks:  # what experts saw is mapped from the file that the first stage left
             self._how = place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
             return
-        size = self._recipe.calibration.batch_size
         # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
         begun = {} if fresh else self._work.settings().get("calibrate", {})
         self._how = place(needs, min(size, begun.get("batch_size", size)), memory)
@@ -258,6 +262,17 @@ class Run:
             on_disk = f"; on disk, {self._how.on_disk}" if self._how.on_disk else ""
             at_once = f"{self._how.batch_size} windows, {self._how.workers} expert batches"
             reporter.note(f"to stay in --memory: at once {at_once}{on_disk}")
+
+    def _begun(self) -> int:
+        """The windows of a batch of an earlier run, if its recipe had as many as this one's: then a bound on memory
+        made them fewer, and nobody asks for others now."""
+        size = self._recipe.calibration.batch_size
+        try:
+            before = parse_recipe(run_record(self._work)["recipe"], "run.json")
+        except InputError:  # there was none, or its recipe is of another version
+            return size
+        begun = self._work.settings()["calibrate"]
+        return int(begun["batch_size"]) if before.calibration.batch_size == size else size
 
     def _begin_quantize(self, fresh: bool) -> None:
         from moepack.quantize.losses import ESTIMATE

@@ -70,9 +70,9 @@ def test_group_sizes_by_version() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["", "dense: [w8]\nmtp: keep", "quantize: {group_size: {w4: 128}}", "calibration: {until: 256, samples: 9, most: 50}",
-     "calibration: {data: [a.txt, {source: b, weight: 3}]}", "allocation: {average_bits: 4.5, method: uniform}",
-     "allocation: {average_bits: 7, dense: true}\ndense: [w8]"],
+    ["", "dense: [w8]\nmtp: keep", "quantize: {group_size: {w4: 128}}",
+     "calibration: {until: 256, samples: 9, most: 50}", "calibration: {data: [a.txt, {source: b, weight: 3}]}",
+     "allocation: {average_bits: 4.5, method: uniform}", "allocation: {average_bits: 7, dense: true}\ndense: [w8]"],
 )  # fmt: skip
 def test_a_recipe_without_its_text_has_one_written(said: str) -> None:
     recipe = parse_recipe(said, "x")

@@ -23,9 +23,8 @@ from moepack.calibrate.held import empty, mapped, release
 from moepack.cli import app
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import read_header
-from moepack.pipeline import artifacts, bound
+from moepack.pipeline import artifacts, bound, start
 from moepack.pipeline import build as pipeline
-from moepack.pipeline import run as passes
 from moepack.pipeline.bound import MAPPED, MIB, Needs, Placement, peak, place, steps
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
@@ -98,7 +97,7 @@ def test_bytes_do_not_depend_on_where_activations_lie(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.build(demo_model, tmp_path / "memory", RECIPE, [text])
-    monkeypatch.setattr(passes, "place", lambda needs, size, memory: Placement(size, True, True))
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(size, True, True))
     pipeline.build(demo_model, tmp_path / "disk", RECIPE, [text], memory=1)
     assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
     pipeline.calibrate(demo_model, tmp_path / "work", RECIPE, [text], memory=1)
@@ -112,7 +111,7 @@ def test_smaller_batches_are_a_setting_of_the_work_directory(
 ) -> None:
     """A later run with more memory or without a bound goes on with them, to the same bytes; one whose recipe has
     another number of windows and no bound is refused by the name of the setting."""
-    monkeypatch.setattr(passes, "place", lambda needs, size, memory: Placement(1 if memory == 1 else size))
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(1 if memory == 1 else size))
     work, mark = tmp_path / "work", WorkDirectory.mark
     pipeline.build(demo_model, tmp_path / "undisturbed", RECIPE, [text], memory=1)
 

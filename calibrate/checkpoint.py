@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import safe_path
@@ -176,6 +177,7 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
         raise InputError(f"{file}: not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
+    check_counts(str(file), document)
     scheme = read_scheme(path, document.get("quantization_config"))
     try:
         config = AutoConfig.from_pretrained(path)

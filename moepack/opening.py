@@ -84,7 +84,7 @@ def check(
     from moepack.runtime.dense.choice import choose_dense
     from moepack.runtime.load import check_device
     from moepack.runtime.planning.choice import check_policy
-    from moepack.runtime.planning.config import read_config
+    from moepack.runtime.planning.config import check_config, read_config
 
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown: {', '.join(DTYPES)}")
@@ -98,6 +98,8 @@ def check(
         if policy is not None:
             check_policy(policy, bundle, device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))
         read_config(path, bundle.manifest)
+    else:
+        check_config(path)
 
 
 def read_template(file: Path | None) -> str | None:

@@ -27,7 +27,7 @@ from .assemble import Chosen, Report, assemble, expert_layers, quantised_setting
 from .executors import check_engine, open_executor
 from .model_card import model_card
 from .recipe import Recipe, parse_recipe, with_versions
-from .run import Run
+from .start import resume
 from .work import ADDED, WorkDirectory
 
 _CARD = "README.md"
@@ -93,7 +93,7 @@ def add(
         if missing:
             stage = ADDED + "-".join(f"{v.name}.{v.group_size}" for v in missing)
             part = replace(recipe, versions=tuple(v.name for v in missing), allocation=None, dense=())
-            run = Run.resume(directory, part, fresh, device, reporter, stage, memory)
+            run = resume(directory, part, fresh, device, reporter, stage, memory)
             if (layer := run.unobserved()) is not None:
                 raise InputError(
                     f"{directory.path}: what the experts of layer {layer} saw was not kept: build with --keep, or run "

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 MOMENTS = "moments.safetensors"
+DIGESTS = "digests.json"  # what is known of the checkpoint's files
 RECIPE = "recipe.yaml"  # in a stage's folder: what it quantises by
 SHARD = 4 << 30  # bytes of dense tensors in one file, at the most
 _WRITTEN = 1 << 24  # bytes that are written at once: of what is mapped from a file, no more is in memory
@@ -41,6 +42,15 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
     except (OSError, ValueError, KeyError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
     return dict(record)
+
+
+def digested(directory: WorkDirectory) -> dict[str, Any]:
+    """What is known of the checkpoint's files."""
+    try:
+        known = json.loads((directory.path / DIGESTS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def quantised_recipe(directory: WorkDirectory) -> Recipe:

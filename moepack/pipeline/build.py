@@ -1,6 +1,6 @@
 """The pipeline: a checkpoint to a bundle in one streaming pass, or its stages one by one over a work directory.
 
-Arguments in, a bundle or finished pieces out; the pass itself is run.py's.
+Arguments in, a bundle or finished pieces out; the pass itself is run.py's, what it begins with start.py's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moepack.runtime.load import check_device
 from .assemble import Report, assemble
 from .executors import check_engine, open_executor
 from .recipe import Recipe, load_recipe
-from .run import Run
+from .start import resume, start
 from .work import LOCK, WorkDirectory
 
 
@@ -73,7 +73,7 @@ def build(
     with_work = Path(work) if work is not None else _temporary_work(target)
     directory = WorkDirectory(with_work)
     try:
-        run = Run.start(
+        run = start(
             directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory, work is not None
         )
         with contextlib.closing(open_executor(engine, address)) as executor:
@@ -113,7 +113,7 @@ def calibrate(
     check_device(device)
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     with contextlib.closing(WorkDirectory(Path(work))) as directory:
-        run = Run.start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory)
+        run = start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory)
         run.layers(calibrate=True, quantize=False, reporter=reporter)
 
 
@@ -133,7 +133,7 @@ def quantize(
     check_device(device)
     with contextlib.closing(WorkDirectory(Path(work))) as directory:
         recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-        run = Run.resume(directory, recipe, fresh, device, reporter, memory=memory)
+        run = resume(directory, recipe, fresh, device, reporter, memory=memory)
         with contextlib.closing(open_executor(engine, address)) as executor:
             run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
 

@@ -25,7 +25,8 @@ from .bound import Needs, Placement, needs_of, peak, place
 from .dense_part import lossless_matrix
 from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
-from .run import EVERY, calibration_text
+from .run import EVERY
+from .start import calibration_text
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -211,6 +211,25 @@ def with_versions(recipe: Recipe, versions: Sequence[Version]) -> Recipe:
     quantize = dict(document.get("quantize") or {})
     quantize["group_size"] = next(iter(sizes.values()), 64) if alike else sizes
     document["quantize"] = quantize
+    return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
+
+
+def with_text(recipe: Recipe) -> Recipe:
+    """A recipe with the text that says it: its own, or where it was made or changed in Python a text written anew.
+
+    Raises:
+        InputError: where it says what no text may.
+    """
+    if parse_recipe(recipe.text, "recipe") == recipe:
+        return recipe
+    document = asdict(recipe)
+    del document["text"]
+    if not recipe.calibration.until:
+        del document["calibration"]["most"]
+    if recipe.allocation is None:
+        del document["allocation"]
+    elif recipe.allocation.method not in WEIGHTED:
+        del document["allocation"]["weight"]
     return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
 
 

@@ -9,96 +9,43 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches
-from moepack.pack.errors import InputError
-from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, DenseLayer
+from moepack.pack.spec import DenseLayer, DenseMatrix
 from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import trim
-from moepack.version import __version__
 
-from .allocate import check_allocation
-from .artifacts import MOMENTS, RECIPE, SHARD, load_hidden, load_moments, load_observation, run_record, save
-from .bound import MAPPED, Placement, needs_of, place
+from .artifacts import MOMENTS, SHARD, digested, load_hidden, load_moments, load_observation, save
+from .bound import Placement
 from .dense_part import quantise_dense
-from .enough import advice, enough_windows, few_tokens
+from .enough import advice, few_tokens
 from .executors import Executor, Local
 from .expert_batch import ExpertBatchTask, batch_settings, observation_digest
 from .layer_work import LayerWork
-from .recipe import Recipe, Source, parse_recipe
+from .recipe import Recipe
 from .remote import Source as WeightSource
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
     import torch
 
-    from moepack.calibrate.checkpoint import Checkpoint
-    from moepack.calibrate.data import Windows
     from moepack.calibrate.dense import DenseMoments
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import CalibrationPass, Observation
     from moepack.calibrate.stream import StreamedModel
-    from moepack.pack.spec import DenseMatrix
 
 
-_DIGESTS = "digests.json"
+Dense = dict[int | None, list[DenseMatrix]]  # part -> the matrices that get versions
+
 _HIDDEN = "hidden.safetensors"
 
 EVERY = 4  # layers, after which the activations are kept: a build that was killed runs at most three of them again
 
 
-def calibration_text(
-    checkpoint: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path]
-) -> tuple[list[str], Windows]:
-    """The sources that a model is calibrated on, and their windows, no longer than the model was made for.
-
-    Args:
-        checkpoint: the model.
-        recipe: what is wanted.
-        calibration: files or Hub data sets in place of the recipe's.
-
-    Returns:
-        The sources, and their windows: `samples`, or where the recipe says until when, as many as that may take.
-    """
-    from moepack.calibrate import data
-
-    how = recipe.calibration
-    tokenizer = data.load_tokenizer(checkpoint.path)
-    sources = [Source(str(s)) for s in calibration] or how.data
-    names, weights = [s.source for s in sources], [s.weight for s in sources]
-    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or how.length
-    count = max(how.most, how.samples) if how.until else how.samples
-    return names, data.calibration_windows(names, tokenizer, count, min(how.length, limit), how.seed, weights)
-
-
-def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
-    """The digests of a checkpoint's files; what was read of them stays in the work directory."""
-    from moepack.calibrate.identity import identity
-
-    known = _digested(directory)
-    reporter.stage("read the checkpoint", 1)
-    reporter.step(checkpoint.name)
-    reporter.inner("bytes", checkpoint.bytes)
-    digests, kept = identity(checkpoint, known, reporter.advance)
-    directory.write(directory.path / _DIGESTS, json.dumps(kept, indent=1).encode())
-    return digests
-
-
-def _digested(directory: WorkDirectory) -> dict[str, Any]:
-    """What is known of the checkpoint's files."""
-    try:
-        known = json.loads((directory.path / _DIGESTS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
 class Run:
-    """The stages' common ground: the checkpoint's skeleton, the recipe, the work directory."""
+    """The walk over the layers: the checkpoint's skeleton, the recipe, the work directory."""
 
     def __init__(
         self,
@@ -106,178 +53,18 @@ class Run:
         stream: StreamedModel,
         recipe: Recipe,
         ids: torch.Tensor | None,
+        dense: Dense,
+        how: Placement,
         stage: str = "quantize",
         keep: bool = True,
     ) -> None:
         self._stage = stage  # of the work directory, where what is quantised goes
         self._work, self._stream, self._recipe, self._ids, self._keep = directory, stream, recipe, ids, keep
         self._executor: Executor = Local()
-        self._how = Placement(recipe.calibration.batch_size)
+        self._how, self._dense = how, dense
         self._objects: dict[int, tuple[Path, ...]] = {}  # of layers at hand: they go once these are done
         self._notes: dict[int, dict[str, Any]] = {}  # what is to be noted of these layers, as far as it is known
         self._walked = -1  # the last layer that was calibrated
-        self._dense: dict[int | None, list[DenseMatrix]] = {}
-        if recipe.dense:
-            from moepack.calibrate.dense import dense_matrices
-
-            for matrix in dense_matrices(stream):
-                self._dense.setdefault(matrix.layer, []).append(matrix)
-        dense = [m for matrices in self._dense.values() for m in matrices]
-        layers = list(stream.expert_layers.values())
-        check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
-
-    @staticmethod
-    def start(
-        directory: WorkDirectory,
-        checkpoint: str | Path,
-        recipe: Recipe,
-        calibration: Sequence[str | Path],
-        fresh: bool,
-        device: str,
-        reporter: Reporter,
-        revision: str | None = None,
-        memory: int | None = None,
-        keep: bool = True,
-    ) -> Run:
-        """Open everything a calibration needs, before any work is done: in `memory` bytes, and with `keep` so that
-        another run can go on from the activations between layers."""
-        from moepack.calibrate.checkpoint import open_checkpoint
-        from moepack.calibrate.stream import StreamedModel
-
-        with reporter.hub_bars():
-            opened = open_checkpoint(checkpoint, revision)
-        stream = StreamedModel(opened, device)
-        if stream.unused:
-            reporter.note(
-                f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and are left out"
-            )
-        keeps_mtp = recipe.mtp == "keep" and bool(stream.mtp)
-        if stream.mtp:
-            are = "are kept beside the model" if keeps_mtp else "are left out: mtp: keep in the recipe keeps them"
-            reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
-        if stream.expert_dtype != "BF16":
-            reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
-        settings = recipe.calibration
-        sources, windows = calibration_text(opened, recipe, calibration)
-        run = Run(directory, stream, recipe, windows.ids, keep=keep)
-        count, length = windows.ids.shape
-        run._fit(memory, count, length, fresh, reporter=reporter)  # with all windows that may be taken
-        identity = _identity(directory, opened, reporter)
-        windows = enough_windows(directory, stream, windows, settings, identity, run._how, reporter)
-        run._ids = windows.ids
-        if len(windows.ids) < settings.samples:
-            reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
-        directory.begin(
-            "calibrate",
-            {
-                "checkpoint": identity,
-                "calibration tokens": windows.digest,
-                "batch_size": run._how.batch_size,
-                "dtype": settings.dtype,
-                "moepack": __version__,
-                "dense": bool(recipe.dense) or None,
-                "mtp": recipe.mtp if keeps_mtp else None,
-            },
-            fresh,
-        )
-        where = {
-            "checkpoint": str(Path(opened.path).absolute()),
-            "name": opened.name,
-            "recipe": recipe.text,
-            "sources": [Path(s).name for s in sources],
-            "windows": list(windows.taken),
-            "samples": len(windows.ids),
-            "length": windows.ids.shape[1],
-            "digest": windows.digest,
-            "unused": len(stream.unused) + (0 if keeps_mtp else len(stream.mtp)),
-            "model": {
-                "model_type": opened.config.model_type,
-                "architecture": type(stream.model).__name__,
-                "expert_dtype": stream.expert_dtype,
-                **({"mtp": recipe.mtp} if keeps_mtp else {}),
-            },
-            "decoder_layers": len(stream.layers),
-            "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
-        }
-        where["dense"] = list(run._dense)
-        directory.write(directory.path / "run.json", json.dumps(where, indent=1).encode())
-        run._begin_quantize(fresh)
-        return run
-
-    @staticmethod
-    def resume(
-        directory: WorkDirectory,
-        recipe: Recipe | None,
-        fresh: bool,
-        device: str,
-        reporter: Reporter,
-        stage: str = "quantize",
-        memory: int | None = None,
-    ) -> Run:
-        """Open a calibrated work directory for the second stage, or another beside it, in `memory` bytes."""
-        from moepack.calibrate.checkpoint import open_checkpoint
-        from moepack.calibrate.stream import StreamedModel
-
-        where = run_record(directory)
-        if recipe is None:
-            recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
-        opened = open_checkpoint(where["checkpoint"])
-        run = Run(directory, StreamedModel(opened, device), recipe, None, stage)
-        run._fit(memory, where["samples"], where["length"], walks=False)
-        was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
-        if now != was:
-            other = next(name for name in sorted({*was, *now}) if was.get(name) != now.get(name))
-            raise InputError(
-                f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
-            )
-        run._begin_quantize(fresh)
-        return run
-
-    def _fit(
-        self,
-        memory: int | None,
-        windows: int,
-        length: int,
-        fresh: bool = False,
-        walks: bool = True,
-        reporter: Reporter | None = None,
-    ) -> None:
-        """Keep to `memory` bytes, or refuse."""
-        if memory is None:
-            return
-        needs = needs_of(self._stream, self._recipe, windows, length, self._dense)
-        if not walks:  # what experts saw is mapped from the file that the first stage left
-            self._how = place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
-            return
-        size = self._recipe.calibration.batch_size
-        # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
-        begun = {} if fresh else self._work.settings().get("calibrate", {})
-        self._how = place(needs, min(size, begun.get("batch_size", size)), memory)
-        if reporter is not None and self._how != place(needs, size, None):
-            on_disk = f"; on disk, {self._how.on_disk}" if self._how.on_disk else ""
-            at_once = f"{self._how.batch_size} windows, {self._how.workers} expert batches"
-            reporter.note(f"to stay in --memory: at once {at_once}{on_disk}")
-
-    def _begin_quantize(self, fresh: bool) -> None:
-        from moepack.quantize.losses import ESTIMATE
-
-        q = self._recipe.quantize
-        how, versions = self._recipe.allocation, self._recipe.version_specs()
-        self._work.begin(
-            self._stage,
-            {
-                "versions": [asdict(v) for v in versions],
-                "method": q.method,
-                "min_tokens": q.min_tokens,
-                "loss_tokens": q.loss_tokens,
-                "moments": q.moments,
-                "estimate of losses": ESTIMATE,
-                "allocation": None if how is None else asdict(how),
-                "dense": [asdict(v) for v in self._recipe.dense_specs()] or None,
-            },
-            fresh,
-        )
-        self._work.write(self._work.path / self._stage / RECIPE, self._recipe.text.encode())
 
     def layers(
         self,
@@ -298,7 +85,7 @@ class Run:
         from moepack.calibrate.forward import CalibrationPass
 
         stream, work = self._stream, self._work
-        source = WeightSource(str(Path(stream.checkpoint.path).absolute()), _digested(work))
+        source = WeightSource(str(Path(stream.checkpoint.path).absolute()), digested(work))
         work.tidy()
         self._executor.begin(source, work.path, stream.device, self._how.workers)
         dtype = getattr(torch, self._recipe.calibration.dtype)
@@ -363,6 +150,7 @@ class Run:
             total = sum(layer.experts for layer in stream.expert_layers.values())
             if said := advice(few_tokens(work, stream), total):
                 reporter.note(said)
+        work.tidy()  # a worker that was killed left what it was writing
         reporter.step("done")
 
     def _take(self, wait: bool) -> None:

@@ -134,6 +134,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     from transformers.utils import logging as hf_logging
 
     from moepack.runtime.load import check_bundle, load
+    from moepack.runtime.planning.config import check_config
     from moepack.runtime.planning.exceeded import BudgetExceeded
 
     hf_logging.disable_progress_bar()
@@ -142,6 +143,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     if asked.dtype not in DTYPES:
         raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
     dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
+    check_config(asked.bundle)  # the tokenizer is made by what it says
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
     except Exception as error:  # its files are somebody else's

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import InputError, in_a_line
 from moepack.pack.manifest import CONFIG, Manifest
 
@@ -28,6 +29,7 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
     import torch
     from transformers import AutoConfig
 
+    check_config(bundle, **options)
     try:
         config = AutoConfig.from_pretrained(bundle, **options)
         layers = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -46,6 +48,25 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
     if isinstance(layers, int) and layers > manifest.model["decoder_layers"]:
         raise InputError(f"{bundle}: its {CONFIG} has {layers} layers, its manifest {manifest.model['decoder_layers']}")
     return config
+
+
+def check_config(name: str | Path, **options: Any) -> None:
+    """See that a model's configuration has no absurd numbers, before transformers reads it, or its tokenizer, by them.
+
+    Args:
+        name: a directory or Hub id.
+        options: of `AutoConfig.from_pretrained`.
+
+    Raises:
+        InputError: when it has.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        document, _ = PretrainedConfig.get_config_dict(name, **options)
+    except Exception:  # what is to be read of it next says what is wrong
+        return
+    check_counts(f"{name}: its {CONFIG}", document)
 
 
 def _listed(value: Any) -> list[Any]:

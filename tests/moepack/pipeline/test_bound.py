@@ -6,8 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +23,12 @@ from moepack.calibrate.held import empty, mapped, release
 from moepack.cli import app
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import read_header
-from moepack.pipeline import artifacts, bound
+from moepack.pipeline import artifacts, bound, start
 from moepack.pipeline import build as pipeline
-from moepack.pipeline import run as passes
 from moepack.pipeline.bound import MAPPED, MIB, Needs, Placement, peak, place, steps
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.work import WorkDirectory
 
 RECIPE = parse_recipe(
     "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, length: 64, batch_size: 2}}", "test"
@@ -95,7 +97,7 @@ def test_bytes_do_not_depend_on_where_activations_lie(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.build(demo_model, tmp_path / "memory", RECIPE, [text])
-    monkeypatch.setattr(passes, "place", lambda needs, size, memory: Placement(size, True, True))
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(size, True, True))
     pipeline.build(demo_model, tmp_path / "disk", RECIPE, [text], memory=1)
     assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
     pipeline.calibrate(demo_model, tmp_path / "work", RECIPE, [text], memory=1)
@@ -107,15 +109,29 @@ def test_bytes_do_not_depend_on_where_activations_lie(
 def test_smaller_batches_are_a_setting_of_the_work_directory(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later run with more memory goes on with them; one without a bound is refused by the name of the setting."""
-    shrunk = 1 << 40
-    monkeypatch.setattr(passes, "place", lambda needs, size, memory: Placement(1 if memory == 1 else size))
-    work = tmp_path / "work"
-    pipeline.calibrate(demo_model, work, RECIPE, [text], memory=1)
+    """A later run with more memory or without a bound goes on with them, to the same bytes; one whose recipe has
+    another number of windows and no bound is refused by the name of the setting."""
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(1 if memory == 1 else size))
+    work, mark = tmp_path / "work", WorkDirectory.mark
+    pipeline.build(demo_model, tmp_path / "undisturbed", RECIPE, [text], memory=1)
+
+    def killed(self: WorkDirectory, stage: str, layer: int | None, note: Mapping[str, Any]) -> None:
+        mark(self, stage, layer, note)
+        if (stage, layer) == ("calibrate", 1):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WorkDirectory, "mark", killed)
+        pipeline.build(demo_model, tmp_path / "killed", RECIPE, [text], work=work, memory=1)
     assert json.loads((work / "settings.json").read_text())["calibrate"]["batch_size"] == 1
-    pipeline.build(demo_model, tmp_path / "bundle", RECIPE, [text], work=work, memory=shrunk)
-    with pytest.raises(InputError, match="batch_size"):
-        pipeline.build(demo_model, tmp_path / "other", RECIPE, [text], work=work)
+    for i, memory in enumerate((None, 1 << 40, 1, None)):
+        pipeline.build(demo_model, tmp_path / f"{i}", RECIPE, [text], work=work, memory=memory)
+        assert tree(tmp_path / f"{i}") == tree(tmp_path / "undisturbed")
+    other = replace(RECIPE, calibration=replace(RECIPE.calibration, batch_size=4))
+    with pytest.raises(InputError, match="another batch_size: 1, now 4"):
+        pipeline.build(demo_model, tmp_path / "other", other, [text], work=work)
+    pipeline.build(demo_model, tmp_path / "anew", RECIPE, [text], work=work, fresh=True)
+    assert json.loads((work / "settings.json").read_text())["calibrate"]["batch_size"] == 2
 
 
 def test_what_cannot_be_kept_is_refused_before_any_work(demo_model: Path, text: Path, tmp_path: Path) -> None:

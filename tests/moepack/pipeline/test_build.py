@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support import tree
 
 import moepack
 from moepack.pack.errors import InputError, TargetError
+from moepack.pack.reader import open_bundle
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import Run
@@ -49,6 +51,22 @@ def test_stages_write_the_same_bytes_as_one_pass(demo_model: Path, text: Path, t
     pipeline.build(demo_model, tmp_path / "resumed", recipe, [text], work=tmp_path / "work")
     assert digests(tmp_path / "once") == digests(tmp_path / "resumed")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["once", "resumed", "staged", "work"]
+
+
+def test_a_recipe_made_in_python_is_kept_as_it_is(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """By every stage: one without a text, and one whose text says something else."""
+    said = "versions: [bf16, w4]\nquantize: {method: rtn, loss_tokens: 64}\n"
+    said += "calibration: {samples: 4, length: 64, batch_size: 2}\nallocation: {average_bits: 6, method: greedy}"
+    wanted = parse_recipe(said, "test")
+    for text_of_it in ("", RTN):
+        work, bundle = tmp_path / f"work{len(text_of_it)}", tmp_path / f"bundle{len(text_of_it)}"
+        pipeline.calibrate(demo_model, work, replace(wanted, text=text_of_it), [text])
+        pipeline.quantize(work)
+        pipeline.pack(work, bundle)
+        found = open_bundle(bundle).manifest
+        kept = parse_recipe(str(found.provenance["recipe"]), "kept")
+        assert replace(kept, text="") == replace(wanted, text="") and found.versions == wanted.version_specs()
+        assert found.allocation is not None
 
 
 def test_a_build_after_calibrate_computes_nothing_twice(

@@ -76,7 +76,7 @@ def test_losses_are_those_of_windows_that_were_held_out(
     from transformers import AutoModelForCausalLM
 
     from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.pipeline.run import calibration_text
+    from moepack.pipeline.start import calibration_text
 
     bundle = moepack.open(dense)
     table = bundle.calibration().dense

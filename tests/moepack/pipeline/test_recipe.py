@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moepack.pack.errors import InputError
-from moepack.pipeline.recipe import load_recipe, parse_recipe, shipped
+from moepack.pipeline.recipe import load_recipe, parse_recipe, shipped, with_text
 
 EXPECTED = [
     "deepseek-v2-lite", "deepseek-v3", "default", "glm-4.5-air", "gpt-oss-120b", "gpt-oss-20b", "llama-4-scout",
@@ -65,6 +66,22 @@ def test_group_sizes_by_version() -> None:
         ("w2", 64),
         ("w1", 32),
     ]
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["", "dense: [w8]\nmtp: keep", "quantize: {group_size: {w4: 128}}",
+     "calibration: {until: 256, samples: 9, most: 50}", "calibration: {data: [a.txt, {source: b, weight: 3}]}",
+     "allocation: {average_bits: 4.5, method: uniform}", "allocation: {average_bits: 7, dense: true}\ndense: [w8]"],
+)  # fmt: skip
+def test_a_recipe_without_its_text_has_one_written(said: str) -> None:
+    recipe = parse_recipe(said, "x")
+    assert with_text(recipe) is recipe
+    for lost in ("", "versions: [w1]"):
+        made = with_text(replace(recipe, text=lost))
+        assert replace(made, text=said) == recipe and parse_recipe(made.text, "x") == made
+    with pytest.raises(InputError, match="samples"):
+        with_text(replace(recipe, calibration=replace(recipe.calibration, samples=0)))
 
 
 BAD = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from moepack.generation import generate
 from moepack.pack.errors import MoepackError
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
+from moepack.server.command import Serve, serve
 
 CONFIG, TABLES = "config.json", "calibration.safetensors"
 
@@ -52,9 +54,17 @@ EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
     "a width that is text": (config(hidden_size="64"), "its config cannot be read"),
     "an architecture that is a number": (config(architectures=7), "architectures that are no list of names"),
     "architectures of objects": (config(architectures=[{}]), "architectures that are no list of names"),
-    "two billion layers": (config(num_hidden_layers=1 << 31), "layers, its manifest 4"),
+    "two billion layers": (config(num_hidden_layers=1 << 31), "has num_hidden_layers 2147483648: 4096 is the most"),
+    "five layers": (config(num_hidden_layers=5), "layers, its manifest 4"),
+    "a billion labels": (config(num_labels=10**9), "has num_labels 1000000000: 65536 is the most"),
+    "layers that transformers lists": (
+        config(model_type="gpt_oss", num_hidden_layers=10**9),
+        "has num_hidden_layers 1000000000",
+    ),
+    "heads of a billion columns": (config(head_dim=10**9), "has head_dim 1000000000: 16777216 is the most"),
+    "a part with so many labels": (config(vision_config={"num_labels": 10**9}), "has num_labels 1000000000"),
     "-1 experts of a token": (config(num_experts_per_tok=-1), "num_experts_per_tok '-1', its layers have 16"),
-    "2^40 experts of a token": (config(num_experts_per_tok=1 << 40), "its layers have 16 experts"),
+    "2^20 experts of a token": (config(num_experts_per_tok=1 << 20), "its layers have 16 experts"),
     "a quantisation that is a list": (config(quantization_config=[]), "config"),
     "not signed": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes() + b" "), "bytes, the manifest says"),
     "another byte": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes().replace(b"1", b"2")), "digest"),
@@ -81,6 +91,28 @@ def test_a_config_is_refused_in_a_line_before_a_tokenizer_is_loaded(name: str, v
     with in_time(20), pytest.raises(MoepackError, match=message) as error:
         generate(victim.path, "The")
     one_line(str(error.value))
+
+
+def test_a_checkpoints_config_is_refused_in_a_line(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    plain = json.loads((model / CONFIG).read_text())
+    for key in ("num_labels", "num_hidden_layers", "head_dim", "vocab_size"):
+        (model / CONFIG).write_text(json.dumps(plain | {key: 10**12}))
+        for use in (
+            lambda: generate(model, "The"),
+            lambda: evaluate(model, [str(text)], samples=1),
+            lambda: moepack.build(model, tmp_path / "bundle", calibration=[text]),
+        ):
+            with in_time(20), pytest.raises(MoepackError, match=f"has {key} 1000000000000: ") as error:
+                use()
+            one_line(str(error.value))
+
+
+def test_a_bundles_tokenizer_is_not_loaded_by_an_absurd_config(victim: Victim) -> None:
+    config(num_labels=10**9)(victim)
+    with in_time(20), pytest.raises(MoepackError, match="has num_labels"):
+        serve(Serve(str(victim.path), port=0), lambda where: None)
 
 
 MISFITS: tuple[dict[str, Any], ...] = (

@@ -1,0 +1,255 @@
+"""Opening a run: a checkpoint, a recipe and a text, or a calibrated work directory, to a `Run` that has all it needs.
+
+What can be refused is refused here, before any layer is read; what a later run has to agree with is written into the
+work directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moepack.pack.errors import InputError
+from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
+from moepack.progress import Reporter
+from moepack.version import __version__
+
+from .allocate import check_allocation
+from .artifacts import DIGESTS, RECIPE, digested, run_record
+from .bound import MAPPED, Placement, needs_of, place
+from .enough import enough_windows
+from .recipe import Recipe, Source, parse_recipe, with_text
+from .run import Dense, Run
+from .work import WorkDirectory
+
+if TYPE_CHECKING:
+    from moepack.calibrate.checkpoint import Checkpoint
+    from moepack.calibrate.data import Windows
+    from moepack.calibrate.stream import StreamedModel
+
+
+def calibration_text(
+    checkpoint: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path]
+) -> tuple[list[str], Windows]:
+    """The sources that a model is calibrated on, and their windows, no longer than the model was made for.
+
+    Args:
+        checkpoint: the model.
+        recipe: what is wanted.
+        calibration: files or Hub data sets in place of the recipe's.
+
+    Returns:
+        The sources, and their windows: `samples`, or where the recipe says until when, as many as that may take.
+    """
+    from moepack.calibrate import data
+
+    how = recipe.calibration
+    tokenizer = data.load_tokenizer(checkpoint.path)
+    sources = [Source(str(s)) for s in calibration] or how.data
+    names, weights = [s.source for s in sources], [s.weight for s in sources]
+    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or how.length
+    count = max(how.most, how.samples) if how.until else how.samples
+    return names, data.calibration_windows(names, tokenizer, count, min(how.length, limit), how.seed, weights)
+
+
+def start(
+    directory: WorkDirectory,
+    checkpoint: str | Path,
+    recipe: Recipe,
+    calibration: Sequence[str | Path],
+    fresh: bool,
+    device: str,
+    reporter: Reporter,
+    revision: str | None = None,
+    memory: int | None = None,
+    keep: bool = True,
+) -> Run:
+    """Open everything a calibration needs, before any work is done: in `memory` bytes, and with `keep` so that
+    another run can go on from the activations between layers."""
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.stream import StreamedModel
+
+    recipe = with_text(recipe)
+    with reporter.hub_bars():
+        opened = open_checkpoint(checkpoint, revision)
+    stream = StreamedModel(opened, device)
+    if stream.unused:
+        reporter.note(f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and are left out")
+    keeps_mtp = recipe.mtp == "keep" and bool(stream.mtp)
+    if stream.mtp:
+        are = "are kept beside the model" if keeps_mtp else "are left out: mtp: keep in the recipe keeps them"
+        reporter.note(f"{len(stream.mtp)} tensors of layers for multi-token prediction (MTP) {are}")
+    if stream.expert_dtype != "BF16":
+        reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
+    settings = recipe.calibration
+    sources, windows = calibration_text(opened, recipe, calibration)
+    dense = _dense(stream, recipe)
+    count, length = windows.ids.shape  # with all windows that may be taken
+    how = _fit(directory, stream, recipe, dense, memory, count, length, fresh, reporter=reporter)
+    identity = _identity(directory, opened, reporter)
+    windows = enough_windows(directory, stream, windows, settings, identity, how, reporter)
+    if len(windows.ids) < settings.samples:
+        reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
+    directory.begin(
+        "calibrate",
+        {
+            "checkpoint": identity,
+            "calibration tokens": windows.digest,
+            "batch_size": how.batch_size,
+            "dtype": settings.dtype,
+            "moepack": __version__,
+            "dense": bool(recipe.dense) or None,
+            "mtp": recipe.mtp if keeps_mtp else None,
+        },
+        fresh,
+    )
+    where = {
+        "checkpoint": str(Path(opened.path).absolute()),
+        "name": opened.name,
+        "recipe": recipe.text,
+        "sources": [Path(s).name for s in sources],
+        "windows": list(windows.taken),
+        "samples": len(windows.ids),
+        "length": windows.ids.shape[1],
+        "digest": windows.digest,
+        "unused": len(stream.unused) + (0 if keeps_mtp else len(stream.mtp)),
+        "model": {
+            "model_type": opened.config.model_type,
+            "architecture": type(stream.model).__name__,
+            "expert_dtype": stream.expert_dtype,
+            **({"mtp": recipe.mtp} if keeps_mtp else {}),
+        },
+        "decoder_layers": len(stream.layers),
+        "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
+    }
+    where["dense"] = list(dense)
+    directory.write(directory.path / "run.json", json.dumps(where, indent=1).encode())
+    _begin_quantize(directory, "quantize", recipe, fresh)
+    return Run(directory, stream, recipe, windows.ids, dense, how, keep=keep)
+
+
+def resume(
+    directory: WorkDirectory,
+    recipe: Recipe | None,
+    fresh: bool,
+    device: str,
+    reporter: Reporter,
+    stage: str = "quantize",
+    memory: int | None = None,
+) -> Run:
+    """Open a calibrated work directory for the second stage, or another beside it, in `memory` bytes."""
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.stream import StreamedModel
+
+    where = run_record(directory)
+    if recipe is None:
+        recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
+    opened = open_checkpoint(where["checkpoint"])
+    stream, recipe = StreamedModel(opened, device), with_text(recipe)
+    dense = _dense(stream, recipe)
+    how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
+    was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
+    if now != was:
+        other = next(name for name in sorted({*was, *now}) if was.get(name) != now.get(name))
+        raise InputError(
+            f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
+        )
+    _begin_quantize(directory, stage, recipe, fresh)
+    return Run(directory, stream, recipe, None, dense, how, stage)
+
+
+def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
+    """The digests of a checkpoint's files; what was read of them stays in the work directory."""
+    from moepack.calibrate.identity import identity
+
+    known = digested(directory)
+    reporter.stage("read the checkpoint", 1)
+    reporter.step(checkpoint.name)
+    reporter.inner("bytes", checkpoint.bytes)
+    digests, kept = identity(checkpoint, known, reporter.advance)
+    directory.write(directory.path / DIGESTS, json.dumps(kept, indent=1).encode())
+    return digests
+
+
+def _dense(stream: StreamedModel, recipe: Recipe) -> Dense:
+    """The dense matrices that get versions; an allocation that cannot be met is refused."""
+    found: Dense = {}
+    if recipe.dense:
+        from moepack.calibrate.dense import dense_matrices
+
+        for matrix in dense_matrices(stream):
+            found.setdefault(matrix.layer, []).append(matrix)
+    dense = [m for matrices in found.values() for m in matrices]
+    layers = list(stream.expert_layers.values())
+    check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
+    return found
+
+
+def _fit(
+    directory: WorkDirectory,
+    stream: StreamedModel,
+    recipe: Recipe,
+    dense: Dense,
+    memory: int | None,
+    windows: int,
+    length: int,
+    fresh: bool = False,
+    walks: bool = True,
+    reporter: Reporter | None = None,
+) -> Placement:
+    """Keep to `memory` bytes, or refuse; without a bound, go on with the batches of an earlier run that had one."""
+    size = recipe.calibration.batch_size
+    if memory is None:
+        if walks and not fresh and (begun := _begun(directory, recipe)) != size:
+            if reporter is not None:
+                reporter.note(f"goes on with {begun} windows at once, to which --memory brought the work directory")
+            return Placement(begun)
+        return Placement(size)
+    needs = needs_of(stream, recipe, windows, length, dense)
+    if not walks:  # what experts saw is mapped from the file that the first stage left
+        return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
+    # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
+    begun = {} if fresh else directory.settings().get("calibrate", {})
+    how = place(needs, min(size, begun.get("batch_size", size)), memory)
+    if reporter is not None and how != place(needs, size, None):
+        on_disk = f"; on disk, {how.on_disk}" if how.on_disk else ""
+        at_once = f"{how.batch_size} windows, {how.workers} expert batches"
+        reporter.note(f"to stay in --memory: at once {at_once}{on_disk}")
+    return how
+
+
+def _begun(directory: WorkDirectory, recipe: Recipe) -> int:
+    """The windows of a batch of an earlier run, if its recipe had as many as this one's: then a bound on memory
+    made them fewer, and nobody asks for others now."""
+    size = recipe.calibration.batch_size
+    try:
+        before = parse_recipe(run_record(directory)["recipe"], "run.json")
+    except InputError:  # there was none, or its recipe is of another version
+        return size
+    begun = directory.settings()["calibrate"]
+    return int(begun["batch_size"]) if before.calibration.batch_size == size else size
+
+
+def _begin_quantize(directory: WorkDirectory, stage: str, recipe: Recipe, fresh: bool) -> None:
+    from moepack.quantize.losses import ESTIMATE
+
+    q = recipe.quantize
+    how, versions = recipe.allocation, recipe.version_specs()
+    directory.begin(
+        stage,
+        {
+            "versions": [asdict(v) for v in versions],
+            "method": q.method,
+            "min_tokens": q.min_tokens,
+            "loss_tokens": q.loss_tokens,
+            "moments": q.moments,
+            "estimate of losses": ESTIMATE,
+            "allocation": None if how is None else asdict(how),
+            "dense": [asdict(v) for v in recipe.dense_specs()] or None,
+        },
+        fresh,
+    )
+    directory.write(directory.path / stage / RECIPE, recipe.text.encode())

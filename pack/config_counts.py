@@ -1,0 +1,36 @@
+"""The numbers of a config.json that are absurd whatever the model: transformers would work on them for hours.
+
+It makes a dictionary of so many labels and a list of so many layers while it reads the file, and buffers of so many
+columns with a model that has no weights yet. Knows how such numbers are called, not what a model has.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .errors import InputError
+from .spec import MAX_DIM, MAX_LAYERS
+
+MAX_LABELS = 1 << 16
+_MOST = (
+    (re.compile(r"num_labels"), MAX_LABELS),
+    (re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)|(\w+_)?depths?"), MAX_LAYERS),
+    (re.compile(r"(num|n|d)_\w+|(\w+_)?(dims?|size|rank|heads|experts)"), MAX_DIM),
+)
+
+
+def check_counts(where: str, document: Any) -> None:
+    """See that a configuration, and those inside it, have no more labels, layers and columns than a model can have.
+
+    Raises:
+        InputError: naming the key.
+    """
+    for key, value in document.items() if isinstance(document, dict) else ():
+        if isinstance(value, dict):
+            check_counts(where, value)
+            continue
+        most = next((most for names, most in _MOST if names.fullmatch(key)), None)
+        for number in value if isinstance(value, list) else [value]:
+            if most is not None and isinstance(number, int) and number > most:
+                raise InputError(f"{where} has {key} {str(number)[:40]}: {most} is the most")

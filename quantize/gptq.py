@@ -31,7 +31,7 @@ from moepack.pack.spec import Version
 
 from .factor import Factored, factor
 from .grid import Quantised, fix_scale, fix_zero
-from .lanes import Lanes, search, stored_scale
+from .lanes import Lanes, column_sums, search, stored_scale
 
 SWEEPS = 2
 _SUB = 16  # columns whose errors are handed on one by one; further ones get them by matrix product, 16 at a time
@@ -204,9 +204,9 @@ class Work:
         ones = inside.sum(-1)[:, None, :]
         total = ones.sum(-1)
         product = inside @ codes
-        cc = (codes * product).sum(1)
+        cc = column_sums(codes * product)
         c1 = (ones @ codes)[:, 0]
-        gc, g1 = (codes * slope).sum(1), slope.sum(1)
+        gc, g1 = column_sums(codes * slope), column_sums(slope)
         determinant = cc * total - c1 * c1
         free_scale = scale + (gc * total - g1 * c1) / determinant
         free_shift = scale * zero - (cc * g1 - c1 * gc) / determinant

@@ -165,7 +165,8 @@ class FakeBindings:
         for address, size in ranges:
             at, end = address, address + size
             while at < end:
-                stands = [a + self.mapped[a][0] for a in self.open if a <= at < a + self.mapped[a][0]]
+                mapped = [(a, a + size) for a, (size, _) in tuple(self.mapped.items()) if a in self.open]
+                stands = [b for a, b in mapped if a <= at < b]
                 if not stands:
                     return False
                 at = stands[0]

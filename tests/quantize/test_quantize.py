@@ -344,3 +344,13 @@ def test_importing_gptqmodel_leaves_the_environment(capfd: pytest.CaptureFixture
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert out.returncode == 0, out.stderr
     assert out.stdout == ""
+
+
+def test_sums_do_not_depend_on_the_lanes_beside() -> None:
+    """Sixteen rows at five widths are 80 lanes, at three 48: torch's sum adds the last sixteen in another order."""
+    from moepack.quantize.lanes import column_sums
+
+    x = torch.randn(4, 64, 160, generator=torch.Generator().manual_seed(0))
+    whole = column_sums(x)
+    assert torch.allclose(whole, x.sum(1), atol=1e-5)
+    assert all(torch.equal(column_sums(x[..., :n].contiguous()), whole[:, :n]) for n in (48, 80, 96, 112, 144))

@@ -178,36 +178,6 @@ def build() -> str:
     return table(["layers", "checkpoint", "one layer", "peak of the process", "time"], out)
 
 
-def bounded() -> str:
-    """The peak of builds of layers of true size in a bound."""
-    out = []
-    for path in sorted(RESULTS.glob("build-bounded-*.json")):
-        for row in results(path.stem)["rows"]:
-            sizes = [f"{row[k] / 1024:.1f} GiB" for k in ("layer MiB", "bound MiB", "peak MiB")]
-            out.append([row["layer"], f"{row['tokens']:,}", *sizes, f"{row['experts made']} of {row['of']}"])
-    return table(["layer", "tokens", "in BF16", "`--memory`", "peak", "experts made"], out)
-
-
-def layer_time() -> str:
-    """How long a layer of Qwen3-30B-A3B takes."""
-    row = results("build-bounded-qwen3-30b-a3b")["rows"][0]
-    each = row["quantise s"] / row["experts made"]
-    out = [["calibrating", _duration(row["calibrate s"])]]
-    out += [[f"quantising {row['experts made']} of its {row['of']} experts", _duration(row["quantise s"])]]
-    out += [["all of the layer, by these", _duration(row["calibrate s"] + each * row["of"])]]
-    return table(["a layer of Qwen3-30B-A3B, 1,048,576 tokens", "time"], out)
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
-
-
 def estimates() -> str:
     """What the dry run says, and what was."""
     out = []
@@ -541,7 +511,7 @@ def families() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, estimates, scale,
+        summary, quality, allocation, weighting, losses, quantisers, build, estimates, scale,
         codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector,
         retention, on_demand, prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers,
         peer_models, peer_quality, peer_versions,

@@ -22,6 +22,7 @@ from moepack.pack.errors import InputError
 from .dense import DenseWatch
 from .held import empty, release
 from .stream import CODE_ERRORS, StreamedModel
+from .widened import widened
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
 Take = Callable[[Tensor, Tensor, Tensor], None]  # inputs, experts and gates of a call
@@ -213,7 +214,8 @@ class CalibrationPass:
         with watch.watching() if watch else nullcontext(), observing(module, seen.take), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
-                out = layer(hidden.to(self._stream.device), **arguments)
+                with widened(self._stream.device, self._dtype):
+                    out = layer(hidden.to(self._stream.device), **arguments)
                 if not isinstance(out, Tensor):
                     raise self._returns_more()
                 self._keep(i, out)

@@ -17,6 +17,7 @@ from .experts import ExpertWeights, finish, hidden
 from .forward import Observation
 from .held import Rows
 from .tokens import HELD_OUT, PLENTY, LayerTokens, expert_tokens
+from .widened import has_bf16
 
 
 def gather_batch(
@@ -57,11 +58,6 @@ def gather_batch(
         layer.block,
         HELD_OUT,
     )
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies in BF16 faster than in float32; a CPU's instructions halve the time."""
-    return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
 
 
 def _float(tensor: Tensor | None, device: torch.device) -> Tensor | None:

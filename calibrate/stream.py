@@ -269,6 +269,7 @@ class StreamedModel:
                 if name not in out:
                     out[name] = torch.empty(self.expert_layers[layer].experts, *tensor.shape[1:], dtype=tensor.dtype)
                 out[name][some.start : some.stop] = tensor
+            del few, tensor  # before the next are read
         return out
 
     def _read_experts(self, layer: int, some: range) -> dict[str, Tensor] | None:

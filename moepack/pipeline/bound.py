@@ -95,7 +95,8 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
 
 def peak(needs: Needs, how: Placement) -> tuple[str, dict[str, int]]:
     """The step that takes most, and its parts."""
-    return max(steps(needs, how).items(), key=lambda item: sum(item[1].values()))
+    step, parts = max(steps(needs, how).items(), key=lambda item: sum(item[1].values()))
+    return step, {part: size for part, size in parts.items() if size}
 
 
 def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
@@ -146,6 +147,7 @@ def needs_of(
     """
     import torch
 
+    from moepack.calibrate.widened import widened_bytes
     from moepack.quantize.batch_memory import batch_memory
     from moepack.quantize.expert_batch import expert_batches
 
@@ -159,6 +161,7 @@ def needs_of(
     tokens, hidden_size = windows * length, config.hidden_size
     widest = max((_window(stream, i, length, dtype) for i in range(len(stream.layers))), default=0)
     top_k = _top_k(config)
+    converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
     batches = [expert_batches(x, settings) for x in stream.expert_layers.values()]
     each = [batch_memory(x, settings, max(map(len, parts)))
             for x, parts in zip(stream.expert_layers.values(), batches, strict=True)]  # fmt: skip
@@ -170,7 +173,7 @@ def needs_of(
         seen=tokens * hidden_size * dtype.itemsize,
         routing=8 * tokens * top_k,
         window=widest if on_cpu else 0,
-        forward=length * length * 4 if on_cpu else 0,
+        forward=length * length * 4 + converted if on_cpu else 0,
         batch=max(each),
         at_once=max(min(len(parts), workers(stream.device, one)) for parts, one in zip(batches, each, strict=True)),
         each=length * hidden_size * dtype.itemsize,

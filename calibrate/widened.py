@@ -1,0 +1,101 @@
+"""A model's BF16 products on a processor that has no instructions for them: in float32, rounded to BF16 once.
+
+torch emulates the instructions there. A Linear of 4,096 by 14,336 on 4,096 tokens, two cores of a Xeon with AVX-512 but
+not BF16: 46 GFLOP/s emulated, 175 in float32 with all that is converted; held to AVX2, 13 and 180. Both ways sum in
+float32 and round the sum, in another order. torch's fused attention is no slower in BF16, and is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+MOST = 1 << 23  # values that are converted at once, of tokens and of weights
+FEWEST = 128  # tokens; below, converting the weights takes what the product gains
+_PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies in BF16 faster than in float32; a CPU's instructions halve the time."""
+    return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
+
+
+def widened(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Within it, a model that computes with `dtype` on `device` multiplies as this module says, where that is faster."""
+    slow = dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16(device)
+    return _Widened() if slow else nullcontext()
+
+
+def widened_bytes(device: torch.device, dtype: torch.dtype, values: int) -> int:
+    """The most bytes that it takes beside what the model takes, whose tensors have up to so many values: converted
+    tokens, converted weights, and their product."""
+    return 0 if isinstance(widened(device, dtype), nullcontext) else 3 * 4 * min(MOST, values)
+
+
+class _Widened(TorchFunctionMode):
+    """Takes products of BF16 tensors of enough rows over from torch."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is linear and len(args) >= 2 and _fits(args[0], args[1]):
+            return product(*args, **kwargs)
+        if func is torch.nn.functional.grouped_mm and set(kwargs) == {"offs"} and _fits(*args):
+            return _grouped(*args, kwargs["offs"])
+        if func in _PRODUCTS and not kwargs and _fits(*args) and args[0].ndim == args[1].ndim:
+            return _matmul(*args)
+        return func(*args, **kwargs)
+
+
+def _fits(x: Any, weight: Any) -> bool:
+    return (
+        isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dtype == weight.dtype == torch.bfloat16
+        and x.ndim >= 2 and weight.ndim >= 2 and x.shape[:-1].numel() >= FEWEST
+    )  # fmt: skip
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` of BF16 tensors: x [..., columns], weight [rows, columns] and bias [rows] to [..., rows]."""
+    columns, rows = x.shape[-1], len(weight)
+    tokens = x.reshape(-1, columns)
+    out = torch.empty(len(tokens), rows, dtype=x.dtype)
+    some, wide = max(FEWEST, MOST // max(columns, 1)), max(1, MOST // max(columns, FEWEST))
+    some = min(some, max(FEWEST, MOST // max(1, min(wide, rows))))
+    for a in range(0, len(tokens), some):
+        part = tokens[a : a + some].float()
+        for b in range(0, rows, wide):
+            sums = part @ weight[b : b + wide].float().T
+            if bias is not None:
+                sums += bias[b : b + wide]
+            out[a : a + some, b : b + wide] = sums
+    return out.reshape(*x.shape[:-1], rows)
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped_mm: x [tokens, columns] sorted by group, weight [groups, columns, rows]."""
+    out = torch.empty(len(x), weight.shape[2], dtype=x.dtype)  # as in torch's, rows behind the last group are anything
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        few = x[start:end]
+        out[start:end] = product(few, weight[group].T) if len(few) >= FEWEST else few @ weight[group]
+        start = end
+    return out
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x [..., n, k] by y [..., k, m], leading axes alike or 1."""
+    if x.ndim == 2:
+        return product(x, y.T)
+    lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    out = torch.empty(*lead, x.shape[-2], y.shape[-1], dtype=x.dtype)
+    xs, ys, outs = (t.reshape(-1, *t.shape[-2:]) for t in (x.expand(*lead, -1, -1), y.expand(*lead, -1, -1), out))
+    for i in range(len(outs)):
+        outs[i] = product(xs[i], ys[i].T) if xs.shape[1] >= FEWEST else xs[i] @ ys[i]
+    return outs.reshape(out.shape)

@@ -27,7 +27,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def widened(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Within it, a model that computes with `dtype` on `device` multiplies as this module says, where that is faster."""
+    """Within it, a model that computes with `dtype` on `device` multiplies as said above, where that is faster."""
     slow = dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16(device)
     return _Widened() if slow else nullcontext()
 
@@ -47,7 +47,7 @@ class _Widened(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is linear and len(args) >= 2 and _fits(args[0], args[1]):
             return product(*args, **kwargs)
-        if func is torch.nn.functional.grouped_mm and set(kwargs) == {"offs"} and _fits(*args):
+        if func is torch._grouped_mm and len(args) == 2 and _fits(*args) and _only_ends(kwargs):
             return _grouped(*args, kwargs["offs"])
         if func in _PRODUCTS and not kwargs and _fits(*args) and args[0].ndim == args[1].ndim:
             return _matmul(*args)
@@ -59,6 +59,10 @@ def _fits(x: Any, weight: Any) -> bool:
         isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dtype == weight.dtype == torch.bfloat16
         and x.ndim >= 2 and weight.ndim >= 2 and x.shape[:-1].numel() >= FEWEST
     )  # fmt: skip
+
+
+def _only_ends(kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("offs") is not None and all(v is None for k, v in kwargs.items() if k != "offs")
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

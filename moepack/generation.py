@@ -7,12 +7,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moepack.pack.errors import InputError, in_a_line
+from moepack.pack.errors import InputError
 
 from .opening import check, load_model, locate
 from .progress import Reporter
 from .server.sampling import Sampler, Sampling
 from .server.text import Stops
+from .server.tokens import end_tokens
 
 PROMPT = 512  # tokens of a prompt that go in at once, in a budget
 NEW_TOKENS = 64  # that a prompt is continued by
@@ -57,11 +58,15 @@ class Session:
 
     def load(self, tokens: int, prompt: int, batch: int = 1, all_logits: bool = False) -> None:
         """Load the model; a budget leaves room for `batch` sequences of `tokens`, read `prompt` at a time."""
+        from transformers import GenerationConfig
+
         self._chunk = prompt or PROMPT
         room: dict[str, Any] = {"kv_tokens": tokens, "batch": batch, "prefill_tokens": prompt, "all_logits": all_logits}
         room["max_tpot"] = self._max_tpot
         with Reporter().hub_bars():
             self.model = load_model(self._source, self._is_bundle, *self._asked, **room)
+        # What else its generation_config.json asks for, chosen by this program's caller, would be heard as well.
+        self.model.generation_config = GenerationConfig(eos_token_id=end_tokens(self.model.generation_config) or None)
 
     def __enter__(self) -> Session:
         return self
@@ -111,7 +116,7 @@ class Session:
             tell: is given the text as it comes.
         """
         import torch
-        from transformers import LogitsProcessorList, StoppingCriteriaList
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
         from transformers.generation.logits_process import LogitsProcessor
         from transformers.generation.stopping_criteria import StoppingCriteria
         from transformers.generation.streamers import TextStreamer
@@ -145,15 +150,12 @@ class Session:
         cache, done = self._reuse(ids)
         if self._memory is not None:
             cache = self._prefill(whole, cache, done)
-        try:
-            out = self.model.generate(
-                whole, attention_mask=torch.ones_like(whole), max_new_tokens=new_tokens, pad_token_id=0,
-                streamer=streamer, past_key_values=cache, stopping_criteria=StoppingCriteriaList([Stop()]),
-                return_dict_in_generate=True, do_sample=False, num_beams=1, repetition_penalty=1.0,
-                logits_processor=LogitsProcessorList([Choose()]),
-            )  # fmt: skip
-        except (TypeError, ValueError) as error:  # its generation_config.json may ask for anything
-            raise InputError(f"{self._path}: transformers does not generate with it: {in_a_line(error)}") from error
+        settings = GenerationConfig(max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True)
+        out = self.model.generate(
+            whole, attention_mask=torch.ones_like(whole), streamer=streamer, past_key_values=cache,
+            generation_config=settings, stopping_criteria=StoppingCriteriaList([Stop()]),
+            logits_processor=LogitsProcessorList([Choose()]),
+        )  # fmt: skip
         cached = out.past_key_values.get_seq_length() if out.past_key_values is not None else 0
         self._cache, self._cached = out.past_key_values, out.sequences[0, :cached].tolist()
         return "".join(told)

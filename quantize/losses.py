@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 # How losses are estimated, here, in `crossfit`, `pooling` and by the choice of tokens: one more whenever their numbers
-# change, so that a work directory does not mix those of two estimates. 1 was the loss as it is on the tokens measured.
-ESTIMATE = 2
+# change, so that a work directory does not mix those of two estimates. 1 was the loss as it is on the tokens measured;
+# 2 summed products whole, and learnt from activations in float32 whatever the model computed with.
+ESTIMATE = 3
 GROUPS = 64
 MOST = 0.8  # of the output's square, that one matrix may cost for its error to combine with the other's as above
 MODEL = 0.07  # of rho - 1: how far off the first-order correction is taken to be

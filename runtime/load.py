@@ -134,7 +134,7 @@ def load(
     try:
         with _loading, loading_report(progress):
             return kind.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
-    except MoepackError:
+    except (MoepackError, torch.OutOfMemoryError):
         raise
     except _MISFIT as error:
         raise InputError(f"{bundle}: transformers does not make its model of it: {in_a_line(error)}") from error

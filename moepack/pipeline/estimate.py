@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches
 from moepack.pack.layer_file import header_size
-from moepack.pack.spec import LOSSLESS, DenseLayer, Matrix, affine_extent_size, dense_layers
+from moepack.pack.spec import LOSSLESS, Matrix, affine_extent_size, dense_layers
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
 from moepack.runtime.load import check_device
 
-from .allocate import check_allocation
 from .bound import Needs, Placement, needs_of, peak, place
 from .dense_part import lossless_matrix
 from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
-from .run import EVERY
-from .start import calibration_text
+from .run import EVERY, Dense
+from .start import calibration_text, dense_parts
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +111,14 @@ class _DryRun:
     """A checkpoint that is gone through once, and what has been measured so far."""
 
     def __init__(
-        self, stream: StreamedModel, recipe: Recipe, ids: torch.Tensor, reporter: Reporter, needs: Needs, how: Placement
+        self,
+        stream: StreamedModel,
+        recipe: Recipe,
+        dense: Dense,
+        ids: torch.Tensor,
+        reporter: Reporter,
+        needs: Needs,
+        how: Placement,
     ) -> None:
         import torch
 
@@ -127,13 +133,9 @@ class _DryRun:
         self.start = 0.0  # seconds until the first layer, and until everything is loaded and compiled
         self._read = self._encode = self._forward = self._one_expert = 0.0  # seconds
         self._dense = 0  # bytes
-        self._matrices: dict[int | None, DenseLayer] = {}
+        self._matrices = {x.index: x for x in dense_layers(tuple(m for part in dense.values() for m in part))}
         self._dense_sizes = {v.name: 0 for v in recipe.dense_specs()}
         self._one_dense = self._dense_work = 0.0  # seconds of a unit of work, and units
-        if recipe.dense:
-            from moepack.calibrate.dense import dense_matrices
-
-            self._matrices = {x.index: x for x in dense_layers(dense_matrices(stream))}
 
     @staticmethod
     def open(
@@ -147,19 +149,16 @@ class _DryRun:
     ) -> _DryRun:
         """Open all that a build would, and refuse what it would refuse."""
         from moepack.calibrate.checkpoint import open_checkpoint
-        from moepack.calibrate.dense import dense_matrices
         from moepack.calibrate.stream import StreamedModel
 
         with reporter.hub_bars():
             opened = open_checkpoint(checkpoint, revision)
         stream = StreamedModel(opened, device)
-        layers, dense = list(stream.expert_layers.values()), dense_matrices(stream) if recipe.dense else ()
-        check_allocation(recipe.allocation, layers, recipe.version_specs(), dense, recipe.dense_specs())
+        dense = dense_parts(stream, recipe)
         _, windows = calibration_text(opened, recipe, calibration)
-        parts = {part: [m for m in dense if m.layer == part] for part in {m.layer for m in dense}}
-        needs = needs_of(stream, recipe, len(windows.ids), windows.ids.shape[1], parts)
+        needs = needs_of(stream, recipe, len(windows.ids), windows.ids.shape[1], dense)
         how = place(needs, recipe.calibration.batch_size, memory)
-        return _DryRun(stream, recipe, windows.ids, reporter, needs, how)
+        return _DryRun(stream, recipe, dense, windows.ids, reporter, needs, how)
 
     @property
     def layers(self) -> int:

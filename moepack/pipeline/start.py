@@ -86,7 +86,7 @@ def start(
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
-    dense = _dense(stream, recipe)
+    dense = dense_parts(stream, recipe)
     count, length = windows.ids.shape  # with all windows that may be taken
     how = _fit(directory, stream, recipe, dense, memory, count, length, fresh, reporter=reporter)
     identity = _identity(directory, opened, reporter)
@@ -149,7 +149,7 @@ def resume(
         recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
     opened = open_checkpoint(where["checkpoint"])
     stream, recipe = StreamedModel(opened, device), with_text(recipe)
-    dense = _dense(stream, recipe)
+    dense = dense_parts(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
     was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
     if now != was:
@@ -174,8 +174,8 @@ def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Report
     return digests
 
 
-def _dense(stream: StreamedModel, recipe: Recipe) -> Dense:
-    """The dense matrices that get versions; an allocation that cannot be met is refused."""
+def dense_parts(stream: StreamedModel, recipe: Recipe) -> Dense:
+    """By part, the dense matrices that get versions; an allocation that cannot be met is refused."""
     found: Dense = {}
     if recipe.dense:
         from moepack.calibrate.dense import dense_matrices

@@ -7,9 +7,25 @@ import re
 import threading
 from typing import Any
 
+from moepack.pack.errors import InputError, printable
+
 from .errors import bad
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def end_tokens(generation_config: Any) -> list[int]:
+    """The tokens that a model's generation_config.json ends an answer at; it may hold anything.
+
+    Raises:
+        InputError: where they are no tokens.
+    """
+    named = getattr(generation_config, "eos_token_id", None)
+    ids = [named] if not isinstance(named, list) else named
+    if any(type(i) is not int or i < 0 for i in ids if named is not None):
+        shown = printable(repr(named)[:60])
+        raise InputError(f"generation_config.json: eos_token_id is no token, nor a list of them: {shown}")
+    return [] if named is None else ids
 
 
 class Tokens:
@@ -22,11 +38,8 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
         self.tokenizer = tokenizer
-        named = getattr(generation_config, "eos_token_id", None)
-        ids = [named] if isinstance(named, int) else list(named or ())
-        if tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)
-        self.ends = frozenset(int(i) for i in ids)
+        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.ends = frozenset([*end_tokens(generation_config), *own])
         self._lock = threading.Lock()  # a fast tokenizer changes its settings while it encodes
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self._plain = self._fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,20 @@ def another_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return iter([None])
 
 
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every product that is taken over."""
+    tokens: list[int] = []
+    real = room.product
+
+    def seen(x: Tensor, *rest: Any) -> Tensor:
+        tokens.append(x.shape[:-1].numel())
+        return real(x, *rest)
+
+    monkeypatch.setattr(room, "product", seen)
+    return tokens
+
+
 def drawn(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
@@ -34,15 +49,16 @@ def close(got: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("rows", [1, 96, 333])
 @pytest.mark.parametrize("tokens", [(128,), (3, 257)])
-def test_linear(tokens: tuple[int, ...], rows: int) -> None:
+def test_linear(tokens: tuple[int, ...], rows: int, taken: list[int]) -> None:
     layer = torch.nn.Linear(200, rows, dtype=torch.bfloat16).requires_grad_(False)
     x = drawn(*tokens, 200)
     with room.widened(CPU, torch.bfloat16):
         got = layer(x)
     close(got, x.double() @ layer.weight.double().T + layer.bias.double())
+    assert taken == [x.shape[:-1].numel()]
 
 
-def test_grouped_product() -> None:
+def test_grouped_product(taken: list[int]) -> None:
     x, weight = drawn(700, 72), drawn(5, 40, 72)
     ends = torch.tensor([0, 300, 310, 600, 700], dtype=torch.int32)  # none, many, few
     with room.widened(CPU, torch.bfloat16):
@@ -51,43 +67,47 @@ def test_grouped_product() -> None:
     for group, end in enumerate(ends.tolist()):
         exact[start:end], start = x[start:end].double() @ weight[group].double().T, end
     close(got, exact)
+    assert taken == [300, 290], "few tokens are multiplied as they are"
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
-def test_products_of_eager_attention(lead: tuple[int, ...]) -> None:
+def test_products_of_eager_attention(lead: tuple[int, ...], taken: list[int]) -> None:
     q, k = drawn(*lead, 150, 64), drawn(*lead, 190, 64)
     with room.widened(CPU, torch.bfloat16):
         for got in (torch.matmul(q, k.transpose(-1, -2)), q @ k.transpose(-1, -2)):
             close(got, q.double() @ k.double().transpose(-1, -2))
+    assert taken == [150] * 2 * q.shape[:-2].numel()
 
 
-def test_axes_are_broadcast_as_by_torch() -> None:
+def test_axes_are_broadcast_as_by_torch(taken: list[int]) -> None:
     q, k = drawn(2, 1, 140, 16), drawn(1, 3, 16, 20)
     with room.widened(CPU, torch.bfloat16):
         close(torch.matmul(q, k), q.double() @ k.double())
+    assert taken == [140] * 6
 
 
 @pytest.mark.parametrize(
-    ("dtype", "supported", "taken"), [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, False, False)]
-)  # fmt: skip
+    ("dtype", "supported", "taken_over"),
+    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, False, False)],
+)
 def test_taken_over_only_where_torch_would_emulate(
-    dtype: torch.dtype, supported: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, supported: bool, taken_over: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
-    calls: list[int] = []
-    monkeypatch.setattr(room, "product", lambda *args: calls.append(1) or args[0])
     with room.widened(CPU, dtype):
         torch.nn.functional.linear(drawn(128, 8).to(dtype), drawn(8, 8).to(dtype))
-    assert bool(calls) == taken
-    assert room.widened_bytes(CPU, dtype, 100) == 1200 * taken and room.widened_bytes(CPU, dtype, 1 << 40) < 1 << 20
+    assert bool(taken) == taken_over
+    assert (
+        room.widened_bytes(CPU, dtype, 100) == 1200 * taken_over and room.widened_bytes(CPU, dtype, 1 << 40) < 1 << 20
+    )
 
 
-def test_few_tokens_and_other_dtypes_are_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "product", lambda *args: pytest.fail("taken over"))
+def test_few_tokens_and_other_dtypes_are_torch_s(taken: list[int]) -> None:
     with room.widened(CPU, torch.bfloat16):
         torch.nn.functional.linear(drawn(room.FEWEST - 1, 8), drawn(8, 8))
         torch.nn.functional.linear(torch.randn(500, 8), torch.randn(8, 8))
         torch.matmul(torch.randn(500, 8), torch.randn(8, 8))
+    assert not taken
 
 
 def test_no_more_is_converted_at_once_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +123,21 @@ def test_no_more_is_converted_at_once_than_is_said(monkeypatch: pytest.MonkeyPat
         tokens, columns, rows = shape
         room.product(drawn(tokens, columns), drawn(rows, columns))
     assert max(sizes) <= room.MOST and len(sizes) > 20
+
+
+def test_a_model_s_experts_and_linears_are_taken_over(taken: list[int]) -> None:
+    """As transformers runs them: none of its products of many tokens is left to torch."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=48, num_experts=2, num_experts_per_tok=2)  # type: ignore[call-arg]
+    config._experts_implementation = "grouped_mm"
+    block = Qwen3MoeSparseMoeBlock(config).bfloat16().requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.normal_(0, 0.1)
+    x = drawn(1, 200, 64)
+    plain = block(x)
+    with room.widened(CPU, torch.bfloat16):
+        got = block(x)
+    assert sorted(taken) == [200] * 5, "the router, and two matrices of two experts"
+    torch.testing.assert_close(got, plain, rtol=2**-6, atol=2e-3)

@@ -129,17 +129,36 @@ def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes: dict[str,
     one_line(str(error.value))
 
 
-def test_a_generation_config_that_asks_for_anything(victim: Victim) -> None:
-    for changes in ({"eos_token_id": "x"}, {"stop_strings": 3}, {"use_mtp": True}):
-        victim.rewrite("generation_config.json", json.dumps(changes).encode())
-        with in_time(60), pytest.raises(MoepackError, match="does not generate with it") as error:
-            generate(victim.path, "The", max_new_tokens=1)
+@pytest.mark.parametrize("end", ["x", -1, True, [3, "x"], [[]], {"a": 1}, 1.5])
+def test_a_generation_config_that_ends_at_no_token(end: Any, victim: Victim) -> None:
+    victim.rewrite("generation_config.json", json.dumps({"eos_token_id": end}).encode())
+    for use in (
+        lambda: generate(victim.path, "The", max_new_tokens=1),
+        lambda: serve(Serve(str(victim.path), port=0), lambda where: None),
+    ):
+        with in_time(60), pytest.raises(MoepackError, match=r"generation_config\.json") as error:
+            use()
         one_line(str(error.value))
-        victim.restore()
-    victim.rewrite("generation_config.json", json.dumps({"num_beams": 4}).encode())
-    assert generate(victim.path, "The", max_new_tokens=1), (
-        "what it says of choosing is not what the command was asked for"
-    )
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [{"stop_strings": 3}, {"use_mtp": True}, {"num_beams": 4}, {"cache_implementation": "static"}, {"do_sample": True},
+     {"repetition_penalty": 9.0}, {"max_length": 1}, {"suppress_tokens": "x"}, {"max_time": 0}],
+)  # fmt: skip
+def test_a_generation_config_that_asks_for_anything(asks: dict[str, Any], victim: Victim) -> None:
+    """What it says of choosing is not what the command was asked for."""
+    plain = generate(victim.path, "The", max_new_tokens=4)
+    victim.rewrite("generation_config.json", json.dumps(asks).encode())
+    assert generate(victim.path, "The", max_new_tokens=4) == plain
+
+
+def test_an_error_of_the_caller_s_own_stays_its_own(bundle: Path) -> None:
+    def tell(text: str) -> None:
+        raise ValueError("a pipe that has gone")
+
+    with pytest.raises(ValueError, match="a pipe that has gone"):
+        generate(bundle, "The", max_new_tokens=4, tell=tell)
 
 
 def test_a_context_of_no_tokens_is_none(victim: Victim, evaluation: Path) -> None:

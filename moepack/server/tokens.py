@@ -21,11 +21,13 @@ def end_tokens(generation_config: Any) -> list[int]:
         InputError: where they are no tokens.
     """
     named = getattr(generation_config, "eos_token_id", None)
-    ids = [named] if not isinstance(named, list) else named
-    if any(type(i) is not int or i < 0 for i in ids if named is not None):
+    if named is None:
+        return []
+    ids: list[int] = named if isinstance(named, list) else [named]
+    if any(type(i) is not int or i < 0 for i in ids):
         shown = printable(repr(named)[:60])
         raise InputError(f"generation_config.json: eos_token_id is no token, nor a list of them: {shown}")
-    return [] if named is None else ids
+    return ids
 
 
 class Tokens:

@@ -7,8 +7,8 @@
 The first builds two generated checkpoints with equal layers, 4 and 24 of them, rounded to nearest (a quantiser's own
 memory does not depend on depth). The second gives each build the shipped recipe's tokens, versions and method in a
 `--memory`, on text of random words. It ends once some experts are made, as a batch takes what another does: all of
-Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB of 256 experts, 16 are generated, as a layer has to be in
-memory whole; half of its recipe's tokens are sent to one of them each: an expert sees as many as one of 256 does.
+Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB of 256 experts, four are generated, as a layer has to be in
+memory whole; an eighth of its recipe's tokens are sent to one of them each: an expert sees as many as one of 256 does.
 """
 
 from __future__ import annotations
@@ -171,13 +171,13 @@ class Shape:
 SHAPES = (
     Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 36, 512),
     Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 18 << 30, 1, 128),
-    Shape("DeepSeek-V3, 16 of 256 experts", "deepseek-v3", 7168, 16, 2048, 1, 12 << 30, 4, 512),
+    Shape("DeepSeek-V3, 4 of 256 experts", "deepseek-v3", 7168, 4, 2048, 1, 5 << 30, 2, 128),
 )
 # The same by a 16th of the hidden size and an eighth of the experts', in what the process itself takes and little more.
 SMALL = (
     Shape("Qwen3-30B-A3B, small", "qwen3-30b-a3b", 128, 128, 96, 8, 2200 << 20, 32, 8),
     Shape("Mixtral-8x7B, small", "mixtral-8x7b", 256, 8, 1792, 2, 2200 << 20, 2, 8),
-    Shape("DeepSeek-V3, small", "deepseek-v3", 448, 16, 256, 1, 2200 << 20, 4, 8),
+    Shape("DeepSeek-V3, small", "deepseek-v3", 448, 4, 256, 1, 2200 << 20, 2, 8),
 )
 
 

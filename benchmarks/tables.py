@@ -187,6 +187,31 @@ def estimates() -> str:
     return table(["hidden size", "time, said / was", "memory", "disk"], out)
 
 
+def bounded() -> str:
+    """The peak of builds of layers of true size in a bound."""
+    out = []
+    for path in sorted(RESULTS.glob("build-bounded-*.json")):
+        for row in results(path.stem)["rows"]:
+            sizes = [f"{row[k]:,.0f} MiB" for k in ("layer MiB", "bound MiB", "peak MiB")]
+            out.append([row["layer"], f"{row['tokens']:,}", *sizes, f"{row['experts made']} of {row['of']}"])
+    return table(["layer", "tokens", "in BF16", "`--memory`", "peak", "experts made"], out)
+
+
+def layer_time() -> str:
+    """How long a layer of Qwen3-30B-A3B takes."""
+    row = results("build-bounded-qwen3-30b-a3b")["rows"][0]
+    out = [["calibrating", _duration(row["calibrate s"])]]
+    out += [[f"quantising {row['experts made']} of its {row['of']} experts", _duration(row["quantise s"])]]
+    whole = row["calibrate s"] + row["quantise s"] / row["experts made"] * row["of"]
+    out += [["all of the layer, by these", _duration(whole)]]
+    return table([f"a layer of {row['layer']}, {row['tokens']:,} tokens", "time"], out)
+
+
+def _duration(seconds: float) -> str:
+    """Minutes."""
+    return f"{seconds / 60:.1f} min"
+
+
 def scale() -> str:
     """One worker on Ray, and two."""
     rows = results("scale")["rows"]
@@ -511,7 +536,7 @@ def families() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, losses, quantisers, build, estimates, scale,
+        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, estimates, scale,
         codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector,
         retention, on_demand, prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers,
         peer_models, peer_quality, peer_versions,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.config_counts import check_counts
-from moepack.pack.errors import BundleError, InputError
+from moepack.pack.errors import BundleError, InputError, in_a_line
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
@@ -177,17 +177,19 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
         raise InputError(f"{file}: not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
+    if not isinstance(document.get("quantization_config"), dict | None):
+        raise InputError(f"{file}: its quantization_config is no mapping")
     check_counts(str(file), document)
     scheme = read_scheme(path, document.get("quantization_config"))
     try:
         config = AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # which classes its validation raises depends on transformers' version
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if document["model_type"] not in CONFIG_MAPPING:
             message = f"model_type {document['model_type']!r} is unknown to this transformers: upgrade transformers"
             raise InputError(f"{file}: {message}") from None
-        raise InputError(f"{file}: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{file}: {in_a_line(error)}") from None
     if scheme is not None:
         del config.quantization_config
     return config, scheme

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, in_a_line
 
 from .dense import DenseWatch
 from .held import empty, release
@@ -139,12 +139,10 @@ class CalibrationPass:
                     stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
         except _More:
             raise self._returns_more() from None
+        except torch.OutOfMemoryError:
+            raise
         except CODE_ERRORS as error:
-            name, why = (
-                stream.checkpoint.config.model_type,
-                (str(error).strip() or type(error).__name__).splitlines()[0],
-            )
-            raise InputError(f"{name} cannot be run layer by layer: its own code says: {why}") from error
+            raise self._own_code(error) from error
         finally:
             for layer, forward in zip(stream.layers, restore, strict=True):
                 layer.forward = forward
@@ -152,6 +150,10 @@ class CalibrationPass:
     def _returns_more(self) -> InputError:
         name = self._stream.checkpoint.config.model_type
         return InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
+
+    def _own_code(self, error: Exception) -> InputError:
+        name = self._stream.checkpoint.config.model_type
+        return InputError(f"{name} cannot be run layer by layer: its own code says: {in_a_line(error)}")
 
     def _keep(self, batch: int, hidden: Tensor) -> None:
         """Put a batch's activations where they stay until the next layer."""
@@ -215,7 +217,12 @@ class CalibrationPass:
             for i, hidden in enumerate(self.hidden):
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
                 with widened(self._stream.device, self._dtype):
-                    out = layer(hidden.to(self._stream.device), **arguments)
+                    try:
+                        out = layer(hidden.to(self._stream.device), **arguments)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except CODE_ERRORS as error:
+                        raise self._own_code(error) from error
                 if not isinstance(out, Tensor):
                     raise self._returns_more()
                 self._keep(i, out)
@@ -234,6 +241,8 @@ class _Seen:
 
     def take(self, inputs: Tensor, experts: Tensor, gates: Tensor) -> None:
         """Copy one call's tensors."""
+        if not experts.shape[1]:
+            raise InputError("a layer's router chooses no expert: see the config's number of experts per token")
         if not self._parts:
             self._parts = (
                 empty((self._tokens, inputs.shape[1]), inputs.dtype, self._folder),

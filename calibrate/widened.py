@@ -45,24 +45,28 @@ class _Widened(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is linear and len(args) >= 2 and _fits(args[0], args[1]):
-            return product(*args, **kwargs)
-        if func is torch._grouped_mm and len(args) == 2 and _fits(*args) and _only_ends(kwargs):
-            return _grouped(*args, kwargs["offs"])
-        if func in _PRODUCTS and not kwargs and _fits(*args) and args[0].ndim == args[1].ndim:
-            return _matmul(*args)
+        if all(isinstance(a, Tensor) and a.dtype == torch.bfloat16 and a.numel() for a in args):
+            if func is linear and not kwargs and args[0].ndim >= 2 == args[1].ndim and _rows(args[0]) >= FEWEST:
+                return product(*args)
+            if func is torch._grouped_mm and _is_grouped(args, kwargs) and len(args[0]) >= FEWEST:
+                return _grouped(args[0], args[1], kwargs["offs"])
+            if func in _PRODUCTS and not kwargs and _are_alike(*args) and args[0].shape[-2] >= FEWEST:
+                return _matmul(*args)
         return func(*args, **kwargs)
 
 
-def _fits(x: Any, weight: Any) -> bool:
-    return (
-        isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dtype == weight.dtype == torch.bfloat16
-        and x.ndim >= 2 and weight.ndim >= 2 and x.shape[:-1].numel() >= FEWEST
-    )  # fmt: skip
+def _rows(x: Tensor) -> int:
+    return x.shape[:-1].numel()
 
 
-def _only_ends(kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("offs") is not None and all(v is None for k, v in kwargs.items() if k != "offs")
+def _is_grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    plain = all(value is None for name, value in kwargs.items() if name != "offs")
+    return [a.ndim for a in args] == [2, 3] and kwargs.get("offs") is not None and plain
+
+
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    """Whether each matrix of one tensor is multiplied by one of the other."""
+    return x.ndim == y.ndim >= 2 and x.shape[-1] == y.shape[-2] and x.shape[:-2] == y.shape[:-2]
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -94,12 +98,11 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x [..., n, k] by y [..., k, m], leading axes alike or 1."""
+    """x [..., n, k] by y [..., k, m], leading axes alike."""
     if x.ndim == 2:
         return product(x, y.T)
-    lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    out = torch.empty(*lead, x.shape[-2], y.shape[-1], dtype=x.dtype)
-    xs, ys, outs = (t.reshape(-1, *t.shape[-2:]) for t in (x.expand(*lead, -1, -1), y.expand(*lead, -1, -1), out))
+    out = torch.empty(*x.shape[:-1], y.shape[-1], dtype=x.dtype)
+    xs, ys, outs = (t.reshape(-1, *t.shape[-2:]) for t in (x, y, out))
     for i in range(len(outs)):
-        outs[i] = product(xs[i], ys[i].T) if xs.shape[1] >= FEWEST else xs[i] @ ys[i]
-    return outs.reshape(out.shape)
+        outs[i] = product(xs[i], ys[i].T)
+    return out

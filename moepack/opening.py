@@ -50,7 +50,7 @@ def load_model(
     import torch
 
     from moepack.calibrate.stream import quiet_transformers
-    from moepack.runtime.load import load
+    from moepack.runtime.load import from_pretrained, load
 
     wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     if is_bundle:
@@ -63,7 +63,7 @@ def load_model(
 
     opened = open_checkpoint(path)
     with quiet_transformers():
-        return auto_class(opened.config).from_pretrained(opened.path, dtype=wanted, device_map=device)
+        return from_pretrained(auto_class(opened.config), opened.path, dtype=wanted, device_map=device)
 
 
 def check(

@@ -16,7 +16,14 @@ MAX_LABELS = 1 << 16
 _MOST = (
     (re.compile(r"num_labels"), MAX_LABELS),
     (re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)|(\w+_)?depths?"), MAX_LAYERS),
-    (re.compile(r"(num|n|d)_\w+|(\w+_)?(dims?|size|rank|heads|experts)"), MAX_DIM),
+    # Not those that say of the model how large it is, or of its training: nothing is made by them.
+    (
+        re.compile(
+            r"(?!total_size$|\w*_(params|parameters|tokens|steps)$)"
+            r"((num|n|d)_\w+|(\w+_)?(dims?|size|rank|heads|experts))"
+        ),
+        MAX_DIM,
+    ),
 )
 
 

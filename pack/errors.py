@@ -24,8 +24,9 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def in_a_line(error: BaseException, most: int = 300) -> str:
-    """What an error of another library says, `printable` and in one line; its class where it says nothing."""
-    return printable(" ".join(str(error).split())[:most]) or type(error).__name__
+    """What an error of another library says, `printable` and in a line; with its class where that is a word or less."""
+    words, name = printable(" ".join(str(error).split())[:most]), type(error).__name__
+    return words if " " in words else f"{name} {words}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)

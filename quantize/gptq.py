@@ -31,7 +31,7 @@ from moepack.pack.spec import Version
 
 from .factor import Factored, factor
 from .grid import Quantised, fix_scale, fix_zero
-from .lanes import Lanes, column_sums, search, stored_scale
+from .lanes import LANE, Lanes, column_sums, search, stored_scale
 
 SWEEPS = 2
 _SUB = 16  # columns whose errors are handed on one by one; further ones get them by matrix product, 16 at a time
@@ -67,7 +67,7 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
         rows = wide_rows(own, len(alike))
         step = experts_at_once(own, cols, len(alike), experts, weight.device.type)
         for start in range(0, experts, step):
-            wide = weight[start : start + step].repeat(1, rows // own, 1)
+            wide = weight[start : start + step].repeat(1, -(-rows // own), 1)[:, :rows]
             part = _batch(wide, moments[start : start + step], alike, size)
             for version, q in zip(alike, part, strict=True):
                 made[version].append(q if rows == own else _first(q, own))
@@ -75,8 +75,9 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
 
 
 def wide_rows(rows: int, widths: int) -> int:
-    """Rows of a matrix as it is worked on at so many widths: repeated until products have LEAST_LANES."""
-    return rows * -(-LEAST_LANES // (rows * widths))
+    """Rows of a matrix as it is worked on at so many widths: repeated until products have LEAST_LANES, and until they
+    are a multiple of LANE."""
+    return -(-max(rows, -(-LEAST_LANES // widths)) // LANE) * LANE
 
 
 def experts_at_once(rows: int, cols: int, widths: int, experts: int, device: str = "cpu") -> int:

@@ -22,6 +22,8 @@ STARTS = (0.95, 0.8, 0.65)
 FINE_STARTS = (1.02, 1.0, 0.97)  # of more than FINE codes: at 8 bits the others give up 4.5 times the error by clipping
 FINE = 16
 ROUNDS = 3
+# Lanes that a product of matrices takes together: of a number that is no multiple, the last add up in another order.
+LANE = 64
 _CHUNK = 1 << 17  # elements: 512 KiB of float32, a few of which fit into a core's cache
 
 
@@ -64,7 +66,8 @@ def stored_scale(scale: Tensor, other: Tensor) -> Tensor:
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """The sums over the columns of [experts, cols, lanes]: [experts, lanes], a lane's the same whatever is beside it.
+    """The sums over the columns of [experts, cols, lanes]: [experts, lanes]. Where lanes and those before them are
+    multiples of LANE, a lane's is the same whatever is beside it.
 
     By a product: torch's own sum adds the lanes beyond a multiple of 32 in another order than the rest.
     """
@@ -83,7 +86,7 @@ def search(block: Tensor, weight: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]
         scale, zero (in codes): float32 [experts, lanes].
     """
     count = block.shape[-1]
-    step = count if block.is_cuda else max(1, _CHUNK // (block.shape[0] * block.shape[1]))
+    step = count if block.is_cuda else max(LANE, _CHUNK // (block.shape[0] * block.shape[1]) // LANE * LANE)
     parts = []
     for a in range(0, count, step):
         b = min(a + step, count)

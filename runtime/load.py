@@ -131,13 +131,33 @@ def load(
     options: dict[str, Any] = {"revision": revision or "main", "token": token}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    with _loading, loading_report(progress):
+        return from_pretrained(kind, bundle, config=config, dtype=dtype, device_map=device, **options)
+
+
+def from_pretrained(kind: Any, name: str | Path, revision: str = "main", token: Any = None, **options: Any) -> Any:
+    """What a model class of transformers makes of a bundle or a checkpoint.
+
+    Raises:
+        InputError: where transformers' code does not take its configuration, or what it says of generation.
+    """
+    import torch
+    from transformers import GenerationConfig
+
     try:
-        with _loading, loading_report(progress):
-            return kind.from_pretrained(bundle, config=config, dtype=dtype, device_map=device, **options)
+        generation = GenerationConfig.from_pretrained(name, revision=revision, token=token)
+    except OSError:  # there is none
+        generation = None
+    except Exception as error:  # it may hold anything
+        raise InputError(
+            f"{name}: transformers does not take its generation_config.json: {in_a_line(error)}"
+        ) from error
+    try:
+        return kind.from_pretrained(name, generation_config=generation, revision=revision, token=token, **options)
     except (MoepackError, torch.OutOfMemoryError):
         raise
     except _MISFIT as error:
-        raise InputError(f"{bundle}: transformers does not make its model of it: {in_a_line(error)}") from error
+        raise InputError(f"{name}: transformers does not make its model of it: {in_a_line(error)}") from error
 
 
 def check_bundle(bundle: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:

@@ -70,8 +70,11 @@ def build(
             raise InputError("--add goes on from what a build with --keep left: name its --work")
         if dry_run:
             raise InputError("--dry-run says what a whole build takes, and nothing of --add: leave one of them out")
-        if calibration or recipe != "default":
-            raise InputError("--add goes by the recipe and the text of --work: leave --recipe and --calibration out")
+        if calibration or recipe != "default" or keep:
+            raise InputError(
+                "--add goes by the recipe, the text and what is kept of --work: leave --recipe, --calibration and "
+                "--keep out"
+            )
         names, sizes = names_of(added), parse_group_sizes(group_sizes or ())
         with progress(quiet) as reporter:
             report = add(
@@ -86,7 +89,9 @@ def build(
         from moepack.pipeline.estimate import estimate, render
 
         with progress(quiet) as reporter:
-            expected = estimate(checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work)
+            expected = estimate(
+                checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work, engine, address
+            )
         print_json(asdict(expected)) if as_json else console().print(render(expected))
         return
     with progress(quiet) as reporter:

@@ -37,11 +37,11 @@ _NAMES = {
 def run_record(directory: WorkDirectory) -> dict[str, Any]:
     """What the first stage noted of the run; InputError where it has not run."""
     try:
-        record = json.loads((directory.path / "run.json").read_text())
-        directory.settings()["calibrate"]
-    except (OSError, ValueError, KeyError):
+        record = dict(json.loads((directory.path / "run.json").read_text()))
+        directory.settings()["calibrate"], record["recipe"], record["expert_layers"]
+    except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
-    return dict(record)
+    return record
 
 
 def digested(directory: WorkDirectory) -> dict[str, Any]:

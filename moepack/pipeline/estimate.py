@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.memory import bound_kernel_caches
 from moepack.pack.layer_file import header_size
 from moepack.pack.spec import LOSSLESS, Matrix, affine_extent_size, dense_layers
+from moepack.pack.writer import check_target
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
@@ -22,10 +23,12 @@ from moepack.runtime.load import check_device
 
 from .bound import Needs, Placement, needs_of, peak, place
 from .dense_part import lossless_matrix
+from .executors import check_engine
 from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
 from .run import EVERY, Dense
 from .start import calibration_text, dense_parts
+from .work import check_work
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +79,8 @@ def estimate(
     revision: str | None = None,
     memory: int | None = None,
     work: str | Path | None = None,
+    engine: str = "local",
+    address: str | None = None,
 ) -> Estimate:
     """What `moepack.build` with these arguments will take. Writes a probe beside `output`, and removes it.
 
@@ -85,6 +90,10 @@ def estimate(
     began = time.perf_counter()
     bound_kernel_caches()
     check_device(device)
+    check_engine(engine, address)
+    check_target(Path(output))
+    if work is not None:
+        check_work(Path(work))
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision, memory)

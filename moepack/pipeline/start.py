@@ -51,6 +51,7 @@ def calibration_text(
     sources = [Source(str(s)) for s in calibration] or how.data
     names, weights = [s.source for s in sources], [s.weight for s in sources]
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or how.length
+    limit = limit if limit > 0 else how.length
     count = max(how.most, how.samples) if how.until else how.samples
     return names, data.calibration_windows(names, tokenizer, count, min(how.length, limit), how.seed, weights)
 
@@ -145,8 +146,11 @@ def resume(
     from moepack.calibrate.stream import StreamedModel
 
     where = run_record(directory)
-    if recipe is None:
-        recipe = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
+    first = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
+    recipe = recipe or first
+    if (recipe.calibration, recipe.mtp) != (first.calibration, first.mtp):
+        reporter.note("it is calibrated already: how, the recipe of calibrate says, and this one's is not gone by")
+        recipe = replace(recipe, calibration=first.calibration, mtp=first.mtp)
     opened = open_checkpoint(where["checkpoint"])
     stream, recipe = StreamedModel(opened, device), with_text(recipe)
     dense = dense_parts(stream, recipe)

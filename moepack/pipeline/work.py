@@ -28,6 +28,15 @@ PROBE = "shared-"  # how the names of files begin by which machines learn that t
 ADDED = "add-"  # how stages begin that add versions
 
 
+def check_work(path: Path) -> None:
+    """Refuse what could not become a work directory; makes nothing. Raises TargetError."""
+    above = path.absolute()
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise TargetError(f"{path}: cannot be used as a work directory: {above} is not a writable directory")
+
+
 class WorkDirectory:
     """An open, locked work directory. A stage is "calibrate", "quantize" or one that adds versions; a piece is
     one layer of a stage."""
@@ -79,6 +88,7 @@ class WorkDirectory:
                 if isinstance(was, dict) and isinstance(now, dict):
                     part = next(k for k in sorted({*was, *now}) if was.get(k) != now.get(k))
                     key, was, now = f"{key} ({part})", was.get(part), now.get(part)
+                key += " (the recipe's, or fewer to stay in --memory)" if key == "batch_size" else ""
                 raise InputError(
                     f"{self.path}: holds pieces made with another {key}: {_short(was)}, now {_short(now)}: use the old "
                     "setting, another --work, or --fresh"

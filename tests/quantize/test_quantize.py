@@ -230,7 +230,7 @@ def test_experts_are_split_where_memory_is_bounded(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(gptq, "Work", Spy)
     monkeypatch.setattr(gptq, "BATCH_BYTES", {"cpu": 2 * gptq.working_bytes(48, 192, 4)})
-    lanes = 48 * len(versions)
+    lanes = gptq.wide_rows(48, len(versions)) * len(versions)
     for least, narrow, wanted in ((0, 8, [2, 2, 1]), (3 * lanes, 8, [3, 2]), (99 * lanes, 2, [4, 1])):
         monkeypatch.setattr(gptq, "LANES", least)
         monkeypatch.setattr(gptq, "NARROW", narrow)
@@ -347,10 +347,30 @@ def test_importing_gptqmodel_leaves_the_environment(capfd: pytest.CaptureFixture
 
 
 def test_sums_do_not_depend_on_the_lanes_beside() -> None:
-    """Sixteen rows at five widths are 80 lanes, at three 48: torch's sum adds the last sixteen in another order."""
-    from moepack.quantize.lanes import column_sums
+    """Whole LANEs of them, wherever they begin; torch's sum adds the lanes behind a multiple of 32 in another order."""
+    from moepack.quantize.lanes import LANE, column_sums
 
-    x = torch.randn(4, 64, 160, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 64, 5 * LANE, generator=torch.Generator().manual_seed(0))
     whole = column_sums(x)
     assert torch.allclose(whole, x.sum(1), atol=1e-5)
-    assert all(torch.equal(column_sums(x[..., :n].contiguous()), whole[:, :n]) for n in (48, 80, 96, 112, 144))
+    for a in range(0, 5 * LANE, LANE):
+        for b in range(a + LANE, 5 * LANE + 1, LANE):
+            assert torch.equal(column_sums(x[..., a:b].contiguous()), whole[:, a:b])
+
+
+@pytest.mark.parametrize(("experts", "rows", "cols"), [(6, 768, 256), (3, 200, 256), (3, 33, 128), (16, 96, 64)])
+def test_a_version_is_the_same_alone_and_beside_others(experts: int, rows: int, cols: int) -> None:
+    """Whatever the rows, and whether as many experts are worked on at once."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        w, m = weights(experts, rows, cols), moments(inputs(experts, 500, cols))
+        every = [Version.of(f"w{bits}", 64) for bits in WIDTHS]
+        beside = gptq.quantise_widths(w, m, every)
+        for version in every:
+            alone, both = gptq.quantise_widths(w, m, [version])[version], beside[version]
+            assert torch.equal(alone.codes, both.codes) and torch.equal(alone.scale, both.scale)
+            assert alone.zero is None or torch.equal(alone.zero, both.zero)
+    finally:
+        torch.set_num_threads(threads)
+    assert gptq.experts_at_once(768, 256, 4, 6) < gptq.experts_at_once(768, 256, 1, 6)

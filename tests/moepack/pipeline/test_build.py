@@ -24,6 +24,7 @@ from moepack.pack.reader import open_bundle
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import Run
+from moepack.progress import Reporter
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
@@ -182,6 +183,34 @@ def test_quantised_by_another_recipe_than_calibrated(demo_model: Path, text: Pat
     (work / "settings.json").unlink()
     with pytest.raises(InputError, match="run moepack calibrate first"):
         pipeline.quantize(work)
+
+
+def test_calibration_of_another_recipe_is_not_gone_by(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Nor told of in the bundle: nothing was calibrated by it."""
+    work = tmp_path / "work"
+    first = parse_recipe(RTN, "t")
+    pipeline.calibrate(demo_model, work, first, [text])
+    calibration = replace(first.calibration, samples=512, seed=9, data=())
+    notes = Notes()
+    pipeline.quantize(work, replace(first, calibration=calibration, mtp="keep"), reporter=notes)
+    pipeline.pack(work, tmp_path / "b")
+    provenance = moepack.open(tmp_path / "b").manifest.provenance
+    assert parse_recipe(str(provenance["recipe"]), "kept") == replace(first, text=str(provenance["recipe"]))
+    assert any("calibrated already" in note for note in notes.notes)
+    (work / "run.json").write_text("[]")
+    for use in (lambda: pipeline.quantize(work), lambda: pipeline.pack(work, tmp_path / "c")):
+        with pytest.raises(InputError, match="run moepack calibrate first"):
+            use()
+
+
+class Notes(Reporter):
+    """Keeps what is noted."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def test_starting_over_is_stopped(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.tokens import LAYER, LayerTokens, expert_tokens
 from moepack.cli import app
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MoepackError
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import _shared_out, estimate
 from moepack.pipeline.recipe import parse_recipe
@@ -52,6 +53,25 @@ def test_command(demo_model: Path, text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
     shown = CliRunner().invoke(app, [*arguments, "--quiet"])
     assert shown.exit_code == 0 and "bundle, bytes" in shown.output
+
+
+def test_a_dry_run_refuses_what_a_build_refuses(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    recipe = parse_recipe(RECIPE, "test")
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("full", {}, "is not empty"),
+        ("file/below", {}, "is not a writable directory"),
+        ("b", {"work": tmp_path / "file"}, "cannot be used as a work directory"),
+        ("b", {"engine": "nope"}, "engine 'nope' is unknown"),
+        ("b", {"address": "localhost:1"}, "say --engine ray"),
+    )
+    for output, more, message in cases:
+        for run in (estimate, build):
+            with pytest.raises(MoepackError, match=message):
+                run(demo_model, tmp_path / output, recipe, [text], **more)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full"]
 
 
 def test_the_probe_is_of_what_a_build_brings_experts() -> None:

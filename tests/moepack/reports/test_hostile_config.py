@@ -16,6 +16,8 @@ from hostile_edits import Victim, in_time, one_line
 import moepack
 from moepack.generation import generate
 from moepack.pack.errors import MoepackError
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.server.command import Serve, serve
@@ -109,6 +111,43 @@ def test_a_checkpoints_config_is_refused_in_a_line(demo_model: Path, text: Path,
             one_line(str(error.value))
 
 
+UNFIT: tuple[dict[str, Any], ...] = (
+    {"hidden_size": "128"}, {"hidden_size": -5}, {"hidden_size": 0}, {"num_hidden_layers": 2.0}, {"use_cache": "x"},
+    {"rope_parameters": []}, {"rope_parameters": {"rope_type": "nonsense"}}, {"rope_parameters": {"rope_type": True}},
+    {"hidden_act": "nonsense"}, {"dtype": "nonsense"}, {"num_attention_heads": 0}, {"head_dim": 0}, {"head_dim": -2},
+    {"num_experts_per_tok": 0}, {"num_experts_per_tok": -1}, {"num_experts_per_tok": 99}, {"architectures": 7},
+    {"architectures": [{}]}, {"pad_token_id": 1 << 20}, {"quantization_config": []}, {"quantization_config": "fp8"},
+    {"attn_implementation": "flash_attention_2"}, {"auto_map": 3}, {"id2label": [1]}, {"num_labels": "9"},
+    {"vocab_size": -1}, {"decoder_sparse_step": 0}, {"text_config": 3}, {"moe_intermediate_size": [64]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", UNFIT, ids=str)
+def test_a_checkpoint_that_no_model_fits_is_refused_in_a_line(
+    changes: dict[str, Any], demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    (model / CONFIG).write_text(json.dumps(json.loads((model / CONFIG).read_text()) | changes))
+    recipe = parse_recipe("{quantize: {method: rtn, loss_tokens: 32}, calibration: {samples: 2, length: 32}}", "test")
+    with in_time(60), pytest.raises(MoepackError) as error:
+        estimate(model, tmp_path / "bundle", recipe, [text])
+    one_line(str(error.value))
+    assert len(str(error.value).removeprefix(str(model)).split()) > 3, "a word alone says nothing"
+
+
+@pytest.mark.parametrize(
+    "asks", [{"num_return_sequences": 3}, {"max_new_tokens": -3}, {"watermarking_config": {"a": 1}}, [], "x"], ids=str
+)
+def test_a_generation_config_that_transformers_refuses_is_named(asks: Any, demo_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    (model / "generation_config.json").write_text(json.dumps(asks))
+    with in_time(60), pytest.raises(MoepackError, match=r"generation_config\.json") as error:
+        generate(model, "The", max_new_tokens=1)
+    one_line(str(error.value))
+
+
 def test_a_bundles_tokenizer_is_not_loaded_by_an_absurd_config(victim: Victim) -> None:
     config(num_labels=10**9)(victim)
     with in_time(20), pytest.raises(MoepackError, match="has num_labels"):
@@ -129,7 +168,7 @@ def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes: dict[str,
     one_line(str(error.value))
 
 
-@pytest.mark.parametrize("end", ["x", -1, True, [3, "x"], [[]], {"a": 1}, 1.5])
+@pytest.mark.parametrize("end", ["x", -1, True, [3, "x"], [[]], {"a": 1}, 1.5, 1 << 31, [1, 10**30]])
 def test_a_generation_config_that_ends_at_no_token(end: Any, victim: Victim) -> None:
     victim.rewrite("generation_config.json", json.dumps({"eos_token_id": end}).encode())
     for use in (

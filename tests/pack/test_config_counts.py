@@ -12,7 +12,7 @@ from moepack.pack.errors import InputError
 
 @pytest.mark.parametrize(
     "document",
-    [{"num_parameters": 30 * 10**9}, {"n_params": 10**12}, {"total_size": 61 * 10**9}, {"num_train_tokens": 15 * 10**12},
+    [{"num_parameters": 30 * 10**9}, {"n_params": 10**12}, {"total_size": 61 * 10**9}, {"num_train_tokens": 10**13},
      {"vocab_size": 262_144, "hidden_size": 7168, "num_hidden_layers": 61, "num_experts": 384}, {"hidden_size": "x"}],
 )  # fmt: skip
 def test_what_models_say_is_taken(document: dict[str, Any]) -> None:
@@ -20,7 +20,8 @@ def test_what_models_say_is_taken(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["num_labels", "num_hidden_layers", "n_layer", "hidden_size", "head_dim", "d_model", "num_experts", "vocab_size"]
+    "key",
+    ["num_labels", "num_hidden_layers", "n_layer", "hidden_size", "head_dim", "d_model", "num_experts", "vocab_size"],
 )  # fmt: skip
 def test_what_no_model_has_is_refused(key: str) -> None:
     for document in ({key: 10**10}, {"text_config": {key: 10**10}}, {key: [1, 10**10]}):

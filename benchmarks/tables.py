@@ -207,6 +207,15 @@ def layer_time() -> str:
     return table([f"a layer of {row['layer']}, {row['tokens']:,} tokens", "time"], out)
 
 
+def widened() -> str:
+    """BF16 products by torch's emulation, and in float32."""
+    out = []
+    for row in results("widened")["rows"]:
+        times = [f"{row[k]:.2f} s" for k in ("torch, s", "float32, s")]
+        out.append([row["product"], row["torch keeps to"], *times, f"{row['float32 over torch']:.2f}"])
+    return table(["product", "instructions", "torch in BF16", "in float32", "ratio"], out)
+
+
 def _duration(seconds: float) -> str:
     """Minutes."""
     return f"{seconds / 60:.1f} min"
@@ -536,8 +545,8 @@ def families() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, estimates, scale,
-        codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector,
+        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, widened, estimates,
+        scale, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector,
         retention, on_demand, prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers,
         peer_models, peer_quality, peer_versions,
     )

@@ -22,8 +22,11 @@ _PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tenso
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies in BF16 faster than in float32; a CPU's instructions halve the time."""
-    return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
+    """Whether a device multiplies in BF16 faster than in float32: GPUs since Ampere; CPUs whose instructions for it
+    halve the time."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
 
 
 def widened(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

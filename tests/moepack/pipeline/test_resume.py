@@ -91,10 +91,10 @@ def test_losses_of_two_estimates_are_not_mixed(
     import moepack.quantize.losses
 
     recipe, addresses = parse_recipe(RECIPE, "test"), []
-    original = moepack.pipeline.executors.make_batch
+    original, now = moepack.pipeline.executors.make_batch, moepack.quantize.losses.ESTIMATE
 
     def stopped(task, *rest):  # type: ignore[no-untyped-def]
-        for number in (1, 2, 2):
+        for number in (now - 1, now, now):
             monkeypatch.setattr(moepack.quantize.losses, "ESTIMATE", number)
             addresses.append(task.address("observed"))
         if task.layer:
@@ -105,6 +105,6 @@ def test_losses_of_two_estimates_are_not_mixed(
     with pytest.raises(KeyboardInterrupt):
         build(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
     assert addresses[0] != addresses[1] == addresses[2]
-    monkeypatch.setattr(moepack.quantize.losses, "ESTIMATE", 3)
-    with pytest.raises(InputError, match=r"pieces made with another estimate of losses: 2, now 3: .*--fresh"):
+    monkeypatch.setattr(moepack.quantize.losses, "ESTIMATE", now + 1)
+    with pytest.raises(InputError, match=rf"another estimate of losses: {now}, now {now + 1}: .*--fresh"):
         build(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")

@@ -319,11 +319,12 @@ def agree(bundle: Path, tiny: Path, budget: int, device: str) -> dict[str, Any]:
 
 # What the budget does not see on a CPU: stacks and arenas of two threads, Python objects of the serving machinery, what
 # the host's store reads ahead for a while, holes of buffers below 512 KiB in the heap. Measured: 3 to 12 MB of 220.
-UNSEEN = 16 << 20
+# Where the processor has no BF16 instructions, also what oneDNN converts to emulate them: 25 to 54 MB, 7 without oneDNN.
+UNSEEN = 16 << 20 if torch.cpu._is_avx512_bf16_supported() else 64 << 20
 
 
 def test_the_process_takes_what_is_reserved(middle: Path, bundle: Path) -> None:
-    """Within 3 % and 16 MiB, at the peak, through promotions, a growing cache and its end."""
+    """Within 3 % and UNSEEN, at the peak, through promotions, a growing cache and its end."""
     facts = agree(middle, bundle, 220_000_000, "cpu")
     assert abs(facts["taken"] - facts["reserved"]) <= 0.03 * facts["reserved"] + UNSEEN, facts
 

@@ -177,8 +177,6 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
         raise InputError(f"{file}: not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{file}: names no model_type")
-    if not isinstance(document.get("quantization_config"), dict | None):
-        raise InputError(f"{file}: its quantization_config is no mapping")
     check_counts(str(file), document)
     scheme = read_scheme(path, document.get("quantization_config"))
     try:

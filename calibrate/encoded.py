@@ -53,7 +53,7 @@ def read_scheme(where: object, document: Any) -> Scheme | None:
     method = document.get("quant_method") if isinstance(document, dict) else document
     if method == "mxfp4":
         return Scheme(MXFP4)
-    if method == "fp8" and document.get("expert_dtype", "fp8") == "fp8":
+    if method == "fp8" and isinstance(document, dict) and document.get("expert_dtype", "fp8") == "fp8":
         block = document.get("weight_block_size")
         if isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block):
             return Scheme(FP8, (block[0], block[1]))

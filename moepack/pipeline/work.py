@@ -88,10 +88,10 @@ class WorkDirectory:
                 if isinstance(was, dict) and isinstance(now, dict):
                     part = next(k for k in sorted({*was, *now}) if was.get(k) != now.get(k))
                     key, was, now = f"{key} ({part})", was.get(part), now.get(part)
-                key += " (the recipe's, or fewer to stay in --memory)" if key == "batch_size" else ""
+                why = " (a smaller --memory makes batches smaller)" if key == "batch_size" else ""
                 raise InputError(
-                    f"{self.path}: holds pieces made with another {key}: {_short(was)}, now {_short(now)}: use the old "
-                    "setting, another --work, or --fresh"
+                    f"{self.path}: holds pieces made with another {key}: {_short(was)}, now {_short(now)}{why}: "
+                    "use the old setting, another --work, or --fresh"
                 )
         (self.path / stage).mkdir(exist_ok=True)
         self.write(self.path / _SETTINGS, json.dumps({**have, stage: dict(wanted)}, indent=1).encode())

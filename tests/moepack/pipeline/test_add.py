@@ -246,12 +246,19 @@ def test_on_the_command_line(
     ]  # fmt: skip
     assert "w3: 64 experts by rtn" in capsys.readouterr().out
     common = [*common[:5], "-q"]
-    before = tree(tmp_path / "b")
+    before, out = tree(tmp_path / "b"), "leave --recipe, --calibration and --keep out"
     for more, word in (
         (("--add", "w1"), "name its --work"),
         (("--work", str(tmp_path / "w"), "--add", "w1", "--dry-run"), "leave one of them out"),
-        (("--work", str(tmp_path / "w"), "--add", "w1", "-r", "x.yaml"), "leave --recipe and --calibration out"),
-        (("--work", str(tmp_path / "w"), "--add", "w1", "-c", str(text)), "leave --recipe and --calibration out"),
+        (
+            ("--work", str(tmp_path / "w"), "--add", "w1", "-r", "x.yaml"),
+            out,
+        ),
+        (
+            ("--work", str(tmp_path / "w"), "--add", "w1", "-c", str(text)),
+            out,
+        ),
+        (("--work", str(tmp_path / "w"), "--add", "w1", "--keep"), out),
         (("--work", str(tmp_path / "w"), "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2"), "write VERSION=SIZE"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2=32"), "name the versions to add|--group-size w2"),

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import InputError, in_a_line
+from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 
 from .dense import DenseWatch
 from .held import empty, release
-from .stream import CODE_ERRORS, StreamedModel
+from .stream import StreamedModel
 from .widened import widened
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moepack.families.mtp import mtp_tensors
-from moepack.pack.errors import InputError, in_a_line
+from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.spec import ExpertLayer
 
 from .checkpoint import Checkpoint, source_dtype
@@ -26,11 +26,6 @@ from .encoded import Decoded
 from .experts import ExpertWeights, describe, is_experts_module, parameter_names
 from .some_experts import Parts, sources_of
 
-# What a family's own code raises where it meets what it was not written for: no weights, layers that do nothing,
-# numbers that do not fit each other. RuntimeError is also torch's of memory that ran out, which is none of these.
-CODE_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
-)  # fmt: skip
 # Bytes of a layer's experts that are read at once: reading takes up to three times as much in memory. Smaller parts
 # would cost more of transformers' bookkeeping, once a part.
 PART = 1 << 29

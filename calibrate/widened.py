@@ -31,14 +31,17 @@ def has_bf16(device: torch.device) -> bool:
 
 def widened(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Within it, a model that computes with `dtype` on `device` multiplies as said above, where that is faster."""
-    slow = dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16(device)
-    return _Widened() if slow else nullcontext()
+    return _Widened() if _is_emulated(device, dtype) else nullcontext()
 
 
 def widened_bytes(device: torch.device, dtype: torch.dtype, values: int) -> int:
     """The most bytes that it takes beside what the model takes, whose tensors have up to so many values: converted
     tokens, converted weights, and their product."""
-    return 0 if isinstance(widened(device, dtype), nullcontext) else 3 * 4 * min(MOST, values)
+    return 3 * 4 * min(MOST, values) if _is_emulated(device, dtype) else 0
+
+
+def _is_emulated(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16(device)
 
 
 class _Widened(TorchFunctionMode):

@@ -17,6 +17,14 @@ KINDS: tuple[str, ...] = get_args(Kind)
 LONGEST = 1000  # characters of a message that are shown: what a file holds may be in it
 
 
+# What the code of a model, or of transformers around it, raises where it meets what it was not written for: no weights,
+# layers that do nothing, a config that no model fits. torch's error of memory that ran out is a RuntimeError as well,
+# and none of these.
+CODE_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
+
+
 def printable(text: str, keep: str = "") -> str:
     """Text that a terminal shows and does not obey: every character that is not printed, but those of `keep`, as its
     escape. What a bundle says of itself was written by somebody else."""

@@ -29,15 +29,20 @@ from .spec import FORMAT_VERSION
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
 
 
+def existing(path: Path) -> Path:
+    """An absolute path, or the nearest above it that is there."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def check_target(target: Path) -> None:
     """Refuse a target that could not become a bundle: raises TargetError."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise TargetError(f"{target}: exists and is not a directory; name a new directory")
     if target.is_dir() and any(target.iterdir()):
         raise TargetError(f"{target}: is not empty; name a new directory, or remove it first")
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
+    parent = existing(target.absolute().parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise TargetError(f"{target}: cannot be written: {parent} is not a writable directory")
 

@@ -42,9 +42,6 @@ BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
 # they have so many lanes, in up to NARROW times the memory. Refits of 16 rows of 1,024 columns take 7 % less than with
 # 512 lanes, and with 2,048 as much as with 512.
 LANES, NARROW = 1024, 8
-# Products narrower than this are summed in another order (measured with 16 lanes; from 40 on they were not): a version
-# would come out otherwise beside others than alone. Rows of narrower matrices are repeated.
-LEAST_LANES = 64
 
 
 def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
@@ -64,7 +61,7 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
     for size in sorted({v.group_size for v in versions}):
         alike = [v for v in versions if v.group_size == size]
-        rows = wide_rows(own, len(alike))
+        rows = wide_rows(own)
         step = experts_at_once(own, cols, len(alike), experts, weight.device.type)
         for start in range(0, experts, step):
             wide = weight[start : start + step].repeat(1, -(-rows // own), 1)[:, :rows]
@@ -74,22 +71,22 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
     return {v: _join(parts) for v, parts in made.items()}
 
 
-def wide_rows(rows: int, widths: int) -> int:
-    """Rows of a matrix as it is worked on at so many widths: repeated until products have LEAST_LANES, and until they
-    are a multiple of LANE."""
-    return -(-max(rows, -(-LEAST_LANES // widths)) // LANE) * LANE
+def wide_rows(rows: int) -> int:
+    """Rows of a matrix as it is worked on: repeated until they are a multiple of LANE, so that a version comes out
+    beside others as alone."""
+    return -(-rows // LANE) * LANE
 
 
 def experts_at_once(rows: int, cols: int, widths: int, experts: int, device: str = "cpu") -> int:
     """How many of `experts` matrices are worked on together."""
-    rows = wide_rows(rows, widths)
+    rows = wide_rows(rows)
     most = BATCH_BYTES.get(device, 1 << 30) / working_bytes(rows, cols, widths)
     return min(experts, max(1, int(most), min(LANES // (rows * widths), int(NARROW * most))))
 
 
 def working_bytes(rows: int, cols: int, widths: int) -> int:
     """Bytes in use at once for one expert: four matrices like its moments, its weights twice, errors and codes."""
-    rows = wide_rows(rows, widths)
+    rows = wide_rows(rows)
     return 4 * 4 * cols * cols + (2 * 4 + widths * (4 + 1)) * rows * cols
 
 

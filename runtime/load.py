@@ -9,17 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moepack.pack.errors import InputError, MoepackError, in_a_line
+from moepack.pack.errors import CODE_ERRORS, InputError, MoepackError, in_a_line
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import CONFIG, MANIFEST
 from moepack.pack.reader import open_bundle
 from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_bound, parse_size, read_tier
 from moepack.runtime.policies.registry import parse_policy
 
-# What transformers and torch raise for a configuration that no model fits, or that does not fit the tensors.
-_MISFIT = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
-)  # fmt: skip
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
@@ -156,7 +152,7 @@ def from_pretrained(kind: Any, name: str | Path, revision: str = "main", token: 
         return kind.from_pretrained(name, generation_config=generation, revision=revision, token=token, **options)
     except (MoepackError, torch.OutOfMemoryError):
         raise
-    except _MISFIT as error:
+    except CODE_ERRORS as error:
         raise InputError(f"{name}: transformers does not make its model of it: {in_a_line(error)}") from error
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.memory import bound_kernel_caches
 from moepack.pack.layer_file import header_size
 from moepack.pack.spec import LOSSLESS, Matrix, affine_extent_size, dense_layers
-from moepack.pack.writer import check_target
+from moepack.pack.writer import check_target, existing
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
@@ -106,8 +106,8 @@ def estimate(
         run.layer(index)
         trim()
     reporter.step("disk")
-    folder = _existing(Path(output).absolute().parent)
-    linked = work is None or _existing(Path(work).absolute()).stat().st_dev == folder.stat().st_dev
+    folder = existing(Path(output).absolute().parent)
+    linked = work is None or existing(Path(work).absolute()).stat().st_dev == folder.stat().st_dev
     return run.result(float(disk_rates(folder).get("write_bytes_per_second", 0.0)), work is not None, linked)
 
 
@@ -316,13 +316,6 @@ def _known_sizes(recipe: Recipe, layers: Sequence[ExpertLayer]) -> dict[str, int
         if not v.is_lossless:
             sizes[v.name] += sum(layer.experts * affine_extent_size(layer.matrices, v) for layer in layers)
     return sizes
-
-
-def _existing(folder: Path) -> Path:
-    """A folder, or the nearest above it that is there."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:

@@ -50,10 +50,10 @@ def calibration_text(
     tokenizer = data.load_tokenizer(checkpoint.path)
     sources = [Source(str(s)) for s in calibration] or how.data
     names, weights = [s.source for s in sources], [s.weight for s in sources]
-    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or how.length
-    limit = limit if limit > 0 else how.length
+    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or 0
+    length = min(how.length, limit) if limit > 0 else how.length
     count = max(how.most, how.samples) if how.until else how.samples
-    return names, data.calibration_windows(names, tokenizer, count, min(how.length, limit), how.seed, weights)
+    return names, data.calibration_windows(names, tokenizer, count, length, how.seed, weights)
 
 
 def start(
@@ -217,7 +217,13 @@ def _fit(
         return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
     # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
     begun = {} if fresh else directory.settings().get("calibrate", {})
-    how = place(needs, min(size, begun.get("batch_size", size)), memory)
+    before = min(size, begun.get("batch_size", size))
+    how = place(needs, before, memory)
+    if how.batch_size < before and begun and directory.holds("calibrate"):
+        raise InputError(
+            f"{directory.path}: was begun with {before} windows at once, and --memory leaves room for "
+            f"{how.batch_size}: give it more, name another --work, or start over with --fresh"
+        )
     if reporter is not None and how != place(needs, size, None):
         on_disk = f"; on disk, {how.on_disk}" if how.on_disk else ""
         at_once = f"{how.batch_size} windows, {how.workers} expert batches"

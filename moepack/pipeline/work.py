@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.writer import sync
+from moepack.pack.writer import existing, sync
 
 _SETTINGS = "settings.json"
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -30,9 +30,7 @@ ADDED = "add-"  # how stages begin that add versions
 
 def check_work(path: Path) -> None:
     """Refuse what could not become a work directory; makes nothing. Raises TargetError."""
-    above = path.absolute()
-    while not above.exists():
-        above = above.parent
+    above = existing(path.absolute())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise TargetError(f"{path}: cannot be used as a work directory: {above} is not a writable directory")
 
@@ -81,20 +79,23 @@ class WorkDirectory:
                 have.pop(name, None)
                 self._remove(self.path / name)
         # Where nothing is finished, nothing was made with other settings.
-        old = have.get(stage, wanted) if any((self.path / stage).glob("*/done.json")) else wanted
+        old = have.get(stage, wanted) if self.holds(stage) else wanted
         for key in sorted(set(old) | set(wanted)):
             was, now = old.get(key), wanted.get(key)
             if was != now:
                 if isinstance(was, dict) and isinstance(now, dict):
                     part = next(k for k in sorted({*was, *now}) if was.get(k) != now.get(k))
                     key, was, now = f"{key} ({part})", was.get(part), now.get(part)
-                why = " (a smaller --memory makes batches smaller)" if key == "batch_size" else ""
                 raise InputError(
-                    f"{self.path}: holds pieces made with another {key}: {_short(was)}, now {_short(now)}{why}: "
+                    f"{self.path}: holds pieces made with another {key}: {_short(was)}, now {_short(now)}: "
                     "use the old setting, another --work, or --fresh"
                 )
         (self.path / stage).mkdir(exist_ok=True)
         self.write(self.path / _SETTINGS, json.dumps({**have, stage: dict(wanted)}, indent=1).encode())
+
+    def holds(self, stage: str) -> bool:
+        """Whether any piece of a stage is finished."""
+        return any((self.path / stage).glob("*/done.json"))
 
     def piece(self, stage: str, layer: int | None, name: str) -> Path:
         """Where a file of a piece is; layer None is what lies outside the decoder layers."""

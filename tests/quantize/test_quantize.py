@@ -230,7 +230,7 @@ def test_experts_are_split_where_memory_is_bounded(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(gptq, "Work", Spy)
     monkeypatch.setattr(gptq, "BATCH_BYTES", {"cpu": 2 * gptq.working_bytes(48, 192, 4)})
-    lanes = gptq.wide_rows(48, len(versions)) * len(versions)
+    lanes = gptq.wide_rows(48) * len(versions)
     for least, narrow, wanted in ((0, 8, [2, 2, 1]), (3 * lanes, 8, [3, 2]), (99 * lanes, 2, [4, 1])):
         monkeypatch.setattr(gptq, "LANES", least)
         monkeypatch.setattr(gptq, "NARROW", narrow)

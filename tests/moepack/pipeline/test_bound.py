@@ -132,6 +132,8 @@ def test_smaller_batches_are_a_setting_of_the_work_directory(
         pipeline.build(demo_model, tmp_path / "other", other, [text], work=work)
     pipeline.build(demo_model, tmp_path / "anew", RECIPE, [text], work=work, fresh=True)
     assert json.loads((work / "settings.json").read_text())["calibrate"]["batch_size"] == 2
+    with pytest.raises(InputError, match="begun with 2 windows at once, and --memory leaves room for 1: give it more"):
+        pipeline.build(demo_model, tmp_path / "less", RECIPE, [text], work=work, memory=1)
 
 
 def test_what_cannot_be_kept_is_refused_before_any_work(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moepack.pack.isa import has_bf16
 from moepack.quantize.expert_batch import ExpertBatch, ExpertForward, Settings
 
 from .experts import ExpertWeights, finish, hidden
 from .forward import Observation
 from .held import Rows
 from .tokens import HELD_OUT, PLENTY, LayerTokens, expert_tokens
-from .widened import has_bf16
 
 
 def gather_batch(

@@ -16,32 +16,22 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from moepack.pack.isa import emulated
+
 MOST = 1 << 23  # values that are converted at once, of tokens and of weights
 FEWEST = 128  # tokens; below, converting the weights takes what the product gains
 _PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies in BF16 faster than in float32: GPUs since Ampere; CPUs whose instructions for it
-    halve the time."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-
-
 def widened(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Within it, a model that computes with `dtype` on `device` multiplies as said above, where that is faster."""
-    return _Widened() if _is_emulated(device, dtype) else nullcontext()
+    return _Widened() if emulated(device, dtype) else nullcontext()
 
 
 def widened_bytes(device: torch.device, dtype: torch.dtype, values: int) -> int:
     """The most bytes that it takes beside what the model takes, whose tensors have up to so many values: converted
     tokens, converted weights, and their product."""
-    return 3 * 4 * min(MOST, values) if _is_emulated(device, dtype) else 0
-
-
-def _is_emulated(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16(device)
+    return 3 * 4 * min(MOST, values) if emulated(device, dtype) else 0
 
 
 class _Widened(TorchFunctionMode):

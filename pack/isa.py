@@ -1,14 +1,18 @@
-"""MOEPACK_ISA: the most that compiled loops may use of a processor's instruction sets. Standard library only.
+"""What may be used of a processor's instruction sets: by compiled loops, and by torch's products in BF16.
 
-Each compiled library asks here when it is imported, and processes that it starts inherit the variable. What a processor
-has is the libraries' to say (isa.h).
+Each compiled library asks here for MOEPACK_ISA when it is imported, and processes that it starts inherit the variable.
+What a processor has is the libraries' to say (isa.h), and torch's.
 """
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from .errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 VARIABLE = "MOEPACK_ISA"
 LEVELS = ("plain", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx")  # each has those before it; isa.h counts them
@@ -29,3 +33,20 @@ def bound(best: int) -> int:
     if LEVELS.index(asked) > best:
         raise InputError(f"{VARIABLE}={asked}: this processor does not have it: its levels are {here}")
     return LEVELS.index(asked)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether torch multiplies in BF16 faster than in float32 on a device: GPUs since Ampere; CPUs whose instructions
+    for it halve the time."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+def emulated(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch emulates products in `dtype` on a CPU, for want of instructions."""
+    import torch
+
+    return dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16(device)

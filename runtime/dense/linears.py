@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from moepack.pack.errors import InputError
+from moepack.pack.isa import emulated
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import LOSSLESS, SECTION, ExpertLayer, Matrix, Version, align
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts import backends
+from moepack.runtime.kernels import by_torch
 from moepack.runtime.kernels.forms import make_forms, resident_size
 from moepack.runtime.store.files import DENSE, BackingStore
 
@@ -171,13 +173,16 @@ class ServedLinear(nn.Linear):
             place is None
             or torch.compiler.is_compiling()
             or input.dtype != torch.bfloat16
-            or not 0 < input.numel() <= place.most * input.shape[-1]
+            or not input.numel()
             or input.device.type != "cpu"
             or learns(input, self.weight, self.bias)
             or not place.holds(self)
         ):
             return nn.functional.linear(input, self.weight, self.bias)
-        return place.group.run(place.which, input)
+        if input.numel() <= place.most * input.shape[-1]:
+            return place.group.run(place.which, input)
+        many = by_torch.linear if emulated(input.device, input.dtype) else nn.functional.linear
+        return many(input, self.weight, self.bias)
 
 
 ServedLinear.__name__ = ServedLinear.__qualname__ = nn.Linear.__name__  # as it is printed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import torch
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.affine_native import LayerForms, has_tiles, product, unpack
+from moepack.runtime.kernels.by_torch import multiply, of_matrix
 from moepack.runtime.kernels.forms import handle, resident_size
 
 ROWS, COLS, EXPERTS, RUNS = 256, 2048, 4, 5
@@ -41,7 +43,7 @@ def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], 
     extents.random_(0, 256, generator=torch.Generator().manual_seed(0))
     extents.view(torch.int16).bitwise_and_(0x3FFF)  # as scales: numbers, none of them huge
     forms = LayerForms((m,), (version,))
-    tile, none = torch.empty(COLS, ROWS, dtype=dtype), np.zeros(1, np.int64)
+    none = np.zeros(1, np.int64)
 
     clock = time.thread_time if threads == 1 else time.perf_counter  # the former leaves other processes' turns out
 
@@ -64,12 +66,13 @@ def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], 
 
     def by_torch(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         for extent, mine, to in zip(extents, x.chunk(EXPERTS), out.chunk(EXPERTS), strict=True):
-            if version.is_lossless:
-                plain = extent[: 2 * m.weights].view(torch.bfloat16).view(ROWS, COLS)
-                to.copy_(torch.nn.functional.linear(mine, plain.to(dtype)))
-            else:
-                unpack(forms, 0, 0, extent, tile, 0, threads)
-                torch.mm(mine, tile, out=to)
+            plain = extent[: 2 * m.weights].view(torch.bfloat16).view(ROWS, COLS) if version.is_lossless else None
+            multiply(mine, partial(unpacked_rows, extent) if plain is None else of_matrix(plain), to)
+
+    def unpacked_rows(extent: torch.Tensor, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        tile = torch.empty(COLS, last - first, dtype=dtype)
+        unpack(forms, 0, 0, extent, tile, first, threads)
+        return tile
 
     unpacked = by_tiles if has_tiles(dtype) else by_torch
     return lambda tokens: timed(tokens, packed), lambda tokens: timed(tokens, unpacked)

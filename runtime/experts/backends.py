@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 DEFAULTS = {f"float32 {name}": k.float32 for name, k in KERNELS.items()}
 DEFAULTS |= {f"bfloat16 {name}": k.bfloat16 for name, k in KERNELS.items()}
 BESIDE_AMX = {f"bfloat16 {name}": k.beside_amx for name, k in KERNELS.items()}
-TILE = 256  # rows unpacked for torch at a time: 1 MiB of BF16 at 2048 columns, half a core's second-level cache
 VARIABLE = "MOEPACK_LIMITS"
 TABLES = 15  # machines, levels and numbers of threads that the file holds besides the latest
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -103,6 +102,16 @@ def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
     from moepack.runtime.kernels import dense_native
 
     return dense_native.dense_kept_bytes(shapes, tokens, torch.get_num_threads())
+
+
+def unpacked_bytes(tokens: int, cols: int) -> int:
+    """The most bytes that torch's products of so many tokens take beside tokens and results; 0 without kernels, where
+    weights are unpacked whole."""
+    if _native() is None:
+        return 0
+    from moepack.runtime.kernels.by_torch import bytes_beside
+
+    return bytes_beside(tokens, cols)
 
 
 def direct_limits(

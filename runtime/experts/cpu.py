@@ -15,10 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moepack.pack.isa import emulated
 from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
+from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix
 
 from . import backends
-from .backends import TILE
 
 if TYPE_CHECKING:
     from .handles import Pages, Snapshot
@@ -117,20 +118,25 @@ def _matrix(
     for expert, where in many:
         mine = x[where // share]
         made, bias = experts.handles[expert], experts.bias(expert, matrix, x.dtype)
-        if made.weights and made.weights[matrix].dtype == x.dtype:
+        if made.weights and made.weights[matrix].dtype == x.dtype and not emulated(x.device, x.dtype):
             out[where] = torch.nn.functional.linear(mine, made.weights[matrix], bias)
             continue
-        for first in range(0, m.rows, TILE):
-            last = min(first + TILE, m.rows)
-            part_bias = None if bias is None else bias[first:last]
-            if made.weights:
-                part = torch.nn.functional.linear(mine, made.weights[matrix][first:last].to(x.dtype), part_bias)
-            else:
-                tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=x.dtype)
-                assert made.version is not None
-                number = experts.of.native.numbers[made.version.name]
-                unpack(experts.of.native, matrix, number, made.extent, tile, first, threads)
-                part = torch.mm(mine, tile[:, : last - first])
-                part = part if part_bias is None else part.add_(part_bias)
-            out[where, first:last] = part
+        of = of_matrix(made.weights[matrix]) if made.weights else _unpacked(experts, expert, matrix, threads)
+        part = torch.empty(len(mine), m.rows, dtype=x.dtype)
+        multiply(mine, of, part, bias)
+        out[where] = part
     return out
+
+
+def _unpacked(experts: Snapshot, expert: int, matrix: int, threads: int | None) -> Weights:
+    """The rows of a packed matrix, for torch."""
+    made, native = experts.handles[expert], experts.of.native
+    assert made.version is not None and native is not None
+    number, cols = native.numbers[made.version.name], native.matrices[matrix].cols
+
+    def rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
+        tile = torch.empty(cols, -(-(last - first) // 16) * 16, dtype=dtype)
+        unpack(native, matrix, number, made.extent, tile, first, threads)
+        return tile[:, : last - first]
+
+    return rows

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .affine_native import DTYPES, POINTER, WORD, Unpack, has_tiles, library
+from .by_torch import multiply, of_matrix
 from .forms import Form, kernel_of
 
 
@@ -187,23 +188,18 @@ def dense(of: Dense, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...
     return outs
 
 
-_SLICE = 256  # rows unpacked for torch at a time: what stays in a core's second-level cache
-
-
 def _dense_by_torch(of: Dense, number: int, x: Tensor, out: Tensor, threads: int) -> None:
     m = of.matrices[number]
     bias = m.bias
     if bias is None and m.form.bias >= 0:
         bias = m.data[m.form.bias : m.form.bias + 2 * m.rows].view(torch.bfloat16)
-    for first in range(0, m.rows, _SLICE):
-        last = min(first + _SLICE, m.rows)
-        if m.data.dtype == torch.bfloat16:
-            made = torch.nn.functional.linear(x, m.data[first:last].to(x.dtype))
-        else:
-            tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=x.dtype)
-            of.unpack(number, tile, first, threads)
-            made = torch.mm(x, tile[:, : last - first])
-        out[:, first:last] = made if bias is None else made.add_(bias[first:last].to(x.dtype))
+
+    def unpacked(first: int, last: int, dtype: torch.dtype) -> Tensor:
+        tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=dtype)
+        of.unpack(number, tile, first, threads)
+        return tile[:, : last - first]
+
+    multiply(x, of_matrix(m.data) if m.data.dtype == torch.bfloat16 else unpacked, out, bias)
 
 
 def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int, threads: int) -> int:

@@ -111,7 +111,8 @@ class Needs:
         kv: how a sequence's cache grows.
         activations: bytes of the largest pass asked for, at the longest cache asked for.
         passes: those of other passes.
-        kept: of the bytes for activations, those that kernels keep between passes; they come on top of `passes`.
+        kept: of the bytes for activations, what kernels keep between passes, and what weights are unpacked or converted
+            to in parts; they come on top of `passes`.
     """
 
     workload: Workload
@@ -208,6 +209,9 @@ def _measure(
         if device.type == "cpu":
             kept = max(arena_bytes(x, tokens * batch, top_k(config)) for x in layers)
             kept = max(kept, dense_arena(model, tokens * batch))
+            widest = max(m.cols for x in layers for m in x.matrices)
+            widest = max(widest, *(m.in_features for m in model.modules() if type(m) is torch.nn.Linear))
+            kept += backends.unpacked_bytes(tokens * batch, widest)
     return Needs(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
 
 

@@ -233,20 +233,18 @@ def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor:
-    """The result [slots, rows], made beside the tokens of one expert and what its weights are unpacked to.
+    """The result [slots, rows], made beside the tokens of one expert, their results, and what its weights become.
 
-    On a CPU with kernels the most that any of their paths takes, so that plans do not depend on the instruction set.
+    On a CPU with kernels the most that any of their paths takes, so that plans do not depend on the instruction set;
+    fixed.py counts the parts in which weights are unpacked there.
     """
     out = x.new_empty(tokens * top_k, m.rows)
     if kind == "triton":
         return out
     mine = x.new_empty(tokens, m.cols)
     if kind == "native":
-        tile = min(m.rows, backends.TILE)
-        whole = x.new_empty(tokens, m.rows) if x.dtype == torch.bfloat16 else None  # of BF16 weights
-        del whole
-        part, weights = x.new_empty(tokens, tile), x.new_empty(-(-tile // 16) * 16, m.cols)
-        del mine, part, weights
+        result = x.new_empty(tokens, m.rows)
+        del mine, result
         return out
     result, weights = x.new_empty(tokens, m.rows), x.new_empty(m.rows, m.cols)
     widened = x.new_empty(m.rows, m.cols, dtype=torch.float32)

@@ -119,14 +119,6 @@ def test_taken_over_only_where_torch_would_emulate(
     )
 
 
-@pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_a_gpu_before_ampere_multiplies_in_float32(
-    capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert room.has_bf16(torch.device("cuda", 1)) == has
-
-
 def test_few_tokens_and_other_dtypes_are_torch_s(taken: list[int]) -> None:
     with room.widened(CPU, torch.bfloat16):
         torch.nn.functional.linear(drawn(room.FEWEST - 1, 8), drawn(8, 8))

@@ -319,8 +319,7 @@ def agree(bundle: Path, tiny: Path, budget: int, device: str) -> dict[str, Any]:
 
 # What the budget does not see on a CPU: stacks and arenas of two threads, Python objects of the serving machinery, what
 # the host's store reads ahead for a while, holes of buffers below 512 KiB in the heap. Measured: 3 to 12 MB of 220.
-# Where a processor has no BF16 instructions, also what oneDNN converts to emulate them: 25 to 54 MB, 7 without oneDNN.
-UNSEEN = 16 << 20 if torch.cpu._is_avx512_bf16_supported() else 64 << 20
+UNSEEN = 16 << 20
 
 
 def test_the_process_takes_what_is_reserved(middle: Path, bundle: Path) -> None:

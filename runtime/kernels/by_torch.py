@@ -1,0 +1,61 @@
+"""Products of many tokens by torch on a CPU, some rows of the weights at a time: where there are no tiles.
+
+Where a processor has no BF16 instructions torch emulates them: slower than float32 by 3 to 20 times
+(`benchmarks/widened.py`), and in memory that no budget sees. There both sides are converted, and sums rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moepack.pack.isa import emulated
+
+ROWS = 256  # of weights at a time: 1 MiB of BF16 at 2,048 columns, half a core's second-level cache
+TOKENS = 512  # at a time, for each of which the weights are unpacked again
+
+Weights = Callable[[int, int, torch.dtype], Tensor]
+
+
+def multiply(x: Tensor, weights: Weights, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = W x + b.
+
+    Args:
+        x: float32 or bfloat16 [tokens, cols].
+        weights: gives rows `first` to `last` of W in a dtype, as [cols, last - first].
+        out: [tokens, rows], of x's dtype.
+        bias: [rows].
+    """
+    rows = out.shape[1]
+    dtype = torch.float32 if emulated(x.device, x.dtype) else x.dtype
+    for start in range(0, len(x), TOKENS):
+        few = x[start : start + TOKENS].to(dtype)
+        for first in range(0, rows, ROWS):
+            last = min(first + ROWS, rows)
+            made = torch.mm(few, weights(first, last, dtype))
+            if bias is not None:
+                made += bias[first:last]
+            out[start : start + TOKENS, first:last] = made
+            del made  # before the next is there
+        del few
+
+
+def of_matrix(weight: Tensor) -> Weights:
+    """The `weights` of a matrix [rows, cols] that is there."""
+    return lambda first, last, dtype: weight[first:last].to(dtype).T
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's `linear` of x [..., cols]."""
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    multiply(x.reshape(-1, x.shape[-1]), of_matrix(weight), out.view(-1, len(weight)), bias)
+    return out
+
+
+def bytes_beside(tokens: int, cols: int) -> int:
+    """The most bytes that `multiply` takes beside x [tokens, cols] and out, on any processor: some of the tokens
+    converted, rows of the weights, and their product."""
+    some = min(tokens, TOKENS)
+    return 4 * (some * cols + ROWS * (cols + some))

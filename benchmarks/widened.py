@@ -3,8 +3,8 @@
     python -m benchmarks.widened [--json widened.json]
 
 All sides alternate in one process, which keeps torch to an instruction set without BF16 (AVX-512 where there is one,
-and AVX2). Times of float32 contain all conversions: as calibrating does (`calibrate/widened.py`), and in the smaller parts
-of serving (`runtime/kernels/by_torch.py`).
+and AVX2). Times of float32 contain all conversions: as calibrating does (`calibrate/widened.py`), and in the smaller
+parts of serving (`runtime/kernels/by_torch.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import CONFIG, MANIFEST
+from moepack.pack.manifest import MANIFEST
 from moepack.runtime.planning.sizes import DEVICE_MEMORY
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -93,7 +93,7 @@ def check(
         raise InputError(f"{path}: not a bundle: a policy, dense versions and a memory budget need one")
     if is_bundle and Path(path).is_dir():
         bundle = open_bundle(path)
-        bundle.check(CONFIG)  # before transformers reads it
+        bundle.check_texts()  # before transformers reads them
         choose_dense(dense, bundle, policy)
         if policy is not None:
             check_policy(policy, bundle, device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))

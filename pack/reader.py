@@ -38,6 +38,7 @@ from .tables import TABLES, CalibrationTables, read_tables
 from .values import DenseValues, Expert
 
 _CONFIG_BYTES = 64 << 20
+TENSORS = ".safetensors"  # how the names of files end that hold them
 
 
 class Bundle:
@@ -187,6 +188,20 @@ class Bundle:
             BundleError: with those that have not.
         """
         problems = [p for name in names for p in _check_digest(self, name)]
+        if problems:
+            raise BundleError(problems)
+
+    def check_texts(self) -> None:
+        """See that what transformers reads beside tensors (config, tokenizer, templates) has its digests, and that no
+        file of its directory that the manifest does not name would be waited for without end.
+
+        Raises:
+            BundleError: with those that are not so.
+        """
+        problems = [p for name in self.manifest.files if not name.endswith(TENSORS) for p in _check_digest(self, name)]
+        for entry in sorted(self.path.iterdir()):
+            if entry.exists() and not (entry.is_file() or entry.is_dir()):
+                problems.append(Problem(str(entry), "file-type", "is no regular file: remove it"))
         if problems:
             raise BundleError(problems)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from moepack.pack.errors import CODE_ERRORS, InputError, MoepackError, in_a_line
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import CONFIG, MANIFEST
+from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import open_bundle
 from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_bound, parse_size, read_tier
 from moepack.runtime.policies.registry import parse_policy
@@ -91,7 +91,7 @@ def load(
     check_bundle(bundle, revision, token)
     opened = open_bundle(bundle) if Path(bundle).exists() else None
     if opened is not None:
-        opened.check(CONFIG)  # before transformers reads it
+        opened.check_texts()  # before transformers reads them
 
     import torch
 

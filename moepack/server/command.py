@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.opening import DTYPES, read_template
 from moepack.pack.errors import InputError, in_a_line
+from moepack.pack.reader import open_bundle
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import parse_policy
 
@@ -143,6 +144,8 @@ def _load(asked: Serve) -> tuple[Any, Any]:
     if asked.dtype not in DTYPES:
         raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
     dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
+    if Path(asked.bundle).is_dir():
+        open_bundle(asked.bundle).check_texts()  # before transformers reads them
     check_config(asked.bundle)  # the tokenizer is made by what it says
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)

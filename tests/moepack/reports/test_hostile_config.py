@@ -154,6 +154,37 @@ def test_a_bundles_tokenizer_is_not_loaded_by_an_absurd_config(victim: Victim) -
         serve(Serve(str(victim.path), port=0), lambda where: None)
 
 
+def another_byte(file: str) -> Callable[[Victim], None]:
+    return lambda v: v.write(file, (v.path / file).read_bytes().replace(b"0", b"1", 1))
+
+
+READ: dict[str, tuple[Callable[[Victim], None], str]] = {
+    "a tokenizer's byte": (another_byte("tokenizer.json"), "do not match their digest"),
+    "a token's number": (another_byte("generation_config.json"), "do not match their digest"),
+    "a tokenizer the system waits for": (lambda v: v.replace("tokenizer_config.json", os.mkfifo), "is a pipe"),
+    "an unlisted pipe": (lambda v: v.replace("added_tokens.json", os.mkfifo), "is no regular file: remove it"),
+    "a link to a device": (
+        lambda v: v.replace("adapter_config.json", lambda p: p.symlink_to("/dev/zero")),
+        "is no regular file: remove it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_transformers_reads_is_looked_at_before(name: str, victim: Victim) -> None:
+    edit, message = READ[name]
+    edit(victim)
+    for use in (
+        lambda: moepack.load(victim.path),
+        lambda: generate(victim.path, "The", max_new_tokens=1),
+        lambda: serve(Serve(str(victim.path), port=0), lambda where: None),
+        lambda: evaluate(victim.path, ["no file"], samples=1),
+    ):
+        with in_time(20), pytest.raises(MoepackError, match=message) as error:
+            use()
+        one_line(str(error.value))
+
+
 MISFITS: tuple[dict[str, Any], ...] = (
     {"hidden_size": 96}, {"rope_parameters": {"rope_type": True}}, {"head_dim": 0}, {"pad_token_id": 1 << 20},
     {"attn_implementation": "flash_attention_2"},

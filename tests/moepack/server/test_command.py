@@ -119,7 +119,7 @@ def test_the_key_from_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_cannot_begin_says_why(bundle: Path, tmp_path: Path) -> None:
-    from moepack.pack.errors import InputError
+    from moepack.pack.errors import BundleError, InputError
     from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.server.command import Serve, serve
 
@@ -131,8 +131,11 @@ def test_what_cannot_begin_says_why(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a bundle"):
         serve(Serve(str(tmp_path), port=0), lambda where: None)
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(InputError, match="no tokenizer"):
+    with pytest.raises(BundleError, match="not a moepack manifest"):
         serve(Serve(str(tmp_path), port=0), lambda where: None)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError, match="no tokenizer that transformers"):
+        patch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: [][0])
+        serve(Serve(str(bundle), port=0), lambda where: None)
     with pytest.raises(InputError, match="dtype 'int3' is unknown"):
         serve(Serve(str(bundle), port=0, dtype="int3"), lambda where: None)
     with pytest.raises(TooSmallError, match="the least that would do is"):

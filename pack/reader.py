@@ -31,8 +31,8 @@ from .manifest import (
     ExpertFileEntry,
     FileEntry,
     Manifest,
-    parse_manifest,
 )
+from .manifest_parser import parse_manifest
 from .spec import DenseLayer, ExpertLayer, Version, dense_file, expert_file
 from .tables import TABLES, CalibrationTables, read_tables
 from .values import DenseValues, Expert

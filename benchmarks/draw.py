@@ -1,7 +1,7 @@
 """The pictures and tables of the documentation, from benchmarks/results/*.json.
 
     python -m benchmarks.draw [--out DIR] [--png]    the pictures, into docs/images/ as SVG, or elsewhere
-    python -m benchmarks.draw --tables               the tables, into the documents (benchmarks/tables.py)
+    python -m benchmarks.draw --tables               the tables, into the documents (benchmarks/tables/)
 
 Measures nothing: after a benchmark has written its JSON file, both commands bring the documents up to date. Pictures
 have a background of their own, so that they read the same on a light and on a dark page, and letters that are still
@@ -16,7 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import DOCUMENTS, ROOT, TEXTS, mean_rise, results, with_tables
+from benchmarks.tables import with_tables
+from benchmarks.tables.common import DOCUMENTS, ROOT, TEXTS, mean_rise, results
 
 IMAGES = ROOT / "docs" / "images"
 PAPER, INK, GREY = "#fcfbf8", "#1d1d1f", "#6d6d72"

@@ -1,0 +1,75 @@
+"""The tables of the documentation, from benchmarks/results/*.json: `python -m benchmarks.draw --tables` writes them.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .building import (
+    allocation,
+    bounded,
+    build,
+    estimates,
+    families,
+    layer_time,
+    losses,
+    quality,
+    quantisers,
+    scale,
+    summary,
+    weighting,
+    widened,
+)
+from .common import RESULTS, machine, results, table
+from .kernels import codec, kernels, shapes, whole_model
+from .peers import peer_layers, peer_models, peer_quality, peer_versions
+from .serving import (
+    alpha,
+    hostile,
+    on_demand,
+    overlap,
+    paged,
+    policies,
+    prediction,
+    residency,
+    retention,
+    selector,
+    serving,
+    similarity,
+    soak,
+    start,
+    tpot,
+)
+
+
+def missed() -> str:
+    """Targets that are not met, of all results."""
+    out = []
+    for path in sorted(RESULTS.glob("*.json")):
+        for t in results(path.stem)["targets"]:
+            if not t["met"]:
+                sign = "at least" if t["better"] == "higher" else "at most"
+                out.append([path.stem, t["name"], f"{t['value']:.4g}", f"{sign} {t['target']:g}"])
+    return table(["results", "target", "measured", "wanted"], out)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    f.__name__: f
+    for f in (
+        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, widened, estimates,
+        scale, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector,
+        retention, on_demand, prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers,
+        peer_models, peer_quality, peer_versions,
+    )
+}  # fmt: skip
+_TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)
+_MACHINE = re.compile(r"<!-- machine: ([a-z0-9-]+) -->\n.*?<!-- end of machine -->", re.S)
+
+
+def with_tables(text: str) -> str:
+    """A document with its tables, and the lines that name machines, made anew."""
+    text = _TABLE.sub(lambda m: f"<!-- table: {m[1]} -->\n{TABLES[m[1]]()}\n<!-- end of table -->", text)
+    return _MACHINE.sub(lambda m: f"<!-- machine: {m[1]} -->\n{machine(m[1])}\n<!-- end of machine -->", text)

@@ -1,0 +1,183 @@
+"""Tables of what a build makes and takes: quality, allocations, losses, time, memory, families."""
+
+from __future__ import annotations
+
+import statistics
+
+from .common import RESULTS, TEXTS, VERSIONS, figures, mean_rise, percent, ratio, results, rise, table
+
+
+def quality() -> str:
+    """Perplexity by version, with what that is above the plain model."""
+    rows = results("quality-tiny-qwen3-moe")["rows"]
+    plain, out = rows[0], []
+    for row in rows:
+        name = row["version"].removesuffix(" gptq")
+        bits = f"{row['bits/weight']:.4g}"
+        cells = [f"{figures(row[t])}" + ("" if row is plain else f" ({percent(rise(row, plain, t))})") for t in TEXTS]
+        out.append([name, bits, *cells])
+    return table(["version", "bits a weight", *TEXTS.values()], out)
+
+
+def summary() -> str:
+    """The same for the front page: the mean over the texts, ours and rounding."""
+    rows = {row["version"]: row for row in results("quality-tiny-qwen3-moe")["rows"]}
+    out = []
+    for name in ("bf16", "w4", "w3", "w2", "w1"):
+        ours = rows.get(name) or rows[f"{name} gptq"]
+        rounded = rows.get(f"{name} rtn")
+        cells = [percent(mean_rise(r, rows["transformers"])) if r else "" for r in (ours, rounded)]
+        out.append([f"`{name}`", f"{ours['bits/weight']:.4g}", *cells])
+    return table(["version", "bits a weight", "perplexity", "rounding to nearest"], out)
+
+
+ALLOCATIONS = {
+    "uniform mix": "half at 3 bits, half at 2",
+    "uniform mix, random experts": "the same, which half chosen at random",
+    "milp, gates": "`milp`, losses weighted by gates (the default)",
+    "milp, tokens": "`milp`, losses weighted by tokens",
+    "milp, none": "`milp`, unweighted losses",
+    "greedy, gates": "`greedy`, losses weighted by gates",
+    "prefix_split": "`prefix_split`",
+    "prefix, random order": "prefixes of a random order",
+    "uniform mix, gptqmodel": "half at 3 bits, half at 2, by gptqmodel",
+    "uniform mix, hqq": "the same by HQQ",
+}
+
+
+def allocation() -> str:
+    """Perplexity by how widths are given to experts."""
+    rows = results("allocation-tiny-qwen3-moe")["rows"]
+    out = []
+    for row in rows:
+        mean = "" if row is rows[0] else f"{percent(mean_rise(row, rows[0]))}"
+        name = ALLOCATIONS.get(row["allocation"], row["allocation"])
+        out.append([name, f"{row['bits/weight']:.4g}", *(figures(row[t]) for t in TEXTS), mean])
+    return table(["allocation", "bits a weight", *TEXTS.values(), "mean rise"], out)
+
+
+def losses() -> str:
+    """The truth over what loss tables say."""
+    rows = results("losses-tiny-qwen3-moe")["rows"]
+    out = []
+    for kind, tokens in dict.fromkeys((row["experts"], row["tokens"]) for row in rows):
+        found = {row["version"]: row for row in rows if (row["experts"], row["tokens"]) == (kind, tokens)}
+        plain = [row["true / on own tokens"] for row in found.values()]
+        inside = statistics.fmean(row["inside two"] for row in found.values())
+        ratios = [figures(found[v]["true / measured"]) for v in VERSIONS[1:]]
+        out.append([kind, f"{tokens:,}", *ratios, f"{min(plain):.2f} to {max(plain):.2f}", f"{100 * inside:.0f} %"])
+    columns = ["experts", "tokens an expert", *VERSIONS[1:], "uncorrected, all four", "within two standard errors"]
+    return table(columns, out)
+
+
+def weighting() -> str:
+    """Divergence by what losses are weighted with."""
+    models = ("tiny-qwen3-moe", "mini-qwen3-moe")
+    first, second = (results(f"weighting-{m}")["rows"] for m in models)
+    out = []
+    for rows in zip(first, second, strict=True):
+        cells = [percent(r["from the default, %"]) + f" ({r['its 95 %']})" for r in rows]
+        default = [f"{r['KL, mnats']:.3g} mnat a token" for r in rows]
+        out.append([rows[0]["losses weighted by"], *(default if rows[0] is first[0] else cells)])
+    return table(["losses weighted by", *models], out)
+
+
+SETS = {
+    "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
+    "generated 2048x768": "its down, generated",
+    "tiny-qwen3-moe": "the 192 of tiny-qwen3-moe",
+}
+
+
+METHODS = {"gptq": "moepack's GPTQ", "gptqmodel": "gptqmodel", "hqq": "HQQ", "rtn": "rounding to nearest"}
+
+
+def quantisers() -> str:
+    """Output error and time of each method."""
+    out = []
+    for row in results("quantise-tiny-qwen3-moe")["rows"]:
+        errors = [
+            f"{row[v]:#.2g}" if row["method"] in ("gptq", "rtn") or v != "w1" else "" for v in ("w4", "w3", "w2", "w1")
+        ]
+        time = f"{row['seconds']:.2f} s" + ("" if row["method"] == "gptq" else f" ({ratio(row['ours is x faster'])}x)")
+        out.append([SETS.get(row["experts"], row["experts"]), METHODS[row["method"]], *errors, time])
+    return table(["experts", "method", "w4", "w3", "w2", "w1", "time of w4, w3 and w2"], out)
+
+
+def build() -> str:
+    """A build's memory by depth."""
+    out = []
+    for row in results("build")["rows"]:
+        sizes = [f"{row[k]:,.0f} MiB" for k in ("checkpoint MiB", "layer MiB", "peak MiB")]
+        out.append([str(row["layers"]), *sizes, f"{row['seconds']:.0f} s"])
+    return table(["layers", "checkpoint", "one layer", "peak of the process", "time"], out)
+
+
+def estimates() -> str:
+    """What the dry run says, and what was."""
+    out = []
+    for row in results("build-estimates")["rows"]:
+        pairs = (("said, s", "seconds", "s"), ("said, MiB", "peak MiB", "MiB"), ("said, disk", "disk MiB", "MiB"))
+        out.append([f"{row['hidden']:,}", *(f"{row[a]:,.0f} / {row[b]:,.0f} {unit}" for a, b, unit in pairs)])
+    return table(["hidden size", "time, said / was", "memory", "disk"], out)
+
+
+def bounded() -> str:
+    """The peak of builds of layers of true size in a bound."""
+    out = []
+    for path in sorted(RESULTS.glob("build-bounded-*.json")):
+        for row in results(path.stem)["rows"]:
+            sizes = [f"{row[k]:,.0f} MiB" for k in ("layer MiB", "bound MiB", "peak MiB")]
+            out.append([row["layer"], f"{row['tokens']:,}", *sizes, f"{row['experts made']} of {row['of']}"])
+    return table(["layer", "tokens", "in BF16", "`--memory`", "peak", "experts made"], out)
+
+
+def layer_time() -> str:
+    """How long a layer of Qwen3-30B-A3B takes."""
+    row = results("build-bounded-qwen3-30b-a3b")["rows"][0]
+    out = [["calibrating", _duration(row["calibrate s"])]]
+    out += [[f"quantising {row['experts made']} of its {row['of']} experts", _duration(row["quantise s"])]]
+    whole = row["calibrate s"] + row["quantise s"] / row["experts made"] * row["of"]
+    out += [["all of the layer, by these", _duration(whole)]]
+    return table([f"a layer of {row['layer']}, {row['tokens']:,} tokens", "time"], out)
+
+
+def widened() -> str:
+    """BF16 products by torch's emulation, and in float32."""
+    out = []
+    for row in results("widened")["rows"]:
+        times = [f"{row[k]:.2f} s" for k in ("torch, s", "float32, s")]
+        out.append([row["product"], row["torch keeps to"], *times, f"{row['float32 over torch']:.2f}"])
+    return table(["product", "instructions", "torch in BF16", "in float32", "ratio"], out)
+
+
+def _duration(seconds: float) -> str:
+    """Minutes."""
+    return f"{seconds / 60:.1f} min"
+
+
+def scale() -> str:
+    """One worker on Ray, and two."""
+    rows = results("scale")["rows"]
+    columns = ["workers", "time", "tokens through the driver", "all else through it", "weights"]
+    return table(
+        columns,
+        [
+            [
+                str(row["workers"]), f"{row['seconds']:.0f} s", f"{row['tokens MB']:.0f} MB",
+                f"{row['other kB']:.0f} kB", f"{row['weights MB']:.0f} MB",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def families() -> str:
+    """Those that work first, then the others with what moepack says of them."""
+    rows = results("families")["rows"]
+    order = ["works", "refused", "no small model"]
+    rows = sorted(rows, key=lambda r: (order.index(r["outcome"]), r["model_type"]))
+    return table(
+        ["`model_type`", "class", "", "why"],
+        [[f"`{r['model_type']}`", f"`{r['class']}`", r["outcome"], r["why"]] for r in rows],
+    )

@@ -1,0 +1,67 @@
+"""Tables beside other programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .common import results, table
+
+
+def _peers(part: str) -> list[dict[str, Any]]:
+    return [row for row in results("peers")["rows"] if row["part"] == part]
+
+
+def _own(side: str) -> str:
+    return side.replace("moepack", "**moepack**")
+
+
+def peer_layers() -> str:
+    """A layer's experts on every side: milliseconds and GB/s by tokens."""
+    rows = _peers("layers")
+    counts = sorted({row["tokens"] for row in rows if "tokens" in row})
+    out = []
+    for key in dict.fromkeys((row["shape"], row["threads"], row["side"]) for row in rows):
+        mine = [row for row in rows if (row["shape"], row["threads"], row["side"]) == key]
+        by = {row["tokens"]: row for row in mine if "ms" in row}
+        cells = [f"{by[n]['ms']:.3g} ({by[n]['GB/s']:.3g})" if n in by else "" for n in counts]
+        floor = f"{by[counts[0]]['floor ms']:.3g}" if counts[0] in by else ""
+        bits = f"{next(iter(by.values()))['bits/weight']:.4g}" if by else ""
+        why = next((row["not measured"] for row in mine if "not measured" in row), "")
+        out.append([key[0], str(key[1]), _own(key[2]), bits, *cells, floor, why])
+    columns = [f"{n} token{'s' * (n > 1)}, ms (GB/s)" for n in counts]
+    return table(
+        ["experts of", "threads", "side", "bits", *columns, f"floor of {counts[0]}, ms", "not measured"],
+        out,
+    )
+
+
+def peer_models() -> str:
+    """Tokens a second of a generated model on both sides."""
+    out = []
+    for row in _peers("models"):
+        rates = [f"{row[k]:.0f}" if k in row else "" for k in ("decode tokens/s", "prefill tokens/s")]
+        over = [
+            f"{row[k]:.2f}" if (k := f"{what} over llama.cpp's best") in row else "" for what in ("decode", "prefill")
+        ]
+        out.append([row["rest"], str(row["threads"]), _own(row["side"]), *rates, *over, row.get("not measured", "")])
+    columns = ["rest", "threads", "side", "decode, tokens/s", "prefill, tokens/s"]
+    return table([*columns, "decode over llama.cpp's best", "prefill over its best", "not measured"], out)
+
+
+def peer_quality() -> str:
+    """Error and divergence by bits on both sides, a model after another."""
+    rows, out = _peers("quality"), []
+    for row in sorted(rows, key=lambda r: -r["bits/weight"]):
+        error = f"{row['error']:.2g}" if "error" in row else ""
+        kl = f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}" if "KL, mnat" in row else ""
+        added = f"{row['added, %']:+.1f} % ± {row['added +-']:.1f}" if "added, %" in row else ""
+        name = _own(f"{row['who']} {row['encoding']}")
+        out.append([row["model"], name, f"{row['bits/weight']:.4g}", error, kl, added])
+    order = list(dict.fromkeys(row["model"] for row in rows))
+    out.sort(key=lambda cells: order.index(cells[0]))
+    return table(["matrices of", "encoding", "bits", "error", "KL, mnat", "attention adds"], out)
+
+
+def peer_versions() -> str:
+    """What the peers are."""
+    return table(["side", "what"], [[name, what] for name, what in results("peers")["peers"].items()])

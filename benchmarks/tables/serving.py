@@ -1,0 +1,171 @@
+"""Tables of serving: policies, what passes wait for, starts, hostile input and long runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .common import TEXTS, as_is, figures, results, table
+
+POLICIES = {
+    "static, first file, most used": "static map, most used",
+    "static, first file, by loss": "static map, by loss",
+    "hotness, the two": "`hotness:hi=bf16,lo=w2,between=no`",
+    "hotness, two of its choice": "`hotness:between=no`",
+    "hotness": "`hotness`",
+    "lru": "`lru:hi=bf16,lo=w2`",
+}
+
+
+def residency() -> str:
+    """Perplexity by budget and policy."""
+    out = []
+    for row in results("residency-tiny-qwen3-moe")["rows"]:
+        if not set(TEXTS) <= row.keys():
+            continue
+        share = row["budget"] or "none"
+        counts = [f"{row[k]:,.0f}" for k in ("peak MB", "promotions", "MB copied", "waits")]
+        out.append([share, POLICIES.get(row["policy"], row["policy"]), *(figures(row[t]) for t in TEXTS), *counts])
+    columns = ["budget", "policy", *TEXTS.values(), "peak, MB", "promotions", "MB read", "waits"]
+    return table(columns, out)
+
+
+def tpot() -> str:
+    """Time a token, with and without swaps."""
+    rows = [r for r in results("residency-tiny-qwen3-moe")["rows"] if "TPOT median ms" in r]
+    return table(
+        ["while decoding", "TPOT, median", "TPOT, 99th percentile", "promotions", "waits"],
+        [
+            [r["policy"].removeprefix("TPOT, ").replace("none", "no swaps"), f"{r['TPOT median ms']:.2f} ms",
+             f"{r['TPOT p99 ms']:.2f} ms", f"{r['promotions']:,}", f"{r['waits']:,}"]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def overlap() -> str:
+    """Promotions by the number of threads."""
+    rows = [r for r in results("residency-tiny-qwen3-moe")["rows"] if " threads, " in r["policy"]]
+    return table(
+        ["threads", "passes a second", "promotions", "waits"],
+        [
+            [
+                *r["policy"].removesuffix(" passes a second").split(" threads, "),
+                f"{r['promotions']:,}",
+                f"{r['waits']:,}",
+            ]
+            for r in rows
+        ],
+    )
+
+
+def policies() -> str:
+    """All policies at equal bytes of device memory."""
+    out = []
+    for row in results("policies-tiny-qwen3-moe")["rows"]:
+        name, share = row["policy"], row["budget"] or "none"
+        if "least MB" in row:
+            out.append([share, name, f"needs {row['least MB']:.1f} MB", *[""] * 9])
+            continue
+        kl = f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}" if "KL, mnat" in row else ""
+        times = [f"{row[k]:.1f}" for k in ("TTFT ms", "TPOT p50 ms", "TPOT p99 ms")]
+        moved = [_megabytes(row[k]) for k in ("MB demand", "MB ahead", "MB host")]
+        waits = f"{row['waits']:,}" if row["waits"] else ""
+        out.append([share, name, *(figures(row[t]) for t in TEXTS), kl, *times, *moved, waits])
+    columns = ["budget", "policy", *TEXTS.values(), "KL, mnat", "TTFT, ms", "TPOT, ms", "its 99th percentile, ms"]
+    return table([*columns, "waited for, MB", "ahead, MB", "host, MB", "waits"], out)
+
+
+def _megabytes(size: float) -> str:
+    return "" if not size else f"{size:.1f}" if size < 100 else f"{size:,.0f}"
+
+
+def _claims(name: str) -> list[dict[str, Any]]:
+    return [row for row in results("policies-tiny-qwen3-moe")["claims"] if row["table"] == name]
+
+
+def similarity() -> str:
+    """A prompt's experts and its decoding's."""
+    rows = _claims("prefill: similarity")
+    return table(
+        ["", *(row["what"] for row in rows)],
+        [[shown, *(f"{row[key]:.3f}" for row in rows)]
+         for shown, key in (("its own decoding", "own"), ("another text's", "other text's"))],
+    )  # fmt: skip
+
+
+def _divergences(name: str) -> str:
+    rows = [[row["what"], f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}"] for row in _claims(name)]
+    return table(["", "KL, mnat"], rows)
+
+
+def selector() -> str:
+    """Widths of the host's experts."""
+    return _divergences("prefill: bits of the rest")
+
+
+def retention() -> str:
+    """Critical experts and the others."""
+    return _divergences("importance: retention")
+
+
+def on_demand() -> str:
+    """Bytes that passes waited for, and those fetched ahead."""
+    out = []
+    for row in _claims("importance: bytes"):
+        needed = row["MB in time"] + row["MB late"]
+        in_time = f"{row['MB in time'] / needed:.2f}" if needed else ""
+        moved = [_megabytes(row[k]) for k in ("MB demand", "MB ahead")]
+        out.append([row["what"], *moved, in_time, f"{row['KL, mnat']:.2f}", f"{row['TPOT p50 ms']:.1f}"])
+    return table(["", "waited for, MB", "ahead, MB", "in time", "KL, mnat", "TPOT, ms"], out)
+
+
+def prediction() -> str:
+    """Of the next layer's experts."""
+    rows = _claims("importance: prediction")
+    return table([row["what"] for row in rows], [[f"{row['foretold']:.2f}" for row in rows]])
+
+
+def alpha() -> str:
+    """Time a token by what stays on the device."""
+    rows = _claims("paged: alpha")
+    shown = [(row["what"].removeprefix("alpha="), f"{row['TPOT p50 ms']:.1f}", f"{row['peak MB']:.1f}") for row in rows]
+    return table(["alpha", "TPOT, ms", "device memory, MB"], [list(row) for row in shown])
+
+
+def paged() -> str:
+    """Paged experts at a large layer's shape."""
+    return as_is("paged")
+
+
+def serving() -> str:
+    """Servers by clients."""
+    return as_is("serve")
+
+
+def start() -> str:
+    """From the start of a command to its first token."""
+    return as_is("start")
+
+
+def hostile() -> str:
+    """What became of hostile bundles."""
+    rows = [*results("hostile")["rows"]]
+    columns = ("cases", "opened", "refused", "wrong")
+    rows.append({"changed": "all", **{c: sum(row[c] for row in rows) for c in columns}})
+    out = [[row["changed"], *(f"{row[c]:,}" for c in columns)] for row in rows]
+    return table(["what is changed", "cases", "opened", "refused", "anything else"], out)
+
+
+def soak() -> str:
+    """A server under load for minutes."""
+    columns = {
+        "minutes": ".1f",
+        "MB": ".1f",
+        "answers": ",",
+        "errors": ",",
+        "left": ",",
+        "promotions": ",",
+        "waits": ",",
+    }
+    out = [[f"{row[c]:{how}}" for c, how in columns.items()] for row in results("soak")["rows"]]
+    return table(["minutes", "memory, MB", "answers", "errors", "clients that left", "promotions", "waits"], out)

@@ -26,8 +26,7 @@ from .encoded import Decoded
 from .experts import ExpertWeights, describe, is_experts_module, parameter_names
 from .some_experts import Parts, sources_of
 
-# Bytes of a layer's experts that are read at once: reading takes up to three times as much in memory. Smaller parts
-# would cost more of transformers' bookkeeping, once a part.
+# Bytes of a layer's experts that are read at once: reading takes up to three times as much in memory.
 PART = 1 << 29
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

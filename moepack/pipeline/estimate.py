@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,7 +256,8 @@ class _DryRun:
         return seconds
 
     def _quantise_some(self, index: int, experts: ExpertWeights, observation: Observation) -> float:
-        """Seconds that one expert takes at every width, in a batch of some, with other batches at its side."""
+        """Seconds that one expert takes at every width, in a batch of some, with as many batches at its side as a build
+        has."""
         from moepack.quantize.expert_batch import expert_batches
 
         settings, device = batch_settings(self._recipe), self._stream.device
@@ -270,7 +272,9 @@ class _DryRun:
         began = time.perf_counter()
         make(range(1))  # loads and compiles what the quantisers need
         first, began = time.perf_counter() - began, time.perf_counter()
-        make(few)
+        beside = min(self._how.workers, len(batches))
+        with ThreadPoolExecutor(beside) as pool:  # cores that share a cache, or are two of one, slow each other
+            list(pool.map(make, [few] * beside))
         one = (time.perf_counter() - began) / len(few)
         self.start += max(0.0, first - one)
         # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.

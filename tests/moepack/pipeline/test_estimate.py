@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from moepack.calibrate.forward import Observation
 from moepack.calibrate.tokens import LAYER, LayerTokens, expert_tokens
 from moepack.cli import app
 from moepack.pack.errors import InputError, MoepackError
+from moepack.pipeline import estimate as module
+from moepack.pipeline.bound import place
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import _shared_out, estimate
 from moepack.pipeline.recipe import parse_recipe
@@ -90,6 +94,29 @@ def test_the_probe_is_of_what_a_build_brings_experts() -> None:
     every = Observation(seen.inputs, torch.arange(4, dtype=torch.int32).repeat(300, 1), torch.ones(300, 4), 50)
     few = _shared_out(every, 100, 4, 3)  # every token to every expert
     assert few.inputs.shape == (100, 8) and few.experts.tolist() == [[0, 1, 2]] * 100
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_probe_makes_as_many_batches_at_once_as_a_build(
+    workers: int, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits here for as many others; the first, of one expert, has none at its side."""
+    together, alone, make = threading.Barrier(workers), [], module.make_batch
+
+    def waiting(task: Any, *rest: Any) -> Any:
+        if len(task.experts) == 1:
+            alone.append(task)
+        else:
+            together.wait(timeout=30)
+        return make(task, *rest)
+
+    recipe = parse_recipe(RECIPE, "test")
+    monkeypatch.setattr(module, "make_batch", waiting)
+    batches = [range(n, n + 4) for n in range(0, 16, 4)]
+    monkeypatch.setattr("moepack.quantize.expert_batch.expert_batches", lambda *asked: batches)
+    monkeypatch.setattr(module, "place", lambda *asked: replace(place(*asked), workers=workers))
+    assert estimate(demo_model, tmp_path / "bundle", recipe, [text]).seconds["quantise"] > 0
+    assert len(alone) == 1 and together.n_waiting == 0
 
 
 def test_disk_beside_the_bundle(demo_model: Path, text: Path, tmp_path: Path) -> None:

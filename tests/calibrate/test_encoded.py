@@ -215,3 +215,26 @@ def test_other_methods_are_refused(quantization: object, demo_model: Path, tmp_p
     with pytest.raises(InputError, match="is already quantised") as error:
         open_checkpoint(checkpoint)
     assert "\n" not in str(error.value) and "moepack reads fp8" in str(error.value)
+
+
+def test_layers_for_multi_token_prediction_are_decoded(demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """DeepSeek-V3 stores them in FP8 as well: kept, they are what the same model in BF16 has, and no scale is left."""
+    coded, plain = fp8_checkpoint(tmp_path, demo_model)
+    last = json.loads((coded / "config.json").read_text())["num_hidden_layers"]
+    for path in (coded, plain):
+        tensors = load_file(path / "model.safetensors")
+        of = f"layers.{last - 1}."
+        extra = {n.replace(of, f"layers.{last}."): t.clone() for n, t in tensors.items() if of in n}
+        extra[f"model.layers.{last}.enorm.weight"] = torch.ones(64, dtype=torch.bfloat16)
+        save_file(tensors | extra, path / "model.safetensors", {"format": "pt"})
+    recipe = parse_recipe(RECIPE + "mtp: keep\n", "test")
+    kept = []
+    for path in (coded, plain):
+        bundle = tmp_path / f"{path.name}-bundle"
+        build(path, bundle, recipe, [text])
+        assert verify(bundle, path) == []
+        kept.append({n: t for n, t in load_file(bundle / "model.safetensors").items() if f"layers.{last}." in n})
+    ours, theirs = kept
+    assert ours.keys() == theirs.keys() and any("experts" in n for n in ours)
+    assert not any(n.endswith(SCALES) for n in ours)
+    assert all(t.dtype == theirs[n].dtype and torch.equal(t, theirs[n]) for n, t in ours.items())

@@ -27,8 +27,8 @@ def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
     except ImportError:
         raise MissingExtraError("ray", "ray") from None
     started = not ray.is_initialized()
-    address = address or os.environ.get("RAY_ADDRESS")  # as in a job that a cluster runs
-    _reach(address)
+    address = asked(address)
+    reach(address)
     if started:
         # Without "local" Ray joins whatever cluster it finds on this machine.
         start = {"address": "local", "include_dashboard": False, **local}
@@ -41,8 +41,17 @@ def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
     return ray, started
 
 
-def _reach(address: str | None) -> None:
-    """Connect to a cluster's port: Ray itself tries an address where nobody listens for minutes."""
+def asked(address: str | None) -> str | None:
+    """The address of the cluster that is meant: RAY_ADDRESS's where none is named, as in a job that a cluster runs."""
+    return address or os.environ.get("RAY_ADDRESS")
+
+
+def reach(address: str | None) -> None:
+    """Connect to a cluster's port: Ray itself tries an address where nobody listens for minutes.
+
+    Raises:
+        InputError: when nobody answers there.
+    """
     at = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or "")
     if at is None:
         return

@@ -93,6 +93,8 @@ def build(
                 checkpoint, output, recipe, calibration or (), device, reporter, revision, bound, work, engine, address
             )
         print_json(asdict(expected)) if as_json else console().print(render(expected))
+        if engine == "ray" and not as_json:
+            console().print("Times are of this machine alone: a cluster shares out what quantising takes.")
         return
     with progress(quiet) as reporter:
         report = run(

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from moepack.cluster import asked, reach
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.devices.glibc import trim
 
@@ -64,13 +65,15 @@ class Executor(Protocol):
 
 
 def check_engine(name: str, address: str | None) -> None:
-    """See that there is such an executor, before any work. See `open_executor`."""
+    """See that there is such an executor, and that its cluster answers, before any work. See `open_executor`."""
     if name not in NAMES:
         raise InputError(f"engine {name!r} is unknown: there are {', '.join(NAMES)}")
     if name == "local" and address is not None:
         raise InputError("--address is a Ray cluster's: say --engine ray as well")
     if name == "ray" and importlib.util.find_spec("ray") is None:
         raise MissingExtraError("ray", "ray")
+    if name == "ray":
+        reach(asked(address))
 
 
 def open_executor(name: str, address: str | None) -> Executor:

@@ -18,8 +18,8 @@ LONGEST = 1000  # characters of a message that are shown: what a file holds may 
 
 
 # What the code of a model, or of transformers around it, raises where it meets what it was not written for: no weights,
-# layers that do nothing, a config that no model fits. torch's error of memory that ran out is a RuntimeError as well,
-# and none of these.
+# layers that do nothing, a config that no model fits. torch.OutOfMemoryError is a RuntimeError too, and is let through
+# before these are caught.
 CODE_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
 )  # fmt: skip

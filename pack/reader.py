@@ -192,18 +192,8 @@ class Bundle:
             raise BundleError(problems)
 
     def check_texts(self) -> None:
-        """See that what transformers reads beside tensors (config, tokenizer, templates) has its digests, and that no
-        file of its directory that the manifest does not name would be waited for without end.
-
-        Raises:
-            BundleError: with those that are not so.
-        """
-        problems = [p for name in self.manifest.files if not name.endswith(TENSORS) for p in _check_digest(self, name)]
-        for entry in sorted(self.path.iterdir()):
-            if entry.exists() and not (entry.is_file() or entry.is_dir()):
-                problems.append(Problem(str(entry), "file-type", "is no regular file: remove it"))
-        if problems:
-            raise BundleError(problems)
+        """`check` what transformers reads beside tensors: config, tokenizer, templates."""
+        self.check(*(name for name in self.manifest.files if not name.endswith(TENSORS)))
 
     def verify(self) -> list[Problem]:
         """Every problem of the bundle: all digests, and every rule of the format; reads every byte of it."""

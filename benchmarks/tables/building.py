@@ -147,8 +147,9 @@ def widened() -> str:
     out = []
     for row in results("widened")["rows"]:
         times = [f"{row[k]:.2f} s" for k in ("torch, s", "float32, s")]
-        out.append([row["product"], row["torch keeps to"], *times, f"{row['float32 over torch']:.2f}"])
-    return table(["product", "instructions", "torch in BF16", "in float32", "ratio"], out)
+        ratios = [f"{row[k]:.2f}" for k in ("float32 over torch", "served over torch")]
+        out.append([row["product"], row["torch keeps to"], *times, *ratios])
+    return table(["product", "instructions", "torch in BF16", "in float32", "ratio", "serving's ratio"], out)
 
 
 def _duration(seconds: float) -> str:

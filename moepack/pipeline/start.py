@@ -217,9 +217,9 @@ def _fit(
         return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
     # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
     begun = {} if fresh else directory.settings().get("calibrate", {})
-    before = min(size, begun.get("batch_size", size))
-    how = place(needs, before, memory)
-    if how.batch_size < before and begun and directory.holds("calibrate"):
+    before = begun.get("batch_size", size)
+    how = place(needs, min(size, before), memory)
+    if how.batch_size < before <= size and directory.holds("calibrate"):
         raise InputError(
             f"{directory.path}: was begun with {before} windows at once, and --memory leaves room for "
             f"{how.batch_size}: give it more, name another --work, or start over with --fresh"

@@ -2,7 +2,7 @@
 
 torch reads BF16 weights at half of what memory gives for one token. Here a matrix lies in huge pages, in the layout of
 an expert with that matrix alone (kernels/forms.py), whichever version it is in, and maps that are given the same input
-are multiplied by in one call. Where a pass has many tokens, BF16 matrices are torch's.
+are multiplied by in one call. Where a pass has many tokens, BF16 matrices are torch's (kernels/by_torch.py).
 Decides nothing about which version a matrix is in.
 """
 

@@ -16,7 +16,7 @@ import torch
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.affine_native import LayerForms, has_tiles, product, unpack
-from moepack.runtime.kernels.by_torch import multiply, of_matrix
+from moepack.runtime.kernels.by_torch import multiply, of_matrix, of_packed
 from moepack.runtime.kernels.forms import handle, resident_size
 
 ROWS, COLS, EXPERTS, RUNS = 256, 2048, 4, 5
@@ -67,12 +67,11 @@ def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], 
     def by_torch(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         for extent, mine, to in zip(extents, x.chunk(EXPERTS), out.chunk(EXPERTS), strict=True):
             plain = extent[: 2 * m.weights].view(torch.bfloat16).view(ROWS, COLS) if version.is_lossless else None
-            multiply(mine, partial(unpacked_rows, extent) if plain is None else of_matrix(plain), to)
+            packed = of_packed(COLS, partial(rows_of, extent))
+            multiply(mine, packed if plain is None else of_matrix(plain), to)
 
-    def unpacked_rows(extent: torch.Tensor, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        tile = torch.empty(COLS, last - first, dtype=dtype)
+    def rows_of(extent: torch.Tensor, tile: torch.Tensor, first: int) -> None:
         unpack(forms, 0, 0, extent, tile, first, threads)
-        return tile
 
     unpacked = by_tiles if has_tiles(dtype) else by_torch
     return lambda tokens: timed(tokens, packed), lambda tokens: timed(tokens, unpacked)

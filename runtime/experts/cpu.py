@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moepack.pack.isa import emulated
 from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
-from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix
+from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix, of_packed
 
 from . import backends
 
@@ -132,11 +132,8 @@ def _unpacked(experts: Snapshot, expert: int, matrix: int, threads: int | None) 
     """The rows of a packed matrix, for torch."""
     made, native = experts.handles[expert], experts.of.native
     assert made.version is not None and native is not None
-    number, cols = native.numbers[made.version.name], native.matrices[matrix].cols
-
-    def rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
-        tile = torch.empty(cols, -(-(last - first) // 16) * 16, dtype=dtype)
-        unpack(native, matrix, number, made.extent, tile, first, threads)
-        return tile[:, : last - first]
-
-    return rows
+    number, extent = native.numbers[made.version.name], made.extent
+    return of_packed(
+        native.matrices[matrix].cols,
+        lambda tile, first: unpack(native, matrix, number, extent, tile, first, threads),
+    )

@@ -1,6 +1,6 @@
-"""Products of many tokens by torch on a CPU, some rows of the weights at a time: where there are no tiles.
+"""Products of many tokens by torch on a CPU, some rows of the weights at a time: for processors without BF16 tiles.
 
-Where a processor has no BF16 instructions torch emulates them: slower than float32 by 3 to 20 times
+Where a processor has no BF16 instructions at all, torch emulates them: several times slower than float32
 (`benchmarks/widened.py`), and in memory that no budget sees. There both sides are converted, and sums rounded once.
 """
 
@@ -24,27 +24,39 @@ def multiply(x: Tensor, weights: Weights, out: Tensor, bias: Tensor | None = Non
 
     Args:
         x: float32 or bfloat16 [tokens, cols].
-        weights: gives rows `first` to `last` of W in a dtype, as [cols, last - first].
+        weights: gives rows `first` to `last` of W in a dtype, turned: [cols, last - first].
         out: [tokens, rows], of x's dtype.
         bias: [rows].
     """
     rows = out.shape[1]
     dtype = torch.float32 if emulated(x.device, x.dtype) else x.dtype
-    for start in range(0, len(x), TOKENS):
-        few = x[start : start + TOKENS].to(dtype)
-        for first in range(0, rows, ROWS):
-            last = min(first + ROWS, rows)
-            made = torch.mm(few, weights(first, last, dtype))
-            if bias is not None:
-                made += bias[first:last]
-            out[start : start + TOKENS, first:last] = made
-            del made  # before the next is there
-        del few
+    with torch.autocast("cpu", enabled=False):  # it would convert both sides back
+        for start in range(0, len(x), TOKENS):
+            few = x[start : start + TOKENS].to(dtype)
+            for first in range(0, rows, ROWS):
+                last = min(first + ROWS, rows)
+                made = torch.mm(few, weights(first, last, dtype))
+                if bias is not None:
+                    made += bias[first:last]
+                out[start : start + TOKENS, first:last] = made
+                del made  # before the next is there
+            del few
 
 
 def of_matrix(weight: Tensor) -> Weights:
     """The `weights` of a matrix [rows, cols] that is there."""
     return lambda first, last, dtype: weight[first:last].to(dtype).T
+
+
+def of_packed(cols: int, unpack: Callable[[Tensor, int], None]) -> Weights:
+    """The `weights` of a matrix of so many columns that `unpack` writes, from some row on, into [cols, rows]."""
+
+    def rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
+        tile = torch.empty(cols, -(-(last - first) // 16) * 16, dtype=dtype)
+        unpack(tile, first)
+        return tile[:, : last - first]
+
+    return rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

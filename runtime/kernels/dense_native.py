@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .affine_native import DTYPES, POINTER, WORD, Unpack, has_tiles, library
-from .by_torch import multiply, of_matrix
+from .by_torch import multiply, of_matrix, of_packed
 from .forms import Form, kernel_of
 
 
@@ -193,13 +193,9 @@ def _dense_by_torch(of: Dense, number: int, x: Tensor, out: Tensor, threads: int
     bias = m.bias
     if bias is None and m.form.bias >= 0:
         bias = m.data[m.form.bias : m.form.bias + 2 * m.rows].view(torch.bfloat16)
-
-    def unpacked(first: int, last: int, dtype: torch.dtype) -> Tensor:
-        tile = torch.empty(m.cols, -(-(last - first) // 16) * 16, dtype=dtype)
-        of.unpack(number, tile, first, threads)
-        return tile[:, : last - first]
-
-    multiply(x, of_matrix(m.data) if m.data.dtype == torch.bfloat16 else unpacked, out, bias)
+    plain = m.data.dtype == torch.bfloat16
+    packed = of_packed(m.cols, lambda tile, first: of.unpack(number, tile, first, threads))
+    multiply(x, of_matrix(m.data) if plain else packed, out, bias)
 
 
 def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int, threads: int) -> int:

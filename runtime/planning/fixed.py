@@ -209,9 +209,9 @@ def _measure(
         if device.type == "cpu":
             kept = max(arena_bytes(x, tokens * batch, top_k(config)) for x in layers)
             kept = max(kept, dense_arena(model, tokens * batch))
-            widest = max(m.cols for x in layers for m in x.matrices)
-            widest = max(widest, *(m.in_features for m in model.modules() if type(m) is torch.nn.Linear))
-            kept += backends.unpacked_bytes(tokens * batch, widest)
+            widths = [m.cols for x in layers for m in x.matrices]
+            widths += [m.in_features for m in model.modules() if type(m) is torch.nn.Linear]
+            kept += backends.unpacked_bytes(tokens * batch, max(widths))
     return Needs(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
 
 

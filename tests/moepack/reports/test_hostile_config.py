@@ -161,17 +161,19 @@ def another_byte(file: str) -> Callable[[Victim], None]:
 READ: dict[str, tuple[Callable[[Victim], None], str]] = {
     "a tokenizer's byte": (another_byte("tokenizer.json"), "do not match their digest"),
     "a token's number": (another_byte("generation_config.json"), "do not match their digest"),
-    "a tokenizer the system waits for": (lambda v: v.replace("tokenizer_config.json", os.mkfifo), "is a pipe"),
-    "an unlisted pipe": (lambda v: v.replace("added_tokens.json", os.mkfifo), "is no regular file: remove it"),
-    "a link to a device": (
-        lambda v: v.replace("adapter_config.json", lambda p: p.symlink_to("/dev/zero")),
-        "is no regular file: remove it",
-    ),
+    "a pipe": (lambda v: v.replace("tokenizer_config.json", os.mkfifo), "is a pipe"),
 }
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_transformers_reads_is_looked_at_before(name: str, victim: Victim) -> None:
+def test_what_transformers_reads_is_looked_at_before(
+    name: str, victim: Victim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*asked: Any, **more: Any) -> None:
+        raise AssertionError("it was read")
+
+    for reader in ("AutoTokenizer", "GenerationConfig", "AutoConfig"):
+        monkeypatch.setattr(f"transformers.{reader}.from_pretrained", read)
     edit, message = READ[name]
     edit(victim)
     for use in (

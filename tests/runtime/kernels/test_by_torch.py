@@ -93,7 +93,7 @@ def test_the_room_beside_is_what_is_said(shape: tuple[int, int, int], has: bool)
 
 
 class Products(TorchDispatchMode):
-    """Columns of the results of torch's own BF16 products, of matrices [rows, cols]."""
+    """Columns of what torch multiplies in BF16, but for attention's own products."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,22 +107,26 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("policy", ["static:bf16", "static:w3"])
-def test_a_served_model_emulates_nothing_but_its_router(
-    bundle: Path, has: bool, policy: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("autocast", [False, True])
+def test_of_a_served_models_linear_maps_the_routers_alone_are_emulated(
+    bundle: Path, has: bool, policy: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of many tokens, by kernels without tiles."""
     import moepack
     from moepack.runtime.experts import backends
 
-    monkeypatch.setattr(backends, "_limits", lambda names, threads: [16 for _ in names])
     native.use_level(min(native.BEST, native.LEVELS.index("avx512")))
+    backends.forget()
     try:
+        monkeypatch.setattr(backends, "_limits", lambda names, threads: [16 for _ in names])
         model = moepack.load(bundle, policy=policy)
         ids = torch.randint(1, 1000, (1, 700), generator=torch.Generator().manual_seed(0))
-        with torch.inference_mode(), Products() as products:
+        context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+        with torch.inference_mode(), context, Products() as products:
             logits = model(ids).logits
     finally:
         native.use_level()
+        backends.forget()
     experts, vocabulary = model.config.num_experts, model.config.vocab_size
     assert logits.shape == (1, 700, vocabulary)
     if not has:
@@ -130,3 +134,12 @@ def test_a_served_model_emulates_nothing_but_its_router(
     else:
         assert {experts, vocabulary} < products.rows
     model.moepack.close()
+
+
+def test_autocast_converts_nothing_back(has: bool) -> None:
+    """Neither what was widened nor float32, whose bits stay."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight, bias = parts(300, 64, 300, dtype)
+        plain = by_torch.linear(x, weight, bias)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(by_torch.linear(x, weight, bias), plain)

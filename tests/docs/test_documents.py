@@ -62,13 +62,13 @@ def test_the_front_page_is_short_and_shows_what_it_is() -> None:
 
 
 def test_tables_and_machines_are_those_of_the_results() -> None:
-    for page in tables.DOCUMENTS:
+    for page in tables.common.DOCUMENTS:
         assert page.read_text() == tables.with_tables(page.read_text()), (
             f"{page.name}: python -m benchmarks.draw --tables"
         )
-    text = "".join(page.read_text() for page in tables.DOCUMENTS)
+    text = "".join(page.read_text() for page in tables.common.DOCUMENTS)
     shown = set(re.findall(r"<!-- machine: (\S+) -->", text))
-    assert shown == {p.stem for p in tables.RESULTS.glob("*.json")}, "a file of results without its machine"
+    assert shown == {p.stem for p in tables.common.RESULTS.glob("*.json")}, "a file of results without its machine"
     assert tables.with_tables("<!-- table: build -->\nold\n<!-- end of table -->").count("\n") > 3
 
 

@@ -287,8 +287,8 @@ def test_tables_and_the_picture_of_results(monkeypatch: pytest.MonkeyPatch) -> N
          "KL, mnat": 1.5, "added, %": 20.0, "added +-": 2.0},
         {**quality, "who": "llama.cpp", "encoding": "Q4_K", "KL, mnat": 4.0},
     ]  # fmt: skip
-    monkeypatch.setattr(tables, "results", lambda name: {"rows": rows, "peers": {"llama.cpp": "0.1"}})
-    monkeypatch.setattr(draw, "results", tables.results)
+    for module in (tables.peers, draw):
+        monkeypatch.setattr(module, "results", lambda name: {"rows": rows, "peers": {"llama.cpp": "0.1"}})
     assert tables.peer_layers().splitlines()[2:] == [
         "| S | 1 | **moepack** w4 | 4.375 | 2 (10) | 20 (8) | 1.5 |  |",
         "| S | 1 | llama.cpp Q8_0 repacked |  |  |  |  | none here |",

@@ -52,8 +52,8 @@ class Row:
 
 @contextmanager
 def plain_code() -> Iterator[None]:
-    """All but the experts by the model's own code, and BF16 rounded as torch's emulation does where there is one: what is
-    compared here is to be the plain model's to the bit."""
+    """All but the experts by the model's own code, and BF16 rounded as torch's emulation does where there is one: what
+    is compared here is to be the plain model's to the bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEPACK_DENSE_KERNELS", "off")
         patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)

@@ -67,8 +67,8 @@ def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], 
     def by_torch(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         for extent, mine, to in zip(extents, x.chunk(EXPERTS), out.chunk(EXPERTS), strict=True):
             plain = extent[: 2 * m.weights].view(torch.bfloat16).view(ROWS, COLS) if version.is_lossless else None
-            packed = of_packed(COLS, partial(rows_of, extent))
-            multiply(mine, packed if plain is None else of_matrix(plain), to)
+            weights = of_packed(COLS, partial(rows_of, extent)) if plain is None else of_matrix(plain)
+            multiply(mine, weights, to)
 
     def rows_of(extent: torch.Tensor, tile: torch.Tensor, first: int) -> None:
         unpack(forms, 0, 0, extent, tile, first, threads)

@@ -148,11 +148,11 @@ def test_reports_say_where_they_come_from(file: Path, asked: list[tuple[str, int
 
 
 def test_measuring_takes_under_a_second() -> None:
-    """All encodings at one dtype. Generous: other processes run beside this one."""
+    """All encodings at one dtype, in this process's own time: others run beside it."""
     names = [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")]
-    began = time.perf_counter()
+    began = time.process_time()
     limits = {n: autotune.measure_limit(BF16, n, backends.CANDIDATES, torch.get_num_threads()) for n in names}
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert set(limits.values()) <= set(backends.CANDIDATES), limits
 
 

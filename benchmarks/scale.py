@@ -114,6 +114,7 @@ def batch_seconds(hidden: int, size: int, experts: int, top_k: int, tokens: int)
 
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
+    from moepack.calibrate.widened import widened
     from moepack.pack.spec import LOSSLESS, ExpertLayer, Matrix, Version
     from moepack.pipeline.expert_batch import ExpertBatchTask, make_batch
     from moepack.quantize.expert_batch import Settings, expert_batches
@@ -149,7 +150,8 @@ def batch_seconds(hidden: int, size: int, experts: int, top_k: int, tokens: int)
     x, rate = inputs[: min(1024, total)], 0.0
     for _ in range(3):
         began = time.process_time()
-        torch.nn.functional.linear(x, weights[0][0])
+        with widened(x.device, x.dtype):  # as calibrating does
+            torch.nn.functional.linear(x, weights[0][0])
         rate = max(rate, 2 * len(x) * 2 * size * hidden / (time.process_time() - began))
     out = sum(len(extent) for extents in made.extents.values() for extent in extents)
     return {"batch": few, "seconds": seconds, "rate": rate, "made": out}

@@ -1,4 +1,5 @@
-"""The numbers of a config.json that are absurd whatever the model: transformers would work on them for hours.
+"""The numbers of a config.json that are absurd whatever the model: transformers would work on them for hours, or
+stumble over them once the model is loaded.
 
 It makes a dictionary of so many labels and a list of so many layers while it reads the file, and buffers of so many
 columns with a model that has no weights yet. Knows how such numbers are called, not what a model has.

@@ -35,14 +35,14 @@ class Packed(Protocol):
         ...
 
 
-GUESSED = 32  # tokens that one pass verifies at the most; transformers guesses up to 20
+GUESSED = 32  # tokens of a pass that verifies guesses: transformers makes 20 by default, others fewer
 
 
 @dataclass(slots=True)
 class _Sequence:
     number: int
     decoding: bool = False
-    left: int = 0  # tokens in its cache when its last pass had ended
+    left: int = 0  # tokens in its cache when its last pass of several tokens had ended
     guesses: bool = False  # whether tokens were cut off since
 
 
@@ -71,7 +71,8 @@ class Sequences:
 
         def told(out: Any) -> None:
             made.extend(caches_in(out))
-            mine.left = _length(made[0] if cache is None and made else cache)
+            if ids.shape[1] > 1:  # a cut is looked for after several tokens alone: asking a cache may wait for a GPU
+                mine.left = _length(made[0] if cache is None and made else cache)
 
         try:
             yield prompt, told

@@ -57,5 +57,5 @@ def reach(address: str | None) -> None:
         return
     try:
         socket.create_connection((at.group(1), int(at.group(2))), timeout=10).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise InputError(f"Ray at {address}: nobody answers there: {error}") from None

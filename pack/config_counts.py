@@ -37,8 +37,7 @@ def check_counts(where: str, document: Any) -> None:
     """
     if isinstance(document, dict) and "sliding_window" in document:
         window, kinds = document["sliding_window"], document.get("layer_types")
-        slides = document.get("use_sliding_window") is True
-        slides |= isinstance(kinds, list) and "sliding_attention" in kinds
+        slides = isinstance(kinds, list) and "sliding_attention" in kinds
         if slides and not (type(window) is int and window > 0):
             raise InputError(f"{where} has sliding_window {str(window)[:40]}, and layers whose attention slides")
     for key, value in document.items() if isinstance(document, dict) else ():

@@ -3,10 +3,8 @@
 A cache that a pass makes, or that is new to us, begins a sequence; so does one that was emptied. A pass without a cache
 is a sequence by itself. What a pass reads is a prompt, or a chunk of one, where the cache is empty or where it brings
 several tokens of each sequence; the first step after it that goes on by one token begins decoding, and a later prompt
-(another turn) begins it again. Where tokens are guessed, then verified (prompt lookup, a draft model), wrong ones are
-cut off the cache: from the first cut on, up to GUESSED tokens are guesses and no prompt. A cache that packs sequences
-says who is in a pass (`Packed`), each with a cache of its own. Caches are followed by weak references, whose callbacks
-take no lock. Decides nothing.
+(another turn) begins it again. A cache that packs sequences says who is in a pass (`Packed`), each with a cache of its
+own. Caches are followed by weak references, whose callbacks take no lock. Decides nothing.
 """
 
 from __future__ import annotations
@@ -35,15 +33,10 @@ class Packed(Protocol):
         ...
 
 
-GUESSED = 32  # tokens of a pass that verifies guesses: transformers makes 20 by default, others fewer
-
-
 @dataclass(slots=True)
 class _Sequence:
     number: int
     decoding: bool = False
-    left: int = 0  # tokens in its cache when its last pass of several tokens had ended
-    guesses: bool = False  # whether tokens were cut off since
 
 
 class Sequences:
@@ -68,14 +61,8 @@ class Sequences:
             return
         made: list[Any] = []
         prompt, mine = self._begin(cache, int(ids.shape[0]), int(ids.shape[1]))
-
-        def told(out: Any) -> None:
-            made.extend(caches_in(out))
-            if ids.shape[1] > 1:  # a cut is looked for after several tokens alone: asking a cache may wait for a GPU
-                mine.left = _length(made[0] if cache is None and made else cache)
-
         try:
-            yield prompt, told
+            yield prompt, lambda out: made.extend(caches_in(out))
         finally:
             with self._lock:
                 self._bury()  # a cache that died meanwhile may have had the address of the one that was made
@@ -88,7 +75,9 @@ class Sequences:
             reference, mine = self._followed.get(id(cache), (None, None))
             if reference is not None and reference() is not cache:
                 mine = None
-        length = _length(cache) if hasattr(cache, "get_seq_length") else int(mine is not None)
+        length = int(mine is not None)
+        if hasattr(cache, "get_seq_length"):
+            length = int(cache.get_seq_length())
         with self._lock:
             if begins := mine is None or not length:
                 if mine is not None:  # emptied, to be used again
@@ -97,8 +86,7 @@ class Sequences:
                 if cache is not None and not self._follow(cache, mine):
                     self._over.append(mine.number)
             assert mine is not None
-            mine.guesses |= length < mine.left
-            reads = reads or tokens > (GUESSED if mine.guesses else 1) or not length
+            reads = reads or tokens > 1 or not length
             decodes = not reads and not mine.decoding
             mine.decoding = not reads
             whole = batch * tokens
@@ -126,11 +114,6 @@ class Sequences:
             ended = list(self._over)
             self._over.clear()
             return ended
-
-
-def _length(cache: Any) -> int:
-    """Tokens in a cache; 0 where it does not say."""
-    return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
 
 
 def _died(dead: deque[int], key: int, _: object) -> None:

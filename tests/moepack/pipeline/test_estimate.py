@@ -71,6 +71,7 @@ def test_a_dry_run_refuses_what_a_build_refuses(demo_model: Path, text: Path, tm
         ("b", {"engine": "nope"}, "engine 'nope' is unknown"),
         ("b", {"address": "localhost:1"}, "say --engine ray"),
         ("b", {"engine": "ray", "address": "127.0.0.1:1"}, "Ray at 127.0.0.1:1: nobody answers there"),
+        ("b", {"engine": "ray", "address": "a..b:1"}, "Ray at a..b:1: nobody answers there"),
     )
     for output, more, message in cases:
         for run in (estimate, build):

@@ -59,58 +59,6 @@ def one_pass(
     return prompt.sequence, prompt.tokens, prompt.begins, prompt.decodes
 
 
-def test_guesses_that_are_verified_are_no_prompt() -> None:
-    """Once something was cut off a cache, as who guessed does; an interrupted pass cuts nothing off."""
-    sequences, cache = Sequences(), Cache()
-    assert one_pass(sequences, 40, None, cache) == (1, 40, True, False)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        sequences.reading({"input_ids": torch.zeros(1, 7), "past_key_values": cache}),
-    ):
-        raise KeyboardInterrupt
-    assert one_pass(sequences, 7, cache) == (1, 7, False, False), "a chunk"
-    cache.length -= 2
-    assert one_pass(sequences, 7, cache) == (1, 0, False, True)
-    assert one_pass(sequences, 5, cache) == (1, 0, False, False), "all of them were right"
-    assert one_pass(sequences, 1, cache) == (1, 0, False, False)
-    cache.length -= 3
-    assert one_pass(sequences, 33, cache) == (1, 33, False, False), "another turn"
-    assert one_pass(sequences, 4, cache) == (1, 0, False, True)
-    cache.length = 0
-    assert one_pass(sequences, 4, cache) == (2, 4, True, False), "emptied"
-    assert one_pass(sequences, 4, cache) == (2, 4, False, False), "of the new one nothing was cut off"
-
-
-def test_prompt_lookup_reads_one_prompt(bundle: Path) -> None:
-    """transformers' own: its first pass is the prompt with the first guesses, and decoding begins once."""
-    import moepack
-
-    model = moepack.load(bundle, policy="static:bf16")
-    sequences, passes = Sequences(), []
-
-    def see(module: Any, args: Any, given: dict[str, Any]) -> None:
-        context = sequences.reading({"input_ids": args[0] if args else given["input_ids"], **given})
-        prompt, told = context.__enter__()
-        passes.append((int(given["input_ids"].shape[1]), prompt))
-        open_now.append((context, told))
-
-    def seen(module: Any, args: Any, given: dict[str, Any], out: Any) -> None:
-        context, told = open_now.pop()
-        told(out)
-        context.__exit__(None, None, None)
-
-    open_now: list[Any] = []
-    model.register_forward_pre_hook(see, with_kwargs=True)
-    model.register_forward_hook(seen, with_kwargs=True)
-    prompt = ids(8).repeat(1, 6)  # so that there is something to look up
-    model.generate(prompt, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=4)
-    assert sum(n > 1 for n, _ in passes) > 3, "tokens were guessed"
-    assert {p.sequence for _, p in passes} == {1} and passes[0][1].begins
-    assert sum(p.decodes for _, p in passes) == 1
-    late = [p.tokens for _, p in passes[passes.index(next(x for x in passes if x[1].decodes)) :]]
-    assert not any(late)
-
-
 def test_a_sequence_is_what_stands_behind_a_cache() -> None:
     sequences, cache = Sequences(), Cache()
     assert one_pass(sequences, 5, None, cache, batch=2) == (1, 10, True, False)

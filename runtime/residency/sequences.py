@@ -3,8 +3,10 @@
 A cache that a pass makes, or that is new to us, begins a sequence; so does one that was emptied. A pass without a cache
 is a sequence by itself. What a pass reads is a prompt, or a chunk of one, where the cache is empty or where it brings
 several tokens of each sequence; the first step after it that goes on by one token begins decoding, and a later prompt
-(another turn) begins it again. A cache that packs sequences says who is in a pass (`Packed`), each with a cache of its
-own. Caches are followed by weak references, whose callbacks take no lock. Decides nothing.
+(another turn) begins it again. Several tokens behind a cache that all ask for their logits are guesses that are
+verified (prompt lookup, a draft model: transformers' `_assisted_decoding`), and decoding. A cache that packs sequences
+says who is in a pass (`Packed`), each with a cache of its own. Caches are followed by weak references, whose callbacks
+take no lock. Decides nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class Sequences:
             yield packed([self._begin(own, 1, n, known)[0] for own, n, known in cache.sequences()]), lambda out: None
             return
         made: list[Any] = []
-        prompt, mine = self._begin(cache, int(ids.shape[0]), int(ids.shape[1]))
+        batch, tokens = map(int, ids.shape[:2])
+        kept = given.get("logits_to_keep")
+        prompt, mine = self._begin(cache, batch, tokens, guessed=isinstance(kept, int) and kept == tokens > 1)
         try:
             yield prompt, lambda out: made.extend(caches_in(out))
         finally:
@@ -69,7 +73,9 @@ class Sequences:
                 if cache is None and not (made and self._follow(made[0], mine)):
                     self._over.append(mine.number)
 
-    def _begin(self, cache: Any, batch: int, tokens: int, reads: bool = False) -> tuple[Prompt, _Sequence]:
+    def _begin(
+        self, cache: Any, batch: int, tokens: int, reads: bool = False, guessed: bool = False
+    ) -> tuple[Prompt, _Sequence]:
         with self._lock:
             self._bury()
             reference, mine = self._followed.get(id(cache), (None, None))
@@ -86,7 +92,7 @@ class Sequences:
                 if cache is not None and not self._follow(cache, mine):
                     self._over.append(mine.number)
             assert mine is not None
-            reads = reads or tokens > 1 or not length
+            reads = reads or (tokens > 1 and not guessed) or not length
             decodes = not reads and not mine.decoding
             mine.decoding = not reads
             whole = batch * tokens

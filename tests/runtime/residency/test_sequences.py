@@ -14,7 +14,7 @@ import pytest
 import torch
 from listening import Listener, heard, listened_to
 from live_models import ids
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.policies.contract import (
@@ -47,10 +47,11 @@ class Result:
 
 
 def one_pass(
-    sequences: Sequences, tokens: int, cache: Any = None, makes: Any = None, batch: int = 1
+    sequences: Sequences, tokens: int, cache: Any = None, makes: Any = None, batch: int = 1, keep: int = 0
 ) -> tuple[int, ...]:
     """Number, tokens of a prompt, and whether the sequence and decoding began."""
-    given = {"input_ids": torch.zeros(batch, tokens, dtype=torch.long), "past_key_values": cache}
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    given = {"input_ids": ids, "past_key_values": cache, "logits_to_keep": keep}
     with sequences.reading(given) as (prompt, told):
         left = cache if cache is not None else makes
         if isinstance(left, Cache):
@@ -65,10 +66,12 @@ def test_a_sequence_is_what_stands_behind_a_cache() -> None:
     assert one_pass(sequences, 3, cache) == (1, 3, False, False), "another chunk"
     assert one_pass(sequences, 1, cache) == (1, 0, False, True)
     assert one_pass(sequences, 1, cache) == (1, 0, False, False)
-    assert one_pass(sequences, 4, cache) == (1, 4, False, False), "another turn"
-    assert one_pass(sequences, 1, cache) == (1, 0, False, True)
+    assert one_pass(sequences, 4, cache, keep=4) == (1, 0, False, False), "guesses"
+    assert one_pass(sequences, 4, cache, keep=1) == (1, 4, False, False), "another turn"
+    assert one_pass(sequences, 4, cache, keep=4) == (1, 0, False, True)
     assert one_pass(sequences, 1, None, None) == (2, 1, True, False), "one token, and no cache"
-    assert sequences.over() == [2]
+    assert one_pass(sequences, 4, None, None, keep=4) == (3, 4, True, False), "a prompt is one, whatever is asked of it"
+    assert sequences.over() == [2, 3]
     del cache
     assert sequences.over() == [1] and sequences.over() == [] and not sequences._followed
 
@@ -178,6 +181,26 @@ def test_padding_never_counts(model: Any) -> None:
     alone = [e for e in heard(model, lambda all: len(all) == 12) if isinstance(e, PrefillEnded)][1:]
     first = sum(e.counts[0] for e in alone)
     assert events[1].counts[0].tolist() == first.tolist(), "the first layer routes by the token alone"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_guesses_are_no_prompt(model: Any, demo_model: Path, drafts: bool) -> None:
+    """What prompt lookup and a draft model guess is verified several tokens at once: one prompt, one decoding."""
+    passes: list[int] = []
+    prompt = ids(8).repeat(1, 6)  # so that there is something to look up
+    handle = model.register_forward_pre_hook(
+        lambda module, args, given: passes.append(int(given["input_ids"].shape[1])), with_kwargs=True
+    )
+    given: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+    if drafts:
+        draft = AutoModelForCausalLM.from_pretrained(demo_model)
+        given = {"assistant_model": draft}
+    with torch.inference_mode():
+        model.generate(prompt, max_new_tokens=24, do_sample=False, **given)
+        handle.remove()
+        gc.collect()
+    assert sum(n > 1 for n in passes[1:]) > 3, "tokens were guessed"
+    assert kinds(heard(model, has_ended)) == ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
 
 
 def test_a_static_cache_that_is_used_again(model: Any) -> None:

@@ -82,6 +82,20 @@ def demo_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def short_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's first two layers: half the time to build."""
+    from safetensors.torch import load_file, save_file
+
+    path = Path(shutil.copytree(demo_model, tmp_path_factory.mktemp("models") / "short"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    tensors = load_file(path / "model.safetensors")
+    kept = {k: v for k, v in tensors.items() if not k.startswith(("model.layers.2.", "model.layers.3."))}
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="session")
 def text() -> Path:
     return ROOT / "examples" / "text" / "calibration.jsonl"
 

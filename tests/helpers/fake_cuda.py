@@ -148,7 +148,7 @@ class FakeGpu:
         self.lock = threading.RLock()
         self.reading: dict[int, Ranges] = {}  # by the compute stream, until an event after it is found to have ended
         self.device = torch.device("cpu")
-        self._decodes_by = decodes_by
+        self.decodes_by = decodes_by
         self.may_touch: Callable[[Ranges], bool] = lambda ranges: True
         self._stream = threading.local()
 
@@ -258,8 +258,8 @@ class FakeGpu:
         self.own.append((status.data_ptr(), status.nbytes))
 
         def work() -> None:
-            if self._decodes_by is not None:
-                status.copy_(self._decodes_by(jobs))
+            if self.decodes_by is not None:
+                status.copy_(self.decodes_by(jobs))
                 return
             for i, job in enumerate(jobs):
                 try:

@@ -234,7 +234,6 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     [
         "import moepack\nfrom transformers import AutoModelForCausalLM",
         "from transformers import AutoModelForCausalLM\nimport moepack",
-        "import transformers, moepack\nfrom transformers import AutoModelForCausalLM",
         "import transformers.quantizers.auto\nimport moepack\nfrom transformers import AutoModelForCausalLM",
     ],
 )

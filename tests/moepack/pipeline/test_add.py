@@ -101,15 +101,15 @@ def test_added_versions_are_those_of_one_build(
     assert tree(mine / "b") == rebuilt(mine / "b", demo_model, text, tmp_path / "fresh")
 
 
-def test_gptq_with_a_map_and_dense_matrices(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_gptq_with_a_map_and_dense_matrices(short_model: Path, text: Path, tmp_path: Path) -> None:
     """Codes, losses, their errors and the map are bit for bit those of a build in which all widths share a pass."""
     recipe = f"versions: [w4, w3]\ndense: [w8]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
     recipe += "allocation: {average_bits: 4.9}\n"
     pipeline.build(
-        demo_model, tmp_path / "b", parse_recipe(recipe, "x"), [text], work=tmp_path / "w", keep=True
+        short_model, tmp_path / "b", parse_recipe(recipe, "x"), [text], work=tmp_path / "w", keep=True
     )  # fmt: skip
     add(tmp_path / "b", tmp_path / "w", ["w8", "w2", "w1"])
-    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", demo_model, text, tmp_path / "fresh")
+    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
     with pytest.raises(InputError, match="w8: dense matrices have it in groups of 64"):
         add(tmp_path / "b", tmp_path / "w", ["w8"], {"w8": 32})
 

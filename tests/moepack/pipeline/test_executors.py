@@ -38,11 +38,11 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 
 
 def test_batches_made_at_once_are_the_same(
-    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four batches a layer, three at a time; each on one of torch's threads whatever the caller's are."""
     monkeypatch.setattr(expert_batch, "MOST", 4)
-    build(demo_model, tmp_path / "one", parse_recipe(RECIPE, "t"), [text])
+    build(short_model, tmp_path / "one", parse_recipe(RECIPE, "t"), [text])
     at_work, most, threads = 0, 0, set()
     lock, original, before = threading.Lock(), executors.make_batch, torch.get_num_threads()
     real = expert_batch.quantise_batch
@@ -65,7 +65,7 @@ def test_batches_made_at_once_are_the_same(
     monkeypatch.setattr(executors, "make_batch", counted)
     monkeypatch.setattr(expert_batch, "quantise_batch", watched)
     monkeypatch.setattr(executors, "workers", lambda device, need: 3)
-    build(demo_model, tmp_path / "three", parse_recipe(RECIPE, "t"), [text])
+    build(short_model, tmp_path / "three", parse_recipe(RECIPE, "t"), [text])
     assert most == 3 and threads == {1} and torch.get_num_threads() == before
     assert tree(tmp_path / "one") == tree(tmp_path / "three")
 

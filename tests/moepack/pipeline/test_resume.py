@@ -22,10 +22,10 @@ calibration: {samples: 8, length: 128, batch_size: 8}
 
 
 @pytest.mark.parametrize("how", [[], ["--stages"]], ids=["build", "calibrate, build"])
-def test_kills_at_random_moments(how: list[str], demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_kills_at_random_moments(how: list[str], short_model: Path, text: Path, tmp_path: Path) -> None:
     """Twenty of each, and on Ray of the build and of its workers, were made by hand with the same script."""
     script = HELPERS / "kill_and_resume.py"
-    command = [sys.executable, str(script), str(demo_model), str(text), str(tmp_path), "--kills", "2", *how]
+    command = [sys.executable, str(script), str(short_model), str(text), str(tmp_path), "--kills", "2", *how]
     environment = {**os.environ, "PYTHONPATH": str(script.parent)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr

@@ -83,7 +83,7 @@ def close(model: Any) -> None:
 def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, options: str) -> None:
     """Prompts, which load ahead, and tokens, which decode on demand: packed, stored, resident."""
     model = paged(small, options)
-    for n in (9, 1, 2, 9):
+    for n in (9, 1, 9):
         assert torch.equal(logits(model, n), want[n]), n
     window = model.moepack.live.paging.window
     assert not any(m.pins or m.state is not State.RESIDENT or m.at != m.page for m in window.mapped())
@@ -94,12 +94,21 @@ def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, opt
 
 
 def test_the_decoder_of_gpus(small: Path, want: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton kernel in place of the host's decoder."""
+    """The Triton kernel in place of the host's decoder, until it has decoded two experts: the interpreter is slow."""
     from moepack.runtime.kernels.exponent_triton import decode
 
-    made = install(monkeypatch, decodes_by=decode)
+    decoded = 0
+
+    def by_triton(jobs: Any) -> Any:
+        nonlocal decoded
+        decoded += len(jobs)
+        if decoded >= 4:
+            made.gpu.decodes_by = None
+        return decode(jobs)
+
+    made = install(monkeypatch, decodes_by=by_triton)
     model = paged(small, "alpha=0.6,ahead=no")
-    assert torch.equal(logits(model, 1), want[1])
+    assert torch.equal(logits(model, 1), want[1]) and decoded >= 4
     close(model)
     assert made.wrong() == [] and made.leaks() == []
 

@@ -48,8 +48,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    made = install(monkeypatch)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    made = install(monkeypatch, computes=getattr(request, "param", True))
     yield made
     assert made.wrong() == [] and made.leaks() == []
 
@@ -109,6 +109,7 @@ def test_a_host_tier_beside_a_gpu(small: Path, gpu: StandIn, monkeypatch: pytest
     assert torch.equal(*seen)
 
 
+@pytest.mark.parametrize("gpu", [False], ids=["zeros"], indirect=True)
 @pytest.mark.parametrize("policy", ["importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent", "lru:hi=w4,lo=absent"])
 def test_caches_on_demand_keep_within_their_blocks(
     small: Path, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +127,7 @@ def test_caches_on_demand_keep_within_their_blocks(
         close(model)
 
 
+@pytest.mark.parametrize("gpu", [False], ids=["zeros"], indirect=True)
 def test_planted_a_cache_that_knows_bytes_alone_finds_no_block(
     small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,11 +60,22 @@ SLOW = (
     "whole/test_quality", "whole/test_imports.py::test_the_runtime",
 )  # fmt: skip
 
+# Of what `.ci/run` repeats at every instruction set, what is the same at each, or goes through all of them itself.
+ONCE = (
+    "runtime/kernels/test_affine_native.py::test_without_the_extension", "runtime/kernels/test_affine_triton",
+    "runtime/kernels/test_exponent_triton", "runtime/kernels/test_isa",
+    "runtime/planning/test_choice.py::test_it_is_the_same_everywhere",
+    "runtime/planning/test_fixed.py::test_plans_do_not_depend", "runtime/planning/test_fixed.py::test_the_process_takes",
+    "runtime/test_load.py::test_registers", "runtime/test_load.py::test_with_moepack",
+    "runtime/test_load.py::test_without_moepack",
+)  # fmt: skip
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
+        for marker, names in ((pytest.mark.slow, SLOW), (pytest.mark.once, ONCE)):
+            if item.nodeid.removeprefix("tests/").startswith(names):
+                item.add_marker(marker)
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ SLOW = (
     "quantize/test_quantize.py::test_a_batch_is", "quantize/test_quantize.py::test_importing",
     "quantize/test_quantize.py::test_gptq_needs", "runtime/kernels/test_exponent_triton",
     "runtime/kernels/test_affine_triton.py::test_every_width", "runtime/kernels/test_isa",
-    "runtime/kernels/test_affine_native.py::test_the_table", "runtime/kernels/test_affine_native.py::test_without",
+    "runtime/kernels/test_affine_native.py::test_without",
     "runtime/kernels/test_affine_native.py::test_after", "runtime/planning/test_fixed", "runtime/residency/test_live",
     "runtime/residency/test_worker", "runtime/residency/test_sequences", "runtime/residency/test_prefill_live",
     "runtime/paging/test_paging", "runtime/policies/test_every_policy", "runtime/residency/test_under",

@@ -65,7 +65,8 @@ ONCE = (
     "runtime/kernels/test_affine_native.py::test_without_the_extension", "runtime/kernels/test_affine_triton",
     "runtime/kernels/test_exponent_triton", "runtime/kernels/test_isa",
     "runtime/planning/test_choice.py::test_it_is_the_same_everywhere",
-    "runtime/planning/test_fixed.py::test_plans_do_not_depend", "runtime/planning/test_fixed.py::test_the_process_takes",
+    "runtime/planning/test_fixed.py::test_plans_do_not_depend",
+    "runtime/planning/test_fixed.py::test_the_process_takes",
     "runtime/test_load.py::test_registers", "runtime/test_load.py::test_with_moepack",
     "runtime/test_load.py::test_without_moepack",
 )  # fmt: skip

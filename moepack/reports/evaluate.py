@@ -181,6 +181,7 @@ def evaluate(
         source, is_bundle = locate(path)
         from moepack.calibrate.data import load_tokenizer
         from moepack.calibrate.documents import check_source
+        from moepack.calibrate.widened import widened
 
         check(source, is_bundle, policy, device, dtype, device_memory, dense)
         if trace is not None:
@@ -209,6 +210,8 @@ def evaluate(
                 serving.trace(trace)
             room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
             reporter.stage("evaluate", len(data))
+            if serving is None:  # what serves a bundle has its own products where BF16 is emulated
+                stack.enter_context(widened(model.device, model.dtype))
             scored = [_score(model, name, pool, batch, room, reference, reporter) for name, pool in pools]
     reporter.step("done")
     if serving is not None:

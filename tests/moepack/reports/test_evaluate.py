@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moepack
+from moepack.calibrate import widened
 from moepack.calibrate.data import document_windows, load_tokenizer, windows
 from moepack.pack.errors import InputError
 from moepack.reports import scoring
@@ -88,6 +89,25 @@ def test_divergence_of_bf16_from_itself_is_nothing(bundle: Path, evaluation: Pat
     assert low_end < low.files[0].perplexity < high_end
     plain = evaluate(bundle, [str(evaluation)], "static:w1", length=64, samples=12)
     assert plain.kl is None and plain.perplexity == pytest.approx(low.perplexity)
+
+
+def test_a_plain_model_multiplies_where_bf16_is_emulated(
+    demo_model: Path, evaluation: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, by one product at least for every layer and pass; where the processor can, torch does it."""
+    taken, real = [], widened.product
+
+    def seen(*given: torch.Tensor) -> torch.Tensor:
+        taken.append(len(given[0]))
+        return real(*given)
+
+    monkeypatch.setattr(widened, "product", seen)
+    scores = []
+    for emulated in (False, True):
+        monkeypatch.setattr(widened, "emulated", lambda device, dtype, e=emulated: e)
+        scores.append(evaluate(demo_model, [str(evaluation)], length=128, samples=4).perplexity)
+        assert (len(taken) >= 4) == emulated
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3) and max(taken) >= widened.FEWEST
 
 
 def test_what_cannot_be_compared_is_refused(bundle: Path, demo_model: Path, evaluation: Path) -> None:

@@ -36,7 +36,7 @@ DEFAULTS = {f"float32 {name}": k.float32 for name, k in KERNELS.items()}
 DEFAULTS |= {f"bfloat16 {name}": k.bfloat16 for name, k in KERNELS.items()}
 BESIDE_AMX = {f"bfloat16 {name}": k.beside_amx for name, k in KERNELS.items()}
 VARIABLE = "MOEPACK_LIMITS"
-AGAINST = "by_torch"  # what packed bytes were measured against: another name has limits measured anew
+AGAINST = "by_torch of normal numbers"  # what packed bytes were measured against: another name has limits measured anew
 TABLES = 15  # machines, levels and numbers of threads that the file holds besides the latest
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 

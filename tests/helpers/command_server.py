@@ -14,6 +14,10 @@ import traceback
 from pathlib import Path
 
 import datasets  # noqa: F401
+import huggingface_hub.hf_api  # noqa: F401
+import matplotlib.backends.backend_agg
+import matplotlib.colors
+import matplotlib.figure  # noqa: F401
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 import moepack.cli

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def run_tasks(
     except ImportError:
         raise MissingExtraError("lm-eval", "eval") from None
     from moepack.calibrate.data import load_tokenizer
+    from moepack.calibrate.widened import widened
 
     reporter = reporter or Reporter()
     with reporter.hub_bars():
@@ -76,10 +78,11 @@ def run_tasks(
             asked = HFLM(
                 pretrained=model, tokenizer=load_tokenizer(Path(source)), batch_size=batch, max_length=length
             )  # fmt: skip
-            found = simple_evaluate(
-                asked, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager,
-                apply_chat_template=chat, log_samples=False, bootstrap_iters=1000, verbosity="ERROR",
-            )  # fmt: skip
+            with nullcontext() if is_bundle else widened(model.device, model.dtype):  # as in evaluate.py
+                found = simple_evaluate(
+                    asked, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager,
+                    apply_chat_template=chat, log_samples=False, bootstrap_iters=1000, verbosity="ERROR",
+                )  # fmt: skip
         except (ConnectionError, FileNotFoundError) as error:
             raise InputError(f"{', '.join(tasks)}: their data cannot be had: {str(error).splitlines()[0]}") from None
         finally:

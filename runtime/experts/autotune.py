@@ -26,14 +26,20 @@ ENOUGH = 0.12  # seconds after which what was found so far is the answer: slow m
 def measure_limit(dtype: torch.dtype, name: str, candidates: Sequence[int], threads: int) -> int:
     """The most of `candidates`, which rise, with which packed bytes are not slower than tiles, ours or torch's."""
     fused, unpacked = _ways(dtype, name, threads)
-    low, high, began = 0, len(candidates) - 1, time.perf_counter()
-    while low < high and time.perf_counter() - began < ENOUGH:
+    clock = _clock(threads)
+    low, high, began = 0, len(candidates) - 1, clock()
+    while low < high and clock() - began < ENOUGH:
         middle = (low + high + 1) // 2
         times = (np.inf, np.inf)
         for _ in range(RUNS):
             times = (min(times[0], fused(candidates[middle])), min(times[1], unpacked(candidates[middle])))
         low, high = (middle, high) if times[0] <= times[1] else (low, middle - 1)
     return candidates[low]
+
+
+def _clock(threads: int) -> Callable[[], float]:
+    """A thread's own time leaves other processes' turns out."""
+    return time.thread_time if threads == 1 else time.perf_counter
 
 
 def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
@@ -46,7 +52,7 @@ def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], 
     forms = LayerForms((m,), (version,))
     none = np.zeros(1, np.int64)
 
-    clock = time.thread_time if threads == 1 else time.perf_counter  # the former leaves other processes' turns out
+    clock = _clock(threads)
 
     def handles() -> npt.NDArray[np.uint64]:
         return np.array([handle(e.data_ptr(), 0) for e in extents], np.uint64)

@@ -2,9 +2,9 @@
 
 A CPU multiplies an expert straight from its packed bytes up to some number of tokens, and from there on in tiles of
 unpacked weights: its own for BF16 activations on a processor that multiplies BF16, else torch's matrix product. Where
-that turns depends on the machine and the number of threads, so it is measured when it is first needed, in a tenth of a
-second an encoding, and kept in a file of the user's cache. Decides nothing about
-which version an expert has.
+that turns depends on the machine and the number of threads, so it is measured when it is first needed, in up to a
+quarter of a second an encoding, and kept in a file of the user's cache. Decides nothing about which version an expert
+has.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class SequenceBegan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded(Counted):
-    """A step that read a prompt has ended, or a chunk of one: into an empty cache, or several tokens of each sequence.
+    """A step that read a prompt has ended, or a chunk of one: into an empty cache, or several tokens of each sequence
+    that are no guesses (residency/sequences.py).
 
     Attributes:
         counts, gates: of this step alone.
@@ -107,7 +108,8 @@ class PrefillEnded(Counted):
 
 @dataclass(frozen=True, slots=True)
 class DecodingBegan:
-    """The first step of a sequence that goes on by one token begins. All chunks of its prompt were heard of before.
+    """The first step of a sequence that goes on by one token, or verifies guesses, begins. All chunks of its prompt
+    were heard of before.
 
     A later prompt into the same cache, another turn, is `PrefillEnded` again, and decoding then begins again.
 
@@ -150,7 +152,7 @@ class LayerReached:
         layer: its position.
         counts: how often the router chose each for it in this step.
         gates: the sums of its weights there; None for a policy that does not need them.
-        is_prompt: whether the step is over several tokens a sequence.
+        is_prompt: whether the step reads several tokens of a prompt a sequence.
         important: of `counts`, those of heavy-hitter tokens; None where `Needs.importance` does not ask or the step is
             no prompt, and in a compiled pass.
         predicted, predicted_gates: what the next layer's counts and gates will be, by its router on what this layer's

@@ -3,10 +3,10 @@
 A cache that a pass makes, or that is new to us, begins a sequence; so does one that was emptied. A pass without a cache
 is a sequence by itself. What a pass reads is a prompt, or a chunk of one, where the cache is empty or where it brings
 several tokens of each sequence; the first step after it that goes on by one token begins decoding, and a later prompt
-(another turn) begins it again. Several tokens behind a cache that all ask for their logits are guesses that are
-verified (prompt lookup, a draft model: transformers' `_assisted_decoding`), and decoding. A cache that packs sequences
-says who is in a pass (`Packed`), each with a cache of its own. Caches are followed by weak references, whose callbacks
-take no lock. Decides nothing.
+(another turn) begins it again. Up to GUESSES tokens behind a cache that all ask for their logits are guesses that are
+verified (prompt lookup, a draft model: transformers' `_assisted_decoding`), and two are a draft model that catches up
+with what was accepted: both are decoding. A cache that packs sequences says who is in a pass (`Packed`), each with a
+cache of its own. Caches are followed by weak references, whose callbacks take no lock. Decides nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from .arguments import cache_of, caches_in, inputs
 from .steps import NO_PROMPT, Prompt, packed
+
+GUESSES = 64  # more than anybody guesses, and less than a prompt's chunks have whose tokens are all scored
 
 
 @runtime_checkable
@@ -64,7 +66,8 @@ class Sequences:
         made: list[Any] = []
         batch, tokens = map(int, ids.shape[:2])
         kept = given.get("logits_to_keep")
-        prompt, mine = self._begin(cache, batch, tokens, guessed=isinstance(kept, int) and kept == tokens > 1)
+        kept = kept if isinstance(kept, int) else 0  # positions that are chosen: packed sequences
+        prompt, mine = self._begin(cache, batch, tokens, guessed=tokens == 2 or kept == tokens <= GUESSES)
         try:
             yield prompt, lambda out: made.extend(caches_in(out))
         finally:
@@ -96,7 +99,7 @@ class Sequences:
             decodes = not reads and not mine.decoding
             mine.decoding = not reads
             whole = batch * tokens
-            return Prompt(mine.number, whole if reads else 0, begins, decodes, tokens > 1, whole), mine
+            return Prompt(mine.number, whole if reads else 0, begins, decodes, reads and tokens > 1, whole), mine
 
     def _follow(self, cache: Any, mine: _Sequence) -> bool:
         try:

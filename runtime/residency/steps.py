@@ -36,7 +36,7 @@ class Prompt:
         tokens: of a prompt or a chunk of one, over the batch; 0 where it goes on by one token each.
         begins: whether the sequence begins with it.
         decodes: whether decoding does.
-        several: whether it reads several tokens of each of its texts.
+        several: whether it reads several tokens of a prompt of each of its texts.
         length: tokens of the pass that are its sequence's, over the batch.
         parts: of a pass that packs sequences, one after another: what it reads of each. The rest is then of all
             together: sums of tokens, and whether any of them does.

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -44,7 +45,8 @@ def unpack_wheel(work: Path, compiler: str | None = None) -> Path:
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("wheel")
     quick = work / "cc"
-    quick.write_text('#!/bin/sh\nexec cc "$@" -O0\n')  # optimising takes a minute, which the environment's own took
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    quick.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')  # optimising takes a minute
     quick.chmod(0o755)
     return unpack_wheel(work, str(quick))
 

@@ -408,7 +408,7 @@ def test_plans_do_not_depend_on_the_instruction_set(
             found = set()
             for level in range(native.BEST + 1):
                 native.use_level(level)
-                for most in (backends.CANDIDATES[0], backends.CANDIDATES[-1])[: 1 + (level == native.BEST)]:
+                for most in (backends.CANDIDATES[0], backends.CANDIDATES[-1])[: 1 + (level in (0, native.BEST))]:
                     limits, machine = dict.fromkeys(backends.DEFAULTS, most), backends._machine(torch.get_num_threads())
                     file.write_text(json.dumps({"tables": {machine: limits}}))
                     backends.forget()

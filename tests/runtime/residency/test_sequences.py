@@ -68,6 +68,7 @@ def test_a_sequence_is_what_stands_behind_a_cache() -> None:
     assert one_pass(sequences, 1, cache) == (1, 0, False, False)
     assert one_pass(sequences, 4, cache, keep=4) == (1, 0, False, False), "guesses"
     assert one_pass(sequences, 4, cache, keep=1) == (1, 4, False, False), "another turn"
+    assert one_pass(sequences, 65, cache, keep=65) == (1, 65, False, False), "a chunk whose tokens are all scored"
     assert one_pass(sequences, 4, cache, keep=4) == (1, 0, False, True)
     assert one_pass(sequences, 1, None, None) == (2, 1, True, False), "one token, and no cache"
     assert one_pass(sequences, 4, None, None, keep=4) == (3, 4, True, False), "a prompt is one, whatever is asked of it"
@@ -183,24 +184,30 @@ def test_padding_never_counts(model: Any) -> None:
     assert events[1].counts[0].tolist() == first.tolist(), "the first layer routes by the token alone"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_guesses_are_no_prompt(model: Any, demo_model: Path, drafts: bool) -> None:
-    """What prompt lookup and a draft model guess is verified several tokens at once: one prompt, one decoding."""
+@pytest.mark.parametrize("how", ["lookup", "a draft model", "early exit", "the draft model"])
+def test_guesses_are_no_prompt(model: Any, demo_model: Path, how: str) -> None:
+    """Several tokens at once are verified, or caught up with; of each sequence one prompt is heard, one decoding."""
     passes: list[int] = []
     prompt = ids(8).repeat(1, 6)  # so that there is something to look up
     handle = model.register_forward_pre_hook(
         lambda module, args, given: passes.append(int(given["input_ids"].shape[1])), with_kwargs=True
     )
-    given: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
-    if drafts:
-        draft = AutoModelForCausalLM.from_pretrained(demo_model)
-        given = {"assistant_model": draft}
+    plain = AutoModelForCausalLM.from_pretrained(demo_model)
+    given: dict[str, Any] = {
+        "lookup": {"prompt_lookup_num_tokens": 4}, "a draft model": {"assistant_model": plain},
+        "early exit": {"assistant_early_exit": 2}, "the draft model": {"assistant_model": model},
+    }[how]  # fmt: skip
     with torch.inference_mode():
-        model.generate(prompt, max_new_tokens=24, do_sample=False, **given)
+        (plain if how == "the draft model" else model).generate(prompt, max_new_tokens=24, do_sample=False, **given)
         handle.remove()
         gc.collect()
     assert sum(n > 1 for n in passes[1:]) > 3, "tokens were guessed"
-    assert kinds(heard(model, has_ended)) == ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
+    sequences = {"early exit": 2}.get(how, 1)
+    events = heard(model, lambda all: sum(isinstance(e, SequenceEnded) for e in all) >= sequences)
+    for number in {e.sequence for e in events}:  # type: ignore[union-attr]
+        mine = [e for e in events if e.sequence == number]  # type: ignore[union-attr]
+        assert kinds(mine) == ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
+    assert len(events) == 4 * sequences
 
 
 def test_a_static_cache_that_is_used_again(model: Any) -> None:

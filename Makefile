@@ -14,7 +14,7 @@ TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist 
 test: $(VENV)/.dev-installed
 	$(TEST) --durations=15
 
-# The inner loop, under 90 seconds: without what tests/conftest.py calls slow.
+# The inner loop: without what tests/conftest.py calls slow.
 quick: $(VENV)/.dev-installed
 	$(TEST) -m "not slow" --durations=5
 

@@ -22,7 +22,7 @@ from moepack.pack.spec import LOSSLESS
 from moepack.progress import Reporter
 
 from .intervals import FEW, clustered
-from .scoring import token_scores
+from .scoring import products, token_scores
 
 if TYPE_CHECKING:
     from moepack.runtime.planning.fixed import Fixed
@@ -181,7 +181,6 @@ def evaluate(
         source, is_bundle = locate(path)
         from moepack.calibrate.data import load_tokenizer
         from moepack.calibrate.documents import check_source
-        from moepack.calibrate.widened import widened
 
         check(source, is_bundle, policy, device, dtype, device_memory, dense)
         if trace is not None:
@@ -210,8 +209,7 @@ def evaluate(
                 serving.trace(trace)
             room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
             reporter.stage("evaluate", len(data))
-            if serving is None:  # what serves a bundle has its own products where BF16 is emulated
-                stack.enter_context(widened(model.device, model.dtype))
+            stack.enter_context(products(model))
             scored = [_score(model, name, pool, batch, room, reference, reporter) for name, pool in pools]
     reporter.step("done")
     if serving is not None:

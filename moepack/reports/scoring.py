@@ -36,6 +36,15 @@ class TokenScores:
     hidden: Tensor | None
 
 
+def products(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Around passes: a plain model multiplies as calibration does where BF16 is emulated; a served one has its own."""
+    if hasattr(model, "moepack"):
+        return contextlib.nullcontext()
+    from moepack.calibrate.widened import widened
+
+    return widened(model.device, model.dtype)
+
+
 def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = None) -> TokenScores:
     """Score the tokens of `ids` [batch, length].
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from moepack.opening import check, load_model, locate
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.progress import Reporter
+
+from .scoring import products
 
 
 def run_tasks(
@@ -56,7 +57,6 @@ def run_tasks(
     except ImportError:
         raise MissingExtraError("lm-eval", "eval") from None
     from moepack.calibrate.data import load_tokenizer
-    from moepack.calibrate.widened import widened
 
     reporter = reporter or Reporter()
     with reporter.hub_bars():
@@ -78,7 +78,7 @@ def run_tasks(
             asked = HFLM(
                 pretrained=model, tokenizer=load_tokenizer(Path(source)), batch_size=batch, max_length=length
             )  # fmt: skip
-            with nullcontext() if is_bundle else widened(model.device, model.dtype):  # as in evaluate.py
+            with products(model):
                 found = simple_evaluate(
                     asked, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager,
                     apply_chat_template=chat, log_samples=False, bootstrap_iters=1000, verbosity="ERROR",

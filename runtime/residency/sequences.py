@@ -61,13 +61,14 @@ class Sequences:
             yield NO_PROMPT, lambda out: None
             return
         if isinstance(cache, Packed):
-            yield packed([self._begin(own, 1, n, known)[0] for own, n, known in cache.sequences()]), lambda out: None
+            of = [self._begin(own, 1, n, known or n > 1)[0] for own, n, known in cache.sequences()]
+            yield packed(of), lambda out: None
             return
         made: list[Any] = []
         batch, tokens = map(int, ids.shape[:2])
         kept = given.get("logits_to_keep")
-        kept = kept if isinstance(kept, int) else 0  # positions that are chosen: packed sequences
-        prompt, mine = self._begin(cache, batch, tokens, guessed=tokens == 2 or kept == tokens <= GUESSES)
+        guesses = tokens == 2 or (isinstance(kept, int) and kept == tokens <= GUESSES)
+        prompt, mine = self._begin(cache, batch, tokens, tokens > 1 and not guesses)
         try:
             yield prompt, lambda out: made.extend(caches_in(out))
         finally:
@@ -76,9 +77,8 @@ class Sequences:
                 if cache is None and not (made and self._follow(made[0], mine)):
                     self._over.append(mine.number)
 
-    def _begin(
-        self, cache: Any, batch: int, tokens: int, reads: bool = False, guessed: bool = False
-    ) -> tuple[Prompt, _Sequence]:
+    def _begin(self, cache: Any, batch: int, tokens: int, reads: bool) -> tuple[Prompt, _Sequence]:
+        """`reads`: whether it would be a prompt's behind a cache that is not empty."""
         with self._lock:
             self._bury()
             reference, mine = self._followed.get(id(cache), (None, None))
@@ -95,7 +95,7 @@ class Sequences:
                 if cache is not None and not self._follow(cache, mine):
                     self._over.append(mine.number)
             assert mine is not None
-            reads = reads or (tokens > 1 and not guessed) or not length
+            reads = reads or not length
             decodes = not reads and not mine.decoding
             mine.decoding = not reads
             whole = batch * tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     quick.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')  # optimising takes a minute
     quick.chmod(0o755)
-    return unpack_wheel(work, str(quick))
+    return unpack_wheel(work, shlex.quote(str(quick)))
 
 
 def test_everything_is_in_the_wheel(unpacked: Path) -> None:

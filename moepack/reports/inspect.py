@@ -115,12 +115,9 @@ def plot(path: str | Path, out: Path) -> None:
     tables = bundle.calibration()
     lossy = [v.name for v in bundle.versions if not v.is_lossless]
     widest = max(len(t.tokens) for t in tables.layers)
-    width, height = 4 + 3.2 * len(lossy), 1.6 + 0.28 * max(6, len(tables.layers))
-    figure = Figure(figsize=(width, height))
+    figure = Figure(figsize=(4 + 3.2 * len(lossy), 1.6 + 0.28 * max(6, len(tables.layers))), layout="constrained")
     FigureCanvasAgg(figure)
-    # Margins in inches: a layout engine, which draws all text to learn its sizes, doubles the time.
     axes = figure.subplots(1, len(lossy) + 1, sharey=True, squeeze=False)[0]
-    figure.subplots_adjust(0.7 / width, 0.55 / height, 1 - 0.6 / width, 1 - 0.75 / height, wspace=0.25)
     grids = [("tokens routed", np.full((len(tables.layers), widest), np.nan))]
     grids += [(f"{name}: relative output error", np.full((len(tables.layers), widest), np.nan)) for name in lossy]
     for row, t in enumerate(tables.layers):

@@ -71,6 +71,10 @@ class DenseMoments:
     signal: Mapping[str, float]
     tokens: int
 
+    def of(self, module: str) -> tuple[Tensor, Tensor]:
+        """What a matrix learns from, and what it is measured on."""
+        return self.learn[self.group[module]], self.held[self.group[module]]
+
 
 @dataclass
 class _Group:
@@ -152,11 +156,12 @@ class DenseWatch:
         total, count = self._power.get(block, (0.0, 0))
         self._power[block] = total + float(tensor.detach().float().square().sum()), count + tensor.numel()
 
+    @torch.inference_mode()
     def moments(self) -> DenseMoments:
-        """What was noted."""
-        learn = tuple((g.learn / max(1, g.counts[0])).cpu() for g in self._groups)
+        """What was noted, in the memory that it was noted in: asked for once."""
+        learn = tuple(g.learn.div_(max(1, g.counts[0])).cpu() for g in self._groups)
         held = tuple(
-            (g.held / g.counts[1]).cpu() if g.counts[1] else m for g, m in zip(self._groups, learn, strict=True)
+            g.held.div_(g.counts[1]).cpu() if g.counts[1] else m for g, m in zip(self._groups, learn, strict=True)
         )
         signal = {}
         for name, group in self._of.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -310,6 +310,44 @@ class StreamedModel:
         """The files that `experts` reads."""
         parts = self._expert_parts(layer, some)
         return self.checkpoint.files_of(self._sources.get(layer, []) if parts is None else parts)
+
+    def tensors(self, layer: int | None, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some tensors of a part as `load` gives them: only they are read, where the checkpoint's layout lets that be
+        told. They may be views of the mapped files. The part must not be loaded.
+
+        Raises:
+            InputError: see `load`.
+        """
+        keys = self._own_sources(names)
+        if keys is not None:
+            meta = {name: self.model.get_parameter_or_buffer(name) for name in names}
+            try:
+                info = self._read(dict.fromkeys(keys))
+                got = {name: self.model.get_parameter_or_buffer(name).detach() for name in names}
+            finally:
+                for name, empty in meta.items():
+                    _set(self.model, name, empty)
+            if not (info.mismatched_keys or info.conversion_errors or any(t.is_meta for t in got.values())):
+                return got
+        try:
+            whole = self.load(layer)
+        finally:
+            self.free(layer)
+        return {name: whole[name] for name in names}
+
+    def tensor_files(self, layer: int | None, names: Sequence[str]) -> set[str]:
+        """The files that `tensors` reads."""
+        keys = self._own_sources(names)
+        return self.checkpoint.files_of(self._sources.get(layer, []) if keys is None else keys)
+
+    def _own_sources(self, names: Sequence[str]) -> list[str] | None:
+        """The weights of the checkpoint that these tensors are made of, one each; None where that is otherwise."""
+        found = [self._targets.get(name, []) for name in names]
+        if any(len(keys) != 1 for keys in found):
+            return None
+        shapes = [tuple(self.model.get_parameter_or_buffer(name).shape) for name in names]
+        keys = [key for (key,) in found]
+        return keys if all(tuple(self.checkpoint.shape(k)) == s for k, s in zip(keys, shapes, strict=True)) else None
 
     def _expert_parameters(self, layer: int) -> list[str]:
         prefix, module = self._experts[layer], self.experts_module(layer)

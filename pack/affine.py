@@ -7,7 +7,7 @@ float32, because a code minus a zero point has at most 12 significant bits and a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -82,21 +82,20 @@ def encode_affine(
     return out
 
 
-def encode_affine_rows(matrix: Matrix, version: Version, first: int, value: AffineMatrix, out: Buffer) -> None:
-    """Put some rows into the extent of one matrix, so that no more than these need be in memory unpacked.
+def put_rows(matrix: Matrix, version: Version, rows: range, packed: Buffer, out: Buffer) -> None:
+    """Put some rows into the extent of one matrix.
 
     Args:
         matrix: all of it.
         version: an affine version.
-        first: the first of these rows, a multiple of BLOCK_ROWS.
-        value: the rows, without bias; whole blocks, or up to the last.
-        out: the extent, zeros where nothing was put yet.
+        rows: which; they begin at a multiple of BLOCK_ROWS, and are whole blocks, or up to the last.
+        packed: the extent of these rows alone, as a matrix of their own.
+        out: the extent of the matrix, zeros where nothing was put yet.
     """
-    part = Matrix(matrix.name, len(value.codes), matrix.cols)
-    packed = encode_affine((part,), version, [value])
     whole = {s.kind: s for s in affine_sections((matrix,), version)}
-    for section in affine_sections((part,), version):
-        at = whole[section.kind].offset + first // BLOCK_ROWS * (section.size // section.shape[0])
+    for section in affine_sections((replace(matrix, rows=len(rows)),), version):
+        before = rows.start if section.kind == "bias" else rows.start // BLOCK_ROWS
+        at = whole[section.kind].offset + before * (section.size // section.shape[0])
         out[at : at + section.size] = packed[section.offset : section.end]
 
 

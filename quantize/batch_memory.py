@@ -6,6 +6,8 @@ from a recipe alone, as the bytes of a bundle depend on it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 
 from .crossfit import FOLDS, LEAST_ROWS, SHARE, at_once
@@ -21,6 +23,19 @@ LOSSLESS = 0.75  # of a BF16 matrix, what its lossless extent takes at the most 
 def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     """The most bytes that making a batch of so many experts takes, on the device that computes."""
     return _largest_step(layer, settings, experts) * 17 // 16 + SMALL
+
+
+def dense_memory(rows: Matrix, versions: Sequence[Version], method: str) -> int:
+    """The most bytes that making some rows of a dense matrix takes, on the device that computes; its moments and the
+    checkpoint's weights not counted."""
+    affine = [v for v in versions if not v.is_lossless]
+    packed = int(rows.weights * (_bytes_a_weight(affine) + 2 + 2 * LOSSLESS * (len(affine) < len(versions))))
+    made = len(affine) * rows.weights
+    fitted = any(method_for(method, v).needs_moments for v in affine)
+    working = working_bytes(rows.rows, rows.cols, len(affine)) if fitted else _rounding(rows, 1)
+    # While quantising, then while the error of one version is measured: its values, their error, that times moments.
+    steps = [made + working, made + 3 * 4 * rows.weights] if affine else []
+    return (packed + max((4 * rows.weights + step for step in steps), default=0)) * 17 // 16 + SMALL
 
 
 def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
@@ -72,5 +87,5 @@ def _rounding(matrix: Matrix, experts: int) -> int:
     return 4 * experts * matrix.weights
 
 
-def _bytes_a_weight(versions: tuple[Version, ...]) -> float:
+def _bytes_a_weight(versions: Sequence[Version]) -> float:
     return sum(v.bits / 8 + 3 / v.group_size for v in versions)

@@ -8,7 +8,7 @@ say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +22,9 @@ from .methods import method_for, quantise_all
 SLICE = 1 << 26  # bytes of the rows that are quantised together, in float32
 
 
-@dataclass
+@dataclass(frozen=True)
 class DenseLoss:
-    """What a width costs a matrix, summed over rows as they are made.
+    """What a width costs a slice of a matrix.
 
     Attributes:
         error, power: of its output on tokens not learnt from, mean over tokens of the squares' sum over rows.
@@ -32,49 +32,36 @@ class DenseLoss:
     """
 
     method: str
-    error: float = 0.0
-    power: float = 0.0
+    error: float
+    power: float
 
-    @property
-    def relative(self) -> float:
-        """Squared error over squared output."""
-        return self.error / self.power if self.power > 0 else self.error
+
+def slices(rows: int, cols: int) -> list[range]:
+    """A matrix' rows as they are quantised together: whole blocks of BLOCK_ROWS but for the last."""
+    step = max(1, SLICE // (4 * cols * BLOCK_ROWS)) * BLOCK_ROWS
+    return [range(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def quantise_rows(
-    rows: Callable[[int, int], Tensor],
-    shape: tuple[int, int],
-    moments: Tensor,
-    held: Tensor,
-    method: str,
-    versions: Sequence[Version],
-    losses: dict[Version, DenseLoss],
-) -> Iterator[tuple[int, dict[Version, Quantised]]]:
-    """Quantise a matrix slice by slice.
+    weight: Tensor, moments: Tensor, held: Tensor, method: str, versions: Sequence[Version]
+) -> dict[Version, tuple[Quantised, DenseLoss]]:
+    """Quantise a slice of a matrix.
 
     Args:
-        rows: (first, last) to these rows of the weight, float32 [last - first, cols], on the device that computes.
-        shape: of the matrix.
-        moments: E[x x^T] over what it reads, float32 [cols, cols], there too.
+        weight: float32 [rows of the slice, cols], on the device that computes.
+        moments: E[x x^T] over what the matrix reads, float32 [cols, cols], there too.
         held: the same over tokens that are not learnt from, for the losses.
         method: a method's name.
         versions: affine versions.
-        losses: filled as slices are made.
 
-    Yields:
-        The first row of a slice, a multiple of BLOCK_ROWS, and the slice at every version, a batch of one.
+    Returns:
+        The slice at every version, a batch of one, and what that costs.
     """
-    losses.update((v, DenseLoss(method_for(method, v).name)) for v in versions)
-    count, cols = shape
-    step = max(1, SLICE // (4 * cols * BLOCK_ROWS)) * BLOCK_ROWS
-    for first in range(0, count, step):
-        weight = rows(first, min(first + step, count))
-        made = quantise_all(method, weight[None], moments[None], versions)
-        power = _trace(weight, held)
-        for version, q in made.items():
-            losses[version].error += _trace(dequantise(q, version)[0] - weight, held)
-            losses[version].power += power
-        yield first, made
+    power = _trace(weight, held)
+    return {
+        v: (q, DenseLoss(method_for(method, v).name, _trace(dequantise(q, v)[0] - weight, held), power))
+        for v, q in quantise_all(method, weight[None], moments[None], versions).items()
+    }
 
 
 def _trace(matrix: Tensor, moments: Tensor) -> float:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from moepack.memory import resident_memory
 from moepack.pack.errors import InputError
 
+from .dense_slice import dense_tasks
 from .executors import workers
 from .expert_batch import batch_settings
 from .recipe import Recipe
@@ -42,9 +43,9 @@ class Needs:
         routing: which experts were chosen, and their gates.
         window: one window's forward through a layer.
         forward: what a forward takes whatever the windows.
-        batch: quantising experts together, one batch of them.
-        at_once: batches that are made at once where memory is no bound.
-        dense: a layer's dense matrices: their moments, and quantising one.
+        batch: quantising experts together, one batch of them, or a slice of a dense matrix where that takes more.
+        at_once: of these, how many are made at once where memory is no bound.
+        dense: the moments of a part's dense matrices.
         each: the activations of one window.
     """
 
@@ -89,7 +90,7 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     return {
         "read a layer": always | {"layer": needs.loading},
         "calibrate": saw | {"forward": needs.forward + how.batch_size * needs.window, "dense moments": needs.dense},
-        "quantise": saw | {"expert batch": max(needs.batch * max(1, how.workers), needs.dense)},
+        "quantise": saw | {"expert batch": needs.batch * max(1, how.workers), "dense moments": needs.dense},
     }
 
 
@@ -162,9 +163,13 @@ def needs_of(
     widest = max((_window(stream, i, length, dtype) for i in range(len(stream.layers))), default=0)
     top_k = _top_k(config)
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
-    batches = [expert_batches(x, settings) for x in stream.expert_layers.values()]
-    each = [batch_memory(x, settings, max(map(len, parts)))
-            for x, parts in zip(stream.expert_layers.values(), batches, strict=True)]  # fmt: skip
+    made: dict[int | None, list[int]] = {  # bytes of each piece of a part
+        part: [task.memory for task in dense_tasks(matrices, recipe, "", stream.device.type)]
+        for part, matrices in dense.items()
+    }
+    for i, x in stream.expert_layers.items():
+        batches = expert_batches(x, settings)
+        made.setdefault(i, []).extend([batch_memory(x, settings, max(map(len, batches)))] * len(batches))
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
         loading=max(stream.loading_bytes(part) for part in parts),
@@ -174,10 +179,10 @@ def needs_of(
         routing=8 * tokens * top_k,
         window=widest if on_cpu else 0,
         forward=length * length * 4 + converted if on_cpu else 0,
-        batch=max(each),
-        at_once=max(min(len(parts), workers(stream.device, one)) for parts, one in zip(batches, each, strict=True)),
+        batch=max(map(max, made.values())),
+        at_once=max(min(len(each), workers(stream.device, max(each))) for each in made.values()),
         each=length * hidden_size * dtype.itemsize,
-        dense=max((_dense_bytes(matrices) for matrices in dense.values()), default=0),
+        dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
     )
 
 
@@ -199,12 +204,6 @@ def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) 
     gated = hidden * size + (first.rows + 2 * second.cols) * size
     summed = second.cols * size + 2 * hidden * size + 2 * hidden * 4  # routing weights are float32
     return around + max(attention, length * _top_k(config) * max(gated, summed))
-
-
-def _dense_bytes(matrices: list[DenseMatrix]) -> int:
-    """Bytes of the moments of a part's dense matrices, learnt from and held out, and of quantising one."""
-    moments = sum(8 * m.matrix.cols**2 for m in matrices)
-    return moments + max(24 * m.matrix.cols**2 + 12 * m.matrix.weights for m in matrices)
 
 
 def _size(size: int, up: bool = False) -> str:

@@ -1,42 +1,50 @@
 """The dense matrices of one part of the model at every version, as files of the work directory.
 
-One matrix after another, and of each some rows at a time: what is in memory beside the part itself is the BF16 matrix,
-its extents and a slice in float32. Which matrices there are, and what they read, is moepack.calibrate's to say.
+The files are put together of finished slices, one version of one matrix at a time. Which matrices there are, and what
+they read, is moepack.calibrate's to say; how slices are made, dense_slice.py's.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from moepack.pack.affine import Bf16Bits, Buffer, encode_affine_rows, section_array
+from moepack.pack.affine import Buffer, put_rows
 from moepack.pack.layer_file import LayerFileWriter
-from moepack.pack.lossless import LosslessMatrix, encode_lossless
-from moepack.pack.spec import (
-    DenseLayer,
-    DenseMatrix,
-    Matrix,
-    Version,
-    affine_extent_size,
-    affine_payload,
-    affine_sections,
-)
-from moepack.quantize import methods
+from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix, Version, affine_extent_size, affine_payload
 
 from .artifacts import save
-
-if TYPE_CHECKING:
-    import torch
-
-    from moepack.calibrate.dense import DenseMoments
+from .dense_slice import DenseTask
+from .piece import load_piece
 
 LOSSES = "dense-losses.safetensors"
 _COLUMNS = ("relative", "mse", "method")
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """The matrices of a part that get versions, and what of their losses is known before they are made.
+
+    Attributes:
+        layer: the matrices.
+        versions: the lossless one among them.
+        signal: by matrix, `moepack.calibrate.dense.DenseMoments.signal`.
+        tokens: that went through the part.
+    """
+
+    layer: DenseLayer
+    versions: tuple[Version, ...]
+    signal: tuple[float, ...]
+    tokens: int
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """What the work directory notes of it, but for the files."""
+        return {"matrices": [asdict(m) for m in self.layer.matrices]}
 
 
 def file_name(version: str) -> str:
@@ -44,70 +52,62 @@ def file_name(version: str) -> str:
     return f"dense-{version}.safetensors"
 
 
-def quantise_dense(
-    layer: DenseLayer,
-    tensors: Mapping[str, torch.Tensor],
-    moments: DenseMoments,
-    versions: Sequence[Version],
-    method: str,
-    device: torch.device,
-    piece: Callable[[str], Path],
-    advance: Callable[[int], None] = lambda matrices: None,
-) -> dict[str, Any]:
-    """Write the files of every version, and the losses.
+def write_dense(part: DensePart, made: Sequence[tuple[DenseTask, Path]], folder: Path) -> dict[str, Any]:
+    """Write the files of every version, and the losses, into a folder.
 
     Args:
-        layer: the matrices, all of them in `moments`.
-        tensors: the part's tensors by their names in the model.
-        moments: what calibration brought to them.
-        versions: the lossless one among them.
-        method: how to quantise, by its name.
-        device: where to compute.
-        piece: where a file of this part is, by its name.
-        advance: told of finished matrices.
+        part: the matrices.
+        made: their slices, in the order of `dense_tasks`.
+        folder: where to.
 
     Returns:
         What the work directory notes: the matrices, and the files' entries by version.
     """
     import torch
 
-    affine = [v for v in versions if not v.is_lossless]
+    pieces = [[(task, path) for task, path in made if task.matrix == m] for m in part.layer.matrices]
+    entries = {}
+    for version in part.versions:
+        with LayerFileWriter(folder / file_name(version.name), version.name, part.layer) as writer:
+            for described, own in zip(part.layer.matrices, pieces, strict=True):
+                writer.add(*_extent(described.matrix, version, own))
+        assert writer.entry is not None
+        entries[version.name] = asdict(writer.entry)
     table: dict[str, list[list[float]]] = {k: [] for k in _COLUMNS}
-    with contextlib.ExitStack() as stack:
-        writers = {v: stack.enter_context(LayerFileWriter(piece(file_name(v.name)), v.name, layer)) for v in versions}
-        for described in layer.matrices:
-            weight, bias = (tensors.get(f"{described.module}.{k}") for k in ("weight", "bias"))
-            assert weight is not None
-            group = moments.group[described.module]
-            made, losses = _affine(
-                described, weight, bias, moments.learn[group].to(device), moments.held[group].to(device), method, affine
-            )
-            for version, writer in writers.items():
-                if version.is_lossless:
-                    writer.add(*lossless_matrix(described.matrix, weight, bias))
-                else:
-                    writer.add(made.pop(version), affine_payload((described.matrix,), version))
-            for name in _COLUMNS:
-                table[name].append([losses[v][name] if v in losses else 0.0 for v in versions])
-            advance(1)
+    for described, own in zip(part.layer.matrices, pieces, strict=True):
+        rows = [_losses(described.matrix, version, own) for version in part.versions]
+        for name, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
+            table[name].append(list(values))
     dtypes = {"relative": torch.float32, "mse": torch.float32, "method": torch.uint8}
     facts = {k: torch.tensor(table[k], dtype=dtypes[k]) for k in _COLUMNS}
-    facts["signal"] = torch.tensor([moments.signal[m.module] for m in layer.matrices], dtype=torch.float32)
-    facts["tokens"] = torch.full((layer.extents,), moments.tokens, dtype=torch.int64)
-    save(piece(LOSSES), facts)
-    return {
-        "matrices": [asdict(m) for m in layer.matrices],
-        "entries": {v.name: asdict(w.entry) for v, w in writers.items() if w.entry},
-    }
+    facts["signal"] = torch.tensor(part.signal, dtype=torch.float32)
+    facts["tokens"] = torch.full((part.layer.extents,), part.tokens, dtype=torch.int64)
+    save(folder / LOSSES, facts)
+    return part.note | {"entries": entries}
 
 
-def lossless_matrix(matrix: Matrix, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Buffer, int]:
-    """A matrix' lossless extent, and its bytes without padding."""
-    return encode_lossless((matrix,), [LosslessMatrix(_bits(weight), None if bias is None else _bits(bias))])
+def _extent(matrix: Matrix, version: Version, pieces: Sequence[tuple[DenseTask, Path]]) -> tuple[Buffer, int]:
+    """A matrix' extent at a version, and its bytes without padding."""
+    own = [(task.rows, path) for task, path in pieces if version in task.versions]
+    if len(own) == 1:
+        piece = load_piece(own[0][1])
+        return piece.extents[version.name][0], piece.payloads[version.name][0]
+    out = np.zeros(affine_extent_size((matrix,), version), np.uint8)
+    for rows, path in own:  # one after another: what was read of a file stays in memory while it is open
+        put_rows(matrix, version, rows, load_piece(path).extents[version.name][0], out)
+    return out, affine_payload((matrix,), version)
+
+
+def _losses(matrix: Matrix, version: Version, pieces: Sequence[tuple[DenseTask, Path]]) -> tuple[float, float, int]:
+    """The relative squared error of a matrix' output, its mean a row, and the method's number."""
+    own = [(t.versions.index(version), load_piece(path).losses) for t, path in pieces if version in t.versions]
+    error, power = (sum(float(losses[k][0, column]) for column, losses in own) for k in ("error", "power"))
+    column, losses = own[0]
+    return error / power if power > 0 else error, error / matrix.rows, int(losses["method"][0, column])
 
 
 def read_note(note: Mapping[str, Any]) -> tuple[DenseMatrix, ...]:
-    """The matrices that `quantise_dense` noted."""
+    """The matrices that `write_dense` noted."""
     return tuple(DenseMatrix(m["layer"], m["module"], Matrix(**m["matrix"])) for m in note["matrices"])
 
 
@@ -118,46 +118,3 @@ def join_losses(parts: Sequence[Path], out: Path) -> None:
 
     loaded = [load_file(part) for part in parts]
     save(out, {k: torch.cat([part[k] for part in loaded]) for k in loaded[0]})
-
-
-def _affine(
-    described: DenseMatrix,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    learn: torch.Tensor,
-    held: torch.Tensor,
-    method: str,
-    versions: Sequence[Version],
-) -> tuple[dict[Version, Buffer], dict[Version, dict[str, float]]]:
-    """A matrix' extents, and its losses by their names in the tables."""
-    import torch
-
-    from moepack.quantize.dense_matrix import DenseLoss, quantise_rows
-
-    matrix = described.matrix
-    extents = {v: np.zeros(affine_extent_size((matrix,), v), np.uint8) for v in versions}
-    losses: dict[Version, DenseLoss] = {}
-
-    def rows(first: int, last: int) -> torch.Tensor:
-        return weight[first:last].to(torch.bfloat16).to(learn.device, torch.float32)
-
-    for first, made in quantise_rows(rows, (matrix.rows, matrix.cols), learn, held, method, versions, losses):
-        for version, q in made.items():
-            encode_affine_rows(matrix, version, first, q.matrix(0), extents[version])
-    for version, extent in extents.items():
-        for section in affine_sections((matrix,), version):
-            if section.kind == "bias" and bias is not None:
-                section_array(extent, section)[:] = _bits(bias)
-    numbers = methods.numbered()
-    return extents, {
-        v: {"relative": x.relative, "mse": x.error / matrix.rows, "method": numbers.index(x.method)}
-        for v, x in losses.items()
-    }
-
-
-def _bits(tensor: torch.Tensor) -> Bf16Bits:
-    import torch
-
-    from moepack.calibrate.experts import bits_of
-
-    return bits_of(tensor.to(torch.bfloat16))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches
 from moepack.pack.layer_file import header_size
-from moepack.pack.spec import LOSSLESS, Matrix, affine_extent_size, dense_layers
+from moepack.pack.spec import LOSSLESS, DenseMatrix, affine_extent_size, dense_layers
 from moepack.pack.writer import check_target, existing
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
@@ -23,7 +23,7 @@ from moepack.runtime.devices.glibc import trim
 from moepack.runtime.load import check_device
 
 from .bound import Needs, Placement, needs_of, peak, place
-from .dense_part import lossless_matrix
+from .dense_slice import bits_of, dense_tasks, lossless_matrix, make_slice
 from .executors import check_engine
 from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
 from .recipe import Recipe, load_recipe
@@ -218,42 +218,55 @@ class _DryRun:
         """A part's bytes outside the experts: of matrices that get versions, those of these."""
         layer, versions = self._matrices.get(part), self._recipe.dense_specs()
         packed: set[str] = set()
+        beside = self._at_once(part)
         for described in layer.matrices if layer else ():
             weight, bias = (f"{described.module}.{name}" for name in ("weight", "bias"))
             packed |= {weight, bias}
             began = time.perf_counter()
             for version in versions:
                 self._dense_sizes[version.name] += (
-                    len(lossless_matrix(described.matrix, tensors[weight], tensors.get(bias))[0])
+                    len(
+                        lossless_matrix(
+                            described.matrix, tensors[weight], bits_of(tensors[bias]) if bias in tensors else None
+                        )[0]
+                    )
                     if version.is_lossless
                     else affine_extent_size((described.matrix,), version)
                 )
             self._encode += time.perf_counter() - began
             work = float(described.matrix.weights * described.matrix.cols)
-            self._one_dense = self._one_dense or self._quantise_dense(described.matrix, tensors[weight]) / work
-            self._dense_work += work
+            self._one_dense = self._one_dense or self._quantise_dense(described, tensors, beside)
+            self._dense_work += work / beside
         if layer is not None:
             for version in versions:
                 self._dense_sizes[version.name] += header_size(version.name, layer)
         self._dense += _bytes({name: t for name, t in tensors.items() if name not in packed})
 
-    def _quantise_dense(self, matrix: Matrix, weight: torch.Tensor) -> float:
-        """Seconds that a matrix takes at every width; inputs are taken for white."""
+    def _at_once(self, part: int | None) -> int:
+        """How many of a part's pieces a build makes at once."""
+        from moepack.quantize.expert_batch import expert_batches
+
+        device, layer = self._stream.device.type, self._matrices.get(part)
+        pieces = len(dense_tasks(layer.matrices, self._recipe, "", device)) if layer else 0
+        if part is not None and part in self._stream.expert_layers:
+            pieces += len(expert_batches(self._stream.expert_layers[part], batch_settings(self._recipe)))
+        return max(1, min(self._how.workers, pieces))
+
+    def _quantise_dense(self, matrix: DenseMatrix, tensors: dict[str, torch.Tensor], beside: int) -> float:
+        """Seconds that a unit of work on a matrix takes at every affine width, with as many slices at its side as a
+        build has; inputs are taken for white."""
         import torch
 
-        from moepack.quantize.dense_matrix import quantise_rows
-
-        device, affine = self._stream.device, [v for v in self._recipe.dense_specs() if not v.is_lossless]
-        white, seconds = torch.eye(matrix.cols, device=device), 0.0
-        for _ in range(2):  # the first loads what the quantisers need
+        device = self._stream.device
+        task = dense_tasks((matrix,), self._recipe, "", device.type)[-1]
+        task = replace(task, versions=tuple(v for v in task.versions if not v.is_lossless))
+        white, seconds = torch.eye(matrix.matrix.cols, device=device), 0.0
+        for together in (1, beside):  # the first loads what the quantisers need
             began = time.perf_counter()
-            for _ in quantise_rows(
-                lambda a, b: weight[a:b].to(device, torch.float32), (matrix.rows, matrix.cols), white, white,
-                self._recipe.quantize.method, affine, {},
-            ):  # fmt: skip
-                pass
+            with ThreadPoolExecutor(together) as pool:
+                list(pool.map(lambda _: make_slice(task, tensors, white, white, device), range(together)))
             seconds = time.perf_counter() - began
-        return seconds
+        return seconds / (task.part.weights * task.part.cols)
 
     def _quantise_some(self, index: int, experts: ExpertWeights, observation: Observation) -> float:
         """Seconds that one expert takes at every width, in a batch of some, with as many batches at its side as a build

@@ -1,7 +1,7 @@
-"""Executors: where a build's expert batches are made. `local` makes them here; `ray` sends them to a Ray cluster.
+"""Executors: where a build's pieces are made. `local` makes them here; `ray` sends them to a Ray cluster.
 
-Both make the same bytes: a batch is made on a fixed number of threads (expert_batch.py). The local one is done with a
-layer when it was given it; Ray goes on while the next ones are calibrated, as far as its bounds let it (ray_executor).
+Both make the same bytes: a piece is made on a fixed number of threads (piece.py). The local one is done with a
+part when it was given it; Ray goes on while the next ones are calibrated, as far as its bounds let it (ray_executor).
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moepack.cluster import asked, reach
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.devices.glibc import trim
 
-from .expert_batch import make_batch, save_batch
-from .layer_work import Advance, LayerWork, Note, write_layer
+from .dense_slice import DenseTask, make_slice
+from .expert_batch import ExpertBatchTask, make_batch
+from .layer_work import Advance, Given, LayerWork, Note, write_layer
+from .piece import Piece, save_piece
 
 if TYPE_CHECKING:
     import torch
-
-    from moepack.calibrate.experts import ExpertWeights
-    from moepack.calibrate.forward import Observation
 
     from .remote import Source
 
@@ -31,7 +30,7 @@ NAMES = ("local", "ray")
 
 
 class Executor(Protocol):
-    """Makes layers.
+    """Makes the parts of a model.
 
     Attributes:
         reads: whether it reads weights from the checkpoint itself; else it is given them.
@@ -41,22 +40,20 @@ class Executor(Protocol):
 
     @property
     def left(self) -> int:
-        """Experts of layers that were taken which are not made yet."""
+        """Experts and slices of parts that were taken which are not made yet."""
         ...
 
     def begin(self, source: Source, folder: Path, device: torch.device, most: int) -> None:
         """Be told of the checkpoint, of a folder that finished pieces are kept in, of where to compute, and how many
-        batches may be made at once in this process; 0 leaves that to the executor."""
+        pieces may be made at once in this process; 0 leaves that to the executor."""
         ...
 
-    def submit(
-        self, work: LayerWork, observation: Observation, module: Any, weights: ExpertWeights | None, advance: Advance
-    ) -> None:
-        """Take a layer; returns once there is room for another. `advance` is told of experts that are done."""
+    def submit(self, work: LayerWork, given: Given, advance: Advance) -> None:
+        """Take a part; returns once there is room for another. `advance` is told of what is done."""
         ...
 
     def finished(self, wait: bool) -> Iterator[Note]:
-        """The layers that became done; with `wait` all that were taken, as they become so."""
+        """The parts that became done; with `wait` all that were taken, as they become so."""
         ...
 
     def close(self) -> None:
@@ -92,7 +89,7 @@ def open_executor(name: str, address: str | None) -> Executor:
 
 
 class Local:
-    """In this process, on a CPU several batches of a layer at once (`workers`)."""
+    """In this process, on a CPU several pieces of a part at once (`workers`)."""
 
     reads = False
 
@@ -107,23 +104,19 @@ class Local:
         """See `Executor`."""
         self._device, self._most = device, most
 
-    def submit(
-        self, work: LayerWork, observation: Observation, module: Any, weights: ExpertWeights | None, advance: Advance
-    ) -> None:
+    def submit(self, work: LayerWork, given: Given, advance: Advance) -> None:
         """See `Executor`."""
-        device = self._device
-        assert weights is not None and device is not None
-
-        missing = work.missing
-        advance(sum(len(task.experts) for i, task in enumerate(work.tasks) if i not in missing))
+        device, missing = self._device, work.missing
+        assert device is not None
+        advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
 
         def one(i: int) -> int:
-            task = work.tasks[i]
-            save_batch(make_batch(task, module, weights.select(task.experts), observation, device), work.kept[i])
-            return len(task.experts)
+            save_piece(_make(work.tasks[i], given, device), work.kept[i])
+            return work.tasks[i].count
 
-        _at_once(one, missing, self._most or workers(device, work.batch_memory), advance)
-        self._done.append((work.layer.index, write_layer(work)))
+        need = max(map(work.memory, missing), default=1)
+        _at_once(one, missing, self._most or workers(device, need), advance)
+        self._done.append((work.part, write_layer(work)))
 
     def finished(self, wait: bool) -> Iterator[Note]:
         """See `Executor`."""
@@ -134,8 +127,16 @@ class Local:
         """Nothing was started."""
 
 
+def _make(task: DenseTask | ExpertBatchTask, given: Given, device: torch.device) -> Piece:
+    if isinstance(task, DenseTask):
+        assert given.moments is not None
+        return make_slice(task, given.tensors, *given.moments.of(task.matrix.module), device)
+    assert given.weights is not None and given.observation is not None
+    return make_batch(task, given.module, given.weights.select(task.experts), given.observation, device)
+
+
 def workers(device: torch.device, need: int) -> int:
-    """Batches of `need` bytes that are made here at once: one on a GPU, which has no cores to share out; on a CPU one a
+    """Pieces of `need` bytes that are made here at once: one on a GPU, which has no cores to share out; on a CPU one a
     thread of torch's, as far as half of the memory that is available holds them. Their number changes no byte."""
     import psutil
     import torch

@@ -1,17 +1,14 @@
 """An expert batch at every width: the unit of a build's quantising, the same bytes wherever it is made.
 
 What a batch's bytes follow from is a task, a few numbers that travel anywhere; its weights and its tokens are the
-maker's to bring. What comes out is what a layer file takes, and can be kept in the work directory under the address of
-what went in.
+maker's to bring.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.affine import Buffer
@@ -19,7 +16,7 @@ from moepack.pack.spec import LOSSLESS, Version, affine_payload
 from moepack.quantize import methods
 from moepack.version import __version__
 
-from .artifacts import save
+from .piece import THREADS, Piece, fixed_threads
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +28,6 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 
-# A batch is made on so many of torch's threads, everywhere: sums come out in another order with another number, and the
-# bytes must not depend on who makes them. With one, a machine makes as many batches at once as it has cores.
-THREADS = 1
 _HASHED = 4096  # rows that are hashed at once
 
 
@@ -57,6 +51,11 @@ class ExpertBatchTask:
     settings: Settings
     device: str
 
+    @property
+    def count(self) -> int:
+        """Of what a build's progress counts."""
+        return len(self.experts)
+
     def address(self, observed: str) -> str:
         """SHA-256 of all that the result follows from; `observed` is the observation's digest."""
         from moepack.quantize.losses import ESTIMATE
@@ -74,22 +73,6 @@ class ExpertBatchTask:
             "device": self.device,
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class ExpertBatchResult:
-    """A finished expert batch.
-
-    Attributes:
-        extents: version -> one extent an expert, uint8.
-        payloads: version -> bytes of each extent without padding.
-        losses: `moepack.quantize.pooling.MEASURED`, float64, and "method", uint8, each
-            [experts, versions].
-    """
-
-    extents: dict[str, list[Buffer]]
-    payloads: dict[str, list[int]]
-    losses: dict[str, torch.Tensor]
 
 
 def batch_settings(recipe: Recipe) -> Settings:
@@ -134,7 +117,7 @@ def lossless_extent(weights: ExpertWeights, expert: int, threads: int | None = N
 
 def make_batch(
     task: ExpertBatchTask, module: Any, weights: ExpertWeights, observation: Observation, device: torch.device
-) -> ExpertBatchResult:
+) -> Piece:
     """Quantise, measure and encode one expert batch, on THREADS of torch's threads.
 
     Args:
@@ -144,19 +127,13 @@ def make_batch(
         observation: what the calibration tokens brought to the layer.
         device: where to compute.
     """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    with fixed_threads():
         return _make(task, module, weights, observation, device)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _make(
     task: ExpertBatchTask, module: Any, weights: ExpertWeights, observation: Observation, device: torch.device
-) -> ExpertBatchResult:
+) -> Piece:
     import torch
 
     from moepack.calibrate.experts import bits_of
@@ -167,7 +144,7 @@ def _make(
 
     matrices = weights.layer.matrices
     names = [v.name for v in task.versions]
-    made = ExpertBatchResult(
+    made = Piece(
         {n: [] for n in names},
         {n: [] for n in names},
         {k: torch.zeros(len(task.experts), len(names), dtype=torch.float64) for k in MEASURED}
@@ -190,35 +167,3 @@ def _make(
             made.payloads[name].append(affine_payload(matrices, item.version))
             made.losses["method"][i, column] = methods.numbered().index(item.method)
     return made
-
-
-def batch_tensors(made: ExpertBatchResult) -> dict[str, torch.Tensor]:
-    """A finished expert batch as tensors, which `load_batch` reads out of a file."""
-    import torch
-
-    tensors = {f"losses.{k}": v for k, v in made.losses.items()}
-    for name, extents in made.extents.items():
-        tensors[f"payloads.{name}"] = torch.tensor(made.payloads[name], dtype=torch.int64)
-        tensors |= {f"extents.{name}.{i}": torch.from_numpy(extent) for i, extent in enumerate(extents)}
-    return tensors
-
-
-def save_batch(made: ExpertBatchResult, path: Path) -> None:
-    """Keep a finished expert batch. Two may be at it at once: one that a cluster gave up on, and another."""
-    own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
-    save(own, batch_tensors(made))
-    own.replace(path)
-
-
-def load_batch(path: Path) -> ExpertBatchResult:
-    """What `save_batch` kept."""
-    from safetensors.torch import load_file
-
-    tensors = load_file(path)
-    # Copied: they outlive the extents, and would keep the mapped file in memory.
-    losses = {k.removeprefix("losses."): v.clone() for k, v in tensors.items() if k.startswith("losses.")}
-    payloads = {k.removeprefix("payloads."): v.tolist() for k, v in tensors.items() if k.startswith("payloads.")}
-    extents: dict[str, list[Buffer]] = {
-        name: [tensors[f"extents.{name}.{i}"].numpy() for i in range(len(sizes))] for name, sizes in payloads.items()
-    }
-    return ExpertBatchResult(extents, payloads, losses)

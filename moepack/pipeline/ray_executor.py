@@ -1,8 +1,8 @@
-"""The Ray executor: expert batches as tasks of a Ray cluster, an existing one or one started on this machine.
+"""The Ray executor: a build's pieces as tasks of a Ray cluster, an existing one or one started on this machine.
 
-Through this process go a layer's tokens, once, a few hundred bytes a batch, and, where workers do not see the work
-directory, the finished batches. A task asks for what it takes: THREADS cores, the memory of its batch, a GPU where the
-build computes on one. A batch whose worker dies is made again. The cluster's machines need moepack[build,ray], the
+Through this process go a layer's tokens and moments, once, a few hundred bytes a piece, and, where workers do not see
+the work directory, the finished pieces. A task asks for what it takes: THREADS cores, the memory of its piece, a GPU
+where the build computes on one. A piece whose worker dies is made again. The cluster's machines need moepack[build,ray], the
 checkpoint at the same path and the same kind of processor.
 """
 
@@ -20,20 +20,19 @@ from moepack.cluster import connect
 from moepack.pack.errors import InputError
 from moepack.pack.writer import sync
 
-from .expert_batch import THREADS
-from .layer_work import Advance, LayerWork, Note, write_layer
-from .remote import Order, Probe, Seen, Source, finish_layer, make_piece
+from .dense_slice import DenseTask
+from .expert_batch import ExpertBatchTask
+from .layer_work import Advance, Given, LayerWork, Note, write_layer
+from .piece import THREADS
+from .remote import Moments, Order, Probe, Seen, Source, finish_layer, make_piece
 
 if TYPE_CHECKING:
     import torch
 
-    from moepack.calibrate.experts import ExpertWeights
-    from moepack.calibrate.forward import Observation
-
 PROCESS = 1 << 30  # bytes of a worker before it makes anything: Python, torch, transformers
-RETRIES = 8  # times a batch is tried again when its worker dies
-AHEAD = 2  # batches a slot that are given out before calibration waits
-SHARE = 0.5  # of this node's object store that tokens of unfinished layers may take
+RETRIES = 8  # times a piece is tried again when its worker dies
+AHEAD = 2  # pieces a slot that are given out before calibration waits
+SHARE = 0.5  # of this node's object store that tokens and moments of unfinished layers may take
 
 
 @dataclass
@@ -42,12 +41,14 @@ class Traffic:
 
     Attributes:
         tokens: of observations, put into the object store.
+        moments: of what dense matrices read, put there.
         orders: of what tasks were told besides.
-        answers: of what came back, without the pieces of batches.
-        pieces: of batches that workers could not write where they belong.
+        answers: of what came back, without finished pieces.
+        pieces: of finished pieces that workers could not write where they belong.
     """
 
     tokens: int = 0
+    moments: int = 0
     orders: int = 0
     answers: int = 0
     pieces: int = 0
@@ -55,24 +56,23 @@ class Traffic:
 
 @dataclass
 class _Layer:
-    """A layer in flight."""
+    """A part in flight."""
 
     work: LayerWork
-    seen: Any  # the reference of its tokens
-    bytes: int  # of them, in the object store until the batches are made
     advance: Advance
-    running: dict[Any, int] = field(default_factory=dict)  # task -> batch
+    bytes: int = 0  # of its tokens and moments, in the object store until the pieces are made
+    running: dict[Any, int] = field(default_factory=dict)  # task -> piece
     writing: Any = None
-    here: bool = False  # whether a batch came in pieces, so that this process has to write the layer's files
+    here: bool = False  # whether a piece came over the network, so that this process has to write the part's files
     note: dict[str, Any] | None = None
 
 
 class OnRay:
     """See the module.
 
-    Calibration goes ahead while fewer than AHEAD batches a slot are given out, or but one layer, and the tokens of
-    unfinished layers with the next one's take at most SHARE of this node's object store. Beside those, one layer's
-    tokens are in this process.
+    Calibration goes ahead while fewer than AHEAD pieces a slot are given out, or but one layer's, and the tokens and
+    moments of unfinished layers with the next one's take at most SHARE of this node's object store. Beside those, one
+    layer's are in this process.
 
     Attributes:
         traffic: what went through this process so far.
@@ -101,26 +101,29 @@ class OnRay:
     @property
     def left(self) -> int:
         """See `Executor`."""
-        return sum(len(layer.work.tasks[i].experts) for layer in self._layers for i in layer.running.values())
+        return sum(layer.work.tasks[i].count for layer in self._layers for i in layer.running.values())
 
-    def submit(
-        self, work: LayerWork, observation: Observation, module: Any, weights: ExpertWeights | None, advance: Advance
-    ) -> None:
+    def submit(self, work: LayerWork, given: Given, advance: Advance) -> None:
         """See `Executor`."""
-        layer, missing = _Layer(work, None, 0, advance), work.missing
+        layer, missing = _Layer(work, advance), work.missing
         self._layers.append(layer)
-        advance(sum(len(task.experts) for i, task in enumerate(work.tasks) if i not in missing))
+        advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
         if missing:
-            seen, need = Seen.of(observation), needs(work, self._gpus)
+            need = needs(max(map(work.memory, missing)), self._gpus)
             self._slots = slots(self._nodes, need)
             if not self._slots:
                 parts = f"{need['CPU']:g} core, {need['memory'] / 2**30:.1f} GiB" + ", a GPU" * self._gpus
-                raise InputError(f"Ray: an expert batch takes {parts}, and no node of the cluster has that")
-            layer.seen, layer.bytes = self._ray.put(seen), seen.bytes
-            self.traffic.tokens += seen.bytes
-            options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
+                raise InputError(f"Ray: one of this build's tasks takes {parts}, and no node of the cluster has that")
+            put: dict[int | None, Any] = {}  # of a group of dense matrices that read the same, and of all experts
             for i in missing:
-                layer.running[self._remote(make_piece, options, Order(work.tasks[i], work.kept[i]), layer.seen)] = i
+                task, need = work.tasks[i], needs(work.memory(i), self._gpus)
+                group = (
+                    given.moments.group[task.matrix.module] if given.moments and isinstance(task, DenseTask) else None
+                )
+                if group not in put:
+                    put[group] = self._put(layer, task, given)
+                options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
+                layer.running[self._remote(make_piece, options, Order(task, work.kept[i]), put[group])] = i
         self._write(layer)
         while self._full(layer.bytes):
             self._step(None)
@@ -131,7 +134,7 @@ class OnRay:
             for layer in [x for x in self._layers if x.note is not None]:
                 self._layers.remove(layer)
                 assert layer.note is not None
-                yield layer.work.layer.index, layer.note
+                yield layer.work.part, layer.note
             if not self._layers or not self._step(None if wait else 0):
                 return
 
@@ -146,6 +149,20 @@ class OnRay:
         if self._started:
             self._ray.shutdown()
 
+    def _put(self, layer: _Layer, task: DenseTask | ExpertBatchTask, given: Given) -> Any:
+        """Put what a task is made of, but for weights, into the object store; its reference."""
+        what: Moments | Seen
+        if isinstance(task, DenseTask):
+            assert given.moments is not None
+            what = Moments.of(*given.moments.of(task.matrix.module))
+            self.traffic.moments += what.bytes
+        else:
+            assert given.observation is not None
+            what = Seen.of(given.observation)
+            self.traffic.tokens += what.bytes
+        layer.bytes += what.bytes
+        return self._ray.put(what)
+
     def _remote(self, function: Any, options: dict[str, Any], what: Any, *more: Any) -> Any:
         """Start a task that yields."""
         self.traffic.orders += len(pickle.dumps((what, self._probe)))
@@ -153,7 +170,7 @@ class OnRay:
         return task.remote(what, self._source, self._probe, *more)
 
     def _full(self, more: int) -> bool:
-        """Whether a next layer, of `more` bytes of tokens, has to wait."""
+        """Whether a next layer, of `more` bytes of tokens and moments, has to wait."""
         busy = [layer for layer in self._layers if layer.running]
         out, held = sum(len(layer.running) for layer in busy), sum(layer.bytes for layer in busy)
         crowded = len(busy) > 1 and out >= AHEAD * self._slots
@@ -174,7 +191,7 @@ class OnRay:
         return bool(ready)
 
     def _made(self, layer: _Layer, task: Any) -> None:
-        """Take a batch."""
+        """Take a piece."""
         i = layer.running[task]
         path = layer.work.kept[i]
         own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
@@ -199,14 +216,14 @@ class OnRay:
         else:
             own.unlink()
         del layer.running[task]
-        layer.advance(len(layer.work.tasks[i].experts))
+        layer.advance(layer.work.tasks[i].count)
         self._write(layer)
 
     def _write(self, layer: _Layer) -> None:
-        """Have a layer's files written once its batches are there."""
+        """Have a part's files written once its pieces are there."""
         if layer.running:
             return
-        layer.seen, layer.bytes = None, 0
+        layer.bytes = 0
         if layer.here:
             layer.note = write_layer(layer.work)
         else:
@@ -225,12 +242,12 @@ class OnRay:
             cause = error.cause
             raise cause if isinstance(cause, Exception) else error from None
         except ray.exceptions.RayError as error:
-            raise InputError(f"Ray gave up on an expert batch: {str(error).strip().splitlines()[0]}") from None
+            raise InputError(f"Ray gave up on a task: {str(error).strip().splitlines()[0]}") from None
 
 
-def needs(work: LayerWork, gpus: int) -> dict[str, float]:
-    """What a batch of a layer takes of a node, by Ray's names."""
-    return {"CPU": float(THREADS), "memory": float(PROCESS + work.batch_memory)} | ({"GPU": 1.0} if gpus else {})
+def needs(memory: int, gpus: int) -> dict[str, float]:
+    """What a piece that takes so many bytes takes of a node, by Ray's names."""
+    return {"CPU": float(THREADS), "memory": float(PROCESS + memory)} | ({"GPU": 1.0} if gpus else {})
 
 
 def slots(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:

@@ -1,8 +1,9 @@
 """What a worker on another machine is told, what it makes, and what it answers.
 
-No weights travel to it: it reads those of its experts from the checkpoint, once it has seen that the files are the
-driver's. Tokens come as NumPy arrays, which the workers of a node share. What it makes it writes into the work
-directory, where that is the driver's too; else it answers with the bytes, in pieces. Knows nothing of Ray.
+No weights travel to it: it reads those of its experts or its matrix from the checkpoint, once it has seen that the
+files are the driver's. Tokens and moments come as NumPy arrays, which the workers of a node share. What it makes it
+writes into the work directory, where that is the driver's too; else it answers with the bytes, in pieces. Knows nothing
+of Ray.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ import numpy.typing as npt
 from moepack.pack.affine import Buffer
 from moepack.pack.errors import InputError
 
-from .expert_batch import ExpertBatchTask, batch_tensors, make_batch, save_batch
+from .dense_slice import DenseTask, make_slice
+from .expert_batch import ExpertBatchTask, make_batch
 from .layer_work import LayerWork, write_layer
+from .piece import Piece, piece_tensors, save_piece
 from .work import PROBE
 
 if TYPE_CHECKING:
+    import torch
+
     from moepack.calibrate.forward import Observation
     from moepack.calibrate.stream import StreamedModel
 
@@ -74,10 +79,34 @@ class Seen:
 
         from moepack.calibrate.forward import Observation
 
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writ")
-            inputs = torch.from_numpy(self.inputs).view(getattr(torch, self.dtype))
-            return Observation(inputs, torch.from_numpy(self.experts), torch.from_numpy(self.gates), self.length)
+        inputs = _tensor(self.inputs).view(getattr(torch, self.dtype))
+        return Observation(inputs, _tensor(self.experts), _tensor(self.gates), self.length)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What calibration brought to dense matrices that read the same, in NumPy.
+
+    Attributes:
+        learn, held: float32 [cols, cols]; see `moepack.calibrate.dense.DenseMoments`.
+    """
+
+    learn: npt.NDArray[np.float32]
+    held: npt.NDArray[np.float32]
+
+    @staticmethod
+    def of(learn: torch.Tensor, held: torch.Tensor) -> Moments:
+        """The same memory."""
+        return Moments(learn.numpy(), held.numpy())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.learn.nbytes + self.held.nbytes * (self.held is not self.learn)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, in the arrays' own memory; not to be written to."""
+        return _tensor(self.learn), _tensor(self.held)
 
 
 @dataclass(frozen=True)
@@ -117,41 +146,53 @@ class Probe:
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is asked for: a batch, and where it belongs."""
+    """What a worker is asked for: a piece, and where it belongs."""
 
-    task: ExpertBatchTask
+    task: DenseTask | ExpertBatchTask
     path: Path
 
 
-def make_piece(order: Order, source: Source, probe: Probe, seen: Seen) -> Iterator[Buffer | str]:
-    """Make a batch. Yields its file in pieces of PIECE bytes and their SHA-256, or an empty word where it is written.
+def make_piece(order: Order, source: Source, probe: Probe, seen: Seen | Moments) -> Iterator[Buffer | str]:
+    """Make a piece. Yields its file in pieces of PIECE bytes and their SHA-256, or an empty word where it is written.
 
     Raises:
         InputError: when this machine does not see the checkpoint, or sees another one.
     """
-    import torch
-
     shared = probe.seen()
     if shared and order.path.exists():
         yield ""
         return
-    task = order.task
-    stream = _stream(source.path)
-    for name in sorted({"config.json", *stream.expert_files(task.layer, task.experts)}):
-        _check(Path(source.path) / name, source.files[name])
-    weights = stream.experts(task.layer, task.experts)
-    module, device = stream.experts_module(task.layer), torch.device(task.device)
-    made = make_batch(task, module, weights, seen.observation(), device)
+    made = _make(order.task, source, seen)
     if shared:
-        save_batch(made, order.path)
+        save_piece(made, order.path)
         yield ""
         return
     from safetensors.torch import save
 
-    data = np.frombuffer(save(batch_tensors(made)), np.uint8)
+    data = np.frombuffer(save(piece_tensors(made)), np.uint8)
     for start in range(0, len(data), PIECE):
         yield data[start : start + PIECE]
     yield hashlib.sha256(data.data).hexdigest()
+
+
+def _make(task: DenseTask | ExpertBatchTask, source: Source, seen: Seen | Moments) -> Piece:
+    import torch
+
+    stream, device = _stream(source.path), torch.device(task.device)
+
+    def check(files: set[str]) -> None:
+        for name in sorted({"config.json", *files}):
+            _check(Path(source.path) / name, source.files[name])
+
+    if isinstance(task, DenseTask):
+        assert isinstance(seen, Moments)
+        part = task.matrix.layer
+        check(stream.tensor_files(part, task.names))
+        return make_slice(task, stream.tensors(part, task.names), *seen.tensors(), device)
+    assert isinstance(seen, Seen)
+    check(stream.expert_files(task.layer, task.experts))
+    weights = stream.experts(task.layer, task.experts)
+    return make_batch(task, stream.experts_module(task.layer), weights, seen.observation(), device)
 
 
 def finish_layer(work: LayerWork, source: Source, probe: Probe) -> Iterator[dict[str, Any] | None]:
@@ -186,3 +227,11 @@ def _same(path: Path, state: tuple[int, ...], known: tuple[tuple[str, Any], ...]
     from moepack.calibrate.identity import is_known
 
     return is_known(path, dict(known))
+
+
+def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+        return torch.from_numpy(array)

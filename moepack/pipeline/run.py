@@ -1,8 +1,8 @@
 """One streaming pass over a checkpoint's decoder layers: calibrate, quantise, or both, into a work directory.
 
-For each decoder layer: load, run the calibration batches, have every expert quantised at every width and measured,
-free. At any time one layer, the calibration activations and a bounded amount of second moments are in memory; an
-executor that quantises elsewhere says how far calibration goes ahead of it. What is done is not redone.
+For each decoder layer: load, run the calibration batches, have every expert and every dense matrix that gets versions
+quantised and measured, free. At any time one layer, the calibration activations and a bounded amount of second moments
+are in memory; an executor that quantises elsewhere says how far calibration goes ahead of it. What is done is not redone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from moepack.runtime.devices.glibc import trim
 
 from .artifacts import MOMENTS, SHARD, digested, load_hidden, load_moments, load_observation, save
 from .bound import Placement
-from .dense_part import quantise_dense
+from .dense_part import DensePart
+from .dense_slice import DenseTask, dense_tasks, moments_digest
 from .enough import advice, few_tokens
 from .executors import Executor, Local
 from .expert_batch import ExpertBatchTask, batch_settings, observation_digest
-from .layer_work import LayerWork
+from .layer_work import Given, LayerWork
 from .recipe import Recipe
 from .remote import Source as WeightSource
 from .work import WorkDirectory
@@ -62,8 +63,9 @@ class Run:
         self._work, self._stream, self._recipe, self._ids, self._keep = directory, stream, recipe, ids, keep
         self._executor: Executor = Local()
         self._how, self._dense = how, dense
-        self._objects: dict[int, tuple[Path, ...]] = {}  # of layers at hand: they go once these are done
-        self._notes: dict[int, dict[str, Any]] = {}  # what is to be noted of these layers, as far as it is known
+        self._inner = "experts and slices of dense matrices" if dense else "experts"  # what progress counts
+        self._objects: dict[int | None, tuple[Path, ...]] = {}  # of parts at hand: they go once these are done
+        self._notes: dict[int | None, dict[str, Any]] = {}  # what is to be noted of these, as far as it is known
         self._walked = -1  # the last layer that was calibrated
 
     def layers(
@@ -124,7 +126,7 @@ class Run:
             made = quantize and i in pending and (has_experts or i in self._dense)
             dense: dict[str, torch.Tensor] = {}
             experts, observation, moments = None, None, None
-            if walks or not self._executor.reads or i in self._dense:
+            if walks or not self._executor.reads:
                 tensors = stream.load(i)
                 dense, experts = stream.split(i, tensors)
                 del tensors
@@ -132,20 +134,18 @@ class Run:
                 observation, moments = self._calibrate_layer(walk, i, dense, dtype, reporter, keep or not quantize)
             stream.free(i)
             if made:
-                self._notes[i] = self._quantise_dense(i, dense, moments, reporter)
                 if has_experts:
-                    self._quantise_layer(i, experts, observation or load_observation(work, i), reporter)
-                else:
-                    self._finish(i, self._notes.pop(i))
+                    observation = observation or load_observation(work, i)
+                self._quantise_layer(i, dense, moments, experts, observation, reporter)
             del dense, experts, observation, moments
             self._take(wait=False)
             if walk is not None and walks:
                 self._keep_hidden(walk, i)
             trim()  # without it glibc keeps about a layer's worth more after every layer
-        reporter.inner("experts", self._executor.left)
-        self._take(wait=True)
         if None in self._dense:
             self._head(walk, dtype, quantize, reporter)
+        reporter.inner(self._inner, self._executor.left)
+        self._take(wait=True)
         if calibrate:
             total = sum(layer.experts for layer in stream.expert_layers.values())
             if said := advice(few_tokens(work, stream), total):
@@ -154,10 +154,11 @@ class Run:
         reporter.step("done")
 
     def _take(self, wait: bool) -> None:
-        """Declare layers quantised that the executor has done."""
-        for layer, note in self._executor.finished(wait):
-            self._finish(layer, self._notes.pop(layer) | note)
-            for path in self._objects.pop(layer):
+        """Declare parts quantised that the executor has done."""
+        for part, note in self._executor.finished(wait):
+            self._notes.pop(part)
+            self._finish(part, note)
+            for path in self._objects.pop(part):
                 path.unlink(missing_ok=True)
             self._drop_hidden()
 
@@ -166,12 +167,13 @@ class Run:
         from moepack.calibrate.dense import watch_part
 
         work, stream = self._work, self._stream
-        kept = work.piece("calibrate", None, MOMENTS)
-        if (kept.exists() or walk is None) and (not quantize or work.done(self._stage, None) is not None):
+        made = quantize and work.done(self._stage, None) is None
+        watches = walk is not None and not work.piece("calibrate", None, MOMENTS).exists()
+        if not watches and not made:
             return
-        tensors = stream.load(None)
+        tensors = stream.load(None) if watches or not self._executor.reads else {}
         moments = None
-        if walk is not None and not kept.exists():
+        if walk is not None and watches:
             if not walk.hidden:
                 walk.restore(load_hidden(work.piece("calibrate", len(stream.layers) - 1, _HIDDEN)))
             stream.to_compute(None, dtype)
@@ -180,8 +182,8 @@ class Run:
             moments = watch.moments()
             self._keep_moments(None, moments)
         stream.free(None)
-        if quantize and work.done(self._stage, None) is None:
-            self._finish(None, self._quantise_dense(None, tensors, moments, reporter))
+        if made:
+            self._quantise_layer(None, tensors, moments, None, None, reporter)
 
     def _keep_moments(self, part: int | None, moments: DenseMoments) -> None:
         from moepack.calibrate.dense import save_moments
@@ -250,58 +252,66 @@ class Run:
     def _drop_hidden(self) -> None:
         """Remove activations that no resumed run would start from: it goes back from the first layer in flight to the
         last ones that were kept."""
-        in_flight = min(self._objects, default=self._walked + 1)
+        in_flight = min((i for i in self._objects if i is not None), default=self._walked + 1)
         kept = [path for i in range(in_flight) if (path := self._work.piece("calibrate", i, _HIDDEN)).exists()]
         for path in kept[:-1]:
             path.unlink()
 
-    def _quantise_dense(
-        self, part: int | None, tensors: dict[str, torch.Tensor], moments: DenseMoments | None, reporter: Reporter
-    ) -> dict[str, Any]:
-        """Make the files of a part's dense matrices; nothing where none has versions. Those that calibration never
-        called stay as they are: something else may read their weights."""
-        matrices = self._dense.get(part)
-        if not matrices:
-            return {}
-        moments = moments or load_moments(self._work, part)
-        called = tuple(m for m in matrices if m.module in moments.group)
-        if len(called) < len(matrices):
-            odd = next(m.module for m in matrices if m.module not in moments.group)
-            reporter.note(f"{odd} was never called: it stays as it is in the checkpoint")
-        if not called:
-            return {}
-        reporter.inner("dense matrices", len(called))
-        return {
-            "dense": quantise_dense(
-                DenseLayer(part, self._before(part), called), tensors, moments, self._recipe.dense_specs(),
-                self._recipe.quantize.method, self._stream.device,
-                lambda name: self._work.piece(self._stage, part, name), reporter.advance,
-            )
-        }  # fmt: skip
-
     def _before(self, part: int | None) -> int:
-        """Dense matrices of the layers before a part: these are quantised, or their experts are being."""
+        """Dense matrices of the layers before a part: these are quantised, or being so."""
         before = range(len(self._stream.layers) if part is None else part)
         notes = [self._notes.get(i) or self._work.done(self._stage, i) or {} for i in before]
         return sum(len(note["dense"]["matrices"]) for note in notes if "dense" in note)
 
+    def _called(self, part: int | None, moments: DenseMoments, reporter: Reporter) -> tuple[DenseMatrix, ...]:
+        """A part's dense matrices that get versions. Those that calibration never called stay as they are: something
+        else may read their weights."""
+        called = tuple(m for m in self._dense[part] if m.module in moments.group)
+        if len(called) < len(self._dense[part]):
+            odd = next(m.module for m in self._dense[part] if m.module not in moments.group)
+            reporter.note(f"{odd} was never called: it stays as it is in the checkpoint")
+        return called
+
     def _quantise_layer(
-        self, index: int, experts: ExpertWeights | None, observation: Observation, reporter: Reporter
+        self,
+        part: int | None,
+        tensors: dict[str, torch.Tensor],
+        moments: DenseMoments | None,
+        experts: ExpertWeights | None,
+        observation: Observation | None,
+        reporter: Reporter,
     ) -> None:
-        """Give a layer to the executor."""
+        """Give a part to the executor: its dense matrices, and where experts saw something its experts."""
         from moepack.quantize.expert_batch import expert_batches
 
-        layer, settings = self._stream.expert_layers[index], batch_settings(self._recipe)
         identity = json.dumps(self._work.settings()["calibrate"]["checkpoint"], sort_keys=True)
-        checkpoint, observed = hashlib.sha256(identity.encode()).hexdigest(), observation_digest(observation)
-        versions, device = self._recipe.version_specs(), self._stream.device.type
-        tasks = tuple(
-            ExpertBatchTask(checkpoint, index, part, versions, settings, device)
-            for part in expert_batches(layer, settings)
-        )
-        kept = tuple(self._work.object(task.address(observed)).absolute() for task in tasks)
-        folder = self._work.piece(self._stage, index, "").absolute()
-        self._objects[index] = kept
-        reporter.inner("experts", self._executor.left + layer.experts)
-        module = self._stream.experts_module(index)
-        self._executor.submit(LayerWork(layer, tasks, kept, folder), observation, module, experts, reporter.advance)
+        checkpoint, device = hashlib.sha256(identity.encode()).hexdigest(), self._stream.device.type
+        tasks: list[DenseTask | ExpertBatchTask] = []
+        addresses: list[str] = []
+        dense = layer = module = None
+        if part in self._dense:
+            moments = moments or load_moments(self._work, part)
+            if called := self._called(part, moments, reporter):
+                signal = tuple(moments.signal[m.module] for m in called)
+                described = DenseLayer(part, self._before(part), called)
+                dense = DensePart(described, self._recipe.dense_specs(), signal, moments.tokens)
+                digests = [moments_digest(*pair) for pair in zip(moments.learn, moments.held, strict=True)]
+                for task in dense_tasks(called, self._recipe, checkpoint, device):
+                    tasks.append(task)
+                    addresses.append(task.address(digests[moments.group[task.matrix.module]]))
+        if part is not None and observation is not None:
+            layer, module = self._stream.expert_layers[part], self._stream.experts_module(part)
+            settings, observed = batch_settings(self._recipe), observation_digest(observation)
+            for some in expert_batches(layer, settings):
+                batch = ExpertBatchTask(checkpoint, part, some, self._recipe.version_specs(), settings, device)
+                tasks.append(batch)
+                addresses.append(batch.address(observed))
+        if not tasks:
+            self._finish(part, {})
+            return
+        kept = tuple(self._work.object(address).absolute() for address in addresses)
+        folder = self._work.piece(self._stage, part, "").absolute()
+        self._objects[part], self._notes[part] = kept, {} if dense is None else {"dense": dense.note}
+        reporter.inner(self._inner, self._executor.left + sum(task.count for task in tasks))
+        given = Given(observation, module, experts, moments, tensors)
+        self._executor.submit(LayerWork(part, tuple(tasks), kept, folder, layer, dense), given, reporter.advance)

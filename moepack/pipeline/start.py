@@ -21,6 +21,7 @@ from .allocate import check_allocation
 from .artifacts import DIGESTS, RECIPE, digested, run_record
 from .bound import MAPPED, Placement, needs_of, place
 from .enough import enough_windows
+from .piece import THREADS
 from .recipe import Recipe, Source, parse_recipe, with_text
 from .run import Dense, Run
 from .work import WorkDirectory
@@ -259,6 +260,7 @@ def _begin_quantize(directory: WorkDirectory, stage: str, recipe: Recipe, fresh:
             "estimate of losses": ESTIMATE,
             "allocation": None if how is None else asdict(how),
             "dense": [asdict(v) for v in recipe.dense_specs()] or None,
+            "threads of dense matrices": THREADS if recipe.dense else None,
         },
         fresh,
     )

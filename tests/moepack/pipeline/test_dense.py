@@ -117,7 +117,7 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
     assert tree(tmp_path / "staged") == tree(dense)
     monkeypatch.undo()
 
-    real = Run._quantise_dense
+    real = Run._quantise_layer
     for stop in (1, None):  # before the second layer, before the output projection
 
         def once(self: Run, part: int | None, *rest: Any, stop: int | None = stop) -> Any:
@@ -125,12 +125,12 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
                 raise KeyboardInterrupt
             return real(self, part, *rest)
 
-        monkeypatch.setattr(Run, "_quantise_dense", once)
+        monkeypatch.setattr(Run, "_quantise_layer", once)
         with pytest.raises(KeyboardInterrupt):
             pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
     with pytest.raises(InputError, match="outside the layers is not quantised"):
         pipeline.pack(tmp_path / "resumed", tmp_path / "again")
-    monkeypatch.setattr(Run, "_quantise_dense", real)
+    monkeypatch.setattr(Run, "_quantise_layer", real)
     pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
     assert tree(tmp_path / "again") == tree(dense)
 
@@ -146,34 +146,58 @@ def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, 
         pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=tmp_path / "work")
 
 
-def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A matrix in slices: rows that are no whole slices or blocks, a bias, the same bytes as in one piece."""
-    from moepack.calibrate.dense import DenseMoments
     from moepack.pack.affine import decode_affine
-    from moepack.pack.spec import DenseMatrix, Matrix, Version
-    from moepack.pipeline.dense_part import _affine
+    from moepack.pack.layer_file import LayerFile
+    from moepack.pack.manifest import ExpertFileEntry
+    from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix
+    from moepack.pipeline.dense_part import LOSSES, DensePart, file_name, write_dense
+    from moepack.pipeline.dense_slice import dense_tasks, make_slice
+    from moepack.pipeline.piece import save_piece
     from moepack.quantize import dense_matrix
 
     described = DenseMatrix(None, "lm_head", Matrix("weight", 75, 70, True))
     rng = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(75, 70, generator=rng).bfloat16(), torch.randn(75, generator=rng).bfloat16()
     x = torch.randn(500, 70, generator=rng)
-    moments = DenseMoments((x.T @ x / 500,), (x.T @ x / 500,), {"lm_head": 0}, {"lm_head": 1.0}, 500)
-    versions = [Version.of("w8", 32), Version.of("w4", 32), Version.of("w1", 32)]
+    moments, tensors = x.T @ x / 500, {"lm_head.weight": weight, "lm_head.bias": bias}
+    recipe = parse_recipe(RECIPE.replace("[w8, w4]", "[w8, w4, w1]"), "test")
+    layer, versions = DenseLayer(None, 0, (described,)), recipe.dense_specs()
     made = []
-    for size in (1 << 26, 4 * 70 * 32, 1):
+    for size, pieces in ((1 << 26, 1), (4 * 70 * 32, 1 + 3), (1, 1 + 5)):
         monkeypatch.setattr(dense_matrix, "SLICE", size)
-        made.append(_affine(described, weight, bias, moments.learn[0], moments.held[0], "gptq", versions))
+        tasks = dense_tasks((described,), recipe, "c", "cpu")
+        assert len(tasks) == pieces and len({task.address("m") for task in tasks}) == pieces
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        paths = [folder / f"piece-{i}" for i in range(pieces)]
+        for task, path in zip(tasks, paths, strict=True):
+            save_piece(make_slice(task, tensors, moments, moments, torch.device("cpu")), path)
+        part = DensePart(layer, versions, (1.0,), 500)
+        entries = write_dense(part, list(zip(tasks, paths, strict=True)), folder)["entries"]
+        files = {
+            v: LayerFile(folder, file_name(v.name), ExpertFileEntry(**entries[v.name]), v, layer).extent(0)
+            for v in versions
+        }
+        made.append((files, load_file(folder / LOSSES)))
     for extents, losses in made[1:]:
-        for version in versions:
-            whole, values = made[0][0][version], decode_affine((described.matrix,), version, extents[version])[0]
+        for column, version in enumerate(versions):
+            whole = made[0][0][version]
+            if version.is_lossless:
+                assert np.array_equal(whole, extents[version])
+                continue
+            values = decode_affine((described.matrix,), version, extents[version])[0]
             first = decode_affine((described.matrix,), version, whole)[0]
             # A weight halfway between two codes may round as its slice's products do.
             assert np.mean(values.codes != first.codes) < 0.01 and values.bias is not None
             assert torch.equal(torch.from_numpy(values.bias.view(np.int16).copy()), bias.view(torch.int16))
-            assert losses[version]["relative"] == pytest.approx(made[0][1][version]["relative"], rel=0.02)
+            assert float(losses["relative"][0, column]) == pytest.approx(
+                float(made[0][1]["relative"][0, column]), rel=0.02
+            )
             want = torch.square((torch.from_numpy(values.dequantise(version)) - weight.float()) @ x.T).sum()
-            assert losses[version]["mse"] == pytest.approx(float(want) / 500 / 75, rel=1e-3)
+            assert float(losses["mse"][0, column]) == pytest.approx(float(want) / 500 / 75, rel=1e-3)
+            assert losses["method"].equal(made[0][1]["method"])
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "gpt_oss"])

@@ -25,7 +25,8 @@ from moepack.pack.errors import InputError
 from moepack.pipeline import executors, remote
 from moepack.pipeline.build import build
 from moepack.pipeline.executors import workers
-from moepack.pipeline.expert_batch import ExpertBatchTask, batch_settings, load_batch
+from moepack.pipeline.expert_batch import ExpertBatchTask, batch_settings
+from moepack.pipeline.piece import load_piece
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.remote import Order, Probe, Seen, Source, make_piece
 from moepack.pipeline.work import WorkDirectory
@@ -146,7 +147,7 @@ def test_written_or_answered(
     assert list(make_piece(what, source, probe, seen)) == [""]
     written = load_file(what.path)
     assert [p.name for p in what.path.parent.iterdir()] == ["piece"]
-    assert len(load_batch(what.path).extents["w4"]) == 3
+    assert len(load_piece(what.path).extents["w4"]) == 3
     changed = what.path.stat().st_mtime_ns
     assert list(make_piece(what, source, probe, seen)) == [""] and what.path.stat().st_mtime_ns == changed
     monkeypatch.setattr(remote, "PIECE", 10_000)

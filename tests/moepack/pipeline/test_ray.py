@@ -219,7 +219,7 @@ def test_slots_are_counted_by_node() -> None:
 
 
 def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
-    """One core, a GPU where the build has one; memory of the largest batch."""
+    """One core, a GPU where the build has one; the memory of the batch."""
     from moepack.pack.spec import ExpertLayer, Matrix, Version
     from moepack.pipeline.expert_batch import ExpertBatchTask
     from moepack.pipeline.layer_work import LayerWork
@@ -231,9 +231,10 @@ def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
     tasks = tuple(
         ExpertBatchTask("c", 0, part, settings.versions, settings, "cuda") for part in (range(5), range(5, 8))
     )
-    work = LayerWork(layer, tasks, (tmp_path / "a", tmp_path / "b"), tmp_path)
-    want = {"CPU": 1.0, "memory": float(ray_executor.PROCESS + batch_memory(layer, settings, 5))}
-    assert needs(work, 0) == want and needs(work, 1) == {**want, "GPU": 1.0}
+    work = LayerWork(0, tasks, (tmp_path / "a", tmp_path / "b"), tmp_path, layer)
+    assert [work.memory(i) for i in (0, 1)] == [batch_memory(layer, settings, n) for n in (5, 3)]
+    want = {"CPU": 1.0, "memory": float(ray_executor.PROCESS + work.memory(0))}
+    assert needs(work.memory(0), 0) == want and needs(work.memory(0), 1) == {**want, "GPU": 1.0}
     assert len(pickle.dumps(work)) < 4096
 
 

@@ -3,6 +3,7 @@
 python peak_memory.py build CHECKPOINT TEXT BUNDLE BOUND [--violate]   peak and bound of a bounded build
 python peak_memory.py held FOLDER [--violate]                          growth by activations that lie in a file
 python peak_memory.py batch METHOD                                     growth by an expert batch, and what was said
+python peak_memory.py dense METHOD                                     by a slice of a dense matrix
 """
 
 from __future__ import annotations
@@ -104,6 +105,31 @@ def batch(method: str) -> dict[str, int]:
     return {"took": took, "said": said}
 
 
+def dense(method: str) -> dict[str, int]:
+    """4,096 rows of 1,024 columns at three versions; both numbers in bytes."""
+    from moepack.pack.spec import LOSSLESS, DenseMatrix, Matrix, Version
+    from moepack.pipeline.dense_slice import DenseTask, make_slice
+    from moepack.runtime.devices.glibc import trim
+
+    versions = (Version.of(LOSSLESS, 64), Version.of("w8", 64), Version.of("w4", 64))
+
+    def run(rows: int) -> tuple[int, int]:
+        g = torch.Generator().manual_seed(0)
+        described = DenseMatrix(0, "m", Matrix("weight", rows, 1024))
+        task = DenseTask("c", described, range(rows), versions, method, "cpu")
+        weight, x = torch.randn(rows, 1024, generator=g).bfloat16(), torch.randn(2048, 1024, generator=g)
+        moments = x.T @ x / 2048
+        trim()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_memory()
+        make_slice(task, {"m.weight": weight}, moments, moments, torch.device("cpu"))
+        return peak_memory() - before, task.memory
+
+    run(64)  # loads what quantisers need
+    took, said = run(4096)
+    return {"took": took, "said": said}
+
+
 class Module:
     """The gate of a family's experts."""
 
@@ -116,5 +142,5 @@ class Module:
 
 if __name__ == "__main__":
     arguments = [a for a in sys.argv[2:] if a != "--violate"]
-    task: Any = {"build": build, "held": held, "batch": batch}[sys.argv[1]]
+    task: Any = {"build": build, "held": held, "batch": batch, "dense": dense}[sys.argv[1]]
     print(json.dumps(task(*arguments)))

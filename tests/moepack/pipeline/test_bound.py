@@ -63,9 +63,10 @@ def test_activations_in_a_file_are_not_in_memory(tmp_path: Path) -> None:
     assert on_disk["files"] == 0, "the file has no name: nothing is left of a process that is killed"
 
 
+@pytest.mark.parametrize("what", ["batch", "dense"])
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
-def test_what_an_expert_batch_takes_is_said(method: str) -> None:
-    found = alone("batch", method)
+def test_what_a_piece_takes_is_said(what: str, method: str) -> None:
+    found = alone(what, method)
     assert 0.5 * found["said"] < found["took"] < found["said"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from moepack.calibrate.dense import PASSED
 from moepack.calibrate.forward import CalibrationPass
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
+from moepack.pipeline import executors
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import Run
@@ -133,6 +135,40 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
     monkeypatch.setattr(Run, "_quantise_layer", real)
     pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
     assert tree(tmp_path / "again") == tree(dense)
+
+
+def test_a_part_is_gone_on_with_where_it_stopped(
+    dense: Path, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped at the fifth matrix: four are not made again, though all are by another method. Nothing is made on another
+    number of threads than the rest."""
+    work, made, original = tmp_path / "work", [], executors.make_slice
+
+    def counted(task: Any, *rest: Any) -> Any:
+        made.append(task.matrix.module)
+        if len(made) == 5:
+            raise KeyboardInterrupt
+        return original(task, *rest)
+
+    monkeypatch.setattr(executors, "workers", lambda device, need: 1)
+    monkeypatch.setattr(executors, "make_slice", counted)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
+    assert len(list((work / "objects").iterdir())) == 4
+    rtn = parse_recipe(RECIPE.replace("gptq", "rtn"), "rtn")
+    pipeline.build(checkpoint, tmp_path / "rtn", rtn, [text], work=tmp_path / "alone")
+    shutil.copytree(work, tmp_path / "other")
+    before = len(made)
+    pipeline.build(checkpoint, tmp_path / "other-b", rtn, [text], work=tmp_path / "other")
+    assert tree(tmp_path / "other-b") == tree(tmp_path / "rtn") and len(made) == before + 12
+    before = len(made)
+    pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
+    assert tree(tmp_path / "b") == tree(dense) and len(made) == before + 12 - 4
+    settings = json.loads((work / "settings.json").read_text())
+    settings["quantize"]["threads of dense matrices"] = 4
+    (work / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="another threads of dense matrices: 4, now 1"):
+        pipeline.build(checkpoint, tmp_path / "c", RECIPES, [text], work=work)
 
 
 def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, tmp_path: Path) -> None:

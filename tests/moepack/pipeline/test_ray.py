@@ -11,16 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import tiny_models
 from support import tree
 
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
+from moepack.pipeline import executors
 from moepack.pipeline.build import build, calibrate, pack, quantize
 from moepack.pipeline.recipe import parse_recipe
 from moepack.progress import Reporter
+from moepack.quantize import dense_matrix
 
 ray = pytest.importorskip("ray")
 
@@ -30,10 +34,12 @@ from moepack.pipeline.ray_executor import OnRay, needs, slots  # noqa: E402
 from moepack.pipeline.remote import Probe  # noqa: E402
 
 RECIPE = """
+dense: [w8]
 quantize: {method: gptq, group_size: 64, loss_tokens: 128}
 calibration: {samples: 8, length: 128, batch_size: 8}
 """
 LAYERS, TOKENS = 4, 8 * 128
+WITHOUT = {"tie_word_embeddings": False, "num_hidden_layers": 2, "mlp_only_layers": [0], "hidden_size": 80}
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +112,51 @@ def test_the_same_bytes_with_workers_killed(
     assert list((tmp_path / "work" / "objects").iterdir()) == []
 
 
+def test_slices_of_dense_matrices_with_a_worker_killed(
+    executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes by one and two threads here and by one and two workers there, of whom the first dies at the first
+    layer, which has no experts. In the last part, lm_head."""
+    checkpoint = tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **WITHOUT)
+    monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 32)
+    recipe = parse_recipe(RECIPE.replace("gptq", "rtn").replace("[w8]", "[w8, w4]"), "test")
+    at_work, most, lock, original = 0, 0, threading.Lock(), executors.make_slice
+
+    def counted(*args: Any) -> Any:
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        try:
+            return original(*args)
+        finally:
+            with lock:
+                at_work -= 1
+
+    made: list[dict[str, bytes]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(executors, "make_slice", counted)
+        patch.setattr(pipeline, "open_executor", lambda *asked: executors.Local())
+        for n in (1, 2):
+            patch.setattr(executors, "workers", lambda device, need, n=n: n)
+            build(checkpoint, tmp_path / f"local-{n}", recipe, [text])
+            assert most == n
+            made.append(tree(tmp_path / f"local-{n}"))
+    with killing(1) as killed:
+        build(checkpoint, tmp_path / "two", recipe, [text], work=tmp_path / "work")
+    assert killed and executor._slots == 2 and list((tmp_path / "work" / "objects").iterdir()) == []
+    monkeypatch.setattr(ray_executor, "THREADS", 2)  # of the cluster's two cores
+    build(checkpoint, tmp_path / "one", recipe, [text])
+    assert executor._slots == 1
+    assert made[0] == made[1] == tree(tmp_path / "two") == tree(tmp_path / "one")
+
+
 def test_no_weights_go_through_the_driver(
     executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Its traffic is exactly the tokens that experts saw, and a few bytes a batch."""
+    """Its traffic is exactly the tokens that experts saw, the moments of what dense matrices read (two of [cols, cols] for
+    q, k and v, two for o), and a few bytes a piece."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.quantize import expert_batch
 
@@ -119,9 +165,11 @@ def test_no_weights_go_through_the_driver(
     build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
     tokens = LAYERS * TOKENS * (2 * config.hidden_size + 8 * config.num_experts_per_tok)
     assert executor.traffic.tokens == tokens and executor.traffic.pieces == 0
+    heads = config.num_attention_heads * config.head_dim
+    assert executor.traffic.moments == LAYERS * 8 * (config.hidden_size**2 + heads**2)
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
     rest = executor.traffic.orders + executor.traffic.answers
-    assert rest < 4096 * LAYERS * (16 // 4 + 1) + 4096 < weights / 20, (rest, weights)
+    assert rest < 4096 * LAYERS * (16 // 4 + 4 + 1) + 4096 < weights / 10, (rest, weights)
 
 
 def test_a_directory_that_workers_do_not_see(
@@ -259,8 +307,8 @@ def test_progress_reaches_every_expert(executor: OnRay, demo_model: Path, text: 
             self.name = name
 
         def advance(self, amount: int = 1) -> None:
-            self.done += amount * (self.name == "experts")
+            self.done += amount * self.name.startswith("experts")
 
     counting = Counting()
     build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], reporter=counting)
-    assert counting.done == LAYERS * 16
+    assert counting.done == LAYERS * (16 + 4)

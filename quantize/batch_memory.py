@@ -33,8 +33,8 @@ def dense_memory(rows: Matrix, versions: Sequence[Version], method: str) -> int:
     made = len(affine) * rows.weights
     fitted = any(method_for(method, v).needs_moments for v in affine)
     working = working_bytes(rows.rows, rows.cols, len(affine)) if fitted else _rounding(rows, 1)
-    # While quantising, where GPTQ of many rows took 8 bytes a weight beyond what is said of it; then while one version is
-    # measured: its error, that times itself and moments, and the same in float64.
+    # While quantising, where GPTQ of many rows took 8 bytes a weight beyond what is said of it; then while one version
+    # is measured: its error, that times itself and moments, and the same in float64.
     steps = [2 * made + working + 8 * fitted * rows.weights, made + 16 * rows.weights] if affine else []
     return (packed + max((4 * rows.weights + step for step in steps), default=0)) * 17 // 16 + SMALL
 

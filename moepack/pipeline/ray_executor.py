@@ -2,8 +2,8 @@
 
 Through this process go a layer's tokens and moments, once, a few hundred bytes a piece, and, where workers do not see
 the work directory, the finished pieces. A task asks for what it takes: THREADS cores, the memory of its piece, a GPU
-where the build computes on one. A piece whose worker dies is made again. The cluster's machines need moepack[build,ray], the
-checkpoint at the same path and the same kind of processor.
+where the build computes on one. A piece whose worker dies is made again. The cluster's machines need
+moepack[build,ray], the checkpoint at the same path and the same kind of processor.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 For each decoder layer: load, run the calibration batches, have every expert and every dense matrix that gets versions
 quantised and measured, free. At any time one layer, the calibration activations and a bounded amount of second moments
-are in memory; an executor that quantises elsewhere says how far calibration goes ahead of it. What is done is not redone.
+are in memory; an executor that quantises elsewhere says how far calibration goes ahead of it. What is done is not
+redone.
 """
 
 from __future__ import annotations

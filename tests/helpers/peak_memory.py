@@ -106,7 +106,7 @@ def batch(method: str) -> dict[str, int]:
 
 
 def dense(method: str) -> dict[str, int]:
-    """4,096 rows of 1,024 columns at three versions; both numbers in bytes."""
+    """8,192 rows of 1,024 columns at three versions; both numbers in bytes."""
     from moepack.pack.spec import LOSSLESS, DenseMatrix, Matrix, Version
     from moepack.pipeline.dense_slice import DenseTask, make_slice
     from moepack.runtime.devices.glibc import trim
@@ -125,8 +125,8 @@ def dense(method: str) -> dict[str, int]:
         make_slice(task, {"m.weight": weight}, moments, moments, torch.device("cpu"))
         return peak_memory() - before, task.memory
 
-    run(64)  # loads what quantisers need
-    took, said = run(4096)
+    run(2048)  # loads what quantisers need
+    took, said = run(8192)
     return {"took": took, "said": said}
 
 

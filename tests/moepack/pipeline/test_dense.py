@@ -140,8 +140,8 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
 def test_a_part_is_gone_on_with_where_it_stopped(
     dense: Path, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped at the fifth matrix: four are not made again, though all are by another method. Nothing is made on another
-    number of threads than the rest."""
+    """Stopped at the fifth matrix: four are not made again, though all are by another method. A work directory of
+    another number of threads is refused."""
     work, made, original = tmp_path / "work", [], executors.make_slice
 
     def counted(task: Any, *rest: Any) -> Any:

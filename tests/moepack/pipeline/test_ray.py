@@ -22,6 +22,7 @@ from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
 from moepack.pipeline import executors
 from moepack.pipeline.build import build, calibrate, pack, quantize
+from moepack.pipeline.dense_slice import DenseTask
 from moepack.pipeline.recipe import parse_recipe
 from moepack.progress import Reporter
 from moepack.quantize import dense_matrix
@@ -68,7 +69,7 @@ def executor(cluster: None, monkeypatch: pytest.MonkeyPatch) -> OnRay:
 
 
 def workers() -> list[psutil.Process]:
-    """Processes that are making an expert batch, of this process's cluster."""
+    """Processes that are making a piece, of this process's cluster."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -78,14 +79,14 @@ def workers() -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def killing(wanted: int) -> Iterator[list[int]]:
-    """Inside, the first few processes that are making a batch are killed."""
+def killing(wanted: int, when: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
+    """Inside, the first few processes that are making a piece are killed, once it is time."""
     killed: list[int] = []
     stop = threading.Event()
 
     def watch() -> None:
         while not stop.is_set() and len(killed) < wanted:
-            for process in workers():
+            for process in workers() if when() else ():
                 if process.pid not in killed:
                     os.kill(process.pid, signal.SIGKILL)
                     killed.append(process.pid)
@@ -115,10 +116,10 @@ def test_the_same_bytes_with_workers_killed(
 def test_slices_of_dense_matrices_with_a_worker_killed(
     executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bytes by one and two threads here and by one and two workers there, of whom the first dies at the first
-    layer, which has no experts. In the last part, lm_head."""
+    """The same bytes by one and two threads here and by one and two workers there, of whom one dies at a slice. The
+    first layer has no experts; the last part is lm_head."""
     checkpoint = tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **WITHOUT)
-    monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 32)
+    monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 64)  # of lm_head 64 slices
     recipe = parse_recipe(RECIPE.replace("gptq", "rtn").replace("[w8]", "[w8, w4]"), "test")
     at_work, most, lock, original = 0, 0, threading.Lock(), executors.make_slice
 
@@ -142,7 +143,12 @@ def test_slices_of_dense_matrices_with_a_worker_killed(
             build(checkpoint, tmp_path / f"local-{n}", recipe, [text])
             assert most == n
             made.append(tree(tmp_path / f"local-{n}"))
-    with killing(1) as killed:
+
+    def slices_alone() -> bool:
+        running = [layer.work.tasks[i] for layer in list(executor._layers) for i in list(layer.running.values())]
+        return bool(running) and all(isinstance(task, DenseTask) for task in running)
+
+    with killing(1, slices_alone) as killed:
         build(checkpoint, tmp_path / "two", recipe, [text], work=tmp_path / "work")
     assert killed and executor._slots == 2 and list((tmp_path / "work" / "objects").iterdir()) == []
     monkeypatch.setattr(ray_executor, "THREADS", 2)  # of the cluster's two cores
@@ -155,8 +161,8 @@ def test_no_weights_go_through_the_driver(
     executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Its traffic is exactly the tokens that experts saw, the moments of what dense matrices read (two of [cols, cols] for
-    q, k and v, two for o), and a few bytes a piece."""
+    """Its traffic is exactly the tokens that experts saw, the moments of what dense matrices read (two of
+    [cols, cols] for q, k and v, two for o), and a few bytes a piece."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.quantize import expert_batch
 

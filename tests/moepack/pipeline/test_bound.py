@@ -92,6 +92,9 @@ def test_what_goes_to_disk_first_and_the_least() -> None:
     assert place(two, 4, (510 + 2 * on_disk) * MIB) == Placement(4, True, True, 2)
     assert place(two, 4, (510 + 2 * on_disk) * MIB - 1) == Placement(4, True, True, 1)
     assert peak(replace(NEEDS, loading=2000 * MIB), Placement(4))[0] == "read a layer"
+    # Moments of dense matrices are there while a layer is calibrated, and until all of it is quantised.
+    dense = steps(replace(two, dense=70 * MIB), Placement(4, workers=2))
+    assert [sum(parts.values()) // MIB for parts in dense.values()] == [800, 1280, 1380]
 
 
 def test_bytes_do_not_depend_on_where_activations_lie(

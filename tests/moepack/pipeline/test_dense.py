@@ -15,15 +15,20 @@ from safetensors.torch import load_file
 from support import tree
 
 import moepack
+from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.dense import PASSED
 from moepack.calibrate.forward import CalibrationPass
+from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
+from moepack.pipeline import bound, executors
 from moepack.pipeline import build as pipeline
-from moepack.pipeline import executors
+from moepack.pipeline.dense_slice import dense_tasks
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import Run
 from moepack.pipeline.shrink import shrink
+from moepack.pipeline.start import dense_parts
+from moepack.quantize import dense_matrix
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
@@ -77,7 +82,6 @@ def test_losses_are_those_of_windows_that_were_held_out(
     """Against outputs: every Linear's inputs of the fourth window, caught in the model itself, through both weights."""
     from transformers import AutoModelForCausalLM
 
-    from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.pipeline.start import calibration_text
 
     bundle = moepack.open(dense)
@@ -171,6 +175,20 @@ def test_a_part_is_gone_on_with_where_it_stopped(
         pipeline.build(checkpoint, tmp_path / "c", RECIPES, [text], work=work)
 
 
+def test_slices_count_for_a_bound_on_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest of all pieces is lm_head's; as many are made at once as a part has, here seven matrices' in the layer
+    without experts. Moments are two of each matrix."""
+    monkeypatch.setattr(bound, "workers", lambda device, need: 64)
+    stream = StreamedModel(open_checkpoint(checkpoint))
+    dense = dense_parts(stream, RECIPES)
+    needs = bound.needs_of(stream, RECIPES, 8, 64, dense, 0)
+    (head,) = dense_tasks(dense[None], RECIPES, "", "cpu")
+    assert needs.batch == head.memory > bound.needs_of(stream, RECIPES, 8, 64, {}, 0).batch and needs.at_once == 7
+    assert needs.dense == 8 * (3 * 80**2 + 64**2 + 2 * 80**2 + 96**2)
+    monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 512)
+    assert bound.needs_of(stream, RECIPES, 8, 64, dense, 0).at_once == 1 + 4096 // 512
+
+
 def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     plain = parse_recipe(RECIPE.replace("dense: [w8, w4]", ""), "plain")
     pipeline.calibrate(checkpoint, tmp_path / "work", plain, [text])
@@ -189,9 +207,8 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     from moepack.pack.manifest import ExpertFileEntry
     from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix
     from moepack.pipeline.dense_part import LOSSES, DensePart, file_name, write_dense
-    from moepack.pipeline.dense_slice import dense_tasks, make_slice
+    from moepack.pipeline.dense_slice import make_slice
     from moepack.pipeline.piece import save_piece
-    from moepack.quantize import dense_matrix
 
     described = DenseMatrix(None, "lm_head", Matrix("weight", 75, 70, True))
     rng = torch.Generator().manual_seed(0)

@@ -145,7 +145,8 @@ class _DryRun:
         self._dense = 0  # bytes
         self._matrices = {x.index: x for x in dense_layers(tuple(m for part in dense.values() for m in part))}
         self._dense_sizes = {v.name: 0 for v in recipe.dense_specs()}
-        self._one_dense = self._dense_work = 0.0  # seconds of a unit of work, and units
+        self._dense_part = 0  # bytes of these of one part, at the most
+        self._one_dense = self._dense_work = 0.0  # seconds of a unit of work, and units, those at once counted once
 
     @staticmethod
     def open(
@@ -218,7 +219,7 @@ class _DryRun:
         """A part's bytes outside the experts: of matrices that get versions, those of these."""
         layer, versions = self._matrices.get(part), self._recipe.dense_specs()
         packed: set[str] = set()
-        beside = self._at_once(part)
+        beside, before = self._at_once(part), sum(self._dense_sizes.values())
         for described in layer.matrices if layer else ():
             weight, bias = (f"{described.module}.{name}" for name in ("weight", "bias"))
             packed |= {weight, bias}
@@ -240,6 +241,7 @@ class _DryRun:
         if layer is not None:
             for version in versions:
                 self._dense_sizes[version.name] += header_size(version.name, layer)
+        self._dense_part = max(self._dense_part, sum(self._dense_sizes.values()) - before)
         self._dense += _bytes({name: t for name, t in tensors.items() if name not in packed})
 
     def _at_once(self, part: int | None) -> int:
@@ -317,8 +319,9 @@ class _DryRun:
             "encode": self._encode,
             "write": written / rate if rate else 0.0,
         }
-        # A layer's batches lie beside its files until these are whole; dense tensors are copied into the bundle's.
-        work_bytes = kept + max(versions // len(self._experts) + spilt, self._dense + versions * (not linked))
+        # A part's pieces lie beside its files until these are whole; dense tensors are copied into the bundle's.
+        pieces = max(versions // len(self._experts) + spilt, self._dense_part)
+        work_bytes = kept + max(pieces, self._dense + versions * (not linked))
         return Estimate(
             self._sizes, self._dense, work_bytes, peak(needs, how)[1], seconds, count, len(self._experts),
             self._dense_sizes if self._matrices else {}, how.batch_size, how.on_disk,

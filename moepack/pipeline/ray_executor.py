@@ -60,6 +60,7 @@ class _Layer:
 
     work: LayerWork
     advance: Advance
+    put: dict[int | None, Any] = field(default_factory=dict)  # group of dense matrices, None of experts -> reference
     bytes: int = 0  # of its tokens and moments, in the object store until the pieces are made
     running: dict[Any, int] = field(default_factory=dict)  # task -> piece
     writing: Any = None
@@ -114,16 +115,15 @@ class OnRay:
             if not self._slots:
                 parts = f"{need['CPU']:g} core, {need['memory'] / 2**30:.1f} GiB" + ", a GPU" * self._gpus
                 raise InputError(f"Ray: one of this build's tasks takes {parts}, and no node of the cluster has that")
-            put: dict[int | None, Any] = {}  # of a group of dense matrices that read the same, and of all experts
             for i in missing:
                 task, need = work.tasks[i], needs(work.memory(i), self._gpus)
                 group = (
                     given.moments.group[task.matrix.module] if given.moments and isinstance(task, DenseTask) else None
                 )
-                if group not in put:
-                    put[group] = self._put(layer, task, given)
+                if group not in layer.put:
+                    layer.put[group] = self._put(layer, task, given)
                 options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
-                layer.running[self._remote(make_piece, options, Order(task, work.kept[i]), put[group])] = i
+                layer.running[self._remote(make_piece, options, Order(task, work.kept[i]), layer.put[group])] = i
         self._write(layer)
         while self._full(layer.bytes):
             self._step(None)
@@ -223,6 +223,7 @@ class OnRay:
         """Have a part's files written once its pieces are there."""
         if layer.running:
             return
+        layer.put.clear()
         layer.bytes = 0
         if layer.here:
             layer.note = write_layer(layer.work)

@@ -111,6 +111,8 @@ class Local:
         self, work: LayerWork, observation: Observation, module: Any, weights: ExpertWeights | None, advance: Advance
     ) -> None:
         """See `Executor`."""
+        from moepack.calibrate.held import release
+
         device = self._device
         assert weights is not None and device is not None
 
@@ -120,6 +122,8 @@ class Local:
         def one(i: int) -> int:
             task = work.tasks[i]
             save_batch(make_batch(task, module, weights.select(task.experts), observation, device), work.kept[i])
+            for matrices in weights.weights:
+                release(matrices)
             return len(task.experts)
 
         _at_once(one, missing, self._most or workers(device, work.batch_memory), advance)

@@ -62,6 +62,7 @@ class Run:
         self._work, self._stream, self._recipe, self._ids, self._keep = directory, stream, recipe, ids, keep
         self._executor: Executor = Local()
         self._how, self._dense = how, dense
+        stream.experts_in = directory.path if how.experts_on_disk else None
         self._objects: dict[int, tuple[Path, ...]] = {}  # of layers at hand: they go once these are done
         self._notes: dict[int, dict[str, Any]] = {}  # what is to be noted of these layers, as far as it is known
         self._walked = -1  # the last layer that was calibrated

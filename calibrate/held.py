@@ -71,9 +71,9 @@ def expect(tensor: Tensor) -> None:
     """Have the system read what a mapped tensor without gaps covers of its file, outside this process's memory."""
     mapping = _mapping(tensor)
     if mapping is not None:
-        first = tensor.storage_offset() * tensor.itemsize
+        first = int(tensor.storage_offset()) * tensor.itemsize
         start = first - first % mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_WILLNEED, start, first + tensor.nbytes - start)
+        mapping.madvise(mmap.MADV_WILLNEED, start, first + int(tensor.nbytes) - start)
 
 
 def _mapping(tensor: Tensor) -> mmap.mmap | None:

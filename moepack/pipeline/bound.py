@@ -84,7 +84,7 @@ class Placement:
     def on_disk(self) -> str:
         """What lies there, in words; empty where nothing does."""
         names = ["what goes into a layer"] * self.hidden_on_disk + ["what its experts see"] * self.seen_on_disk
-        return " and ".join(names + ["the experts of a layer"] * self.experts_on_disk)
+        return ", ".join(names + ["the experts of a layer"] * self.experts_on_disk)
 
 
 def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:

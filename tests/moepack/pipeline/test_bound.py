@@ -105,7 +105,8 @@ def test_experts_go_to_disk_last() -> None:
     assert place(filed, 4, (430 + 2 * on_disk) * MIB - 1) == Placement(3, True, True, 1, True)
     with pytest.raises(InputError, match=rf"the least is {410 + 2 * on_disk}MiB, to quantise \(expert batch 180MiB\)"):
         place(filed, 4, (410 + 2 * on_disk) * MIB - 1)
-    assert place(filed, 4, 2000 * MIB).on_disk == "what goes into a layer and what its experts see and the experts of a layer"
+    on_disk_in_words = "what goes into a layer, what its experts see, the experts of a layer"
+    assert place(filed, 4, 2000 * MIB).on_disk == on_disk_in_words
     with pytest.raises(InputError, match=rf"the least is {2400 + on_disk}MiB, to read a layer"):  # of another layout
         place(large, 4, 2000 * MIB)
 

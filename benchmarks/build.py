@@ -7,8 +7,9 @@
 The first builds two generated checkpoints with equal layers, 4 and 24 of them, rounded to nearest (a quantiser's own
 memory does not depend on depth). The second gives each build the shipped recipe's tokens, versions and method in a
 `--memory`, on text of random words. It ends once some experts are made, as a batch takes what another does: all of
-Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB of 256 experts, four are generated, as a layer has to be in
-memory whole; an eighth of its recipe's tokens are sent to one of them each: an expert sees as many as one of 256 does.
+Mixtral's would take hours, and so would calibrating all of DeepSeek-V3's layer, 22.5 GB, on its recipe's 2,097,152
+tokens. So it stands there twice: with four of its 256 experts, where an eighth of these tokens are sent to one expert
+each, so that an expert sees as many as one of 256 does; and with all of them, on a 32nd of the tokens.
 """
 
 from __future__ import annotations
@@ -201,6 +202,7 @@ SHAPES = (
     Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 36, 512),
     Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 18 << 30, 1, 128),
     Shape("DeepSeek-V3, 4 of 256 experts", "deepseek-v3", 7168, 4, 2048, 1, 5 << 30, 2, 128),
+    Shape("DeepSeek-V3, all experts", "deepseek-v3", 7168, 256, 2048, 8, 9 << 30, 2, 32),
 )
 # The same by a 16th of the hidden size and an eighth of the experts', in what the process itself takes and little more.
 SMALL = (

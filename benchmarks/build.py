@@ -7,8 +7,9 @@
 The first builds two generated checkpoints with equal layers, 4 and 24 of them, rounded to nearest (a quantiser's own
 memory does not depend on depth). The second gives each build the shipped recipe's tokens, versions and method in a
 `--memory`, on text of random words. It ends once some experts are made, as a batch takes what another does: all of
-Mixtral's would take hours. Of DeepSeek-V3's layer, 22.5 GB of 256 experts, four are generated, as a layer has to be in
-memory whole; an eighth of its recipe's tokens are sent to one of them each: an expert sees as many as one of 256 does.
+Mixtral's would take hours, and so would calibrating all of DeepSeek-V3's layer, 22.5 GB, on its recipe's 2,097,152
+tokens. So it stands there twice: with four of its 256 experts, where an eighth of these tokens are sent to one expert
+each, so that an expert sees as many as one of 256 does; and with all of them, on a 32nd of the tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -41,8 +42,10 @@ _QUICK = _ROUNDED.replace("samples: 32", "samples: 8")
 
 
 def generate(path: Path, layers: int, hidden: int, experts: int, expert_size: int, top_k: int = 4) -> int:
-    """Save a random Qwen3-MoE checkpoint, a shard a layer or so; returns the bytes of one layer."""
+    """Save a random Qwen3-MoE checkpoint, a GiB at a time; returns the bytes of one layer."""
     import torch
+    from safetensors.torch import save_file
+    from torch import Tensor
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -53,15 +56,42 @@ def generate(path: Path, layers: int, hidden: int, experts: int, expert_size: in
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config).bfloat16()
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.02)
     layer: int = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
-    model.save_pretrained(path, max_shard_size=layer)
+    path.mkdir(parents=True)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(path)
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+
+    def write() -> None:
+        save_file(shard, path / f"model-{len(shards):05d}.safetensors", {"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, shape in _tensors(model):
+        shard[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)
+        if sum(t.nbytes for t in shard.values()) >= 1 << 30:
+            write()
+    if shard:
+        write()
+    index = {name: f"model-{i:05d}.safetensors" for i, names in enumerate(shards) for name in names}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((EXAMPLES / "mini-qwen3-moe" / name).read_bytes())
     return layer
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of a Qwen3-MoE model's checkpoint, in which every expert has tensors of its own."""
+    for name, p in model.named_parameters():
+        if not name.endswith((".gate_up_proj", ".down_proj")):
+            yield name, tuple(p.shape)
+            continue
+        module, _, kind = name.rpartition(".")
+        experts, rows, cols = p.shape
+        for e in range(experts):
+            for part in ("gate", "up") if kind == "gate_up_proj" else ("down",):
+                yield f"{module}.{e}.{part}_proj.weight", (rows // 2 if part != "down" else rows, cols)
 
 
 def _build(checkpoint: str, bundle: str, text: str, recipe: str) -> tuple[int, float]:
@@ -172,6 +202,7 @@ SHAPES = (
     Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 36, 512),
     Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 18 << 30, 1, 128),
     Shape("DeepSeek-V3, 4 of 256 experts", "deepseek-v3", 7168, 4, 2048, 1, 5 << 30, 2, 128),
+    Shape("DeepSeek-V3, all experts", "deepseek-v3", 7168, 256, 2048, 8, 9 << 30, 2, 32),
 )
 # The same by a 16th of the hidden size and an eighth of the experts', in what the process itself takes and little more.
 SMALL = (

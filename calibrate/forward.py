@@ -20,6 +20,7 @@ from torch import Tensor
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 
 from .dense import DenseWatch
+from .from_file import FromFile
 from .held import empty, release
 from .stream import StreamedModel
 from .widened import widened
@@ -216,7 +217,7 @@ class CalibrationPass:
         with watch.watching() if watch else nullcontext(), observing(module, seen.take), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
-                with widened(self._stream.device, self._dtype):
+                with widened(self._stream.device, self._dtype), FromFile():
                     try:
                         out = layer(hidden.to(self._stream.device), **arguments)
                     except torch.OutOfMemoryError:

@@ -1,7 +1,8 @@
-"""Activations of all calibration tokens: tensors in memory, or mapped from a file that only this process can see.
+"""Large tensors of a calibration (activations of all tokens, a layer's experts): in memory, or mapped from a file that
+only this process can see.
 
 A mapped tensor is a tensor like any other; `release` gives the pages that were touched of it back to the system, which
-writes them out when it likes. Decides nothing about which activations lie where.
+writes them out when it likes. Decides nothing about which of them lie where.
 """
 
 from __future__ import annotations
@@ -38,9 +39,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) 
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a signal later
             mapping = mmap.mmap(file.fileno(), size)
     except OSError as error:
-        raise TargetError(
-            f"{folder}: no room for {size:,} bytes of activations that --memory leaves out: {error.strerror}"
-        ) from None
+        raise TargetError(f"{folder}: no room for {size:,} bytes that --memory leaves out: {error.strerror}") from None
     with torch.inference_mode(False):
         flat = torch.frombuffer(mapping, dtype=dtype)
     _mapped[flat.data_ptr()] = mapping
@@ -56,11 +55,29 @@ def mapped(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) ->
     return flat.view(*shape)
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a file."""
+    return _mapping(tensor) is not None
+
+
 def release(tensor: Tensor) -> None:
     """Take a mapped tensor's pages out of this process's memory; they keep their values. Any other is left alone."""
-    mapping = _mapped.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
+    mapping = _mapping(tensor)
     if mapping is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def expect(tensor: Tensor) -> None:
+    """Have the system read what a mapped tensor without gaps covers of its file, outside this process's memory."""
+    mapping = _mapping(tensor)
+    if mapping is not None:
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        start = first - first % mmap.PAGESIZE
+        mapping.madvise(mmap.MADV_WILLNEED, start, first + int(tensor.nbytes) - start)
+
+
+def _mapping(tensor: Tensor) -> mmap.mmap | None:
+    return _mapped.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
 
 
 class Rows:
@@ -71,7 +88,7 @@ class Rows:
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows at int64 [rows]."""
-        if self._tensor.untyped_storage().data_ptr() not in _mapped:
+        if not is_mapped(self._tensor):
             return self._tensor[index]
         out = self._tensor.new_empty(len(index), *self._tensor.shape[1:])
         for start in range(0, len(index), _GATHERED):

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from moepack.pack.spec import ExpertLayer
 from .checkpoint import Checkpoint, source_dtype
 from .encoded import Decoded
 from .experts import ExpertWeights, describe, is_experts_module, parameter_names
+from .held import empty, is_mapped, release
 from .some_experts import Parts, sources_of
 
 # Bytes of a layer's experts that are read at once: reading takes up to three times as much in memory.
@@ -41,6 +43,8 @@ class StreamedModel:
         expert_dtype: the dtype of the experts in the checkpoint, one of `moepack.pack.spec.EXPERT_DTYPES`.
         mtp: names of the checkpoint's tensors that are its layers for multi-token prediction, which the model has not.
         unused: names of its other tensors that have no place in the model.
+        experts_in: a folder whose disk holds the matrices of a loaded layer's experts, where they are read some at a
+            time; they stay on the CPU then. None is in memory.
 
     Raises:
         InputError: for a model without experts, one whose layers or experts are of an unknown layout, or a checkpoint
@@ -76,6 +80,7 @@ class StreamedModel:
         self.layers = self.model.get_submodule(self.prefix)
         self.mtp: list[str] = []
         self.unused: list[str] = []
+        self.experts_in: Path | None = None
         self._experts = {int(name[len(self.prefix) + 1 :].split(".")[0]): name for name in experts}
         self.expert_layers: dict[int, ExpertLayer] = {
             i: describe(i, name, experts[name]) for i, name in sorted(self._experts.items())
@@ -172,14 +177,33 @@ class StreamedModel:
         """Bytes of a part in memory, as `load` leaves it."""
         return sum(self._sizes(layer).values())
 
-    def loading_bytes(self, layer: int | None) -> int:
-        """The most bytes that `load` of a part takes: its tensors, the mapped pages of the files, and copies."""
+    def file_bytes(self, layer: int | None) -> int:
+        """Bytes of a part that lie on disk with `experts_in`."""
+        if layer is None or not self._expert_ranges(layer):
+            return 0
+        sizes = self._sizes(layer)
+        return sum(sizes[name] for name in self._expert_parameters(layer) if self._is_matrices(name))
+
+    def loading_bytes(self, layer: int | None, on_disk: bool = False) -> int:
+        """The most bytes that `load` of a part takes: its tensors, the mapped pages of the files, and copies.
+
+        Args:
+            layer: the part.
+            on_disk: with `experts_in`.
+        """
         sizes, parts = self._sizes(layer), self._expert_ranges(layer)
         if layer is None or not parts:
             return self._read_bytes(sizes)
+        few, all_of_them = len(parts[0]), self.expert_layers[layer].experts
         experts = {name: sizes.pop(name) for name in self._expert_parameters(layer)}
-        part = self._read_bytes(experts) * len(parts[0]) // self.expert_layers[layer].experts
-        return sum(experts.values()) + max(part, self._read_bytes(sizes))
+        kept, part = sum(experts.values()), self._read_bytes(experts) * few // all_of_them
+        if on_disk:  # but for what a part has written
+            kept -= self.file_bytes(layer) * (all_of_them - few) // all_of_them
+        return kept + max(part, self._read_bytes(sizes))
+
+    def _is_matrices(self, parameter: str) -> bool:
+        """Whether a parameter of an experts module is their matrices, and not their biases."""
+        return bool(self.model.get_parameter_or_buffer(parameter).ndim > 2)
 
     def _read_bytes(self, sizes: Mapping[str, int]) -> int:
         """The most bytes that reading these parameters at once takes."""
@@ -264,8 +288,10 @@ class StreamedModel:
                 return {}
             for name, tensor in few.items():
                 if name not in out:
-                    out[name] = torch.empty(self.expert_layers[layer].experts, *tensor.shape[1:], dtype=tensor.dtype)
+                    shape = (self.expert_layers[layer].experts, *tensor.shape[1:])
+                    out[name] = empty(shape, tensor.dtype, self.experts_in if tensor.ndim > 2 else None)
                 out[name][some.start : some.stop] = tensor
+                release(out[name])
             del few, tensor  # before the next are read
         return out
 
@@ -396,14 +422,25 @@ class StreamedModel:
         return {n for n in self.names(layer) if n.startswith(prefix)} - own
 
     def to_compute(self, layer: int | None, dtype: torch.dtype) -> None:
-        """Bring a loaded part to the device and to the dtypes transformers would compute with."""
+        """Bring a loaded part to the device and to the dtypes transformers would compute with; what lies in a file to
+        another one, in these dtypes."""
         for name in self.names(layer):
-            tensor = self.model.get_parameter_or_buffer(name)
+            tensor = self.model.get_parameter_or_buffer(name).detach()
+            wanted = tensor.dtype
             if tensor.is_floating_point():
                 wanted = torch.float32 if self._compute_dtype[name] == torch.float32 else dtype
-                _set(self.model, name, tensor.detach().to(self.device, wanted))
-            else:
-                _set(self.model, name, tensor.to(self.device))
+            _set(self.model, name, self._filed(tensor, wanted) if is_mapped(tensor) else tensor.to(self.device, wanted))
+
+    def _filed(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A mapped tensor of experts in a dtype, in a file."""
+        if tensor.dtype == dtype:
+            return tensor
+        out = empty(tensor.shape, dtype, self.experts_in)
+        for here, expert in zip(out, tensor, strict=True):
+            here.copy_(expert)
+            release(out)
+            release(tensor)
+        return out
 
     def free(self, layer: int | None) -> None:
         """Put a part back on the meta device; its dtypes are again the checkpoint's. What an experts module has beside

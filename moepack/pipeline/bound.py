@@ -38,6 +38,9 @@ class Needs:
         process: of the process itself, before the first layer.
         loading: while a part of the checkpoint is read: the files' mapped pages and what is made of them.
         layer: a part of the checkpoint, as it is kept until it is quantised.
+        few_loading, few_layer: the same where the experts of a layer lie on disk; 0 where none can.
+        few: the experts of one batch, as they are read from there.
+        experts: of a layer's experts, what lies on disk then.
         hidden: what goes into the next layer.
         seen: what a layer's experts saw.
         routing: which experts were chosen, and their gates.
@@ -61,6 +64,10 @@ class Needs:
     dense: int = 0
     each: int = 0
     at_once: int = 1
+    few_loading: int = 0
+    few_layer: int = 0
+    few: int = 0
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +79,13 @@ class Placement:
     hidden_on_disk: bool = False
     seen_on_disk: bool = False
     workers: int = 0
+    experts_on_disk: bool = False
 
     @property
     def on_disk(self) -> str:
         """What lies there, in words; empty where nothing does."""
         names = ["what goes into a layer"] * self.hidden_on_disk + ["what its experts see"] * self.seen_on_disk
-        return " and ".join(names)
+        return ", ".join(names + ["the experts of a layer"] * self.experts_on_disk)
 
 
 def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
@@ -86,11 +94,13 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     hidden = min(needs.hidden, mapped) if how.hidden_on_disk else needs.hidden
     seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen
     always = {"process": needs.process, "activations": hidden}
-    saw = always | {"activations": hidden + seen + needs.routing, "layer": needs.layer}
+    loading, layer = (needs.few_loading, needs.few_layer) if how.experts_on_disk else (needs.loading, needs.layer)
+    batch = needs.batch + needs.few * how.experts_on_disk
+    saw = always | {"activations": hidden + seen + needs.routing, "layer": layer}
     return {
-        "read a layer": always | {"layer": needs.loading},
+        "read a layer": always | {"layer": loading},
         "calibrate": saw | {"forward": needs.forward + how.batch_size * needs.window, "dense moments": needs.dense},
-        "quantise": saw | {"expert batch": needs.batch * max(1, how.workers), "dense moments": needs.dense},
+        "quantise": saw | {"expert batch": batch * max(1, how.workers), "dense moments": needs.dense},
     }
 
 
@@ -105,7 +115,8 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
 
     Without a bound, everything is in memory. With one, what goes to disk first is what changes no bit: what goes into
     the next layer, which nobody reads while experts are quantised, then what experts saw. Then fewer expert batches are
-    made at once, and only then batches of windows shrink.
+    made at once, and only then batches of windows shrink. The experts of a layer go to disk last, as each batch of
+    windows reads them from there once.
 
     Raises:
         InputError: with the least that would do.
@@ -115,7 +126,9 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
         return plain
     places = [plain, replace(plain, hidden_on_disk=True), replace(plain, hidden_on_disk=True, seen_on_disk=True)]
     places += [replace(places[-1], workers=n) for n in range(needs.at_once - 1, 0, -1)]
-    places += [replace(places[-1], batch_size=b) for b in range(batch_size - 1, 0, -1)]
+    largest = places[-1]
+    for how in (largest, replace(largest, experts_on_disk=True))[: 1 + (needs.few_layer > 0)]:
+        places += [replace(how, batch_size=b) for b in range(batch_size, 0, -1)]
     for how in places:
         if sum(peak(needs, how)[1].values()) <= bound:
             return how
@@ -158,22 +171,27 @@ def needs_of(
     settings = batch_settings(recipe)
     parts = {part: stream.part_bytes(part) for part in (None, *range(len(stream.layers)))}
     largest = max(parts.values())
-    copied = largest * (dtype.itemsize - 2) // 2 if on_cpu else 0  # beside the checkpoint's own dtype
+    wide = dtype.itemsize if on_cpu else 2  # bytes of a value; where not two, beside the checkpoint's own
+    in_file = {part: stream.file_bytes(part) for part in parts}
+    filed, rest = max(in_file.values()), max(size - in_file[part] for part, size in parts.items())
     tokens, hidden_size = windows * length, config.hidden_size
     widest = max((_window(stream, i, length, dtype) for i in range(len(stream.layers))), default=0)
     top_k = _top_k(config)
+    expert = max(sum(2 * m.weights for m in x.matrices) for x in stream.expert_layers.values())
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
     made: dict[int | None, list[int]] = {  # bytes of each piece of a part
         part: [task.memory for task in dense_tasks(matrices, recipe, "", stream.device.type)]
         for part, matrices in dense.items()
     }
+    few = 0
     for i, x in stream.expert_layers.items():
         batches = expert_batches(x, settings)
+        few = max(few, max(map(len, batches)) * sum(2 * m.weights for m in x.matrices))
         made.setdefault(i, []).extend([batch_memory(x, settings, max(map(len, batches)))] * len(batches))
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
         loading=max(stream.loading_bytes(part) for part in parts),
-        layer=largest + copied,
+        layer=largest * wide // 2,
         hidden=tokens * hidden_size * dtype.itemsize,
         seen=tokens * hidden_size * dtype.itemsize,
         routing=8 * tokens * top_k,
@@ -183,6 +201,10 @@ def needs_of(
         at_once=max(min(len(each), workers(stream.device, max(each))) for each in made.values()),
         each=length * hidden_size * dtype.itemsize,
         dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
+        few_loading=max(stream.loading_bytes(part, on_disk=True) for part in parts) if filed else 0,
+        few_layer=(rest + 2 * expert) * wide // 2 if filed else 0,
+        few=few,
+        experts=filed if wide == 2 else filed * (1 + wide // 2),
     )
 
 

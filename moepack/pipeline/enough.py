@@ -90,6 +90,7 @@ def _count(
 
     dtype, last = getattr(torch, how.dtype), max(stream.expert_layers)
     on_disk = [directory.path if it else None for it in (placed.hidden_on_disk, placed.seen_on_disk)]
+    stream.experts_in = directory.path if placed.experts_on_disk else None
     walk = CalibrationPass(stream, windows.ids, placed.batch_size, dtype, *on_disk)
     reporter.stage("count tokens", last + 2)
     reporter.step("outside the layers")

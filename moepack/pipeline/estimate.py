@@ -99,6 +99,8 @@ def estimate(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision, memory)
     run.start = time.perf_counter() - began
+    folder = existing(Path(output).absolute().parent)
+    run.keep_experts_in(folder)
     reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
     run.outside()
@@ -107,7 +109,6 @@ def estimate(
         run.layer(index)
         trim()
     reporter.step("disk")
-    folder = existing(Path(output).absolute().parent)
     linked = work is None or existing(Path(work).absolute()).stat().st_dev == folder.stat().st_dev
     return run.result(float(disk_rates(folder).get("write_bytes_per_second", 0.0)), work is not None, linked)
 
@@ -175,6 +176,10 @@ class _DryRun:
     def layers(self) -> int:
         """Decoder layers."""
         return len(self._stream.layers)
+
+    def keep_experts_in(self, folder: Path) -> None:
+        """Where they lie on disk in a build, they do here."""
+        self._stream.experts_in = folder if self._how.experts_on_disk else None
 
     def _load(self, part: int | None) -> dict[str, torch.Tensor]:
         began = time.perf_counter()
@@ -308,7 +313,7 @@ class _DryRun:
         versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
         needs, how = self._needs, self._how
         kept = needs.hidden * (1 + (self.layers > EVERY)) if keep else 0
-        spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk
+        spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk + needs.experts * how.experts_on_disk
         passes = 2 if self._recipe.calibration.until else 1  # one counts tokens first
         written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
         seconds = {
@@ -344,10 +349,14 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
 
 def _lossless_bytes(experts: ExpertWeights, reporter: Reporter) -> int:
     """Bytes of a layer's lossless extents."""
+    from moepack.calibrate.held import release
+
     total = 0
     reporter.inner("experts", experts.layer.experts)
     for e in range(experts.layer.experts):
         total += len(lossless_extent(experts, e)[0])
+        for matrices in experts.weights:
+            release(matrices)
         reporter.advance()
     return total
 

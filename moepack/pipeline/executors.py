@@ -131,8 +131,13 @@ def _make(task: DenseTask | ExpertBatchTask, given: Given, device: torch.device)
     if isinstance(task, DenseTask):
         assert given.moments is not None
         return make_slice(task, given.tensors, *given.moments.of(task.matrix.module), device)
+    from moepack.calibrate.held import release
+
     assert given.weights is not None and given.observation is not None
-    return make_batch(task, given.module, given.weights.select(task.experts), given.observation, device)
+    made = make_batch(task, given.module, given.weights.select(task.experts), given.observation, device)
+    for matrices in given.weights.weights:
+        release(matrices)
+    return made
 
 
 def workers(device: torch.device, need: int) -> int:

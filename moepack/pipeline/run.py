@@ -64,6 +64,7 @@ class Run:
         self._work, self._stream, self._recipe, self._ids, self._keep = directory, stream, recipe, ids, keep
         self._executor: Executor = Local()
         self._how, self._dense = how, dense
+        stream.experts_in = directory.path if how.experts_on_disk else None
         self._inner = "experts and slices of dense matrices" if dense else "experts"  # what progress counts
         self._objects: dict[int | None, tuple[Path, ...]] = {}  # of parts at hand: they go once these are done
         self._notes: dict[int | None, dict[str, Any]] = {}  # what is to be noted of these, as far as it is known

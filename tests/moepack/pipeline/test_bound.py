@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from support import HELPERS, tree
 from typer.testing import CliRunner
 
-from moepack.calibrate import statistics
+from moepack.calibrate import from_file, statistics, stream
 from moepack.calibrate.forward import Observation
-from moepack.calibrate.held import empty, mapped, release
+from moepack.calibrate.held import empty, is_mapped, mapped, release
 from moepack.cli import app
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import read_header
@@ -97,12 +97,34 @@ def test_what_goes_to_disk_first_and_the_least() -> None:
     assert [sum(parts.values()) // MIB for parts in dense.values()] == [800, 1280, 1380]
 
 
+def test_experts_go_to_disk_last() -> None:
+    """By hand, in MiB: a layer of 2,000 is read in 2,300 beside 100 and what is mapped. With its experts on disk
+    calibrating takes 100 + 10 + 120 and 50 a window, quantising 100 + 10 + 120 + 150 + 30, beside twice that."""
+    large = replace(NEEDS, loading=2300 * MIB, layer=2000 * MIB, at_once=2)
+    filed = replace(large, few_loading=150 * MIB, few_layer=120 * MIB, few=30 * MIB, experts=1900 * MIB)
+    on_disk = MAPPED // MIB
+    assert place(filed, 4, (2400 + on_disk) * MIB) == Placement(4, True, True, 1)
+    assert place(filed, 4, (2400 + on_disk) * MIB - 1) == Placement(4, True, True, 1, True)
+    assert place(filed, 4, (430 + 2 * on_disk) * MIB) == Placement(4, True, True, 1, True)
+    assert place(filed, 4, (430 + 2 * on_disk) * MIB - 1) == Placement(3, True, True, 1, True)
+    with pytest.raises(InputError, match=rf"the least is {410 + 2 * on_disk}MiB, to quantise \(expert batch 180MiB\)"):
+        place(filed, 4, (410 + 2 * on_disk) * MIB - 1)
+    on_disk_in_words = "what goes into a layer, what its experts see, the experts of a layer"
+    assert place(filed, 4, 2000 * MIB).on_disk == on_disk_in_words
+    with pytest.raises(InputError, match=rf"the least is {2400 + on_disk}MiB, to read a layer"):  # of another layout
+        place(large, 4, 2000 * MIB)
+
+
 def test_bytes_do_not_depend_on_where_activations_lie(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.build(demo_model, tmp_path / "memory", RECIPE, [text])
-    monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(size, True, True))
+    pieces: list[bool] = []
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(size, True, True, experts_on_disk=True))
+    monkeypatch.setattr(stream, "PART", 1 << 18)  # bytes: a third of a layer
+    monkeypatch.setattr(from_file, "release", lambda tensor: (pieces.append(is_mapped(tensor)), release(tensor)))
     pipeline.build(demo_model, tmp_path / "disk", RECIPE, [text], memory=1)
+    assert len(pieces) > 100 and all(pieces)
     assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
     pipeline.calibrate(demo_model, tmp_path / "work", RECIPE, [text], memory=1)
     pipeline.quantize(tmp_path / "work", memory=1)

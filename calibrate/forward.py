@@ -213,11 +213,12 @@ class CalibrationPass:
         layer = self._stream.layers[index]
         has_experts = index in self._stream.expert_layers
         seen = _Seen(self.windows * self.length, self._seen_in)
+        from_file = FromFile() if self._stream.experts_in is not None else nullcontext()
         module = self._stream.experts_module(index) if has_experts else None
         with watch.watching() if watch else nullcontext(), observing(module, seen.take), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
-                with widened(self._stream.device, self._dtype), FromFile():
+                with widened(self._stream.device, self._dtype), from_file:
                     try:
                         out = layer(hidden.to(self._stream.device), **arguments)
                     except torch.OutOfMemoryError:
@@ -285,3 +286,4 @@ def observing(module: Any, take: Take) -> Iterator[None]:
         yield
     finally:
         module.config._experts_implementation_internal = before
+        ExpertsInterface.register(EXPERTS_IMPLEMENTATION, grouped_mm_experts_forward)  # and let go of what was taken

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .held import expect, is_mapped, release
+from .widened import is_grouped
 
 
 class FromFile(TorchFunctionMode):
@@ -25,7 +26,7 @@ class FromFile(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch._grouped_mm and is_mapped(args[1]):
+        if func is torch._grouped_mm and is_grouped(args, kwargs) and is_mapped(args[1]):
             return _grouped(args[0], args[1], kwargs["offs"])
         return func(*args, **kwargs)
 

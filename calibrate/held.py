@@ -39,7 +39,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) 
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a signal later
             mapping = mmap.mmap(file.fileno(), size)
     except OSError as error:
-        raise TargetError(f"{folder}: no room for {size:,} bytes that --memory leaves out: {error.strerror}") from None
+        raise TargetError(f"{folder}: cannot hold {size:,} bytes that --memory leaves out: {error.strerror}") from None
     with torch.inference_mode(False):
         flat = torch.frombuffer(mapping, dtype=dtype)
     _mapped[flat.data_ptr()] = mapping

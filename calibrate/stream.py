@@ -88,6 +88,11 @@ class StreamedModel:
         self._plan()
         self._materialise_buffers()
 
+    @property
+    def loaded_dtype(self) -> torch.dtype:
+        """The dtype of experts as `load` leaves them."""
+        return _TORCH_DTYPE.get(self.expert_dtype, torch.bfloat16)
+
     def experts_module(self, layer: int) -> Any:
         """The experts module of a decoder layer."""
         return self.model.get_submodule(self._experts[layer])
@@ -179,7 +184,7 @@ class StreamedModel:
 
     def file_bytes(self, layer: int | None) -> int:
         """Bytes of a part that lie on disk with `experts_in`."""
-        if layer is None or not self._expert_ranges(layer):
+        if layer is None or not self.expert_ranges(layer):
             return 0
         sizes = self._sizes(layer)
         return sum(sizes[name] for name in self._expert_parameters(layer) if self._is_matrices(name))
@@ -191,7 +196,7 @@ class StreamedModel:
             layer: the part.
             on_disk: with `experts_in`.
         """
-        sizes, parts = self._sizes(layer), self._expert_ranges(layer)
+        sizes, parts = self._sizes(layer), self.expert_ranges(layer)
         if layer is None or not parts:
             return self._read_bytes(sizes)
         few, all_of_them = len(parts[0]), self.expert_layers[layer].experts
@@ -210,8 +215,8 @@ class StreamedModel:
         merged = [size for name, size in sizes.items() if name in self._merged]
         return 2 * sum(sizes.values()) + sum(merged) // 2 + max(merged, default=0)
 
-    def _expert_ranges(self, layer: int | None) -> list[range]:
-        """Experts of a layer that are read at once, so that PART bytes are; empty where all are."""
+    def expert_ranges(self, layer: int | None) -> list[range]:
+        """Experts of a layer that are read together, about PART bytes of them; empty where they are with all else."""
         if layer not in self._experts:
             return []
         assert layer is not None
@@ -254,6 +259,11 @@ class StreamedModel:
             raise InputError(
                 f"{self.checkpoint.name}: {name} cannot be converted: {str(error).strip().splitlines()[-1]}"
             )
+        if self.experts_in is not None and self.expert_ranges(layer) and not experts:
+            raise InputError(
+                f"{self.checkpoint.name}: experts of layer {layer} are not read some at a time, which --memory "
+                "counts on: give it room for a whole layer"
+            )
         for name in self.names(layer):
             tensor = self.model.get_parameter_or_buffer(name)
             # A tensor of one source is a view of the mapped file, and would keep all that was read of it in memory.
@@ -281,7 +291,7 @@ class StreamedModel:
     def _load_experts(self, layer: int | None) -> dict[str, Tensor]:
         """A layer's experts, parameter by parameter, read some at a time; nothing where they are read with the rest."""
         out: dict[str, Tensor] = {}
-        for some in self._expert_ranges(layer):
+        for some in self.expert_ranges(layer):
             assert layer is not None
             few = self._read_experts(layer, some)
             if few is None:  # `load` finds out why
@@ -360,6 +370,11 @@ class StreamedModel:
         finally:
             self.free(layer)
         return {name: whole[name] for name in names}
+
+    def dense_names(self, layer: int) -> list[str]:
+        """Names of a layer's tensors but for its experts' matrices and biases."""
+        own = set(self._expert_parameters(layer)) if layer in self._experts else set()
+        return [name for name in self.names(layer) if name not in own]
 
     def tensor_files(self, layer: int | None, names: Sequence[str]) -> set[str]:
         """The files that `tensors` reads."""

@@ -44,7 +44,7 @@ class _Widened(TorchFunctionMode):
         if all(isinstance(a, Tensor) and a.dtype == torch.bfloat16 and a.numel() for a in args):
             if func is linear and not kwargs and args[0].ndim >= 2 == args[1].ndim and _rows(args[0]) >= FEWEST:
                 return product(*args)
-            if func is torch._grouped_mm and _is_grouped(args, kwargs) and len(args[0]) >= FEWEST:
+            if func is torch._grouped_mm and is_grouped(args, kwargs) and len(args[0]) >= FEWEST:
                 return _grouped(args[0], args[1], kwargs["offs"])
             if func in _PRODUCTS and not kwargs and _are_alike(*args) and args[0].shape[-2] >= FEWEST:
                 return _matmul(*args)
@@ -55,7 +55,8 @@ def _rows(x: Tensor) -> int:
     return x.shape[:-1].numel()
 
 
-def _is_grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def is_grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these are arguments of torch's grouped_mm of tokens sorted by group, and nothing else is asked for."""
     plain = all(value is None for name, value in kwargs.items() if name != "offs")
     return [a.ndim for a in args] == [2, 3] and kwargs.get("offs") is not None and plain
 

@@ -1,9 +1,9 @@
 """A build's memory as numbers: what each of its steps has in memory at once, and how a bound on it is kept.
 
-With a bound, activations go to the work directory's disk where they do not fit, and a layer is calibrated on fewer
-windows at a time; the quantisers' batches follow from the recipe alone, because a bundle's bytes do. A bound that
-nothing of this keeps is refused, with the least that can be kept. All of it is arithmetic on shapes: the one thing that
-is measured is what the process takes before it begins.
+With a bound, activations and the experts of a layer go to the work directory's disk where they do not fit, and a layer
+is calibrated on fewer windows at a time; the quantisers' batches follow from the recipe alone, because a bundle's bytes
+do. A bound that nothing of this keeps is refused, with the least that can be kept. All of it is arithmetic on shapes: the
+one thing that is measured is what the process takes before it begins.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Needs:
         process: of the process itself, before the first layer.
         loading: while a part of the checkpoint is read: the files' mapped pages and what is made of them.
         layer: a part of the checkpoint, as it is kept until it is quantised.
-        few_loading, few_layer: the same where the experts of a layer lie on disk; 0 where none can.
-        few: the experts of one batch, as they are read from there.
+        loading_on_disk, layer_on_disk: the same where the experts of a layer lie on disk; 0 where none can.
+        mapped: the experts of one batch, which are read from there.
         experts: of a layer's experts, what lies on disk then.
         hidden: what goes into the next layer.
         seen: what a layer's experts saw.
@@ -64,9 +64,9 @@ class Needs:
     dense: int = 0
     each: int = 0
     at_once: int = 1
-    few_loading: int = 0
-    few_layer: int = 0
-    few: int = 0
+    loading_on_disk: int = 0
+    layer_on_disk: int = 0
+    mapped: int = 0
     experts: int = 0
 
 
@@ -94,8 +94,10 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     hidden = min(needs.hidden, mapped) if how.hidden_on_disk else needs.hidden
     seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen
     always = {"process": needs.process, "activations": hidden}
-    loading, layer = (needs.few_loading, needs.few_layer) if how.experts_on_disk else (needs.loading, needs.layer)
-    batch = needs.batch + needs.few * how.experts_on_disk
+    loading, layer = needs.loading, needs.layer
+    if how.experts_on_disk:
+        loading, layer = needs.loading_on_disk, needs.layer_on_disk
+    batch = needs.batch + needs.mapped * how.experts_on_disk
     saw = always | {"activations": hidden + seen + needs.routing, "layer": layer}
     return {
         "read a layer": always | {"layer": loading},
@@ -115,8 +117,8 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
 
     Without a bound, everything is in memory. With one, what goes to disk first is what changes no bit: what goes into
     the next layer, which nobody reads while experts are quantised, then what experts saw. Then fewer expert batches are
-    made at once, and only then batches of windows shrink. The experts of a layer go to disk last, as each batch of
-    windows reads them from there once.
+    made at once, then the experts of a layer go to disk, which each batch of windows reads once from there. Only then
+    batches of windows shrink: never to fewer in a larger bound.
 
     Raises:
         InputError: with the least that would do.
@@ -126,13 +128,13 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
         return plain
     places = [plain, replace(plain, hidden_on_disk=True), replace(plain, hidden_on_disk=True, seen_on_disk=True)]
     places += [replace(places[-1], workers=n) for n in range(needs.at_once - 1, 0, -1)]
-    largest = places[-1]
-    for how in (largest, replace(largest, experts_on_disk=True))[: 1 + (needs.few_layer > 0)]:
-        places += [replace(how, batch_size=b) for b in range(batch_size, 0, -1)]
+    if needs.layer_on_disk:
+        places.append(replace(places[-1], experts_on_disk=True))
+    places += [replace(places[-1], batch_size=b) for b in range(batch_size - 1, 0, -1)]
     for how in places:
         if sum(peak(needs, how)[1].values()) <= bound:
             return how
-    step, parts = peak(needs, places[-1])
+    step, parts = min((peak(needs, how) for how in reversed(places)), key=lambda found: sum(found[1].values()))
     least = sum(parts.values())
     most = max(parts, key=lambda part: parts[part])
     raise InputError(
@@ -171,27 +173,32 @@ def needs_of(
     settings = batch_settings(recipe)
     parts = {part: stream.part_bytes(part) for part in (None, *range(len(stream.layers)))}
     largest = max(parts.values())
-    wide = dtype.itemsize if on_cpu else 2  # bytes of a value; where not two, beside the checkpoint's own
+    kept_as = stream.loaded_dtype
+
+    def with_copy(size: int) -> int:
+        """So many bytes as the checkpoint has them, and the same in the dtype that is computed with."""
+        return size if kept_as == dtype else size + size // kept_as.itemsize * dtype.itemsize
+
     in_file = {part: stream.file_bytes(part) for part in parts}
     filed, rest = max(in_file.values()), max(size - in_file[part] for part, size in parts.items())
+    expert = max(in_file[i] // x.experts for i, x in stream.expert_layers.items())
     tokens, hidden_size = windows * length, config.hidden_size
     widest = max((_window(stream, i, length, dtype) for i in range(len(stream.layers))), default=0)
     top_k = _top_k(config)
-    expert = max(sum(2 * m.weights for m in x.matrices) for x in stream.expert_layers.values())
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
     made: dict[int | None, list[int]] = {  # bytes of each piece of a part
         part: [task.memory for task in dense_tasks(matrices, recipe, "", stream.device.type)]
         for part, matrices in dense.items()
     }
-    few = 0
+    mapped_batch = 0
     for i, x in stream.expert_layers.items():
         batches = expert_batches(x, settings)
-        few = max(few, max(map(len, batches)) * sum(2 * m.weights for m in x.matrices))
+        mapped_batch = max(mapped_batch, max(map(len, batches)) * in_file[i] // x.experts)
         made.setdefault(i, []).extend([batch_memory(x, settings, max(map(len, batches)))] * len(batches))
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
         loading=max(stream.loading_bytes(part) for part in parts),
-        layer=largest * wide // 2,
+        layer=with_copy(largest) if on_cpu else largest,
         hidden=tokens * hidden_size * dtype.itemsize,
         seen=tokens * hidden_size * dtype.itemsize,
         routing=8 * tokens * top_k,
@@ -201,10 +208,10 @@ def needs_of(
         at_once=max(min(len(each), workers(stream.device, max(each))) for each in made.values()),
         each=length * hidden_size * dtype.itemsize,
         dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
-        few_loading=max(stream.loading_bytes(part, on_disk=True) for part in parts) if filed else 0,
-        few_layer=(rest + 2 * expert) * wide // 2 if filed else 0,
-        few=few,
-        experts=filed if wide == 2 else filed * (1 + wide // 2),
+        loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in parts) if filed else 0,
+        layer_on_disk=with_copy(rest + expert) if filed else 0,
+        mapped=mapped_batch,
+        experts=with_copy(filed),
     )
 
 

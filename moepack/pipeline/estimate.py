@@ -55,7 +55,7 @@ class Estimate:
         experts: how many, and in how many layers.
         layers: layers that have experts.
         batch_size: windows that are calibrated on together.
-        on_disk: the activations that are held in the work directory, in words; empty for none.
+        on_disk: what of activations and experts lies in the work directory meanwhile, in words; empty for nothing.
     """
 
     versions: dict[str, int]
@@ -100,7 +100,7 @@ def estimate(
     run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision, memory)
     run.start = time.perf_counter() - began
     folder = existing(Path(output).absolute().parent)
-    run.keep_experts_in(folder)
+    run.keep_experts_in(folder if work is None else existing(Path(work).absolute()))
     reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
     run.outside()
@@ -201,6 +201,9 @@ class _DryRun:
         """A layer's bytes; one batch through it, until the first that has experts, and some of those quantised."""
         from moepack.calibrate.dense import watch_part
 
+        if self._walk is None and self._stream.file_bytes(index) and self._how.experts_on_disk:
+            self._in_parts(index)
+            return
         tensors = self._load(index)
         dense, experts = self._stream.split(index, tensors)
         self._add_dense(index, dense)
@@ -215,7 +218,27 @@ class _DryRun:
                 self._walk = None
                 self._one_expert = self._quantise_some(index, experts, observation)
         self._stream.free(index)
-        if experts is not None and LOSSLESS in self._sizes:
+        if experts is not None:
+            self._add_experts(experts)
+
+    def _in_parts(self, index: int) -> None:
+        """A layer whose experts memory does not hold, and that nothing goes through: none of them is written."""
+        stream, layer = self._stream, self._stream.expert_layers[index]
+        began = time.perf_counter()
+        dense = stream.tensors(index, stream.dense_names(index))
+        self._read += time.perf_counter() - began
+        self._add_dense(index, dense)
+        del dense
+        for some in stream.expert_ranges(index) if LOSSLESS in self._sizes else ():
+            began = time.perf_counter()
+            experts = stream.experts(layer.index, some)
+            self._read += time.perf_counter() - began
+            self._add_experts(experts)
+            del experts  # before the next are read
+
+    def _add_experts(self, experts: ExpertWeights) -> None:
+        """Bytes of experts at the lossless version, if it is wanted."""
+        if LOSSLESS in self._sizes:
             began = time.perf_counter()
             self._sizes[LOSSLESS] += _lossless_bytes(experts, self._reporter)
             self._encode += time.perf_counter() - began

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from moepack.calibrate.forward import CalibrationPass, Observation
 from moepack.calibrate.held import empty, is_mapped
 from moepack.calibrate.stream import StreamedModel
 from moepack.memory import peak_memory, resident_memory
+from moepack.pack.errors import InputError
 
 
 def walked(
@@ -62,6 +65,34 @@ def test_the_same_bits(
         if a is not None and b is not None:
             assert torch.equal(a.inputs, b.inputs) and torch.equal(a.gates, b.gates)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"], "the files have no names"
+
+
+def test_a_layer_that_is_only_read_whole_is_refused(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "PART", 1)
+    model = StreamedModel(open_checkpoint(demo_model))
+    monkeypatch.setattr(model, "_read_experts", lambda layer, some: None)
+    assert not any(is_mapped(tensor) for tensor in model.load(0).values())
+    model.free(0)
+    model.experts_in = tmp_path
+    with pytest.raises(InputError, match="experts of layer 0 are not read some at a time"):
+        model.load(0)
+
+
+def test_what_experts_saw_is_let_go_of(demo_model: Path) -> None:
+    """It would stay in memory while the next layer is read."""
+    model = StreamedModel(open_checkpoint(demo_model))
+    walk = CalibrationPass(model, torch.arange(1, 65).view(2, 32), 2, torch.bfloat16)
+    model.load(None)
+    walk.start()
+    model.load(0)
+    seen = walk.run_layer(0)
+    assert seen is not None
+    inputs = weakref.ref(seen.inputs.untyped_storage())
+    del seen
+    gc.collect()
+    assert inputs() is None
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 200, 1), (0, 0, 0, 0), (0, 5, 0, 0)])

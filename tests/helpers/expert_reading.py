@@ -31,7 +31,7 @@ def compare_parts(stream: StreamedModel, layer: int) -> None:
     before, module.PART = module.PART, 3 * each
     try:
         told = stream._expert_parts(layer, range(1)) is not None
-        ranges = stream._expert_ranges(layer)
+        ranges = stream.expert_ranges(layer)
         assert [e for r in ranges for e in r] == list(range(stream.expert_layers[layer].experts if told else 0))
         assert not told or (len(ranges) > 1 and len(ranges[0]) == 3)
         parts = stream.load(layer)

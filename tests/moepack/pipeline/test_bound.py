@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support import HELPERS, tree
 from typer.testing import CliRunner
@@ -97,11 +99,11 @@ def test_what_goes_to_disk_first_and_the_least() -> None:
     assert [sum(parts.values()) // MIB for parts in dense.values()] == [800, 1280, 1380]
 
 
-def test_experts_go_to_disk_last() -> None:
+def test_experts_go_to_disk_before_batches_shrink() -> None:
     """By hand, in MiB: a layer of 2,000 is read in 2,300 beside 100 and what is mapped. With its experts on disk
     calibrating takes 100 + 10 + 120 and 50 a window, quantising 100 + 10 + 120 + 150 + 30, beside twice that."""
     large = replace(NEEDS, loading=2300 * MIB, layer=2000 * MIB, at_once=2)
-    filed = replace(large, few_loading=150 * MIB, few_layer=120 * MIB, few=30 * MIB, experts=1900 * MIB)
+    filed = replace(large, loading_on_disk=150 * MIB, layer_on_disk=120 * MIB, mapped=30 * MIB, experts=1900 * MIB)
     on_disk = MAPPED // MIB
     assert place(filed, 4, (2400 + on_disk) * MIB) == Placement(4, True, True, 1)
     assert place(filed, 4, (2400 + on_disk) * MIB - 1) == Placement(4, True, True, 1, True)
@@ -113,6 +115,47 @@ def test_experts_go_to_disk_last() -> None:
     assert place(filed, 4, 2000 * MIB).on_disk == on_disk_in_words
     with pytest.raises(InputError, match=rf"the least is {2400 + on_disk}MiB, to read a layer"):  # of another layout
         place(large, 4, 2000 * MIB)
+
+
+@given(st.lists(st.integers(0, 900), min_size=8, max_size=8), st.integers(1, 3), st.integers(1, 9))
+def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int) -> None:
+    """No bound leaves room for fewer windows than a smaller one, and what is named as the least is kept."""
+    loading, layer, hidden, seen, window, batch, layer_on_disk, mapped_batch = (size * MIB for size in sizes)
+    needs = replace(
+        NEEDS, loading=loading, layer=layer, hidden=hidden, seen=seen, window=window, batch=batch, at_once=at_once,
+        loading_on_disk=loading // 2, layer_on_disk=layer_on_disk, mapped=mapped_batch,
+    )  # fmt: skip
+    with pytest.raises(InputError) as caught:
+        place(needs, windows, 1)
+    found = re.search(r"the least is (\d+)MiB", str(caught.value))
+    assert found is not None
+    least, before = int(found.group(1)), 0
+    for bound_mib in range(least, least + 6000, 150):
+        how = place(needs, windows, bound_mib * MIB)
+        assert how.batch_size >= before and sum(peak(needs, how)[1].values()) <= bound_mib * MIB
+        before = how.batch_size
+    assert place(needs, windows, 1 << 50) == Placement(windows, workers=at_once)
+    with pytest.raises(InputError):
+        place(needs, windows, (least - 1) * MIB)
+
+
+def test_the_dry_run_keeps_the_experts_of_one_layer_on_disk(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the build would, for the batch that goes through it; of the others it only counts bytes."""
+    plain = estimate(demo_model, tmp_path / "b", RECIPE, [text])
+    folders: list[Path | None] = []
+    monkeypatch.setattr(
+        stream, "empty", lambda shape, dtype, folder: (folders.append(folder), empty(shape, dtype, folder))[1]
+    )
+    monkeypatch.setattr(stream, "PART", 1 << 18)
+    module = "moepack.pipeline.estimate.place"
+    monkeypatch.setattr(module, lambda needs, size, memory: Placement(size, True, True, 1, True))
+    (tmp_path / "fast").mkdir()
+    said = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=tmp_path / "fast" / "work")
+    assert folders == [tmp_path / "fast"] * 2
+    assert said.versions == plain.versions and said.dense_bytes == plain.dense_bytes
+    assert not any((tmp_path / "fast").iterdir())
 
 
 def test_bytes_do_not_depend_on_where_activations_lie(

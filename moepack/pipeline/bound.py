@@ -2,8 +2,8 @@
 
 With a bound, activations and the experts of a layer go to the work directory's disk where they do not fit, and a layer
 is calibrated on fewer windows at a time; the quantisers' batches follow from the recipe alone, because a bundle's bytes
-do. A bound that nothing of this keeps is refused, with the least that can be kept. All of it is arithmetic on shapes: the
-one thing that is measured is what the process takes before it begins.
+do. A bound that nothing of this keeps is refused, with the least that can be kept. All of it is arithmetic on shapes:
+the one thing that is measured is what the process takes before it begins.
 """
 
 from __future__ import annotations

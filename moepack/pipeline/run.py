@@ -1,9 +1,9 @@
 """One streaming pass over a checkpoint's decoder layers: calibrate, quantise, or both, into a work directory.
 
 For each decoder layer: load, run the calibration batches, have every expert and every dense matrix that gets versions
-quantised and measured, free. At any time one layer at the most, the calibration activations and a bounded amount of second moments
-are in memory; an executor that quantises elsewhere says how far calibration goes ahead of it. What is done is not
-redone.
+quantised and measured, free. At any time one layer at the most, the calibration activations and a bounded amount of
+second moments are in memory; an executor that quantises elsewhere says how far calibration goes ahead of it. What is
+done is not redone.
 """
 
 from __future__ import annotations

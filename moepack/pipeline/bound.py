@@ -47,7 +47,8 @@ class Needs:
         window: one window's forward through a layer.
         forward: what a forward takes whatever the windows.
         batch: quantising experts together, one batch of them, or a slice of a dense matrix where that takes more.
-        at_once: of these, how many are made at once where memory is no bound.
+        at_once: how many batches, or slices, are made at once where memory is no bound.
+        together: the most bytes that those take which are.
         dense: the moments of a part's dense matrices.
         each: the activations of one window.
     """
@@ -64,6 +65,7 @@ class Needs:
     dense: int = 0
     each: int = 0
     at_once: int = 1
+    together: int = 1 << 62
     loading_on_disk: int = 0
     layer_on_disk: int = 0
     mapped: int = 0
@@ -97,12 +99,13 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     loading, layer = needs.loading, needs.layer
     if how.experts_on_disk:
         loading, layer = needs.loading_on_disk, needs.layer_on_disk
-    batch = needs.batch + needs.mapped * how.experts_on_disk
+    at_once = max(1, how.workers)
+    batch = min(needs.batch * at_once, needs.together) + needs.mapped * at_once * how.experts_on_disk
     saw = always | {"activations": hidden + seen + needs.routing, "layer": layer}
     return {
         "read a layer": always | {"layer": loading},
         "calibrate": saw | {"forward": needs.forward + how.batch_size * needs.window, "dense moments": needs.dense},
-        "quantise": saw | {"expert batch": batch * max(1, how.workers), "dense moments": needs.dense},
+        "quantise": saw | {"expert batch": batch, "dense moments": needs.dense},
     }
 
 
@@ -186,15 +189,21 @@ def needs_of(
     widest = max((_window(stream, i, length, dtype) for i in range(len(stream.layers))), default=0)
     top_k = _top_k(config)
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
-    made: dict[int | None, list[int]] = {  # bytes of each piece of a part
-        part: [task.memory for task in dense_tasks(matrices, recipe, "", stream.device.type)]
-        for part, matrices in dense.items()
-    }
+    kinds = [  # bytes of each piece of a part, slices of dense matrices and expert batches apart
+        [
+            task.memory + 2 * task.matrix.matrix.weights * (kept_as != torch.bfloat16)  # which it is rounded to first
+            for task in dense_tasks(matrices, recipe, "", stream.device.type)
+        ]
+        for matrices in dense.values()
+        if matrices
+    ]
     mapped_batch = 0
     for i, x in stream.expert_layers.items():
         batches = expert_batches(x, settings)
         mapped_batch = max(mapped_batch, max(map(len, batches)) * in_file[i] // x.experts)
-        made.setdefault(i, []).extend([batch_memory(x, settings, max(map(len, batches)))] * len(batches))
+        kinds.append([batch_memory(x, settings, max(map(len, batches)))] * len(batches))
+    # Those of a kind and part are made at once; `Local` asks `workers` in the same way.
+    together = [(min(len(each), workers(stream.device, max(each))), max(each)) for each in kinds]
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
         loading=max(stream.loading_bytes(part) for part in parts),
@@ -204,8 +213,9 @@ def needs_of(
         routing=8 * tokens * top_k,
         window=widest if on_cpu else 0,
         forward=length * length * 4 + converted if on_cpu else 0,
-        batch=max(map(max, made.values())),
-        at_once=max(min(len(each), workers(stream.device, max(each))) for each in made.values()),
+        batch=max(map(max, kinds)),
+        at_once=max(each for each, _ in together),
+        together=max(each * size for each, size in together),
         each=length * hidden_size * dtype.itemsize,
         dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
         loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in parts) if filed else 0,

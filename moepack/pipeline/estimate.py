@@ -273,14 +273,10 @@ class _DryRun:
         self._dense += _bytes({name: t for name, t in tensors.items() if name not in packed})
 
     def _at_once(self, part: int | None) -> int:
-        """How many of a part's pieces a build makes at once."""
-        from moepack.quantize.expert_batch import expert_batches
-
-        device, layer = self._stream.device.type, self._matrices.get(part)
-        pieces = len(dense_tasks(layer.matrices, self._recipe, "", device)) if layer else 0
-        if part is not None and part in self._stream.expert_layers:
-            pieces += len(expert_batches(self._stream.expert_layers[part], batch_settings(self._recipe)))
-        return max(1, min(self._how.workers, pieces))
+        """How many of a part's slices of dense matrices a build makes at once."""
+        layer = self._matrices.get(part)
+        slices = len(dense_tasks(layer.matrices, self._recipe, "", self._stream.device.type)) if layer else 0
+        return max(1, min(self._how.workers, slices))
 
     def _quantise_dense(self, matrix: DenseMatrix, tensors: dict[str, torch.Tensor], beside: int) -> float:
         """Seconds that a unit of work on a matrix takes at every affine width, with as many slices at its side as a
@@ -348,7 +344,8 @@ class _DryRun:
             "write": written / rate if rate else 0.0,
         }
         # A part's pieces lie beside its files until these are whole; dense tensors are copied into the bundle's.
-        pieces = max(versions // len(self._experts) + spilt, self._dense_part)
+        behind = self._dense_part + needs.hidden * how.hidden_on_disk
+        pieces = max(versions // len(self._experts) + spilt, behind)
         work_bytes = kept + max(pieces, self._dense + versions * (not linked))
         return Estimate(
             self._sizes, self._dense, work_bytes, peak(needs, how)[1], seconds, count, len(self._experts),

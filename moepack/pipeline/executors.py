@@ -114,8 +114,10 @@ class Local:
             save_piece(_make(work.tasks[i], given, device), work.kept[i])
             return work.tasks[i].count
 
-        need = max(map(work.memory, missing), default=1)
-        _at_once(one, missing, self._most or workers(device, need), advance)
+        dense = [i for i in missing if isinstance(work.tasks[i], DenseTask)]
+        for pieces in (dense, [i for i in missing if i not in dense]):  # those of a kind take about as much memory
+            most = workers(device, max(map(work.memory, pieces), default=1))
+            _at_once(one, pieces, min(most, self._most or most), advance)
         self._done.append((work.part, write_layer(work)))
 
     def finished(self, wait: bool) -> Iterator[Note]:

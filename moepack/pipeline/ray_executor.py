@@ -110,18 +110,21 @@ class OnRay:
         self._layers.append(layer)
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
         if missing:
-            need = needs(max(map(work.memory, missing)), self._gpus)
-            self._slots = slots(self._nodes, need)
-            if not self._slots:
+            memory = sorted(map(work.memory, missing))
+            self._slots = slots(self._nodes, needs(memory[len(memory) // 2], self._gpus))
+            need = needs(memory[-1], self._gpus)
+            if not slots(self._nodes, need):
                 parts = f"{need['CPU']:g} core, {need['memory'] / 2**30:.1f} GiB" + ", a GPU" * self._gpus
                 raise InputError(f"Ray: one of this build's tasks takes {parts}, and no node of the cluster has that")
-            for i in missing:
+            groups = {i: _group(work.tasks[i], given) for i in missing}
+            sent = {group: _sent(work.tasks[i], given) for i, group in groups.items()}
+            layer.bytes = sum(what.bytes for what in sent.values())
+            while self._full(layer.bytes):
+                self._step(None)
+            layer.put = {group: self._put(what) for group, what in sent.items()}
+            del sent
+            for i, group in groups.items():
                 task, need = work.tasks[i], needs(work.memory(i), self._gpus)
-                group = (
-                    given.moments.group[task.matrix.module] if given.moments and isinstance(task, DenseTask) else None
-                )
-                if group not in layer.put:
-                    layer.put[group] = self._put(layer, task, given)
                 options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
                 layer.running[self._remote(make_piece, options, Order(task, work.kept[i]), layer.put[group])] = i
         self._write(layer)
@@ -149,18 +152,12 @@ class OnRay:
         if self._started:
             self._ray.shutdown()
 
-    def _put(self, layer: _Layer, task: DenseTask | ExpertBatchTask, given: Given) -> Any:
-        """Put what a task is made of, but for weights, into the object store; its reference."""
-        what: Moments | Seen
-        if isinstance(task, DenseTask):
-            assert given.moments is not None
-            what = Moments.of(*given.moments.of(task.matrix.module))
+    def _put(self, what: Moments | Seen) -> Any:
+        """Put it into the object store; its reference."""
+        if isinstance(what, Moments):
             self.traffic.moments += what.bytes
         else:
-            assert given.observation is not None
-            what = Seen.of(given.observation)
             self.traffic.tokens += what.bytes
-        layer.bytes += what.bytes
         return self._ray.put(what)
 
     def _remote(self, function: Any, options: dict[str, Any], what: Any, *more: Any) -> Any:
@@ -244,6 +241,20 @@ class OnRay:
             raise cause if isinstance(cause, Exception) else error from None
         except ray.exceptions.RayError as error:
             raise InputError(f"Ray gave up on a task: {str(error).strip().splitlines()[0]}") from None
+
+
+def _group(task: DenseTask | ExpertBatchTask, given: Given) -> int | None:
+    """The group of dense matrices that a task's reads with; None of an expert batch."""
+    return given.moments.group[task.matrix.module] if given.moments and isinstance(task, DenseTask) else None
+
+
+def _sent(task: DenseTask | ExpertBatchTask, given: Given) -> Moments | Seen:
+    """What a task is made of, but for weights."""
+    if isinstance(task, DenseTask):
+        assert given.moments is not None
+        return Moments.of(*given.moments.of(task.matrix.module))
+    assert given.observation is not None
+    return Seen.of(given.observation)
 
 
 def needs(memory: int, gpus: int) -> dict[str, float]:

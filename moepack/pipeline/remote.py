@@ -97,7 +97,8 @@ class Moments:
     @staticmethod
     def of(learn: torch.Tensor, held: torch.Tensor) -> Moments:
         """The same memory."""
-        return Moments(learn.numpy(), held.numpy())
+        array = learn.numpy()
+        return Moments(array, array if held is learn else held.numpy())
 
     @property
     def bytes(self) -> int:

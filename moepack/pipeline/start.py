@@ -260,7 +260,7 @@ def _begin_quantize(directory: WorkDirectory, stage: str, recipe: Recipe, fresh:
             "estimate of losses": ESTIMATE,
             "allocation": None if how is None else asdict(how),
             "dense": [asdict(v) for v in recipe.dense_specs()] or None,
-            "threads of dense matrices": THREADS if recipe.dense else None,
+            "way of quantising dense matrices": f"slices on {THREADS} thread" if recipe.dense else None,
         },
         fresh,
     )

@@ -169,9 +169,11 @@ def test_a_part_is_gone_on_with_where_it_stopped(
     pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
     assert tree(tmp_path / "b") == tree(dense) and len(made) == before + 12 - 4
     settings = json.loads((work / "settings.json").read_text())
-    settings["quantize"]["threads of dense matrices"] = 4
+    settings["quantize"]["way of quantising dense matrices"] = "whole"
     (work / "settings.json").write_text(json.dumps(settings))
-    with pytest.raises(InputError, match="another threads of dense matrices: 4, now 1"):
+    with pytest.raises(
+        InputError, match=r"another way of quantising dense matrices: .*whole.*, now .*slices on 1 thread"
+    ):
         pipeline.build(checkpoint, tmp_path / "c", RECIPES, [text], work=work)
 
 

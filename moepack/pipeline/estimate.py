@@ -332,9 +332,11 @@ class _DryRun:
         versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
         needs, how = self._needs, self._how
         kept = needs.hidden * (1 + (self.layers > EVERY)) if keep else 0
-        spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk + needs.experts * how.experts_on_disk
+        filed = needs.experts * how.experts_on_disk
+        spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk + filed
         passes = 2 if self._recipe.calibration.until else 1  # one counts tokens first
         written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
+        written += filed * len(self._experts) * passes
         seconds = {
             "start": self.start,
             "read": self._read * passes,

@@ -143,7 +143,10 @@ def test_the_dry_run_keeps_the_experts_of_one_layer_on_disk(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the build would, for the batch that goes through it; of the others it only counts bytes."""
-    plain = estimate(demo_model, tmp_path / "b", RECIPE, [text])
+    (tmp_path / "fast").mkdir()
+    work = tmp_path / "fast" / "work"
+    monkeypatch.setattr("moepack.pipeline.estimate.disk_rates", lambda folder: {"write_bytes_per_second": 1e6})
+    plain = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=work)
     folders: list[Path | None] = []
     monkeypatch.setattr(
         stream, "empty", lambda shape, dtype, folder: (folders.append(folder), empty(shape, dtype, folder))[1]
@@ -151,10 +154,11 @@ def test_the_dry_run_keeps_the_experts_of_one_layer_on_disk(
     monkeypatch.setattr(stream, "PART", 1 << 18)
     module = "moepack.pipeline.estimate.place"
     monkeypatch.setattr(module, lambda needs, size, memory: Placement(size, True, True, 1, True))
-    (tmp_path / "fast").mkdir()
-    said = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=tmp_path / "fast" / "work")
+    said = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=work)
     assert folders == [tmp_path / "fast"] * 2
     assert said.versions == plain.versions and said.dense_bytes == plain.dense_bytes
+    matrices = 4 * 16 * 3 * 128 * 64 * 2  # bytes, in four layers
+    assert said.seconds["write"] - plain.seconds["write"] == pytest.approx(matrices / 1e6)
     assert not any((tmp_path / "fast").iterdir())
 
 

@@ -27,7 +27,7 @@ from .assemble import Chosen, Report, assemble, expert_layers, quantised_setting
 from .executors import check_engine, open_executor
 from .model_card import model_card
 from .recipe import Recipe, parse_recipe, with_versions
-from .start import resume
+from .start import not_kept, resume
 from .work import ADDED, WorkDirectory
 
 _CARD = "README.md"
@@ -95,10 +95,7 @@ def add(
             part = replace(recipe, versions=tuple(v.name for v in missing), allocation=None, dense=())
             run = resume(directory, part, fresh, device, reporter, stage, memory)
             if (layer := run.unobserved()) is not None:
-                raise InputError(
-                    f"{directory.path}: what the experts of layer {layer} saw was not kept: build with --keep, or run "
-                    "moepack calibrate with --fresh in another --work"
-                )
+                raise InputError(not_kept(directory, layer))
             _check_alike(directory, stage, made)
             with contextlib.closing(open_executor(engine, address)) as executor:
                 run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)

@@ -123,6 +123,9 @@ def load_moments(work: WorkDirectory, part: int | None) -> DenseMoments:
 
     path = work.piece("calibrate", part, MOMENTS)
     if not path.exists():
-        raise InputError(f"{work.path}: was calibrated without dense: run moepack calibrate with this recipe")
+        raise InputError(
+            f"{work.path}: was calibrated without dense, or what those matrices read was not kept: run moepack "
+            "calibrate with this recipe"
+        )
     with safe_open(path, framework="pt") as f:
         return dense.load_moments({n: f.get_tensor(n) for n in f.keys()}, f.metadata())  # noqa: SIM118

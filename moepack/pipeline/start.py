@@ -18,7 +18,7 @@ from moepack.progress import Reporter
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import DIGESTS, RECIPE, digested, run_record
+from .artifacts import DIGESTS, RECIPE, digested, load_moments, run_record
 from .bound import MAPPED, Placement, needs_of, place
 from .enough import enough_windows
 from .piece import THREADS
@@ -162,8 +162,21 @@ def resume(
         raise InputError(
             f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
         )
+    run = Run(directory, stream, recipe, None, dense, how, stage)
+    if fresh and (layer := run.unobserved()) is not None:  # before anything is thrown away
+        if layer in dense:
+            load_moments(directory, layer)  # says so where it is these that are missing
+        raise InputError(not_kept(directory, layer))
     _begin_quantize(directory, stage, recipe, fresh)
-    return Run(directory, stream, recipe, None, dense, how, stage)
+    return run
+
+
+def not_kept(directory: WorkDirectory, layer: int) -> str:
+    """What to say where a layer cannot be quantised without being calibrated again."""
+    return (
+        f"{directory.path}: what the experts of layer {layer} saw was not kept: build with --keep, or run "
+        "moepack calibrate with --fresh in another --work"
+    )
 
 
 def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 from support import HELPERS, tree
 
 from moepack.pack.errors import InputError, TargetError
-from moepack.pipeline.build import build
+from moepack.pipeline.build import build, quantize
 from moepack.pipeline.recipe import parse_recipe
 
 RECIPE = """
@@ -54,6 +54,15 @@ def test_a_full_disk_then_room(small_disk: Path, demo_model: Path, text: Path, t
     build(demo_model, bundle, recipe, [text], work=work)
     assert tree(bundle) == tree(tmp_path / "reference")
     assert not list((work / "objects").iterdir()), "objects are dropped once their layer is done"
+
+
+def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model: Path, text: Path, tmp_path: Path) -> None:
+    recipe, work = parse_recipe(RECIPE, "test"), tmp_path / "work"
+    build(short_model, tmp_path / "bundle", recipe, [text], work=work)
+    before = tree(work / "quantize")
+    with pytest.raises(InputError, match="what the experts of layer 0 saw was not kept"):
+        quantize(work, fresh=True)
+    assert before and tree(work / "quantize") == before
 
 
 def test_a_killed_layer_keeps_its_finished_batches(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from moepack.families.mtp import mtp_tensors
@@ -23,13 +22,13 @@ from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.spec import ExpertLayer
 
 from .checkpoint import Checkpoint, source_dtype
-from .encoded import Decoded
 from .experts import ExpertWeights, describe, is_experts_module, parameter_names
 from .held import empty, is_mapped, release
+from .lazy import LazyWeights
 from .some_experts import Parts, sources_of
 
 # Bytes of a layer's experts that are read at once: reading takes up to three times as much in memory.
-PART = 1 << 29
+AT_ONCE = 1 << 29
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -142,6 +141,11 @@ class StreamedModel:
             if dtype is not None and state[target].is_floating_point():
                 self._source_dtype[target] = dtype
                 _set(self.model, target, torch.empty_like(state[target], dtype=dtype))
+        self._bytes: dict[int | None, dict[str, int]] = {}  # of each part's tensors, as the checkpoint has them
+        for name, tensor in state.items():
+            if name not in tied:
+                size = tensor.numel() * self._source_dtype[name].itemsize
+                self._bytes.setdefault(self.layer_of(name), {})[name] = size
         lost = sorted(set(state) - set(targets) - tied)
         if lost and not any(len(c.target_patterns) > 1 for c in converters):
             raise InputError(f"{self.checkpoint.name}: the checkpoint has nothing for {lost[0]}: it is not complete")
@@ -175,18 +179,17 @@ class StreamedModel:
 
     def names(self, layer: int | None) -> list[str]:
         """Names of a part's parameters and persistent buffers, those tied to others left out."""
-        tied = set(self.model.all_tied_weights_keys)
-        return [n for n in self.model.state_dict() if self.layer_of(n) == layer and n not in tied]
+        return list(self._bytes.get(layer, ()))
 
     def part_bytes(self, layer: int | None) -> int:
         """Bytes of a part in memory, as `load` leaves it."""
-        return sum(self._sizes(layer).values())
+        return sum(self._bytes.get(layer, {}).values())
 
     def file_bytes(self, layer: int | None) -> int:
         """Bytes of a part that lie on disk with `experts_in`."""
         if layer is None or not self.expert_ranges(layer):
             return 0
-        sizes = self._sizes(layer)
+        sizes = self._bytes[layer]
         return sum(sizes[name] for name in self._expert_parameters(layer) if self._is_matrices(name))
 
     def loading_bytes(self, layer: int | None, on_disk: bool = False) -> int:
@@ -196,7 +199,7 @@ class StreamedModel:
             layer: the part.
             on_disk: with `experts_in`.
         """
-        sizes, parts = self._sizes(layer), self.expert_ranges(layer)
+        sizes, parts = dict(self._bytes.get(layer, {})), self.expert_ranges(layer)
         if layer is None or not parts:
             return self._read_bytes(sizes)
         few, all_of_them = len(parts[0]), self.expert_layers[layer].experts
@@ -216,20 +219,16 @@ class StreamedModel:
         return 2 * sum(sizes.values()) + sum(merged) // 2 + max(merged, default=0)
 
     def expert_ranges(self, layer: int | None) -> list[range]:
-        """Experts of a layer that are read together, about PART bytes of them; empty where they are with all else."""
+        """Experts of a layer that are read together, about AT_ONCE bytes; empty where they are read with all else."""
         if layer not in self._experts:
             return []
         assert layer is not None
-        experts, sizes = self.expert_layers[layer].experts, self._sizes(layer)
+        experts, sizes = self.expert_layers[layer].experts, self._bytes[layer]
         each = sum(sizes[name] for name in self._expert_parameters(layer)) // experts
-        step = max(1, PART // max(1, each))
+        step = max(1, AT_ONCE // max(1, each))
         if step >= experts or self._expert_parts(layer, range(1)) is None:
             return []
         return [range(a, min(a + step, experts)) for a in range(0, experts, step)]
-
-    def _sizes(self, layer: int | None) -> dict[str, int]:
-        state = self.model.state_dict()
-        return {n: int(state[n].numel()) * self._source_dtype[n].itemsize for n in self.names(layer)}
 
     def dense_rows(self, layer: int) -> int:
         """Rows of a layer's Linears, all together, the experts' left out."""
@@ -251,19 +250,7 @@ class StreamedModel:
         info = self._read(dict.fromkeys(key for key in self._sources.get(layer, []) if key not in skip))
         for name, tensor in experts.items():
             _set(self.model, name, tensor)
-        if info.mismatched_keys:
-            name, got, want = sorted(info.mismatched_keys)[0]
-            raise InputError(f"{self.checkpoint.name}: {name} has shape {tuple(got)}, its config says {tuple(want)}")
-        if info.conversion_errors:
-            name, error = sorted(info.conversion_errors.items())[0]
-            raise InputError(
-                f"{self.checkpoint.name}: {name} cannot be converted: {str(error).strip().splitlines()[-1]}"
-            )
-        if self.experts_in is not None and self.expert_ranges(layer) and not experts:
-            raise InputError(
-                f"{self.checkpoint.name}: experts of layer {layer} are not read some at a time, which --memory "
-                "counts on: give it room for a whole layer"
-            )
+        self._refuse(info)
         for name in self.names(layer):
             tensor = self.model.get_parameter_or_buffer(name)
             # A tensor of one source is a view of the mapped file, and would keep all that was read of it in memory.
@@ -282,11 +269,22 @@ class StreamedModel:
         from transformers.modeling_utils import LoadStateDictConfig
 
         with contextlib.ExitStack() as stack, quiet_transformers():
-            reader = _Reader(self.checkpoint, stack)
+            reader = LazyWeights(self.checkpoint, stack)
             sources = {key: reader.weight(key, part) for key, part in parts.items()}
             config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
             info, _ = convert_and_load_state_dict_in_model(self.model, sources, config)
         return info
+
+    def _refuse(self, info: Any) -> None:
+        """Raise InputError for what transformers said that it could not load."""
+        if info.mismatched_keys:
+            name, got, want = sorted(info.mismatched_keys)[0]
+            raise InputError(f"{self.checkpoint.name}: {name} has shape {tuple(got)}, its config says {tuple(want)}")
+        if info.conversion_errors:
+            name, error = sorted(info.conversion_errors.items())[0]
+            raise InputError(
+                f"{self.checkpoint.name}: {name} cannot be converted: {str(error).strip().splitlines()[-1]}"
+            )
 
     def _load_experts(self, layer: int | None) -> dict[str, Tensor]:
         """A layer's experts, parameter by parameter, read some at a time; nothing where they are read with the rest."""
@@ -294,6 +292,11 @@ class StreamedModel:
         for some in self.expert_ranges(layer):
             assert layer is not None
             few = self._read_experts(layer, some)
+            if few is None and self.experts_in is not None:  # reading all of them would take what is not there
+                raise InputError(
+                    f"{self.checkpoint.name}: experts of layer {layer} are not read some at a time, which --memory "
+                    "counts on: give it room for a whole layer"
+                )
             if few is None:  # `load` finds out why
                 return {}
             for name, tensor in few.items():
@@ -319,6 +322,8 @@ class StreamedModel:
         finally:
             for name, whole in meta.items():
                 _set(self.model, name, whole)
+        if self.experts_in is not None:
+            self._refuse(info)
         lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
         return None if lacks else got
 
@@ -409,7 +414,7 @@ class StreamedModel:
         they are stored, those that are codes and scales decoded to BF16."""
         group: dict[str, Tensor] = {}
         with contextlib.ExitStack() as stack:
-            reader = _Reader(self.checkpoint, stack)
+            reader = LazyWeights(self.checkpoint, stack)
             for name in self.mtp:
                 group[name] = reader.weight(name)[...].clone()  # not a view of the mapped file
                 if sum(t.nbytes for t in group.values()) >= most:
@@ -466,40 +471,6 @@ class StreamedModel:
                 _set(self.model, name, state[name].detach().to(self.device))
                 continue
             _set(self.model, name, torch.empty_like(state[name], device="meta", dtype=self._source_dtype[name]))
-
-
-class _Reader:
-    """Lazy slices of a checkpoint's weights; its files stay open as long as the stack."""
-
-    def __init__(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> None:
-        self._checkpoint, self._stack = checkpoint, stack
-        self._handles: dict[str, Any] = {}
-
-    def weight(self, name: str, part: range | None = None) -> Any:
-        """What gives the weight when it is indexed: as it is stored, or decoded to BF16; `part` of its first axis."""
-        pair = self._checkpoint.encoded.get(name)
-        if pair is None:
-            return self._slice(name, part)
-        return Decoded(pair, self._slice(pair.codes, part), self._slice(pair.scales, part))
-
-    def _slice(self, tensor: str, part: range | None) -> Any:
-        file = self._checkpoint.file_of[tensor]
-        if file not in self._handles:
-            path = self._checkpoint.path / file
-            self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
-        whole = self._handles[file].get_slice(tensor)
-        return whole if part is None else _First(whole, part)
-
-
-class _First:
-    """A part of a tensor's first axis, read when it is indexed."""
-
-    def __init__(self, whole: Any, part: range) -> None:
-        self._whole, self._part = whole, part
-
-    def __getitem__(self, index: Any) -> Tensor:
-        out: Tensor = self._whole[self._part.start : self._part.stop][index]
-        return out
 
 
 def _why_none(model: Any) -> str:

@@ -56,7 +56,7 @@ def test_the_same_bits(
 ) -> None:
     path = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
     hidden, seen, weights = walked(path, dtype, None)
-    monkeypatch.setattr(stream, "PART", 1)  # an expert at a time
+    monkeypatch.setattr(stream, "AT_ONCE", 1)  # an expert at a time
     filed = walked(path, dtype, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(hidden, filed[0], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(weights, filed[2], strict=True))
@@ -70,7 +70,7 @@ def test_the_same_bits(
 def test_a_layer_that_is_only_read_whole_is_refused(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "PART", 1)
+    monkeypatch.setattr(stream, "AT_ONCE", 1)
     model = StreamedModel(open_checkpoint(demo_model))
     monkeypatch.setattr(model, "_read_experts", lambda layer, some: None)
     assert not any(is_mapped(tensor) for tensor in model.load(0).values())
@@ -124,7 +124,7 @@ def test_few_experts_are_in_memory(demo_model: Path, tmp_path: Path, monkeypatch
         "mixtral", tmp_path / "checkpoint", demo_model, num_hidden_layers=1, hidden_size=512, intermediate_size=4096,
         num_local_experts=16,
     )  # fmt: skip
-    monkeypatch.setattr(stream, "PART", 24 << 20)
+    monkeypatch.setattr(stream, "AT_ONCE", 24 << 20)
     model = StreamedModel(open_checkpoint(path))
     model.experts_in = tmp_path
     walk = CalibrationPass(model, torch.arange(1, 129).view(2, 64), 2, torch.bfloat16)

@@ -27,18 +27,18 @@ def compare_parts(stream: StreamedModel, layer: int) -> None:
     at_once = stream.loading_bytes(layer)
     stream.free(layer)
     names = stream._expert_parameters(layer)
-    each = sum(stream._sizes(layer)[name] for name in names) // stream.expert_layers[layer].experts
-    before, module.PART = module.PART, 3 * each
+    each = sum(stream._bytes[layer][name] for name in names) // stream.expert_layers[layer].experts
+    before, module.AT_ONCE = module.AT_ONCE, 3 * each
     try:
         told = stream._expert_parts(layer, range(1)) is not None
         ranges = stream.expert_ranges(layer)
         assert [e for r in ranges for e in r] == list(range(stream.expert_layers[layer].experts if told else 0))
         assert not told or (len(ranges) > 1 and len(ranges[0]) == 3)
         parts = stream.load(layer)
-        module.PART = each
+        module.AT_ONCE = each
         assert stream.loading_bytes(layer) < at_once or not told
     finally:
-        module.PART = before
+        module.AT_ONCE = before
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[n], t) and parts[n].dtype == t.dtype for n, t in whole.items())
 

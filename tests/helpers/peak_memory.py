@@ -30,7 +30,7 @@ def build(checkpoint: str, text: str, bundle: str, bound: str) -> dict[str, int]
     from moepack.pipeline import run
     from moepack.pipeline.recipe import parse_recipe
 
-    stream.PART = 1 << 18  # bytes: a third of a layer's experts, so that these go to disk for the least
+    stream.AT_ONCE = 1 << 18  # bytes: a third of a layer's experts, so that these go to disk for the least
     recipe, size = parse_recipe(RECIPE, "test"), 1
     if bound == "least":
         try:

@@ -151,7 +151,7 @@ def test_the_dry_run_keeps_the_experts_of_one_layer_on_disk(
     monkeypatch.setattr(
         stream, "empty", lambda shape, dtype, folder: (folders.append(folder), empty(shape, dtype, folder))[1]
     )
-    monkeypatch.setattr(stream, "PART", 1 << 18)
+    monkeypatch.setattr(stream, "AT_ONCE", 1 << 18)
     module = "moepack.pipeline.estimate.place"
     monkeypatch.setattr(module, lambda needs, size, memory: Placement(size, True, True, 1, True))
     said = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=work)
@@ -168,7 +168,7 @@ def test_bytes_do_not_depend_on_where_activations_lie(
     pipeline.build(demo_model, tmp_path / "memory", RECIPE, [text])
     pieces: list[bool] = []
     monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(size, True, True, experts_on_disk=True))
-    monkeypatch.setattr(stream, "PART", 1 << 18)  # bytes: a third of a layer
+    monkeypatch.setattr(stream, "AT_ONCE", 1 << 18)  # bytes: a third of a layer
     monkeypatch.setattr(from_file, "release", lambda tensor: (pieces.append(is_mapped(tensor)), release(tensor)))
     pipeline.build(demo_model, tmp_path / "disk", RECIPE, [text], memory=1)
     assert len(pieces) > 100 and all(pieces)

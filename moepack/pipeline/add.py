@@ -27,7 +27,7 @@ from .assemble import Chosen, Report, assemble, expert_layers, quantised_setting
 from .executors import check_engine, open_executor
 from .model_card import model_card
 from .recipe import Recipe, parse_recipe, with_versions
-from .start import not_kept, resume
+from .start import resume
 from .work import ADDED, WorkDirectory
 
 _CARD = "README.md"
@@ -94,8 +94,7 @@ def add(
             stage = ADDED + "-".join(f"{v.name}.{v.group_size}" for v in missing)
             part = replace(recipe, versions=tuple(v.name for v in missing), allocation=None, dense=())
             run = resume(directory, part, fresh, device, reporter, stage, memory)
-            if (layer := run.unobserved()) is not None:
-                raise InputError(not_kept(directory, layer))
+            run.check_observed()
             _check_alike(directory, stage, made)
             with contextlib.closing(open_executor(engine, address)) as executor:
                 run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)

@@ -106,13 +106,26 @@ def load_observation(work: WorkDirectory, layer: int) -> Observation:
 
     path = work.piece("calibrate", layer, "observation.safetensors")
     if not path.exists():
-        raise InputError(f"{work.path}: layer {layer} is not calibrated: run moepack calibrate to its end")
+        raise not_calibrated(work, layer)
     with safe_open(path, framework="pt") as f:
         length = int(f.metadata()["length"])
         experts, gates = f.get_tensor("experts"), f.get_tensor("gates")
         dtype = f.get_slice("inputs")[:0].dtype
     entry = read_header(path).tensors["inputs"]
     return Observation(mapped(path, entry.begin, entry.shape, dtype), experts, gates, length)
+
+
+def not_calibrated(work: WorkDirectory, layer: int) -> InputError:
+    """What to say where calibrating did not come to a layer."""
+    return InputError(f"{work.path}: layer {layer} is not calibrated: run moepack calibrate to its end")
+
+
+def no_moments(work: WorkDirectory) -> InputError:
+    """What to say where what dense matrices read is not there."""
+    return InputError(
+        f"{work.path}: was calibrated without dense, or what those matrices read was not kept: run moepack "
+        "calibrate with this recipe"
+    )
 
 
 def load_moments(work: WorkDirectory, part: int | None) -> DenseMoments:
@@ -123,9 +136,6 @@ def load_moments(work: WorkDirectory, part: int | None) -> DenseMoments:
 
     path = work.piece("calibrate", part, MOMENTS)
     if not path.exists():
-        raise InputError(
-            f"{work.path}: was calibrated without dense, or what those matrices read was not kept: run moepack "
-            "calibrate with this recipe"
-        )
+        raise no_moments(work)
     with safe_open(path, framework="pt") as f:
         return dense.load_moments({n: f.get_tensor(n) for n in f.keys()}, f.metadata())  # noqa: SIM118

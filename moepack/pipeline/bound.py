@@ -37,8 +37,11 @@ class Needs:
     Attributes:
         process: of the process itself, before the first layer.
         loading: while a part of the checkpoint is read: the files' mapped pages and what is made of them.
-        layer: a part of the checkpoint, as it is kept until it is quantised.
-        loading_on_disk, layer_on_disk: the same where the experts of a layer lie on disk; 0 where none can.
+        outside: what lies outside the layers, as it is computed with.
+        layer: a layer while windows go through it: as it is in the checkpoint, and as it is computed with.
+        waiting: a layer while it is quantised, as it is in the checkpoint.
+        loading_on_disk, layer_on_disk, waiting_on_disk: the same where the experts of a layer lie on disk; 0 where none
+            can.
         mapped: the experts of one batch, which are read from there.
         experts: of a layer's experts, what lies on disk then.
         hidden: what goes into the next layer.
@@ -46,9 +49,10 @@ class Needs:
         routing: which experts were chosen, and their gates.
         window: one window's forward through a layer.
         forward: what a forward takes whatever the windows.
-        batch: quantising experts together, one batch of them, or a slice of a dense matrix where that takes more.
-        at_once: how many batches, or slices, are made at once where memory is no bound.
-        together: the most bytes that those take which are.
+        batch: quantising experts together, one batch of them.
+        batches: how many of these are made at once where no bound is given.
+        slice: quantising a slice of a dense matrix.
+        slices: how many of these are made at once where no bound is given.
         dense: the moments of a part's dense matrices.
         each: the activations of one window.
     """
@@ -62,25 +66,30 @@ class Needs:
     window: int
     forward: int
     batch: int
+    outside: int = 0
+    waiting: int = 0
+    batches: int = 1
+    slice: int = 0
+    slices: int = 1
     dense: int = 0
     each: int = 0
-    at_once: int = 1
-    together: int = 1 << 62
     loading_on_disk: int = 0
     layer_on_disk: int = 0
+    waiting_on_disk: int = 0
     mapped: int = 0
     experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a build is fitted into a bound: windows of a batch, what lies on disk, and how many expert batches are made
-    at once; 0 leaves that to whoever makes them."""
+    """How a build is fitted into a bound: windows of a batch, what lies on disk, and how many expert batches, or
+    slices of dense matrices, are made at once at the most; 0 leaves that to whoever makes them."""
 
     batch_size: int
     hidden_on_disk: bool = False
     seen_on_disk: bool = False
-    workers: int = 0
+    batches: int = 0
+    slices: int = 0
     experts_on_disk: bool = False
 
     @property
@@ -96,16 +105,18 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     hidden = min(needs.hidden, mapped) if how.hidden_on_disk else needs.hidden
     seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen
     always = {"process": needs.process, "activations": hidden}
-    loading, layer = needs.loading, needs.layer
+    loading, layer, waiting = needs.loading, needs.layer, needs.waiting
     if how.experts_on_disk:
-        loading, layer = needs.loading_on_disk, needs.layer_on_disk
-    at_once = max(1, how.workers)
-    batch = min(needs.batch * at_once, needs.together) + needs.mapped * at_once * how.experts_on_disk
-    saw = always | {"activations": hidden + seen + needs.routing, "layer": layer}
+        loading, layer, waiting = needs.loading_on_disk, needs.layer_on_disk, needs.waiting_on_disk
+    batch = needs.batch + needs.mapped * how.experts_on_disk
+    pieces = max(max(1, how.batches) * batch, max(1, how.slices) * needs.slice)  # a layer's slices are made first
+    saw = always | {"activations": hidden + seen + needs.routing}
+    forward = needs.forward + how.batch_size * needs.window
     return {
         "read a layer": always | {"layer": loading},
-        "calibrate": saw | {"forward": needs.forward + how.batch_size * needs.window, "dense moments": needs.dense},
-        "quantise": saw | {"expert batch": batch, "dense moments": needs.dense},
+        "read embeddings": always | {"layer": needs.outside},
+        "calibrate": saw | {"layer": layer, "forward": forward, "dense moments": needs.dense},
+        "quantise": saw | {"layer": waiting, "pieces": pieces, "dense moments": needs.dense},
     }
 
 
@@ -119,21 +130,24 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
     """How a build is done in `bound` bytes, as a recipe of `batch_size` has it as far as that goes.
 
     Without a bound, everything is in memory. With one, what goes to disk first is what changes no bit: what goes into
-    the next layer, which nobody reads while experts are quantised, then what experts saw. Then fewer expert batches are
-    made at once, then the experts of a layer go to disk, which each batch of windows reads once from there. Only then
-    batches of windows shrink: never to fewer in a larger bound.
+    the next layer, which nobody reads while experts are quantised, then what experts saw. Then fewer pieces are made at
+    once, then the experts of a layer go to disk, which each batch of windows reads once from there. Last, batches of
+    windows shrink, with the experts in memory where that holds as many: never to fewer in a larger bound.
 
     Raises:
         InputError: with the least that would do.
     """
-    plain = Placement(batch_size, workers=needs.at_once)
+    plain = Placement(batch_size, batches=needs.batches, slices=needs.slices)
     if bound is None:
         return plain
     places = [plain, replace(plain, hidden_on_disk=True), replace(plain, hidden_on_disk=True, seen_on_disk=True)]
-    places += [replace(places[-1], workers=n) for n in range(needs.at_once - 1, 0, -1)]
-    if needs.layer_on_disk:
-        places.append(replace(places[-1], experts_on_disk=True))
-    places += [replace(places[-1], batch_size=b) for b in range(batch_size - 1, 0, -1)]
+    for n in range(max(needs.batches, needs.slices) - 1, 0, -1):
+        places.append(replace(places[-1], batches=min(needs.batches, n), slices=min(needs.slices, n)))
+    last = places.pop()
+    for b in range(batch_size, 0, -1):
+        places.append(replace(last, batch_size=b))
+        if needs.layer_on_disk:
+            places.append(replace(last, batch_size=b, experts_on_disk=True))
     for how in places:
         if sum(peak(needs, how)[1].values()) <= bound:
             return how
@@ -175,6 +189,9 @@ def needs_of(
     on_cpu = stream.device.type == "cpu"
     settings = batch_settings(recipe)
     parts = {part: stream.part_bytes(part) for part in (None, *range(len(stream.layers)))}
+    outside = parts.pop(None)
+    if None in dense:  # what lies behind the last layer is calibrated and quantised like one
+        parts[None] = outside
     largest = max(parts.values())
     kept_as = stream.loaded_dtype
 
@@ -189,37 +206,37 @@ def needs_of(
     widest = max((_window(stream, i, length, dtype) for i in range(len(stream.layers))), default=0)
     top_k = _top_k(config)
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
-    kinds = [  # bytes of each piece of a part, slices of dense matrices and expert batches apart
-        [
-            task.memory + 2 * task.matrix.matrix.weights * (kept_as != torch.bfloat16)  # which it is rounded to first
-            for task in dense_tasks(matrices, recipe, "", stream.device.type)
-        ]
-        for matrices in dense.values()
-        if matrices
-    ]
-    mapped_batch = 0
+    mapped_batch, batches, slices = 0, [(1, 0)], [(1, 0)]  # of each layer, how many are made at once, bytes of one
     for i, x in stream.expert_layers.items():
-        batches = expert_batches(x, settings)
-        mapped_batch = max(mapped_batch, max(map(len, batches)) * in_file[i] // x.experts)
-        kinds.append([batch_memory(x, settings, max(map(len, batches)))] * len(batches))
-    # Those of a kind and part are made at once; `Local` asks `workers` in the same way.
-    together = [(min(len(each), workers(stream.device, max(each))), max(each)) for each in kinds]
+        some = expert_batches(x, settings)
+        mapped_batch = max(mapped_batch, max(map(len, some)) * in_file[i] // x.experts)
+        size = batch_memory(x, settings, max(map(len, some)))
+        batches.append((min(len(some), workers(stream.device, size)), size))
+    for matrices in filter(None, dense.values()):
+        tasks = dense_tasks(matrices, recipe, "", stream.device.type)
+        rounded = [2 * t.matrix.matrix.weights * (kept_as != torch.bfloat16) for t in tasks]  # to BF16, before the rest
+        size = max(t.memory + more for t, more in zip(tasks, rounded, strict=True))
+        slices.append((min(len(tasks), workers(stream.device, size)), size))
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
-        loading=max(stream.loading_bytes(part) for part in parts),
+        loading=max(stream.loading_bytes(part) for part in (None, *parts)),
+        outside=with_copy(outside) if on_cpu else outside,
         layer=with_copy(largest) if on_cpu else largest,
+        waiting=largest,
         hidden=tokens * hidden_size * dtype.itemsize,
         seen=tokens * hidden_size * dtype.itemsize,
         routing=8 * tokens * top_k,
         window=widest if on_cpu else 0,
         forward=length * length * 4 + converted if on_cpu else 0,
-        batch=max(map(max, kinds)),
-        at_once=max(each for each, _ in together),
-        together=max(each * size for each, size in together),
+        batch=max(size for _, size in batches),
+        batches=max(count for count, _ in batches),
+        slice=max(size for _, size in slices),
+        slices=max(count for count, _ in slices),
         each=length * hidden_size * dtype.itemsize,
         dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
-        loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in parts) if filed else 0,
-        layer_on_disk=with_copy(rest + expert) if filed else 0,
+        loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in (None, *parts)) if filed else 0,
+        layer_on_disk=(with_copy(rest) if on_cpu else rest) + with_copy(expert) if filed else 0,
+        waiting_on_disk=rest if filed else 0,
         mapped=mapped_batch,
         experts=with_copy(filed),
     )

@@ -143,6 +143,7 @@ class _DryRun:
         self._sizes = _known_sizes(recipe, self._experts)
         self.start = 0.0  # seconds until the first layer, and until everything is loaded and compiled
         self._read = self._encode = self._forward = self._one_expert = 0.0  # seconds
+        self._second_a_byte = 0.0  # that reading a layer takes
         self._dense = 0  # bytes
         self._matrices = {x.index: x for x in dense_layers(tuple(m for part in dense.values() for m in part))}
         self._dense_sizes = {v.name: 0 for v in recipe.dense_specs()}
@@ -204,7 +205,9 @@ class _DryRun:
         if self._walk is None and self._stream.file_bytes(index) and self._how.experts_on_disk:
             self._in_parts(index)
             return
+        before = self._read
         tensors = self._load(index)
+        self._second_a_byte = (self._read - before) / self._stream.part_bytes(index)
         dense, experts = self._stream.split(index, tensors)
         self._add_dense(index, dense)
         if self._walk is not None:
@@ -229,7 +232,10 @@ class _DryRun:
         self._read += time.perf_counter() - began
         self._add_dense(index, dense)
         del dense
-        for some in stream.expert_ranges(index) if LOSSLESS in self._sizes else ():
+        if LOSSLESS not in self._sizes:  # nobody needs to know more of these experts than how long they take to read
+            self._read += self._second_a_byte * stream.file_bytes(index)
+            return
+        for some in stream.expert_ranges(index):
             began = time.perf_counter()
             experts = stream.experts(layer.index, some)
             self._read += time.perf_counter() - began
@@ -276,7 +282,7 @@ class _DryRun:
         """How many of a part's slices of dense matrices a build makes at once."""
         layer = self._matrices.get(part)
         slices = len(dense_tasks(layer.matrices, self._recipe, "", self._stream.device.type)) if layer else 0
-        return max(1, min(self._how.workers, slices))
+        return max(1, min(self._how.slices, slices))
 
     def _quantise_dense(self, matrix: DenseMatrix, tensors: dict[str, torch.Tensor], beside: int) -> float:
         """Seconds that a unit of work on a matrix takes at every affine width, with as many slices at its side as a
@@ -311,13 +317,13 @@ class _DryRun:
         began = time.perf_counter()
         make(range(1))  # loads and compiles what the quantisers need
         first, began = time.perf_counter() - began, time.perf_counter()
-        beside = min(self._how.workers, len(batches))
+        beside = min(self._how.batches, len(batches))
         with ThreadPoolExecutor(beside) as pool:  # cores that share a cache, or are two of one, slow each other
             list(pool.map(make, [few] * beside))
         one = (time.perf_counter() - began) / len(few)
         self.start += max(0.0, first - one)
         # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.
-        return one * -(-len(batches) // self._how.workers) / len(batches)
+        return one * -(-len(batches) // self._how.batches) / len(batches)
 
     def result(self, rate: float, keep: bool, linked: bool) -> Estimate:
         """What was measured, scaled to the whole.
@@ -336,7 +342,8 @@ class _DryRun:
         spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk + filed
         passes = 2 if self._recipe.calibration.until else 1  # one counts tokens first
         written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
-        written += filed * len(self._experts) * passes
+        written += passes * self.layers * needs.hidden * how.hidden_on_disk
+        written += passes * len(self._experts) * (filed + needs.seen * how.seen_on_disk)
         seconds = {
             "start": self.start,
             "read": self._read * passes,

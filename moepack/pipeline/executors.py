@@ -24,6 +24,7 @@ from .piece import Piece, save_piece
 if TYPE_CHECKING:
     import torch
 
+    from .bound import Placement
     from .remote import Source
 
 NAMES = ("local", "ray")
@@ -43,9 +44,9 @@ class Executor(Protocol):
         """Experts and slices of parts that were taken which are not made yet."""
         ...
 
-    def begin(self, source: Source, folder: Path, device: torch.device, most: int) -> None:
+    def begin(self, source: Source, folder: Path, device: torch.device, how: Placement) -> None:
         """Be told of the checkpoint, of a folder that finished pieces are kept in, of where to compute, and how many
-        pieces may be made at once in this process; 0 leaves that to the executor."""
+        pieces may be made at once in this process."""
         ...
 
     def submit(self, work: LayerWork, given: Given, advance: Advance) -> None:
@@ -98,11 +99,11 @@ class Local:
     def __init__(self) -> None:
         self._done: list[Note] = []
         self._device: torch.device | None = None
-        self._most = 0
+        self._batches = self._slices = 0
 
-    def begin(self, source: Source, folder: Path, device: torch.device, most: int) -> None:
+    def begin(self, source: Source, folder: Path, device: torch.device, how: Placement) -> None:
         """See `Executor`."""
-        self._device, self._most = device, most
+        self._device, self._batches, self._slices = device, how.batches, how.slices
 
     def submit(self, work: LayerWork, given: Given, advance: Advance) -> None:
         """See `Executor`."""
@@ -115,9 +116,10 @@ class Local:
             return work.tasks[i].count
 
         dense = [i for i in missing if isinstance(work.tasks[i], DenseTask)]
-        for pieces in (dense, [i for i in missing if i not in dense]):  # those of a kind take about as much memory
+        batches = [i for i in missing if i not in dense]
+        for pieces, bound in ((dense, self._slices), (batches, self._batches)):  # those of a kind take about as much
             most = workers(device, max(map(work.memory, pieces), default=1))
-            _at_once(one, pieces, min(most, self._most or most), advance)
+            _at_once(one, pieces, min(most, bound or most), advance)
         self._done.append((work.part, write_layer(work)))
 
     def finished(self, wait: bool) -> Iterator[Note]:

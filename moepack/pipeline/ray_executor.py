@@ -29,6 +29,8 @@ from .remote import Moments, Order, Probe, Seen, Source, finish_layer, make_piec
 if TYPE_CHECKING:
     import torch
 
+    from .bound import Placement
+
 PROCESS = 1 << 30  # bytes of a worker before it makes anything: Python, torch, transformers
 RETRIES = 8  # times a piece is tried again when its worker dies
 AHEAD = 2  # pieces a slot that are given out before calibration waits
@@ -88,7 +90,7 @@ class OnRay:
         self._slots = 1
         self._probe: Probe | None = None
 
-    def begin(self, source: Source, folder: Path, device: torch.device, most: int) -> None:
+    def begin(self, source: Source, folder: Path, device: torch.device, how: Placement) -> None:
         """See `Executor`."""
         ray = self._ray
         self._probe = Probe.leave(folder.absolute())

@@ -14,11 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches
+from moepack.pack.errors import InputError
 from moepack.pack.spec import DenseLayer, DenseMatrix
 from moepack.progress import Reporter
 from moepack.runtime.devices.glibc import trim
 
-from .artifacts import MOMENTS, SHARD, digested, load_hidden, load_moments, load_observation, save
+from .artifacts import (
+    MOMENTS,
+    SHARD,
+    digested,
+    load_hidden,
+    load_moments,
+    load_observation,
+    no_moments,
+    not_calibrated,
+    save,
+)
 from .bound import Placement
 from .dense_part import DensePart
 from .dense_slice import DenseTask, dense_tasks, moments_digest
@@ -91,7 +102,7 @@ class Run:
         stream, work = self._stream, self._work
         source = WeightSource(str(Path(stream.checkpoint.path).absolute()), digested(work))
         work.tidy()
-        self._executor.begin(source, work.path, stream.device, self._how.workers)
+        self._executor.begin(source, work.path, stream.device, self._how)
         dtype = getattr(torch, self._recipe.calibration.dtype)
         walk: CalibrationPass | None = None
         total = len(stream.layers)
@@ -196,9 +207,24 @@ class Run:
         """Declare a part quantised."""
         self._work.mark(self._stage, part, note)
 
-    def unobserved(self) -> int | None:
-        """The first layer with experts of which what they saw was not kept."""
-        return next((i for i in self._stream.expert_layers if not self._observed(i)), None)
+    def check_observed(self) -> None:
+        """Refuse to quantise anew, before anything is thrown away, what was not calibrated to its end, or of which what
+        its experts saw or its dense matrices read was not kept.
+
+        Raises:
+            InputError: with the first part that is so.
+        """
+        work = self._work
+        for part in (*range(len(self._stream.layers)), None):
+            if part is not None and work.done("calibrate", part) is None:
+                raise not_calibrated(work, part)
+            if part in self._dense and not work.piece("calibrate", part, MOMENTS).exists():
+                raise no_moments(work)
+            if part in self._stream.expert_layers and not self._observed(part):
+                raise InputError(
+                    f"{work.path}: what the experts of layer {part} saw was not kept: build with --keep, or run "
+                    "moepack calibrate with --fresh in another --work"
+                )
 
     def _observed(self, layer: int) -> bool:
         """Whether the calibrate stage finished a layer and kept what its experts saw."""

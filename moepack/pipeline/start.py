@@ -18,7 +18,7 @@ from moepack.progress import Reporter
 from moepack.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import DIGESTS, RECIPE, digested, load_moments, run_record
+from .artifacts import DIGESTS, RECIPE, digested, run_record
 from .bound import MAPPED, Placement, needs_of, place
 from .enough import enough_windows
 from .piece import THREADS
@@ -163,20 +163,10 @@ def resume(
             f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
         )
     run = Run(directory, stream, recipe, None, dense, how, stage)
-    if fresh and (layer := run.unobserved()) is not None:  # before anything is thrown away
-        if layer in dense:
-            load_moments(directory, layer)  # says so where it is these that are missing
-        raise InputError(not_kept(directory, layer))
+    if fresh:
+        run.check_observed()
     _begin_quantize(directory, stage, recipe, fresh)
     return run
-
-
-def not_kept(directory: WorkDirectory, layer: int) -> str:
-    """What to say where a layer cannot be quantised without being calibrated again."""
-    return (
-        f"{directory.path}: what the experts of layer {layer} saw was not kept: build with --keep, or run "
-        "moepack calibrate with --fresh in another --work"
-    )
 
 
 def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
@@ -240,9 +230,14 @@ def _fit(
         )
     if reporter is not None and how != place(needs, size, None):
         on_disk = f"; on disk, {how.on_disk}" if how.on_disk else ""
-        at_once = f"{how.batch_size} windows, {how.workers} expert batches"
+        at_once = f"{how.batch_size} windows, {_pieces(how, dense)}"
         reporter.note(f"to stay in --memory: at once {at_once}{on_disk}")
     return how
+
+
+def _pieces(how: Placement, dense: Dense) -> str:
+    """How many pieces are made at once, in words."""
+    return f"{how.batches} expert batches" + (f" or {how.slices} slices of dense matrices" if dense else "")
 
 
 def _begun(directory: WorkDirectory, recipe: Recipe) -> int:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,19 +26,20 @@ from moepack.calibrate.held import empty, is_mapped, mapped, release
 from moepack.cli import app
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import read_header
-from moepack.pipeline import artifacts, bound, start
+from moepack.pipeline import artifacts, bound, executors, start
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.bound import MAPPED, MIB, Needs, Placement, peak, place, steps
-from moepack.pipeline.estimate import estimate
+from moepack.pipeline.estimate import _DryRun, estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.work import WorkDirectory
+from moepack.progress import Reporter
 
 RECIPE = parse_recipe(
     "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, length: 64, batch_size: 2}}", "test"
 )
 NEEDS = Needs(
     process=100 * MIB, loading=300 * MIB, layer=100 * MIB, hidden=400 * MIB, seen=400 * MIB, routing=10 * MIB,
-    window=50 * MIB, forward=0, batch=150 * MIB,
+    window=50 * MIB, forward=0, batch=150 * MIB, waiting=100 * MIB,
 )  # fmt: skip
 
 
@@ -76,45 +78,67 @@ def test_what_goes_to_disk_first_and_the_least() -> None:
     """By hand, in MiB: reading takes 100 + 400 + 300; calibrating 100 + 810 + 100 + 4 * 50; quantising, with 150 for
     its batch, less."""
     assert {step: sum(parts.values()) // MIB for step, parts in steps(NEEDS, Placement(4)).items()} == {
-        "read a layer": 800, "calibrate": 1210, "quantise": 1160,
+        "read a layer": 800, "read embeddings": 500, "calibrate": 1210, "quantise": 1160,
     }  # fmt: skip
     on_disk = MAPPED // MIB
-    assert place(NEEDS, 4, None) == place(NEEDS, 4, 1210 * MIB) == Placement(4, workers=1)
-    assert place(NEEDS, 4, 1209 * MIB) == place(NEEDS, 4, (810 + on_disk) * MIB) == Placement(4, True, workers=1)
+    assert place(NEEDS, 4, None) == place(NEEDS, 4, 1210 * MIB) == Placement(4, batches=1, slices=1)
+    assert place(NEEDS, 4, 1209 * MIB) == place(NEEDS, 4, (810 + on_disk) * MIB) == Placement(4, True, False, 1, 1)
     both = 410 + 2 * on_disk
-    assert place(NEEDS, 4, (810 + on_disk) * MIB - 1) == place(NEEDS, 4, both * MIB) == Placement(4, True, True, 1)
-    assert place(NEEDS, 4, both * MIB - 1) == place(NEEDS, 4, (both - 50) * MIB) == Placement(3, True, True, 1)
+    assert place(NEEDS, 4, (810 + on_disk) * MIB - 1) == place(NEEDS, 4, both * MIB) == Placement(4, True, True, 1, 1)
+    assert place(NEEDS, 4, both * MIB - 1) == place(NEEDS, 4, (both - 50) * MIB) == Placement(3, True, True, 1, 1)
     # A batch of one takes 260 and what is mapped, quantising 360: the least.
-    assert place(NEEDS, 4, (360 + 2 * on_disk) * MIB) == Placement(3, True, True, 1)
-    with pytest.raises(InputError, match=rf"the least is {360 + 2 * on_disk}MiB, to quantise \(expert batch 150MiB\)"):
+    assert place(NEEDS, 4, (360 + 2 * on_disk) * MIB) == Placement(3, True, True, 1, 1)
+    with pytest.raises(InputError, match=rf"the least is {360 + 2 * on_disk}MiB, to quantise \(pieces 150MiB\)"):
         place(NEEDS, 4, (360 + 2 * on_disk) * MIB - 1)
     # Two batches of experts at once take 150 more as they are quantised; one does before anything else shrinks.
-    two = replace(NEEDS, at_once=2)
-    assert place(two, 4, 1310 * MIB) == Placement(4, workers=2)
-    assert place(two, 4, (510 + 2 * on_disk) * MIB) == Placement(4, True, True, 2)
-    assert place(two, 4, (510 + 2 * on_disk) * MIB - 1) == Placement(4, True, True, 1)
+    two = replace(NEEDS, batches=2)
+    assert place(two, 4, 1310 * MIB) == Placement(4, batches=2, slices=1)
+    assert place(two, 4, (510 + 2 * on_disk) * MIB) == Placement(4, True, True, 2, 1)
+    assert place(two, 4, (510 + 2 * on_disk) * MIB - 1) == Placement(4, True, True, 1, 1)
     assert peak(replace(NEEDS, loading=2000 * MIB), Placement(4))[0] == "read a layer"
     # Moments of dense matrices are there while a layer is calibrated, and until all of it is quantised.
-    dense = steps(replace(two, dense=70 * MIB), Placement(4, workers=2))
-    assert [sum(parts.values()) // MIB for parts in dense.values()] == [800, 1280, 1380]
+    dense = steps(replace(two, dense=70 * MIB), Placement(4, batches=2, slices=1))
+    assert [sum(parts.values()) // MIB for parts in dense.values()] == [800, 500, 1280, 1380]
 
 
 def test_experts_go_to_disk_before_batches_shrink() -> None:
     """By hand, in MiB: a layer of 2,000 is read in 2,300 beside 100 and what is mapped. With its experts on disk
     calibrating takes 100 + 10 + 120 and 50 a window, quantising 100 + 10 + 120 + 150 + 30, beside twice that."""
-    large = replace(NEEDS, loading=2300 * MIB, layer=2000 * MIB, at_once=2)
-    filed = replace(large, loading_on_disk=150 * MIB, layer_on_disk=120 * MIB, mapped=30 * MIB, experts=1900 * MIB)
+    large = replace(NEEDS, loading=2300 * MIB, layer=2000 * MIB, waiting=2000 * MIB, batches=2)
+    filed = replace(
+        large, loading_on_disk=150 * MIB, layer_on_disk=120 * MIB, waiting_on_disk=120 * MIB, mapped=30 * MIB,
+        experts=1900 * MIB,
+    )  # fmt: skip
     on_disk = MAPPED // MIB
-    assert place(filed, 4, (2400 + on_disk) * MIB) == Placement(4, True, True, 1)
-    assert place(filed, 4, (2400 + on_disk) * MIB - 1) == Placement(4, True, True, 1, True)
-    assert place(filed, 4, (430 + 2 * on_disk) * MIB) == Placement(4, True, True, 1, True)
-    assert place(filed, 4, (430 + 2 * on_disk) * MIB - 1) == Placement(3, True, True, 1, True)
-    with pytest.raises(InputError, match=rf"the least is {410 + 2 * on_disk}MiB, to quantise \(expert batch 180MiB\)"):
+    assert place(filed, 4, (2400 + on_disk) * MIB) == Placement(4, True, True, 1, 1)
+    assert place(filed, 4, (2400 + on_disk) * MIB - 1) == Placement(4, True, True, 1, 1, True)
+    assert place(filed, 4, (430 + 2 * on_disk) * MIB) == Placement(4, True, True, 1, 1, True)
+    assert place(filed, 4, (430 + 2 * on_disk) * MIB - 1) == Placement(3, True, True, 1, 1, True)
+    with pytest.raises(InputError, match=rf"the least is {410 + 2 * on_disk}MiB, to quantise \(pieces 180MiB\)"):
         place(filed, 4, (410 + 2 * on_disk) * MIB - 1)
     on_disk_in_words = "what goes into a layer, what its experts see, the experts of a layer"
     assert place(filed, 4, 2000 * MIB).on_disk == on_disk_in_words
     with pytest.raises(InputError, match=rf"the least is {2400 + on_disk}MiB, to read a layer"):  # of another layout
         place(large, 4, 2000 * MIB)
+    # Where the experts on disk leave no more room, they stay in memory as batches shrink.
+    useless = replace(filed, loading=200 * MIB, layer=100 * MIB, waiting=100 * MIB, batches=1, slices=1)
+    assert place(useless, 4, (410 + 2 * on_disk) * MIB) == Placement(4, True, True, 1, 1)
+    assert place(useless, 4, (409 + 2 * on_disk) * MIB) == Placement(3, True, True, 1, 1)
+
+
+def test_pieces_of_each_kind_count_with_as_many_as_are_made_at_once() -> None:
+    """By hand, in MiB: beside 1,010, three batches take 450, eight slices of 40 take 320, and of 60 480."""
+    needs = replace(NEEDS, batches=3, slice=40 * MIB, slices=8)
+    quantising = [
+        sum(steps(each, place(each, 1, None))["quantise"].values()) // MIB
+        for each in (needs, replace(needs, slice=60 * MIB), replace(needs, batches=1, slice=60 * MIB))
+    ]
+    assert quantising == [1460, 1490, 1490]
+    on_disk = MAPPED // MIB
+    for room, batches, slices in ((660, 3, 8), (659, 2, 2), (509, 1, 1)):
+        how = place(needs, 1, (room + 2 * on_disk) * MIB)
+        assert how == Placement(1, True, True, batches, slices)
+    assert place(replace(needs, batch=30 * MIB), 1, (490 + 2 * on_disk) * MIB) == Placement(1, True, True, 3, 7)
 
 
 @given(st.lists(st.integers(0, 900), min_size=8, max_size=8), st.integers(1, 3), st.integers(1, 9))
@@ -122,7 +146,8 @@ def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int
     """No bound leaves room for fewer windows than a smaller one, and what is named as the least is kept."""
     loading, layer, hidden, seen, window, batch, layer_on_disk, mapped_batch = (size * MIB for size in sizes)
     needs = replace(
-        NEEDS, loading=loading, layer=layer, hidden=hidden, seen=seen, window=window, batch=batch, at_once=at_once,
+        NEEDS, loading=loading, layer=layer, hidden=hidden, seen=seen, window=window, batch=batch, batches=at_once,
+        slice=batch // 3, slices=2 * at_once, waiting=layer // 2, waiting_on_disk=layer_on_disk // 2,
         loading_on_disk=loading // 2, layer_on_disk=layer_on_disk, mapped=mapped_batch,
     )  # fmt: skip
     with pytest.raises(InputError) as caught:
@@ -134,7 +159,7 @@ def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int
         how = place(needs, windows, bound_mib * MIB)
         assert how.batch_size >= before and sum(peak(needs, how)[1].values()) <= bound_mib * MIB
         before = how.batch_size
-    assert place(needs, windows, 1 << 50) == Placement(windows, workers=at_once)
+    assert place(needs, windows, 1 << 50) == Placement(windows, batches=at_once, slices=2 * at_once)
     with pytest.raises(InputError):
         place(needs, windows, (least - 1) * MIB)
 
@@ -153,13 +178,48 @@ def test_the_dry_run_keeps_the_experts_of_one_layer_on_disk(
     )
     monkeypatch.setattr(stream, "AT_ONCE", 1 << 18)
     module = "moepack.pipeline.estimate.place"
-    monkeypatch.setattr(module, lambda needs, size, memory: Placement(size, True, True, 1, True))
+    monkeypatch.setattr(module, lambda needs, size, memory: Placement(size, True, True, 1, 1, True))
     said = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=work)
     assert folders == [tmp_path / "fast"] * 2
     assert said.versions == plain.versions and said.dense_bytes == plain.dense_bytes
     matrices = 4 * 16 * 3 * 128 * 64 * 2  # bytes, in four layers
-    assert said.seconds["write"] - plain.seconds["write"] == pytest.approx(matrices / 1e6)
+    activations = (4 + 4) * 4 * 64 * 128 * 2  # bytes, before each layer and its experts: windows, tokens, columns
+    assert said.seconds["write"] - plain.seconds["write"] == pytest.approx((matrices + activations) / 1e6)
     assert not any((tmp_path / "fast").iterdir())
+
+
+def test_the_dry_run_knows_how_long_experts_take_to_read_that_it_need_not_see(
+    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the lossless version nothing of the later layers' experts is read."""
+    recipe = parse_recipe(f"{{versions: [w4], {RECIPE.text.strip()[1:]}", "test")
+    monkeypatch.setattr(stream, "AT_ONCE", 1 << 18)
+    module = "moepack.pipeline.estimate"
+    monkeypatch.setattr(f"{module}.place", lambda needs, size, memory: Placement(size, True, True, 1, 1, True))
+    run = _DryRun.open(demo_model, recipe, [text], "cpu", Reporter(), None, None)
+    run.keep_experts_in(tmp_path)
+    run.outside()
+    run.layer(0)
+    before = run._read
+    with monkeypatch.context() as patch:
+        patch.setattr(run._stream, "experts", None)
+        run.layer(1)
+    of_a_layer = run._second_a_byte * run._stream.part_bytes(1)
+    assert 0 < of_a_layer * 0.5 < run._read - before
+
+
+def test_one_limit_for_each_kind_of_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that another program gave back since does not make more than were counted."""
+    seen: list[int] = []
+    monkeypatch.setattr(executors, "workers", lambda device, need: 64)
+    monkeypatch.setattr(executors, "_at_once", lambda one, items, most, advance: seen.append(most))
+    monkeypatch.setattr(executors, "write_layer", lambda work: {})
+    work: Any = SimpleNamespace(tasks=[], missing=[], memory=None, part=0)
+    for how in (Placement(1, batches=2, slices=5), Placement(1)):
+        local = executors.Local()
+        local.begin(None, Path(), torch.device("cpu"), how)  # type: ignore[arg-type]
+        local.submit(work, None, lambda done: None)  # type: ignore[arg-type]
+    assert seen == [5, 2, 64, 64]
 
 
 def test_bytes_do_not_depend_on_where_activations_lie(

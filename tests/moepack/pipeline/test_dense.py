@@ -122,6 +122,11 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
     pipeline.pack(tmp_path / "work", tmp_path / "staged")
     assert tree(tmp_path / "staged") == tree(dense)
     monkeypatch.undo()
+    made = tree(tmp_path / "work" / "quantize")
+    (tmp_path / "work" / "calibrate" / "rest" / "moments.safetensors").unlink()
+    with pytest.raises(InputError, match="those matrices read was not kept"):  # before anything is thrown away
+        pipeline.quantize(tmp_path / "work", fresh=True)
+    assert made and tree(tmp_path / "work" / "quantize") == made
 
     real = Run._quantise_layer
     for stop in (1, None):  # before the second layer, before the output projection
@@ -185,10 +190,11 @@ def test_slices_count_for_a_bound_on_memory(checkpoint: Path, monkeypatch: pytes
     dense = dense_parts(stream, RECIPES)
     needs = bound.needs_of(stream, RECIPES, 8, 64, dense, 0)
     (head,) = dense_tasks(dense[None], RECIPES, "", "cpu")
-    assert needs.batch == head.memory > bound.needs_of(stream, RECIPES, 8, 64, {}, 0).batch and needs.at_once == 7
+    assert needs.slice == head.memory > needs.batch > 0 == bound.needs_of(stream, RECIPES, 8, 64, {}, 0).slice
+    assert needs.slices == 7
     assert needs.dense == 8 * (3 * 80**2 + 64**2 + 2 * 80**2 + 96**2)
     monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 512)
-    assert bound.needs_of(stream, RECIPES, 8, 64, dense, 0).at_once == 1 + 4096 // 512
+    assert bound.needs_of(stream, RECIPES, 8, 64, dense, 0).slices == 1 + 4096 // 512
 
 
 def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, tmp_path: Path) -> None:

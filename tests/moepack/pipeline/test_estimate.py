@@ -116,7 +116,7 @@ def test_the_probe_makes_as_many_batches_at_once_as_a_build(
     monkeypatch.setattr(module, "make_batch", waiting)
     batches = [range(n, n + 4) for n in range(0, 16, 4)]
     monkeypatch.setattr("moepack.quantize.expert_batch.expert_batches", lambda *asked: batches)
-    monkeypatch.setattr(module, "place", lambda *asked: replace(place(*asked), workers=workers))
+    monkeypatch.setattr(module, "place", lambda *asked: replace(place(*asked), batches=workers))
     assert estimate(demo_model, tmp_path / "bundle", recipe, [text]).seconds["quantise"] > 0
     assert len(alone) == 1 and together.n_waiting == 0
 

@@ -63,6 +63,11 @@ def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model: Path, tex
     with pytest.raises(InputError, match="what the experts of layer 0 saw was not kept"):
         quantize(work, fresh=True)
     assert before and tree(work / "quantize") == before
+    (work / "calibrate" / "layer-001" / "done.json").unlink()  # as after a calibration that was killed
+    (work / "calibrate" / "layer-000" / "observation.safetensors").touch()
+    with pytest.raises(InputError, match="layer 1 is not calibrated: run moepack calibrate to its end"):
+        quantize(work, fresh=True)
+    assert tree(work / "quantize") == before
 
 
 def test_a_killed_layer_keeps_its_finished_batches(

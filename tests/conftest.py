@@ -19,9 +19,9 @@ os.environ.setdefault(
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
 
-# Where bytecode is not to be written, every child process would compile moepack again, for half a second; without that of
-# installed packages, torch and transformers too, for 7. `make` installs with bytecode, so that only our own sources' is
-# written beside them; elsewhere all goes into a directory of this run's. This process stays as it was started.
+# Where bytecode is not to be written, every child process would compile moepack again, for half a second, and without
+# that of installed packages torch and transformers, for 7. `make` installs with bytecode, so that only our own sources'
+# is written beside them; elsewhere all goes into a directory of this run's. This process stays as it was started.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and not Path(torch.__spec__.cached or "").exists():
     _bytecode = tempfile.TemporaryDirectory()
     os.environ["PYTHONPYCACHEPREFIX"] = _bytecode.name

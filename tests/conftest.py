@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 
 os.environ.setdefault(
     "MOEPACK_LIMITS", "fixed"
@@ -88,6 +90,14 @@ def nothing_left_out() -> Iterator[None]:
     for name in UNUSED:
         if sys.modules.get(name, sys) is None:
             del sys.modules[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once() -> Iterator[None]:
+    """typer makes a command's parser anew at every call, from all functions' signatures: 60 ms of hundreds of calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -43,8 +43,9 @@ def draw_once(folder: Path) -> None:
         drawn_of = repr((files, sorted(p.name for p in Path(path, "experts").iterdir())))
         picture = folder / (hashlib.sha256(drawn_of.encode()).hexdigest() + out.suffix)
         if not picture.exists():
-            draw(path, out)
-            out.replace(picture)  # whole or not there: a child may be killed
+            part = picture.with_name(f"part-{picture.name}")
+            draw(path, part)
+            part.replace(picture)  # whole or not there: a child may be killed
         out.write_bytes(picture.read_bytes())
 
     moepack.hub.upload.plot = plot

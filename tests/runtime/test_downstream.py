@@ -207,18 +207,18 @@ def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle: Path) -> None:
     budget = {"policy": "static:w2", "device_memory": least + 4_000_000, "prefill_tokens": 64, "all_logits": True}
     model = moepack.load(bundle, **budget)
 
-    @find_executable_batch_size(starting_batch_size=64)
+    @find_executable_batch_size(starting_batch_size=16)
     def run(batch: int) -> int:
         with torch.inference_mode():
             model(torch.ones(batch, 64, dtype=torch.long), use_cache=False)
         return batch
 
-    @find_executable_batch_size(starting_batch_size=9)
+    @find_executable_batch_size(starting_batch_size=8)
     def load(batch: int) -> int:
         moepack.load(bundle, batch=batch, **budget).moepack.close()
         return batch
 
-    assert 1 < run() < 64 and 1 < load() < 9
+    assert 1 < run() < 16 and 1 < load() < 8
     with pytest.raises(torch.OutOfMemoryError, match="the budget of"), torch.inference_mode():
         model(torch.ones(64, 64, dtype=torch.long), use_cache=False)
     with pytest.raises(moepack.BudgetExceeded, match="is 1000"):

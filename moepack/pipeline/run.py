@@ -163,7 +163,7 @@ class Run:
             total = sum(layer.experts for layer in stream.expert_layers.values())
             if said := advice(few_tokens(work, stream), total):
                 reporter.note(said)
-        work.tidy()  # a worker that was killed left what it was writing
+        work.tidy(made=quantize)  # a worker that was killed left what it was writing
         reporter.step("done")
 
     def _take(self, wait: bool) -> None:

@@ -21,6 +21,7 @@ from support import HELPERS, tree
 from typer.testing import CliRunner
 
 from moepack.calibrate import from_file, statistics, stream
+from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.held import empty, is_mapped, mapped, release
 from moepack.cli import app
@@ -206,6 +207,21 @@ def test_the_dry_run_knows_how_long_experts_take_to_read_that_it_need_not_see(
         run.layer(1)
     of_a_layer = run._second_a_byte * run._stream.part_bytes(1)
     assert 0 < of_a_layer * 0.5 < run._read - before
+
+
+def test_what_is_converted_counts_only_where_it_is(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 a layer takes its BF16 and twice that while windows go through it; as it waits to be quantised, and in
+    a later run that only quantises, its BF16."""
+    recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, dtype="float32"))
+    asked: list[Needs] = []
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: (asked.append(needs), Placement(size))[1])
+    model = stream.StreamedModel(open_checkpoint(demo_model))
+    for walks in (True, False):
+        directory: Any = SimpleNamespace(settings=dict, holds=lambda stage: False)
+        start._fit(directory, model, recipe, {}, 1, 4, 64, walks=walks)
+    layer, outside = model.part_bytes(0), model.part_bytes(None)
+    found = [(n.outside, n.layer, n.waiting) for n in asked]
+    assert found == [(3 * outside, 3 * layer, layer), (0, layer, layer)]
 
 
 def test_one_limit_for_each_kind_of_piece(monkeypatch: pytest.MonkeyPatch) -> None:

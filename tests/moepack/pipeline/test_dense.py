@@ -170,6 +170,7 @@ def test_a_part_is_gone_on_with_where_it_stopped(
     before = len(made)
     pipeline.build(checkpoint, tmp_path / "other-b", rtn, [text], work=tmp_path / "other")
     assert tree(tmp_path / "other-b") == tree(tmp_path / "rtn") and len(made) == before + 12
+    assert not list((tmp_path / "other" / "objects").iterdir()), "pieces of the recipe that was given up"
     before = len(made)
     pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
     assert tree(tmp_path / "b") == tree(dense) and len(made) == before + 12 - 4

@@ -3,7 +3,7 @@
 With a bound, activations and the experts of a layer go to the work directory's disk where they do not fit, and a layer
 is calibrated on fewer windows at a time; the quantisers' batches follow from the recipe alone, because a bundle's bytes
 do. A bound that nothing of this keeps is refused, with the least that can be kept. All of it is arithmetic on shapes:
-the one thing that is measured is what the process takes before it begins.
+what is measured is what the process takes before it begins, and how much memory is available for pieces made at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from moepack.memory import resident_memory
 from moepack.pack.errors import InputError
 
 from .dense_slice import dense_tasks
-from .executors import workers
 from .expert_batch import batch_settings
 from .recipe import Recipe
 
@@ -240,6 +239,17 @@ def needs_of(
         mapped=mapped_batch,
         experts=with_copy(filed),
     )
+
+
+def workers(device: torch.device, need: int) -> int:
+    """Pieces of `need` bytes that are made here at once: one on a GPU, which has no cores to share out; on a CPU one a
+    thread of torch's, as far as half of the memory that is available holds them. Their number changes no byte."""
+    import psutil
+    import torch
+
+    if device.type != "cpu":
+        return 1
+    return max(1, min(torch.get_num_threads(), int(psutil.virtual_memory().available // 2 // need)))
 
 
 def _top_k(config: object) -> int:

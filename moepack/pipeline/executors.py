@@ -16,6 +16,7 @@ from moepack.cluster import asked, reach
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.devices.glibc import trim
 
+from .bound import Placement, workers
 from .dense_slice import DenseTask, make_slice
 from .expert_batch import ExpertBatchTask, make_batch
 from .layer_work import Advance, Given, LayerWork, Note, write_layer
@@ -24,7 +25,6 @@ from .piece import Piece, save_piece
 if TYPE_CHECKING:
     import torch
 
-    from .bound import Placement
     from .remote import Source
 
 NAMES = ("local", "ray")
@@ -142,17 +142,6 @@ def _make(task: DenseTask | ExpertBatchTask, given: Given, device: torch.device)
     for matrices in given.weights.weights:
         release(matrices)
     return made
-
-
-def workers(device: torch.device, need: int) -> int:
-    """Pieces of `need` bytes that are made here at once: one on a GPU, which has no cores to share out; on a CPU one a
-    thread of torch's, as far as half of the memory that is available holds them. Their number changes no byte."""
-    import psutil
-    import torch
-
-    if device.type != "cpu":
-        return 1
-    return max(1, min(torch.get_num_threads(), int(psutil.virtual_memory().available // 2 // need)))
 
 
 def _at_once(one: Callable[[int], int], items: list[int], most: int, advance: Advance) -> None:

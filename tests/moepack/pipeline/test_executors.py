@@ -23,8 +23,8 @@ from moepack.calibrate.identity import identity, is_known
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
 from moepack.pipeline import executors, remote
+from moepack.pipeline.bound import workers
 from moepack.pipeline.build import build
-from moepack.pipeline.executors import workers
 from moepack.pipeline.expert_batch import ExpertBatchTask, batch_settings
 from moepack.pipeline.piece import load_piece
 from moepack.pipeline.recipe import parse_recipe

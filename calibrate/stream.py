@@ -27,7 +27,7 @@ from .held import empty, is_mapped, release
 from .lazy import LazyWeights
 from .some_experts import Parts, sources_of
 
-# Bytes of a layer's experts that are read at once: reading takes up to three times as much in memory.
+# Bytes of a layer's experts, or of layers for MTP, that are read at once: reading takes up to three times as much.
 AT_ONCE = 1 << 29
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -409,18 +409,24 @@ class StreamedModel:
         """Bytes of the tensors of `mtp_groups`."""
         return sum(self.checkpoint.weight_bytes(name) for name in self.mtp)
 
+    @property
+    def mtp_loading_bytes(self) -> int:
+        """The most bytes that one of `mtp_groups`, of AT_ONCE bytes, takes: its tensors, the mapped pages of the files,
+        and the last tensor as it is decoded and copied."""
+        largest = max((self.checkpoint.weight_bytes(name) for name in self.mtp), default=0)
+        return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
+
     def mtp_groups(self, most: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors of the MTP layers, by their names in the checkpoint, at most about so many bytes at a time: as
-        they are stored, those that are codes and scales decoded to BF16."""
-        group: dict[str, Tensor] = {}
-        with contextlib.ExitStack() as stack:
-            reader = LazyWeights(self.checkpoint, stack)
-            for name in self.mtp:
-                group[name] = reader.weight(name)[...].clone()  # not a view of the mapped file
-                if sum(t.nbytes for t in group.values()) >= most:
-                    yield group
-                    group = {}
-        if group:
+        """The tensors of the MTP layers, by their names in the checkpoint, about so many bytes at a time: as they are
+        stored, those that are codes and scales decoded to BF16. To be emptied before the next are asked for."""
+        left = list(reversed(self.mtp))
+        while left:
+            group: dict[str, Tensor] = {}
+            with contextlib.ExitStack() as stack:  # whose end lets go of what was mapped
+                reader = LazyWeights(self.checkpoint, stack)
+                while left and sum(t.nbytes for t in group.values()) < most:
+                    name = left.pop()
+                    group[name] = reader.weight(name)[...].clone()  # not a view of the mapped file
             yield group
 
     def split(self, layer: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ExpertWeights | None]:

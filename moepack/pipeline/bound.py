@@ -35,8 +35,8 @@ class Needs:
 
     Attributes:
         process: of the process itself, before the first layer.
-        loading: while a part of the checkpoint is read: the files' mapped pages and what is made of them.
-        outside: what lies outside the layers, as it is computed with.
+        loading: while a layer is read: the files' mapped pages and what is made of them.
+        outside: while what lies outside the layers is read and computed with, layers for MTP among it.
         layer: a layer while windows go through it: as it is in the checkpoint, and as it is computed with.
         waiting: a layer while it is quantised, as it is in the checkpoint.
         loading_on_disk, layer_on_disk, waiting_on_disk: the same where the experts of a layer lie on disk; 0 where none
@@ -48,10 +48,8 @@ class Needs:
         routing: which experts were chosen, and their gates.
         window: one window's forward through a layer.
         forward: what a forward takes whatever the windows.
-        batch: quantising experts together, one batch of them.
-        batches: how many of these are made at once where no bound is given.
-        slice: quantising a slice of a dense matrix.
-        slices: how many of these are made at once where no bound is given.
+        batches: by layer, how many expert batches are made at once where no bound is given, and bytes of one.
+        slices: the same of slices of dense matrices, by part; empty where none get versions.
         dense: the moments of a part's dense matrices.
         each: the activations of one window.
     """
@@ -64,12 +62,10 @@ class Needs:
     routing: int
     window: int
     forward: int
-    batch: int
+    batches: tuple[tuple[int, int], ...]
+    slices: tuple[tuple[int, int], ...] = ()
     outside: int = 0
     waiting: int = 0
-    batches: int = 1
-    slice: int = 0
-    slices: int = 1
     dense: int = 0
     each: int = 0
     loading_on_disk: int = 0
@@ -107,15 +103,17 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     loading, layer, waiting = needs.loading, needs.layer, needs.waiting
     if how.experts_on_disk:
         loading, layer, waiting = needs.loading_on_disk, needs.layer_on_disk, needs.waiting_on_disk
-    batch = needs.batch + needs.mapped * how.experts_on_disk
-    pieces = max(max(1, how.batches) * batch, max(1, how.slices) * needs.slice)  # a layer's slices are made first
+    mapped_batch = needs.mapped * how.experts_on_disk
+    pieces = [min(n, max(1, how.batches)) * (size + mapped_batch) for n, size in needs.batches]
+    pieces += [min(n, max(1, how.slices)) * size for n, size in needs.slices]  # made before a layer's batches
+    made = "expert batches or slices" if needs.slices else "expert batches"
     saw = always | {"activations": hidden + seen + needs.routing}
     forward = needs.forward + how.batch_size * needs.window
     return {
         "read a layer": always | {"layer": loading},
-        "read embeddings": always | {"layer": needs.outside},
+        "read what lies outside the layers": always | {"outside the layers": needs.outside},
         "calibrate": saw | {"layer": layer, "forward": forward, "dense moments": needs.dense},
-        "quantise": saw | {"layer": waiting, "pieces": pieces, "dense moments": needs.dense},
+        "quantise": saw | {"layer": waiting, made: max(pieces), "dense moments": needs.dense},
     }
 
 
@@ -131,31 +129,39 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
     Without a bound, everything is in memory. With one, what goes to disk first is what changes no bit: what goes into
     the next layer, which nobody reads while experts are quantised, then what experts saw. Then fewer pieces are made at
     once, then the experts of a layer go to disk, which each batch of windows reads once from there. Last, batches of
-    windows shrink, with the experts in memory where that holds as many: never to fewer in a larger bound.
+    windows shrink, with the experts in memory where that holds as many: never to fewer in a larger bound. In what
+    room is left then, more pieces are made at once.
 
     Raises:
         InputError: with the least that would do.
     """
-    plain = Placement(batch_size, batches=needs.batches, slices=needs.slices)
+    batches, slices = (max((n for n, _ in pieces), default=1) for pieces in (needs.batches, needs.slices))
+    plain = Placement(batch_size, batches=batches, slices=slices)
     if bound is None:
         return plain
+
+    def fits(how: Placement) -> bool:
+        return sum(peak(needs, how)[1].values()) <= bound
+
     places = [plain, replace(plain, hidden_on_disk=True), replace(plain, hidden_on_disk=True, seen_on_disk=True)]
-    for n in range(max(needs.batches, needs.slices) - 1, 0, -1):
-        places.append(replace(places[-1], batches=min(needs.batches, n), slices=min(needs.slices, n)))
+    for n in range(max(batches, slices) - 1, 0, -1):
+        places.append(replace(places[-1], batches=min(batches, n), slices=min(slices, n)))
     last = places.pop()
     for b in range(batch_size, 0, -1):
         places.append(replace(last, batch_size=b))
         if needs.layer_on_disk:
             places.append(replace(last, batch_size=b, experts_on_disk=True))
-    for how in places:
-        if sum(peak(needs, how)[1].values()) <= bound:
-            return how
+    for how in filter(fits, places):
+        more = (replace(how, batches=n) for n in range(batches, how.batches, -1))
+        how = next(filter(fits, more), how)
+        more = (replace(how, slices=n) for n in range(slices, how.slices, -1))
+        return next(filter(fits, more), how)
     step, parts = min((peak(needs, how) for how in reversed(places)), key=lambda found: sum(found[1].values()))
     least = sum(parts.values())
-    most = max(parts, key=lambda part: parts[part])
+    largest = max(parts, key=lambda part: parts[part])
     raise InputError(
         f"--memory {_size(bound)} cannot be kept: the least is {_size(least, up=True)}, to {step} "
-        f"({most} {_size(parts[most])})"
+        f"({largest} {_size(parts[largest])})"
     )
 
 
@@ -205,7 +211,7 @@ def needs_of(
     widest = max((_window(stream, i, length, dtype) for i in range(len(stream.layers))), default=0)
     top_k = _top_k(config)
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
-    mapped_batch, batches, slices = 0, [(1, 0)], [(1, 0)]  # of each layer, how many are made at once, bytes of one
+    mapped_batch, batches, slices = 0, [], []
     for i, x in stream.expert_layers.items():
         some = expert_batches(x, settings)
         mapped_batch = max(mapped_batch, max(map(len, some)) * in_file[i] // x.experts)
@@ -218,8 +224,12 @@ def needs_of(
         slices.append((min(len(tasks), workers(stream.device, size)), size))
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
-        loading=max(stream.loading_bytes(part) for part in (None, *parts)),
-        outside=with_copy(outside) if on_cpu else outside,
+        loading=max(stream.loading_bytes(part) for part in parts),
+        outside=max(
+            stream.loading_bytes(None),
+            with_copy(outside) if on_cpu else outside,
+            stream.mtp_loading_bytes if recipe.mtp == "keep" else 0,
+        ),
         layer=with_copy(largest) if on_cpu else largest,
         waiting=largest,
         hidden=tokens * hidden_size * dtype.itemsize,
@@ -227,13 +237,11 @@ def needs_of(
         routing=8 * tokens * top_k,
         window=widest if on_cpu else 0,
         forward=length * length * 4 + converted if on_cpu else 0,
-        batch=max(size for _, size in batches),
-        batches=max(count for count, _ in batches),
-        slice=max(size for _, size in slices),
-        slices=max(count for count, _ in slices),
+        batches=tuple(batches),
+        slices=tuple(slices),
         each=length * hidden_size * dtype.itemsize,
         dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
-        loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in (None, *parts)) if filed else 0,
+        loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in parts) if filed else 0,
         layer_on_disk=(with_copy(rest) if on_cpu else rest) + with_copy(expert) if filed else 0,
         waiting_on_disk=rest if filed else 0,
         mapped=mapped_batch,

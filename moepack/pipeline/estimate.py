@@ -207,7 +207,7 @@ class _DryRun:
             return
         before = self._read
         tensors = self._load(index)
-        self._second_a_byte = (self._read - before) / self._stream.part_bytes(index)
+        self._second_a_byte = (self._read - before) / max(1, self._stream.part_bytes(index))
         dense, experts = self._stream.split(index, tensors)
         self._add_dense(index, dense)
         if self._walk is not None:
@@ -342,7 +342,7 @@ class _DryRun:
         spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk + filed
         passes = 2 if self._recipe.calibration.until else 1  # one counts tokens first
         written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
-        written += passes * self.layers * needs.hidden * how.hidden_on_disk
+        written += passes * (self.layers + 1) * needs.hidden * how.hidden_on_disk
         written += passes * len(self._experts) * (filed + needs.seen * how.seen_on_disk)
         seconds = {
             "start": self.start,

@@ -21,7 +21,6 @@ from moepack.runtime.devices.glibc import trim
 
 from .artifacts import (
     MOMENTS,
-    SHARD,
     digested,
     load_hidden,
     load_moments,
@@ -98,6 +97,7 @@ class Run:
         import torch
 
         from moepack.calibrate.forward import CalibrationPass
+        from moepack.calibrate.stream import AT_ONCE
 
         stream, work = self._stream, self._work
         source = WeightSource(str(Path(stream.checkpoint.path).absolute()), digested(work))
@@ -116,10 +116,11 @@ class Run:
             on_disk = [work.path if it else None for it in (how.hidden_on_disk, how.seen_on_disk)]
             walk = CalibrationPass(stream, self._ids, how.batch_size, dtype, *on_disk)
         if walk is not None and (first < total or not work.done("calibrate", None)):
+            for k, group in enumerate(stream.mtp_groups(AT_ONCE) if self._recipe.mtp == "keep" else ()):
+                save(work.piece("calibrate", None, f"mtp-{k:05d}.safetensors"), group)
+                group.clear()  # before the next is read
             rest = stream.load(None)
             save(work.piece("calibrate", None, "dense.safetensors"), rest)
-            for k, group in enumerate(stream.mtp_groups(SHARD) if self._recipe.mtp == "keep" else ()):
-                save(work.piece("calibrate", None, f"mtp-{k:05d}.safetensors"), group)
             work.mark("calibrate", None, {})
             if first < total:
                 stream.to_compute(None, dtype)
@@ -163,7 +164,7 @@ class Run:
             total = sum(layer.experts for layer in stream.expert_layers.values())
             if said := advice(few_tokens(work, stream), total):
                 reporter.note(said)
-        work.tidy(made=quantize)  # a worker that was killed left what it was writing
+        work.tidy()  # a worker that was killed left what it was writing
         reporter.step("done")
 
     def _take(self, wait: bool) -> None:
@@ -218,13 +219,16 @@ class Run:
         for part in (*range(len(self._stream.layers)), None):
             if part is not None and work.done("calibrate", part) is None:
                 raise not_calibrated(work, part)
-            if part in self._dense and not work.piece("calibrate", part, MOMENTS).exists():
+            if part in self._dense and not work.settings()["calibrate"].get("dense"):
                 raise no_moments(work)
-            if part in self._stream.expert_layers and not self._observed(part):
+            if part is not None and not self._observed(part):
+                what = "its experts saw" if part in self._stream.expert_layers else "its dense matrices read"
                 raise InputError(
-                    f"{work.path}: what the experts of layer {part} saw was not kept: build with --keep, or run "
-                    "moepack calibrate with --fresh in another --work"
+                    f"{work.path}: layer {part}: what {what} was not kept: build with --keep, or run moepack calibrate "
+                    "with --fresh in another --work"
                 )
+            if part in self._dense and not work.piece("calibrate", part, MOMENTS).exists():
+                raise no_moments(work)  # behind the last layer: calibrate makes them from what it kept
 
     def _observed(self, layer: int) -> bool:
         """Whether the calibrate stage finished a layer and kept what its experts saw."""

@@ -218,8 +218,8 @@ def _fit(
         return Placement(size)
     needs = needs_of(stream, recipe, windows, length, dense)
     if not walks:  # what experts saw is mapped from the file that the first stage left, and nothing is converted
-        as_kept = {"outside": 0, "layer": needs.waiting, "layer_on_disk": needs.waiting_on_disk}
-        return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED, **as_kept), 1, memory)
+        needs = replace(needs, outside=0, layer=needs.waiting, layer_on_disk=needs.waiting_on_disk)
+        return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
     # Batches that an earlier run began with, if they fit: the activations' bits follow from them.
     begun = {} if fresh else directory.settings().get("calibrate", {})
     before = begun.get("batch_size", size)

@@ -116,15 +116,14 @@ class WorkDirectory:
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
 
-    def tidy(self, made: bool = False) -> None:
-        """Remove what a killed build was writing, under other names than in the end, or removing; where all is `made`,
-        also the pieces that no layer took: of a recipe that was given up."""
+    def tidy(self) -> None:
+        """Remove what a killed build was writing, under other names than in the end, or removing."""
         for path in self.path.glob(f"{_REMOVED}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in (self.path / "objects").glob("*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif made or not _OBJECT.fullmatch(path.name):
+            elif not _OBJECT.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         for path in self.path.glob(f"{PROBE}*"):
             path.unlink(missing_ok=True)

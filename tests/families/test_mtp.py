@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
+from support import tree
 
 import moepack
+from moepack.calibrate import stream
+from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.families.mtp import mtp_patterns, mtp_tensors
 from moepack.pack.errors import InputError
+from moepack.pipeline.artifacts import save
+from moepack.pipeline.bound import needs_of
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
@@ -108,3 +114,30 @@ def test_a_lost_tensor_of_theirs_is_found(checkpoint: Path, text: Path, tmp_path
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     problems = verify(tmp_path / "b", other)
     assert len(problems) == 1 and "eh_proj" in str(problems[0])
+
+
+def test_they_are_read_some_at_a_time(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound on memory counts one group of them, and no two are there at once; the same bytes."""
+    recipe = parse_recipe(RECIPE.format("keep"), "t")
+    build(checkpoint, tmp_path / "b", recipe, [text])
+    sizes = [t.nbytes for t in mtp_of(checkpoint).values()]
+    monkeypatch.setattr(stream, "AT_ONCE", sum(sizes) // 4)
+    model = stream.StreamedModel(open_checkpoint(checkpoint))
+    assert model.mtp_loading_bytes == 2 * (sum(sizes) // 4 + max(sizes)) + 2 * max(sizes)
+    monkeypatch.setattr(model, "loading_bytes", lambda *part, **how: 1)
+    monkeypatch.setattr(model, "part_bytes", lambda part: 1)
+    assert needs_of(model, recipe, 1, 16, {}, 0).outside == model.mtp_loading_bytes
+    assert needs_of(model, parse_recipe(RECIPE.format("drop"), "t"), 1, 16, {}, 0).outside < max(sizes)
+    groups: list[dict[str, torch.Tensor]] = []
+
+    def kept(path: Path, tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        if path.name.startswith("mtp"):
+            assert not any(groups) and sum(t.nbytes for t in tensors.values()) <= sum(sizes) // 4 + max(sizes)
+            groups.append(tensors)
+        save(path, tensors, *rest)
+
+    monkeypatch.setattr("moepack.pipeline.run.save", kept)
+    build(checkpoint, tmp_path / "again", recipe, [text])
+    assert len(groups) > 2 and tree(tmp_path / "again") == tree(tmp_path / "b")

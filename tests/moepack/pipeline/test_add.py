@@ -174,7 +174,7 @@ def test_refusals(mine: Path, demo_model: Path, text: Path, tmp_path: Path, monk
         pipeline.build(demo_model, tmp_path / "c", parse_recipe(RTN, "x"), [text], keep=True)
     pipeline.build(demo_model, tmp_path / "c", parse_recipe(RTN.replace("12", "4"), "x"), [text], work=tmp_path / "v")
     refused("was not made of what", work=tmp_path / "v")
-    with pytest.raises(InputError, match="what the experts of layer 0 saw was not kept"):
+    with pytest.raises(InputError, match="layer 0: what its experts saw was not kept"):
         add(tmp_path / "c", tmp_path / "v", ["w2"])
 
     def unable(*_: Any) -> None:

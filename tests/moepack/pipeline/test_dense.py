@@ -170,7 +170,6 @@ def test_a_part_is_gone_on_with_where_it_stopped(
     before = len(made)
     pipeline.build(checkpoint, tmp_path / "other-b", rtn, [text], work=tmp_path / "other")
     assert tree(tmp_path / "other-b") == tree(tmp_path / "rtn") and len(made) == before + 12
-    assert not list((tmp_path / "other" / "objects").iterdir()), "pieces of the recipe that was given up"
     before = len(made)
     pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
     assert tree(tmp_path / "b") == tree(dense) and len(made) == before + 12 - 4
@@ -191,11 +190,12 @@ def test_slices_count_for_a_bound_on_memory(checkpoint: Path, monkeypatch: pytes
     dense = dense_parts(stream, RECIPES)
     needs = bound.needs_of(stream, RECIPES, 8, 64, dense, 0)
     (head,) = dense_tasks(dense[None], RECIPES, "", "cpu")
-    assert needs.slice == head.memory > needs.batch > 0 == bound.needs_of(stream, RECIPES, 8, 64, {}, 0).slice
-    assert needs.slices == 7
+    assert (1, head.memory) in needs.slices and max(count for count, _ in needs.slices) == 7
+    assert bound.needs_of(stream, RECIPES, 8, 64, {}, 0).slices == () and len(needs.batches) == 1
     assert needs.dense == 8 * (3 * 80**2 + 64**2 + 2 * 80**2 + 96**2)
     monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 512)
-    assert bound.needs_of(stream, RECIPES, 8, 64, dense, 0).slices == 1 + 4096 // 512
+    sliced = bound.needs_of(stream, RECIPES, 8, 64, dense, 0).slices
+    assert max(count for count, _ in sliced) == 1 + 4096 // 512
 
 
 def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, tmp_path: Path) -> None:

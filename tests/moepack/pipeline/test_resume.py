@@ -60,7 +60,7 @@ def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model: Path, tex
     recipe, work = parse_recipe(RECIPE, "test"), tmp_path / "work"
     build(short_model, tmp_path / "bundle", recipe, [text], work=work)
     before = tree(work / "quantize")
-    with pytest.raises(InputError, match="what the experts of layer 0 saw was not kept"):
+    with pytest.raises(InputError, match="layer 0: what its experts saw was not kept"):
         quantize(work, fresh=True)
     assert before and tree(work / "quantize") == before
     (work / "calibrate" / "layer-001" / "done.json").unlink()  # as after a calibration that was killed

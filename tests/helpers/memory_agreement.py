@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 import moepack
-from moepack.startup import leave_out
 
-leave_out("serve")  # as the command does, before transformers imports them
 POLICY = "hotness:hi=bf16,lo=w2,prior=none,interval=0.1,rate=0,margin=0,slack=0"
 
 

@@ -116,9 +116,12 @@ class Run:
             on_disk = [work.path if it else None for it in (how.hidden_on_disk, how.seen_on_disk)]
             walk = CalibrationPass(stream, self._ids, how.batch_size, dtype, *on_disk)
         if walk is not None and (first < total or not work.done("calibrate", None)):
+            for left in work.piece("calibrate", None, "").glob("mtp-*.safetensors"):  # by a run that was killed
+                left.unlink()
             for k, group in enumerate(stream.mtp_groups(AT_ONCE) if self._recipe.mtp == "keep" else ()):
                 save(work.piece("calibrate", None, f"mtp-{k:05d}.safetensors"), group)
                 group.clear()  # before the next is read
+                trim()
             rest = stream.load(None)
             save(work.piece("calibrate", None, "dense.safetensors"), rest)
             work.mark("calibrate", None, {})

@@ -8,7 +8,7 @@ what is measured is what the process takes before it begins, and how much memory
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moepack.memory import resident_memory
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 LATER = 160 * MIB  # what a process takes beyond its start: libraries that are loaded on their first use, small objects
+REUSED = 1.6  # times what a forward takes, where the next one is to take what it frees: the heap has holes then
 MAPPED = 48 * MIB  # of activations in a file, the most in memory at once beside a batch of windows
 
 
@@ -48,7 +49,7 @@ class Needs:
         routing: which experts were chosen, and their gates.
         window: one window's forward through a layer.
         forward: what a forward takes whatever the windows.
-        batches: by layer, how many expert batches are made at once where no bound is given, and bytes of one.
+        batches: by layer, how many expert batches are made at once at the most, and bytes of one.
         slices: the same of slices of dense matrices, by part; empty where none get versions.
         dense: the moments of a part's dense matrices.
         each: the activations of one window.
@@ -78,7 +79,8 @@ class Needs:
 @dataclass(frozen=True, slots=True)
 class Placement:
     """How a build is fitted into a bound: windows of a batch, what lies on disk, and how many expert batches, or
-    slices of dense matrices, are made at once at the most; 0 leaves that to whoever makes them."""
+    slices of dense matrices, are made at once at the most; 0 leaves that to whoever makes them. With `reuse` a forward
+    takes the memory that the one before freed, which saves time."""
 
     batch_size: int
     hidden_on_disk: bool = False
@@ -86,6 +88,7 @@ class Placement:
     batches: int = 0
     slices: int = 0
     experts_on_disk: bool = False
+    reuse: bool = field(default=False, compare=False)
 
     @property
     def on_disk(self) -> str:
@@ -108,7 +111,7 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     pieces += [min(n, max(1, how.slices)) * size for n, size in needs.slices]  # made before a layer's batches
     made = "expert batches or slices" if needs.slices else "expert batches"
     saw = always | {"activations": hidden + seen + needs.routing}
-    forward = needs.forward + how.batch_size * needs.window
+    forward = needs.forward + int(how.batch_size * needs.window * (REUSED if how.reuse else 1))
     return {
         "read a layer": always | {"layer": loading},
         "read what lies outside the layers": always | {"outside the layers": needs.outside},
@@ -130,15 +133,16 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
     the next layer, which nobody reads while experts are quantised, then what experts saw. Then fewer pieces are made at
     once, then the experts of a layer go to disk, which each batch of windows reads once from there. Last, batches of
     windows shrink, with the experts in memory where that holds as many: never to fewer in a larger bound. In what
-    room is left then, more pieces are made at once.
+    room is left then, more pieces are made at once, and memory is reused.
 
     Raises:
         InputError: with the least that would do.
     """
     batches, slices = (max((n for n, _ in pieces), default=1) for pieces in (needs.batches, needs.slices))
     plain = Placement(batch_size, batches=batches, slices=slices)
+    reuses = needs.window > 0
     if bound is None:
-        return plain
+        return replace(plain, reuse=reuses)
 
     def fits(how: Placement) -> bool:
         return sum(peak(needs, how)[1].values()) <= bound
@@ -155,7 +159,8 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
         more = (replace(how, batches=n) for n in range(batches, how.batches, -1))
         how = next(filter(fits, more), how)
         more = (replace(how, slices=n) for n in range(slices, how.slices, -1))
-        return next(filter(fits, more), how)
+        how = next(filter(fits, more), how)
+        return replace(how, reuse=reuses and fits(replace(how, reuse=True)))
     step, parts = min((peak(needs, how) for how in reversed(places)), key=lambda found: sum(found[1].values()))
     least = sum(parts.values())
     largest = max(parts, key=lambda part: parts[part])
@@ -177,6 +182,7 @@ def needs_of(
 
     Args:
         stream: the model's skeleton.
+    bounded: bool = False,
         recipe: what is wanted.
         windows: that the model is calibrated on.
         length: tokens of one.
@@ -187,6 +193,8 @@ def needs_of(
 
     from moepack.calibrate.widened import widened_bytes
     from moepack.quantize.batch_memory import batch_memory
+        bounded: whether they are to be kept to: then pieces at once are counted as if all memory were available, which
+            other programs may give back meanwhile.
     from moepack.quantize.expert_batch import expert_batches
 
     dtype: torch.dtype = getattr(torch, recipe.calibration.dtype)
@@ -212,16 +220,20 @@ def needs_of(
     top_k = _top_k(config)
     converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
     mapped_batch, batches, slices = 0, [], []
-    for i, x in stream.expert_layers.items():
+
+    def at_once(pieces: int, size: int) -> int:
+        return min(pieces, workers(stream.device, 1 if bounded else size))
+
+    for i, x in stream.expert_layers.items() if recipe.versions else ():
         some = expert_batches(x, settings)
         mapped_batch = max(mapped_batch, max(map(len, some)) * in_file[i] // x.experts)
         size = batch_memory(x, settings, max(map(len, some)))
-        batches.append((min(len(some), workers(stream.device, size)), size))
+        batches.append((at_once(len(some), size), size))
     for matrices in filter(None, dense.values()):
         tasks = dense_tasks(matrices, recipe, "", stream.device.type)
         rounded = [2 * t.matrix.matrix.weights * (kept_as != torch.bfloat16) for t in tasks]  # to BF16, before the rest
         size = max(t.memory + more for t, more in zip(tasks, rounded, strict=True))
-        slices.append((min(len(tasks), workers(stream.device, size)), size))
+        slices.append((at_once(len(tasks), size), size))
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
         loading=max(stream.loading_bytes(part) for part in parts),

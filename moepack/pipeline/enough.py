@@ -8,6 +8,7 @@ windows would; it quantises nothing, and keeps no activations but the live ones.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from moepack.pack.tables import FEW_TOKENS
 from moepack.progress import Reporter
-from moepack.runtime.devices.glibc import trim
+from moepack.runtime.devices.glibc import reusing, trim
 
 from .work import WorkDirectory
 
@@ -104,7 +105,8 @@ def _count(
         stream.load(i)
         stream.to_compute(i, dtype)
         reporter.inner("tokens", windows.ids.numel())
-        observation = walk.run_layer(i, reporter.advance)
+        with reusing() if placed.reuse else contextlib.nullcontext():
+            observation = walk.run_layer(i, reporter.advance)
         stream.free(i)
         if observation is not None:
             experts = stream.expert_layers[i].experts

@@ -6,6 +6,7 @@ one batch through the first layers, and a few experts through the quantiser.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from moepack.pack.spec import LOSSLESS, DenseMatrix, affine_extent_size, dense_l
 from moepack.pack.writer import check_target, existing
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
-from moepack.runtime.devices.glibc import trim
+from moepack.runtime.devices.glibc import reusing, trim
 from moepack.runtime.load import check_device
 
 from .bound import Needs, Placement, needs_of, peak, place
@@ -169,7 +170,8 @@ class _DryRun:
         stream = StreamedModel(opened, device)
         dense = dense_parts(stream, recipe)
         _, windows = calibration_text(opened, recipe, calibration)
-        needs = needs_of(stream, recipe, len(windows.ids), windows.ids.shape[1], dense)
+        count, length = windows.ids.shape
+        needs = needs_of(stream, recipe, count, length, dense, bounded=memory is not None)
         how = place(needs, recipe.calibration.batch_size, memory)
         return _DryRun(stream, recipe, dense, windows.ids, reporter, needs, how)
 
@@ -215,8 +217,12 @@ class _DryRun:
             began = time.perf_counter()
             matrices = self._matrices[index].matrices if index in self._matrices else ()
             watch = watch_part(self._stream, matrices, self._walk.windows, self._walk.length) if matrices else None
-            observation = self._walk.run_layer(index, watch=watch)
-            self._forward = time.perf_counter() - began
+            with reusing() if self._how.reuse else contextlib.nullcontext():
+                if self._how.reuse:
+                    self._walk.run_layer(index)  # the first batch takes memory that the next ones find
+                began = time.perf_counter()
+                observation = self._walk.run_layer(index, watch=watch)
+                self._forward = time.perf_counter() - began
             if observation is not None and experts is not None:
                 self._walk = None
                 self._one_expert = self._quantise_some(index, experts, observation)

@@ -8,6 +8,7 @@ done is not redone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -17,7 +18,7 @@ from moepack.memory import bound_kernel_caches
 from moepack.pack.errors import InputError
 from moepack.pack.spec import DenseLayer, DenseMatrix
 from moepack.progress import Reporter
-from moepack.runtime.devices.glibc import trim
+from moepack.runtime.devices.glibc import reusing, trim
 
 from .artifacts import (
     MOMENTS,
@@ -262,7 +263,8 @@ class Run:
         reporter.inner("tokens", sum(h.shape[0] * h.shape[1] for h in walk.hidden))
         matrices = self._dense.get(layer)
         watch = watch_part(self._stream, matrices, walk.windows, walk.length) if matrices else None
-        observation: Observation | None = walk.run_layer(layer, reporter.advance, watch)
+        with reusing() if self._how.reuse else contextlib.nullcontext():
+            observation: Observation | None = walk.run_layer(layer, reporter.advance, watch)
         moments = None if watch is None else watch.moments()
         if moments is not None and keep:
             self._keep_moments(layer, moments)

@@ -214,9 +214,9 @@ def _fit(
         if walks and not fresh and (begun := _begun(directory, recipe)) != size:
             if reporter is not None:
                 reporter.note(f"goes on with {begun} windows at once, to which --memory brought the work directory")
-            return Placement(begun)
-        return Placement(size)
-    needs = needs_of(stream, recipe, windows, length, dense)
+            size = begun
+        return Placement(size, reuse=walks and stream.device.type == "cpu")
+    needs = needs_of(stream, recipe, windows, length, dense, bounded=True)
     if not walks:  # what experts saw is mapped from the file that the first stage left, and nothing is converted
         needs = replace(needs, outside=0, layer=needs.waiting, layer_on_disk=needs.waiting_on_disk)
         return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)

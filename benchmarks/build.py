@@ -110,10 +110,10 @@ class _Enough(Exception):
 
 
 class _Some(Reporter):
-    """Ends a build once some experts are made; knows when the first was begun."""
+    """Ends a build once some experts are made; knows when the first was begun, and how many a batch has."""
 
     def __init__(self, most: int) -> None:
-        self.made, self.began, self._most, self._counts = 0, 0.0, most, False
+        self.began, self._made, self._batches, self._most, self._counts = 0.0, 0, 0, most, False
 
     def inner(self, name: str, total: int) -> None:
         self._counts = name == "experts"
@@ -121,9 +121,14 @@ class _Some(Reporter):
             self.began = time.monotonic()
 
     def advance(self, amount: int = 1) -> None:
-        self.made += amount * self._counts
-        if self.made >= self._most:
+        self._made += amount * self._counts
+        self._batches += self._counts and amount > 0
+        if self._made >= self._most:
             raise _Enough
+
+    def made(self, work: Path) -> int:
+        """Experts of the batches in a work directory: those that were being made beside the last one are among them."""
+        return len(list((work / "objects").glob("*.safetensors"))) * self._made // self._batches
 
 
 @dataclass(frozen=True)
@@ -144,13 +149,13 @@ def _build_bounded(
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import load_recipe
 
-    recipe, reporter = load_recipe(name), _Some(most)
+    recipe, reporter, work = load_recipe(name), _Some(most), Path(f"{bundle}.work")
     recipe = replace(recipe, calibration=replace(recipe.calibration, samples=windows, length=length))
     began = time.monotonic()
     with contextlib.suppress(_Enough):
-        build(checkpoint, bundle, recipe, [text], memory=memory, reporter=reporter)
+        build(checkpoint, bundle, recipe, [text], work, memory=memory, reporter=reporter)
     ended = time.monotonic()
-    return Bounded(peak_memory(), reporter.began - began, ended - reporter.began, reporter.made)
+    return Bounded(peak_memory(), reporter.began - began, ended - reporter.began, reporter.made(work))
 
 
 def words(path: Path, tokens: int) -> str:
@@ -199,7 +204,7 @@ class Shape:
 
 
 SHAPES = (
-    Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 36, 512),
+    Shape("Qwen3-30B-A3B", "qwen3-30b-a3b", 2048, 128, 768, 8, 9 << 30, 40, 512),
     Shape("Mixtral-8x7B", "mixtral-8x7b", 4096, 8, 14336, 2, 18 << 30, 1, 128),
     Shape("DeepSeek-V3, 4 of 256 experts", "deepseek-v3", 7168, 4, 2048, 1, 5 << 30, 2, 128),
     Shape("DeepSeek-V3, all experts", "deepseek-v3", 7168, 256, 2048, 8, 9 << 30, 2, 32),

@@ -26,11 +26,10 @@ from benchmarks.scale_simulation import Cluster, Job, simulate
 
 LAYERS = 8
 _RECIPE = "quantize: {{method: gptq, loss_tokens: 512}}\ncalibration: {{samples: {}, length: 256, batch_size: 8}}"
-TOKENS = 128 * 2048  # of the default recipe
-# Name, layers with experts, hidden, expert size, experts, top-k, parameters that a token uses.
+# Name, shipped recipe, layers with experts, hidden, expert size, experts, top-k, parameters that a token uses.
 MODELS = (
-    ("Qwen3-235B-A22B", 94, 4096, 1536, 128, 8, 22e9),
-    ("DeepSeek-V3, 671B", 58, 7168, 2048, 256, 8, 37e9),
+    ("Qwen3-235B-A22B", "qwen3-235b-a22b", 94, 4096, 1536, 128, 8, 22e9),
+    ("DeepSeek-V3, 671B", "deepseek-v3", 58, 7168, 2048, 256, 8, 37e9),
 )
 NODES = (1, 8, 32)
 CORES, DISK, NETWORK, STORE = 64, 2e9, 25e9 / 8, 75e9
@@ -109,7 +108,7 @@ def bytes_of(bundle: Path) -> str:
 
 
 def batch_seconds(hidden: int, size: int, experts: int, top_k: int, tokens: int) -> dict[str, float]:
-    """A batch by GPTQ at every width, and BF16 products, on one core: seconds, and multiplications a second."""
+    """A batch by GPTQ at every width, and BF16 products, on one core: seconds, and operations a second."""
     import torch
 
     from moepack.calibrate.experts import ExpertWeights
@@ -158,20 +157,23 @@ def batch_seconds(hidden: int, size: int, experts: int, top_k: int, tokens: int)
 
 
 def pieces(quick: bool, out: Path | None) -> None:
-    """Batches at large shapes, and what a build would take."""
+    """Batches at large shapes, with the tokens that the shipped recipes bring, and what a build would take."""
+    from moepack.pipeline.recipe import load_recipe
+
     rows: list[dict[str, Any]] = []
     more: dict[str, Any] = {"nodes": {"cores": CORES, "disk": DISK, "network": NETWORK, "store": STORE}, "pieces": {}}
-    for name, layers, hidden, size, experts, top_k, active in MODELS:
-        tokens = TOKENS
+    for name, recipe, layers, hidden, size, experts, top_k, active in MODELS:
+        how = load_recipe(recipe).calibration
+        tokens = how.samples * how.length
         if quick:
-            hidden, size, tokens = hidden // 16, size // 16, TOKENS // 64
+            hidden, size, tokens = hidden // 16, size // 16, tokens // 256
         piece = apart(batch_seconds, hidden, size, experts, top_k, tokens)
         batches = -(-experts // int(piece["batch"]))
         job = Job(
-            layers, batches, 2 * active / layers * TOKENS / piece["rate"], piece["seconds"],
-            TOKENS * (2.0 * hidden + 8 * top_k), piece["batch"] * 6.0 * hidden * size, piece["made"],
+            layers, batches, 2 * active / layers * tokens / piece["rate"], piece["seconds"],
+            tokens * (2.0 * hidden + 8 * top_k), piece["batch"] * 6.0 * hidden * size, piece["made"],
         )  # fmt: skip
-        more["pieces"][name] = {**piece, "calibrate": job.calibrate}
+        more["pieces"][name] = {**piece, "tokens": tokens, "calibrate": job.calibrate}
         for nodes in NODES:
             result = simulate(job, Cluster(nodes, CORES, DISK, NETWORK, STORE))
             floors = {f"{k} h": v / 3600 for k, v in result.floors.items()}

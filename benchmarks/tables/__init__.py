@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from .building import (
     allocation,
+    before,
     bounded,
     build,
     estimates,
@@ -59,9 +60,9 @@ def missed() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, widened, estimates,
-        scale, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity, selector,
-        retention, on_demand, prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers,
+        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, before, widened,
+        estimates, scale, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity,
+        selector, retention, on_demand, prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers,
         peer_models, peer_quality, peer_versions,
     )
 }  # fmt: skip

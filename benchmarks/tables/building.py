@@ -142,6 +142,16 @@ def layer_time() -> str:
     return table([f"a layer of {row['layer']}, {row['tokens']:,} tokens", "time"], out)
 
 
+def before() -> str:
+    """A layer of Qwen3-30B-A3B by an earlier revision, and by this one."""
+    out = []
+    for row in results("before")["rows"]:
+        times = [_duration(row["calibrate s"]), _duration(row["quantise s"]), f"{row['layer min']:.1f} min"]
+        made = f"{row['experts made']} of {row['of']}"
+        out.append([row["revision"], times[0], f"{times[1]} ({made})", times[2], f"{row['peak MiB']:,.0f} MiB"])
+    return table(["revision", "calibrating", "quantising", "all of the layer, by these", "peak"], out)
+
+
 def widened() -> str:
     """BF16 products by torch's emulation, and in float32."""
     out = []

@@ -52,6 +52,9 @@ def build(
     added: Annotated[
         str, typer.Option("--add", help="Add these versions, as w3,w2, to the bundle at --output, from --work.")
     ] = "",
+    added_dense: Annotated[
+        str, typer.Option("--add-dense", help="Add these of the dense matrices: see docs for what it needs.")
+    ] = "",
     group_sizes: Annotated[
         list[str] | None,
         typer.Option("--group-size", help="With --add: a version's, as w4=32; one that is there is replaced."),
@@ -63,7 +66,7 @@ def build(
     from moepack.pipeline.build import build as run
 
     bound = parse_size(memory)
-    if added or group_sizes:
+    if added or added_dense or group_sizes:
         from moepack.pipeline.add import add, parse_group_sizes
 
         if work is None:
@@ -78,8 +81,9 @@ def build(
         names, sizes = names_of(added), parse_group_sizes(group_sizes or ())
         with progress(quiet) as reporter:
             report = add(
-                output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision, bound
-            )
+                output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision, bound,
+                names_of(added_dense),
+            )  # fmt: skip
         _report(report, as_json)
         return
 

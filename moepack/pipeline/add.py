@@ -1,4 +1,5 @@
-"""Versions added to what was built before, or replaced there, from what calibration left in the work directory.
+"""Versions added to what was built before, or replaced there, from what calibration left in the work directory: of the
+experts, and of dense matrices.
 
 Nothing is calibrated again, and nothing is quantised that the work directory has. What is added goes through the same
 pass as in a build, into a stage of its own; the bundle is then put together of all stages, as a build of all these
@@ -17,7 +18,7 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import Version, encoding_of, version_names
+from moepack.pack.spec import LOSSLESS, Version, encoding_of, version_names
 from moepack.pack.writer import check_replaceable, check_target
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
@@ -27,13 +28,14 @@ from .assemble import Chosen, Report, assemble, expert_layers, quantised_setting
 from .executors import check_engine, open_executor
 from .model_card import model_card
 from .recipe import Recipe, parse_recipe, with_versions
-from .start import resume
+from .start import WAY, quantize_settings, resume
 from .work import ADDED, WorkDirectory
 
 _CARD = "README.md"
 _PULLED = (".pulled.json", ".pulling")  # of a bundle that came from the Hub: the new one is another
 # What a stage was begun with that has to be the same for its versions to stand beside others.
 _ALIKE = ("method", "min_tokens", "loss_tokens", "moments", "estimate of losses")
+_WAY = "way of quantising dense matrices"  # the same, of those
 
 
 def add(
@@ -49,8 +51,9 @@ def add(
     reporter: Reporter | None = None,
     revision: str | None = None,
     memory: int | None = None,
+    dense: Sequence[str] = (),
 ) -> Report:
-    """Add versions of the experts to a bundle, or replace those that it has with other group sizes.
+    """Add versions of experts or dense matrices to a bundle, or replace those that it has with other group sizes.
 
     The result is, byte for byte, what a build with all these versions makes of the same statistics, on as many threads
     and with the same libraries. Stopped at any moment, the bundle is the old or the new one, and run again it goes on.
@@ -59,11 +62,12 @@ def add(
     Args:
         output: the bundle; where there is none, one is made of the work directory's versions and these.
         work: the work directory that it was built in with `keep`, or calibrated in.
-        versions: names of those to add.
+        versions: names of those of the experts to add.
         group_sizes: by name, where not the recipe's.
         checkpoint: the model directory or Hub id, to be compared with the one that `work` is of.
         fresh: throw away what an earlier call left in `work`.
         device, engine, address, reporter, revision, memory: as of `build`.
+        dense: names of those of dense matrices to add; the calibration must have seen these, by a recipe with `dense`.
 
     Raises:
         MoepackError: one line that says what is wrong and what to do; the bundle is as it was.
@@ -83,23 +87,41 @@ def add(
         elif made["versions"] != [asdict(v) for v in recipe.version_specs()]:
             raise InputError(f"{directory.path}: was quantised by another recipe than it was calibrated with")
         before = recipe.version_specs() if old is None else old.manifest.versions
-        wanted = _wanted(before, recipe, versions, group_sizes or {})
-        if old is not None and wanted == before and old.versions == before:
+        dense_before = recipe.dense_specs() if old is None else old.manifest.dense_versions
+        sizes = group_sizes or {}
+        _check_names(versions, dense, sizes)
+        wanted = _wanted(before, recipe, versions, sizes)
+        # The lossless one is always among those of dense matrices: it is made with every other.
+        dense_wanted = _wanted(dense_before, recipe, (LOSSLESS, *dense) if dense else (), sizes)
+        if (
+            old is not None
+            and (wanted, dense_wanted) == (before, dense_before)
+            and (old.versions, old.dense_versions) == (before, dense_before)
+        ):
             reporter.note(f"{target}: holds these versions already")
             return Report(target, record["samples"] * record["length"], {}, record["unused"])
-        recipe = with_versions(recipe, wanted)
+        recipe = with_versions(recipe, wanted, dense_wanted)
         stages = _stages(directory, record, wanted, made, fresh)
+        dense_stages = _dense_stages(directory, record, dense_wanted, made, fresh)
         missing = [v for v in wanted if v not in stages]
-        if missing:
-            stage = ADDED + "-".join(f"{v.name}.{v.group_size}" for v in missing)
-            part = replace(recipe, versions=tuple(v.name for v in missing), allocation=None, dense=())
+        dense_missing = [v for v in dense_wanted if v not in dense_stages]
+        if missing or dense_missing:
+            named = [f"{v.name}.{v.group_size}" for v in missing]
+            stage = ADDED + "-".join(named + [f"dense-{v.name}.{v.group_size}" for v in dense_missing])
+            part = replace(
+                recipe,
+                versions=tuple(v.name for v in missing),
+                allocation=None,
+                dense=tuple(v.name for v in dense_missing),
+            )
+            _check_alike(directory, quantize_settings(part), made)
             run = resume(directory, part, fresh, device, reporter, stage, memory)
             run.check_observed()
-            _check_alike(directory, stage, made)
             with contextlib.closing(open_executor(engine, address)) as executor:
                 run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
             stages |= dict.fromkeys(missing, stage)
-        chosen = Chosen({v: stages[v] for v in wanted}, recipe)
+            dense_stages |= dict.fromkeys(dense_missing, stage)
+        chosen = Chosen({v: stages[v] for v in wanted}, recipe, {v: dense_stages[v] for v in dense_wanted})
         return assemble(directory, target, reporter, chosen, None if old is None else _others(old))
 
 
@@ -149,20 +171,27 @@ def _recipe_of(old: Bundle, directory: WorkDirectory, record: Mapping[str, Any])
     return parse_recipe(str(found.get("recipe")), f"{old.path / MANIFEST}: recipe")
 
 
-def _wanted(
-    before: Sequence[Version], recipe: Recipe, names: Sequence[str], sizes: Mapping[str, int]
-) -> tuple[Version, ...]:
-    """All versions that the bundle is to have, the most precise first."""
+def _check_names(versions: Sequence[str], dense: Sequence[str], sizes: Mapping[str, int]) -> None:
+    """See that what is to be added is there to be had."""
+    names = (*versions, *dense)
     if not names:
         raise InputError("name the versions to add, as w2")
     for name in names:
         if name not in version_names():
             raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
-    wanted = {v.name: v for v in before}
     for name in sorted(set(sizes) - set(names)):
-        raise InputError(f"--group-size {name}: is of no version that is added: name it with --add as well")
+        raise InputError(
+            f"--group-size {name}: is of no version that is added: name it with --add or --add-dense as well"
+        )
+
+
+def _wanted(
+    before: Sequence[Version], recipe: Recipe, names: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[Version, ...]:
+    """All versions that the bundle is to have, the most precise first."""
+    wanted, own = {v.name: v for v in before}, recipe.quantize.group_size
     for name in names:
-        possible, own = encoding_of(name).group_sizes, recipe.quantize.group_size
+        possible = encoding_of(name).group_sizes
         size = sizes.get(name, own if isinstance(own, int) else own.get(name, 64))
         if possible and size not in possible:
             raise InputError(f"--group-size {name}={size}: groups are of {', '.join(map(str, possible))}")
@@ -180,13 +209,29 @@ def _stages(
         if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
             continue
         held = [Version(**v) for v in how["versions"]]
-        if all(how.get(k) == made.get(k) for k in _ALIKE) and all(directory.done(stage, i) is not None for i in layers):
+        # One that was stopped goes on as a whole: its dense matrices may be what is left of it.
+        parts = [*layers, *(record["dense"] if stage != "quantize" and how.get("dense") else ())]
+        if all(how.get(k) == made.get(k) for k in _ALIKE) and all(directory.done(stage, i) is not None for i in parts):
             out |= {v: stage for v in wanted if v in held and v not in out}
     return out
 
 
-def _check_alike(directory: WorkDirectory, stage: str, made: Mapping[str, Any]) -> None:
-    how = directory.settings()[stage]
+def _dense_stages(
+    directory: WorkDirectory, record: Mapping[str, Any], wanted: Sequence[Version], made: Mapping[str, Any], fresh: bool
+) -> dict[Version, str]:
+    """Of the versions of dense matrices that the work directory has whole, the stage that made them."""
+    out: dict[Version, str] = {}
+    for stage, how in directory.settings().items():
+        if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
+            continue
+        held = [Version(**v) for v in how.get("dense") or ()]
+        alike = held and how["method"] == made["method"] and how.get(_WAY) == WAY
+        if alike and all(directory.done(stage, part) is not None for part in record["dense"]):
+            out |= {v: stage for v in wanted if v in held and v not in out}
+    return out
+
+
+def _check_alike(directory: WorkDirectory, how: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     for key in _ALIKE:
         if how.get(key) != made.get(key):
             was, now = made.get(key), how.get(key)

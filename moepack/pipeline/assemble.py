@@ -16,7 +16,6 @@ from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
 from moepack.pack.safetensors_file import merge, read_header
 from moepack.pack.spec import (
     HINT,
-    DenseLayer,
     DenseMatrix,
     ExpertLayer,
     Matrix,
@@ -59,10 +58,12 @@ class Chosen:
     Attributes:
         stages: versions, the most precise first, each with the work directory's stage that made it.
         recipe: what makes all of them.
+        dense: the same as `stages` of dense matrices' versions.
     """
 
     stages: Mapping[Version, str]
     recipe: Recipe
+    dense: Mapping[Version, str]
 
 
 def quantised_settings(work: WorkDirectory) -> dict[str, Any]:
@@ -91,34 +92,34 @@ def assemble(
     """
     record, quantised = run_record(work), quantised_settings(work)
     if chosen is None:
-        chosen = Chosen({Version(**v): "quantize" for v in quantised["versions"]}, quantised_recipe(work))
+        made, dense_made = ([Version(**v) for v in quantised.get(k) or ()] for k in ("versions", "dense"))
+        chosen = Chosen(dict.fromkeys(made, "quantize"), quantised_recipe(work), dict.fromkeys(dense_made, "quantize"))
         how = quantised["allocation"]
     else:
         how = None if chosen.recipe.allocation is None else asdict(chosen.recipe.allocation)
     versions = tuple(chosen.stages)
     layers = expert_layers(record)
     entries = _entries(work, record, layers, chosen.stages)
-    dense_versions = tuple(Version(**v) for v in quantised.get("dense") or ())
-    parts = _dense_parts(work, record["dense"]) if dense_versions else []
+    dense_versions = tuple(chosen.dense)
+    parts = _dense_parts(work, record["dense"], chosen.dense) if dense_versions else []
     dense = tuple(m for _, matrices, _ in parts for m in matrices)
     reporter.stage("pack", len(layers) + 2)
     with BundleWriter(target, keep) as writer:
         reporter.step("dense tensors")
         _dense(work, writer, record["decoder_layers"], layers[0], dense)
         for part, _, files in parts:
-            for version in dense_versions:
-                source = work.piece("quantize", part, file_name(version.name))
+            for version, stage in chosen.dense.items():
+                source = work.piece(stage, part, file_name(version.name))
                 writer.adopt(dense_file(version.name, part), source, files[version.name])
         reporter.step("tables")
-        tables = _tables(work, writer, layers, parts, dense_versions, chosen.stages)
+        tables = _tables(work, writer, layers, parts, chosen)
         for layer in layers:
             reporter.step(f"layer {layer.index}")
             for version, stage in chosen.stages.items():
                 source = work.piece(stage, layer.index, f"{version.name}.safetensors")
                 writer.adopt(expert_file(version.name, layer.index), source, entries[layer.index][version.name])
         _config(Path(record["checkpoint"]), writer)
-        both = dense_layers(dense), dense_versions
-        allocation = None if how is None else _allocation(work, layers, chosen.stages, tables, Allocate(**how), *both)
+        allocation = None if how is None else _allocation(work, layers, chosen, tables, Allocate(**how), dense)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,
@@ -169,17 +170,21 @@ def _entries(
 _Part = tuple[int | None, tuple[DenseMatrix, ...], dict[str, ExpertFileEntry]]
 
 
-def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None]) -> list[_Part]:
+def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None], stages: Mapping[Version, str]) -> list[_Part]:
     """Of these layers, and with None of what is outside, the dense matrices with their files' entries."""
     out: list[_Part] = []
     for part in wanted:
-        note = work.done("quantize", part)
-        if note is None:
-            where = "what is outside the layers" if part is None else f"layer {part}"
-            raise InputError(f"{work.path}: {where} is not quantised: run moepack quantize to its end")
-        if "dense" in note:
-            entries = {name: ExpertFileEntry(**entry) for name, entry in note["dense"]["entries"].items()}
-            out.append((part, read_note(note["dense"]), entries))
+        entries: dict[str, ExpertFileEntry] = {}
+        for version, stage in stages.items():
+            note = work.done(stage, part)
+            if note is None:
+                where = "what is outside the layers" if part is None else f"layer {part}"
+                raise InputError(f"{work.path}: {where} is not quantised: run moepack quantize to its end")
+            if "dense" in note:
+                entries[version.name] = ExpertFileEntry(**note["dense"]["entries"][version.name])
+                matrices = read_note(note["dense"])  # of every stage the same: those that calibration called
+        if entries:
+            out.append((part, matrices, entries))
     return out
 
 
@@ -238,22 +243,23 @@ def _tables(
     writer: BundleWriter,
     layers: Sequence[ExpertLayer],
     parts: Sequence[_Part],
-    dense_versions: Sequence[Version],
-    stages: Mapping[Version, str],
+    chosen: Chosen,
 ) -> CalibrationTables:
-    joined = work.piece("quantize", None, "all-dense-losses.safetensors")
+    joined = work.piece(JOINED, None, "all-dense-losses.safetensors")
     if parts:
-        join_losses([work.piece("quantize", part, LOSSES) for part, _, _ in parts], joined)
+        settings = work.settings()
+        columns = [(stage, settings[stage]["dense"].index(asdict(v))) for v, stage in chosen.dense.items()]
+        join_losses([[(work.piece(s, part, LOSSES), column) for s, column in columns] for part, _, _ in parts], joined)
     write_tables(
         writer.path(TABLES),
         {
             i: (
                 work.piece("calibrate", i, "statistics.safetensors"),
-                _losses(work, i, stages),
+                _losses(work, i, chosen.stages),
             )
             for i in (layer.index for layer in layers)
         },
-        (joined, [v.name for v in dense_versions]) if parts else None,
+        (joined, [v.name for v in chosen.dense]) if parts else None,
     )
     writer.add(TABLES)
     return read_tables(writer.path(TABLES), layers, matrices=sum(len(matrices) for _, matrices, _ in parts))
@@ -302,26 +308,26 @@ def _made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:
 def _allocation(
     work: WorkDirectory,
     layers: Sequence[ExpertLayer],
-    stages: Mapping[Version, str],
+    chosen: Chosen,
     tables: CalibrationTables,
     how: Allocate,
-    dense: Sequence[DenseLayer],
-    dense_versions: Sequence[Version],
+    matrices: tuple[DenseMatrix, ...],
 ) -> Allocation:
     """The map that the recipe asks for."""
-    versions, costs = tuple(stages), []
+    stages, costs = chosen.stages, []
+    versions = tuple(stages)
     columns = tables.columns([v.name for v in versions])
     for layer, table in zip(layers, tables.layers, strict=True):
         extents = [_extents(work.piece(s, layer.index, f"{v.name}.safetensors"), layer) for v, s in stages.items()]
         costs.append(LayerCosts.of(table, columns, [list(row) for row in zip(*extents, strict=True)]))
     if not how.dense or tables.dense is None:
         return Allocation(str(how), allocate(how, layers, versions, costs))
-    names, rows = [v.name for v in dense_versions], []
-    for part in dense:
-        sizes = [_extents(work.piece("quantize", part.index, file_name(name)), part) for name in names]
+    rows = []
+    for part in dense_layers(matrices):
+        sizes = [_extents(work.piece(s, part.index, file_name(v.name)), part) for v, s in chosen.dense.items()]
         rows += [list(row) for row in zip(*sizes, strict=True)]
-    weights = [m.matrix.weights for part in dense for m in part.matrices]
-    both = DenseCosts.of(weights, names, tables.dense, rows)
+    weights = [m.matrix.weights for m in matrices]
+    both = DenseCosts.of(weights, [v.name for v in chosen.dense], tables.dense, rows)
     return Allocation(str(how), *allocate_both(how, layers, versions, costs, both))
 
 

@@ -177,24 +177,24 @@ def needs_of(
     length: int,
     dense: dict[int | None, list[DenseMatrix]],
     process: int | None = None,
+    bounded: bool = False,
 ) -> Needs:
     """The needs of a build, before any of its work.
 
     Args:
         stream: the model's skeleton.
-    bounded: bool = False,
         recipe: what is wanted.
         windows: that the model is calibrated on.
         length: tokens of one.
         dense: by part, the matrices that get versions.
         process: bytes of the process before its first layer; those it takes now, without.
+        bounded: whether they are to be kept to: then pieces at once are counted as if all memory were available, which
+            other programs may give back meanwhile.
     """
     import torch
 
     from moepack.calibrate.widened import widened_bytes
     from moepack.quantize.batch_memory import batch_memory
-        bounded: whether they are to be kept to: then pieces at once are counted as if all memory were available, which
-            other programs may give back meanwhile.
     from moepack.quantize.expert_batch import expert_batches
 
     dtype: torch.dtype = getattr(torch, recipe.calibration.dtype)

@@ -111,10 +111,15 @@ def read_note(note: Mapping[str, Any]) -> tuple[DenseMatrix, ...]:
     return tuple(DenseMatrix(m["layer"], m["module"], Matrix(**m["matrix"])) for m in note["matrices"])
 
 
-def join_losses(parts: Sequence[Path], out: Path) -> None:
-    """The losses of all parts as one file, in their order."""
+def join_losses(parts: Sequence[Sequence[tuple[Path, int]]], out: Path) -> None:
+    """The losses of all parts as one file, in their order; of each part it is said which file, and which column of it,
+    a version's are."""
     import torch
     from safetensors.torch import load_file
 
-    loaded = [load_file(part) for part in parts]
+    loaded = []
+    for columns in parts:
+        found = {path: load_file(path) for path, _ in columns}
+        facts = {k: t for k, t in found[columns[0][0]].items() if k not in _COLUMNS}  # of every version the same
+        loaded.append(facts | {k: torch.stack([found[p][k][:, at] for p, at in columns], 1) for k in _COLUMNS})
     save(out, {k: torch.cat([part[k] for part in loaded]) for k in loaded[0]})

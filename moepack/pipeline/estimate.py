@@ -214,7 +214,6 @@ class _DryRun:
         self._add_dense(index, dense)
         if self._walk is not None:
             self._stream.to_compute(index, self._dtype)
-            began = time.perf_counter()
             matrices = self._matrices[index].matrices if index in self._matrices else ()
             watch = watch_part(self._stream, matrices, self._walk.windows, self._walk.length) if matrices else None
             with reusing() if self._how.reuse else contextlib.nullcontext():

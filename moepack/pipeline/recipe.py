@@ -192,21 +192,24 @@ def parse_recipe(text: str, where: str) -> Recipe:
     return Recipe(versions, quantize, calibration, allocation, dense, text, kept)
 
 
-def with_versions(recipe: Recipe, versions: Sequence[Version]) -> Recipe:
-    """A recipe that makes these versions in place of its own; its text is written anew, without comments.
+def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[Version]) -> Recipe:
+    """A recipe that makes these versions of experts and of dense matrices in place of its own; its text is written
+    anew, without comments.
 
     Raises:
-        InputError: where a dense matrix has one of them with another group size: a recipe has one for both.
+        InputError: where both have one of them with other group sizes: a recipe has one for both.
     """
-    known = recipe.dense_specs()
-    sizes = {v.name: v.group_size for v in (*known, *versions) if not v.is_lossless}
-    for v in known:
-        if sizes.get(v.name, v.group_size) != v.group_size:
+    sizes = {v.name: v.group_size for v in (*dense, *versions) if not v.is_lossless}
+    for v in dense:
+        if not v.is_lossless and sizes[v.name] != v.group_size:
             raise InputError(
-                f"{v.name}: dense matrices have it in groups of {v.group_size}: its group size cannot change"
+                f"{v.name}: dense matrices would have it in groups of {v.group_size}, experts of {sizes[v.name]}: a "
+                "recipe has one group size for both"
             )
     document = yaml.safe_load(recipe.text) or {}
     document["versions"] = [v.name for v in versions]
+    if dense or recipe.dense:
+        document["dense"] = [v.name for v in dense]
     alike = len(set(sizes.values())) <= 1
     quantize = dict(document.get("quantize") or {})
     quantize["group_size"] = next(iter(sizes.values()), 64) if alike else sizes

@@ -75,6 +75,7 @@ class Run:
         self._work, self._stream, self._recipe, self._ids, self._keep = directory, stream, recipe, ids, keep
         self._executor: Executor = Local()
         self._how, self._dense = how, dense
+        self._experts = stream.expert_layers if recipe.versions else {}  # those that get versions
         stream.experts_in = directory.path if how.experts_on_disk else None
         self._inner = "experts and slices of dense matrices" if dense else "experts"  # what progress counts
         self._objects: dict[int | None, tuple[Path, ...]] = {}  # of parts at hand: they go once these are done
@@ -140,7 +141,7 @@ class Run:
             walks = walk is not None and i >= first  # from there on through every layer, to have its activations
             if not walks and i not in pending:
                 continue
-            has_experts = i in stream.expert_layers
+            has_experts = i in self._experts
             made = quantize and i in pending and (has_experts or i in self._dense)
             dense: dict[str, torch.Tensor] = {}
             experts, observation, moments = None, None, None
@@ -226,7 +227,7 @@ class Run:
             if part in self._dense and not work.settings()["calibrate"].get("dense"):
                 raise no_moments(work)
             if part is not None and not self._observed(part):
-                what = "its experts saw" if part in self._stream.expert_layers else "its dense matrices read"
+                what = "its experts saw" if part in self._experts else "its dense matrices read"
                 raise InputError(
                     f"{work.path}: layer {part}: what {what} was not kept: build with --keep, or run moepack calibrate "
                     "with --fresh in another --work"
@@ -238,11 +239,11 @@ class Run:
         """Whether the calibrate stage finished a layer and kept what its experts saw."""
         kept = self._work.piece("calibrate", layer, "observation.safetensors").exists()
         seen = layer not in self._dense or self._work.piece("calibrate", layer, MOMENTS).exists()
-        has_experts = layer in self._stream.expert_layers
+        has_experts = layer in self._experts
         return self._work.done("calibrate", layer) is not None and seen and (kept or not has_experts)
 
     def _finished(self, layer: int, calibrate: bool, quantize: bool) -> bool:
-        quantised = layer in self._stream.expert_layers or layer in self._dense
+        quantised = layer in self._experts or layer in self._dense
         calibrated = not calibrate or self._work.done("calibrate", layer) is not None
         return calibrated and (not quantize or not quantised or self._work.done(self._stage, layer) is not None)
 
@@ -337,7 +338,7 @@ class Run:
                     tasks.append(task)
                     addresses.append(task.address(digests[moments.group[task.matrix.module]]))
         if part is not None and observation is not None:
-            layer, module = self._stream.expert_layers[part], self._stream.experts_module(part)
+            layer, module = self._experts[part], self._stream.experts_module(part)
             settings, observed = batch_settings(self._recipe), observation_digest(observation)
             for some in expert_batches(layer, settings):
                 batch = ExpertBatchTask(checkpoint, part, some, self._recipe.version_specs(), settings, device)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from moepack.calibrate.checkpoint import Checkpoint
     from moepack.calibrate.data import Windows
     from moepack.calibrate.stream import StreamedModel
+
+WAY = f"slices on {THREADS} thread"  # of quantising dense matrices: another one would make other bytes
 
 
 def calibration_text(
@@ -153,7 +155,9 @@ def resume(
         reporter.note("it is calibrated already: how, the recipe of calibrate says, and this one's is not gone by")
         recipe = replace(recipe, calibration=first.calibration, mtp=first.mtp)
     opened = open_checkpoint(where["checkpoint"])
-    stream, recipe = StreamedModel(opened, device), with_text(recipe)
+    stream = StreamedModel(opened, device)
+    if recipe.versions:  # those that are added may be of dense matrices alone, which no recipe's text says
+        recipe = with_text(recipe)
     dense = dense_parts(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
     was, now = directory.settings()["calibrate"]["checkpoint"], _identity(directory, opened, reporter)
@@ -253,24 +257,25 @@ def _begun(directory: WorkDirectory, recipe: Recipe) -> int:
     return int(begun["batch_size"]) if before.calibration.batch_size == size else size
 
 
-def _begin_quantize(directory: WorkDirectory, stage: str, recipe: Recipe, fresh: bool) -> None:
+def quantize_settings(recipe: Recipe) -> dict[str, Any]:
+    """What a stage that quantises is begun with, and a later run of it has to agree with."""
     from moepack.quantize.losses import ESTIMATE
 
     q = recipe.quantize
     how, versions = recipe.allocation, recipe.version_specs()
-    directory.begin(
-        stage,
-        {
-            "versions": [asdict(v) for v in versions],
-            "method": q.method,
-            "min_tokens": q.min_tokens,
-            "loss_tokens": q.loss_tokens,
-            "moments": q.moments,
-            "estimate of losses": ESTIMATE,
-            "allocation": None if how is None else asdict(how),
-            "dense": [asdict(v) for v in recipe.dense_specs()] or None,
-            "way of quantising dense matrices": f"slices on {THREADS} thread" if recipe.dense else None,
-        },
-        fresh,
-    )
+    return {
+        "versions": [asdict(v) for v in versions],
+        "method": q.method,
+        "min_tokens": q.min_tokens,
+        "loss_tokens": q.loss_tokens,
+        "moments": q.moments,
+        "estimate of losses": ESTIMATE,
+        "allocation": None if how is None else asdict(how),
+        "dense": [asdict(v) for v in recipe.dense_specs()] or None,
+        "way of quantising dense matrices": WAY if recipe.dense else None,
+    }
+
+
+def _begin_quantize(directory: WorkDirectory, stage: str, recipe: Recipe, fresh: bool) -> None:
+    directory.begin(stage, quantize_settings(recipe), fresh)
     directory.write(directory.path / stage / RECIPE, recipe.text.encode())

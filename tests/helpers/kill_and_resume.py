@@ -1,7 +1,7 @@
 """Kill a build at random moments, resume it, compare bytes: `python tests/helpers/kill_and_resume.py MODEL TEXT DIR`.
 
     --stages    it is calibrated first, in the same process, and built then
-    --add       it is there, and a version is added and another replaced
+    --add       it is there, and versions are added, one of dense matrices, and another replaced
     --ray       on a Ray cluster of two workers, which is not the build's own
     --workers   with --ray: not the build is killed but those who make its batches
 
@@ -43,6 +43,7 @@ quantize: {method: gptq, group_size: 64, loss_tokens: 128}
 calibration: {samples: 8, length: 128, batch_size: 8}
 """
 ADDED = ("w8", "w4"), {"w4": 32}
+DENSE = ("w4",)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def start(args: argparse.Namespace, bundle: Path, work: Path, on: Cluster | None
         recipe = parse_recipe(RECIPE, "test")
         engine, address = ("local", None) if on is None else ("ray", on.address)
         if args.add:
-            add(bundle, work, *ADDED, engine=engine, address=address)
+            add(bundle, work, *ADDED, engine=engine, address=address, dense=DENSE)
             os._exit(0)
         if args.stages:
             calibrate(args.model, work, recipe, [args.text])
@@ -139,7 +140,7 @@ def main() -> None:
     reference = before / "bundle"
     if args.add:
         reference = Path(shutil.copytree(before, args.directory / "reference")) / "bundle"
-        add(reference, reference.with_name("work"), *ADDED)
+        add(reference, reference.with_name("work"), *ADDED, dense=DENSE)
     with cluster() if args.ray else contextlib.nullcontext() as on:
         kill(args, tree(reference), on, random.Random(args.seed))
 

@@ -110,8 +110,60 @@ def test_gptq_with_a_map_and_dense_matrices(short_model: Path, text: Path, tmp_p
     )  # fmt: skip
     add(tmp_path / "b", tmp_path / "w", ["w8", "w2", "w1"])
     assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
-    with pytest.raises(InputError, match="w8: dense matrices have it in groups of 64"):
+    with pytest.raises(InputError, match="w8: dense matrices would have it in groups of 64, experts of 32"):
         add(tmp_path / "b", tmp_path / "w", ["w8"], {"w8": 32})
+
+
+def test_versions_of_dense_matrices(
+    short_model: Path, text: Path, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the experts is made or asked for, but where these are added to as well; the map takes them in."""
+    recipe = f"versions: [w4, w3]\ndense: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
+    recipe += "allocation: {average_bits: 5.2, dense: true}\n"
+    bundle, work = tmp_path / "b", tmp_path / "w"
+    pipeline.build(short_model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
+    slices: list[str] = []
+    original = executors.make_slice
+
+    def counted(task: Any, *rest: Any) -> Any:
+        slices.extend(v.name for v in task.versions)
+        return original(task, *rest)
+
+    monkeypatch.setattr(executors, "make_slice", counted)
+    made.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("moepack.pipeline.run.load_observation", lambda *_: pytest.fail("what experts saw was read"))
+        add(bundle, work, [], {"w8": 32}, dense=["w8"])
+    assert not made and set(slices) == {"bf16", "w8"}, "the lossless one is made with every other"
+    found = [(v.name, v.group_size) for v in moepack.open(bundle).dense_versions]
+    assert found == [("bf16", 0), ("w8", 32), ("w4", 64)]
+    assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "fresh")
+    slices.clear()
+    made.clear()
+    # Of both at once; and one that both have changes its group size in both.
+    add(bundle, work, ["w4", "w2"], {"w4": 32}, dense=["w4"])
+    assert set(made) == {"w4", "w2"} and set(slices) == {"bf16", "w4"}
+    assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "again")
+    notes, before = Notes(), tree(bundle)
+    add(bundle, work, [], dense=["w8"], group_sizes={"w8": 32}, reporter=notes)
+    assert tree(bundle) == before and notes.notes == [f"{bundle}: holds these versions already"]
+    with pytest.raises(InputError, match="w4: dense matrices would have it in groups of 64, experts of 32"):
+        add(bundle, work, [], {"w4": 64}, dense=["w4"])
+    assert tree(bundle) == before
+
+
+def test_dense_matrices_that_had_none(short_model: Path, text: Path, tmp_path: Path) -> None:
+    """A bundle without, of a calibration that saw them; of one that did not, adding is refused."""
+    plain = f"versions: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
+    pipeline.calibrate(short_model, tmp_path / "w", parse_recipe(f"{plain}dense: [w8]\n", "x"), [text])
+    pipeline.quantize(tmp_path / "w", parse_recipe(plain, "x"))
+    pipeline.pack(tmp_path / "w", tmp_path / "b")
+    assert not moepack.open(tmp_path / "b").dense_versions
+    add(tmp_path / "b", tmp_path / "w", [], dense=["w3"])
+    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
+    pipeline.build(short_model, tmp_path / "c", parse_recipe(plain, "x"), [text], work=tmp_path / "v", keep=True)
+    with pytest.raises(InputError, match="was calibrated without dense"):
+        add(tmp_path / "c", tmp_path / "v", [], dense=["w3"])
 
 
 def test_onto_a_calibrated_work_directory(demo_model: Path, text: Path, tmp_path: Path) -> None:
@@ -187,6 +239,17 @@ def test_refusals(mine: Path, demo_model: Path, text: Path, tmp_path: Path, monk
     assert tree(mine / "b") == before and sorted(p.name for p in mine.iterdir()) == ["b", "w"]
 
 
+def test_what_would_not_compare_is_refused_before_anything_is_thrown_away(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(mine / "b", mine / "w", ["w2"])
+    before = tree(mine)
+    monkeypatch.setattr("moepack.quantize.losses.ESTIMATE", 0)
+    with pytest.raises(InputError, match=r"estimate of losses \d+, now 0: losses would not compare"):
+        add(mine / "c", mine / "w", ["w2"], fresh=True)
+    assert tree(mine) == before
+
+
 def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = tree(mine / "b")
 
@@ -220,10 +283,13 @@ def test_recipes_with_other_versions() -> None:
         "versions: [w4]  # mine\nquantize: {group_size: {w4: 128}}\nallocation: {average_bits: 4.3}", "x"
     )
     more = parse_recipe("versions: [bf16, w4, w2]\nquantize: {group_size: {w4: 32}}", "x").version_specs()
-    made = with_versions(recipe, more)
+    made = with_versions(recipe, more, ())
     assert made.version_specs() == more and made.allocation == recipe.allocation
     assert made.versions == ("bf16", "w4", "w2") and parse_recipe(made.text, "x") == made
-    assert with_versions(parse_recipe("", "x"), more[:1]).quantize.group_size == 64
+    assert with_versions(parse_recipe("", "x"), more[:1], ()).quantize.group_size == 64
+    both = with_versions(recipe, more, more[1:])
+    assert both.dense_specs() == more and parse_recipe(both.text, "x") == both
+    assert with_versions(both, more, ()).dense == ()
 
 
 def test_on_the_command_line(
@@ -260,6 +326,7 @@ def test_on_the_command_line(
         ),
         (("--work", str(tmp_path / "w"), "--add", "w1", "--keep"), out),
         (("--work", str(tmp_path / "w"), "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),
+        (("--work", str(tmp_path / "w"), "--add-dense", "w8"), "was calibrated without dense"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2"), "write VERSION=SIZE"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2=32"), "name the versions to add|--group-size w2"),
     ):

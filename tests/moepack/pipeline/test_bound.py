@@ -238,16 +238,6 @@ def test_what_is_converted_counts_only_where_it_is(demo_model: Path, monkeypatch
     assert found == [(3 * outside, 3 * layer, layer), (0, layer, layer)]
 
 
-def test_one_limit_for_each_kind_of_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that another program gave back since does not make more than were counted."""
-    seen: list[tuple[list[int], int]] = []
-    monkeypatch.setattr(executors, "workers", lambda device, need: 64)
-    monkeypatch.setattr(executors, "_at_once", lambda one, items, most, advance: seen.append((items, most)))
-    monkeypatch.setattr(executors, "write_layer", lambda work: {})
-    monkeypatch.setattr(executors, "DenseTask", int)
-    work: Any = SimpleNamespace(tasks=[1, "experts"], missing=[0, 1], memory=lambda i: 1, part=0)
-    for how in (Placement(1, batches=2, slices=5), Placement(1)):
-        local = executors.Local()
 def test_a_bound_counts_pieces_that_available_memory_does_not_hold_now(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +252,16 @@ def test_a_bound_counts_pieces_that_available_memory_does_not_hold_now(
         assert max(n for n, _ in pieces) == least, pieces
 
 
+def test_one_limit_for_each_kind_of_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that another program gave back since does not make more than were counted."""
+    seen: list[tuple[list[int], int]] = []
+    monkeypatch.setattr(executors, "workers", lambda device, need: 64)
+    monkeypatch.setattr(executors, "_at_once", lambda one, items, most, advance: seen.append((items, most)))
+    monkeypatch.setattr(executors, "write_layer", lambda work: {})
+    monkeypatch.setattr(executors, "DenseTask", int)
+    work: Any = SimpleNamespace(tasks=[1, "experts"], missing=[0, 1], memory=lambda i: 1, part=0)
+    for how in (Placement(1, batches=2, slices=5), Placement(1)):
+        local = executors.Local()
         local.begin(None, Path(), torch.device("cpu"), how)  # type: ignore[arg-type]
         local.submit(work, None, lambda done: None)  # type: ignore[arg-type]
     assert seen == [([0], 5), ([1], 2), ([0], 64), ([1], 64)]

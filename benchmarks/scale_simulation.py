@@ -179,7 +179,7 @@ def simulate(job: Job, cluster: Cluster) -> Outcome:
     build = _Build(job, cluster)
     build.run()
     batches = job.layers * job.batches
-    fetched = job.layers * min(cluster.nodes - 1, job.batches)
+    fetched = -(-job.layers * (cluster.nodes - 1) // cluster.nodes)  # with every layer on one node
     floors = {
         "calibration": job.layers * job.calibrate / max(1, cluster.cores // 2),
         "cores": (batches * job.quantise + job.layers * job.calibrate) / (cluster.nodes * cluster.cores),

@@ -9,7 +9,7 @@ that come from the text (the ids, where a layer routes by them), which are kept 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ class CalibrationPass:
         dtype: torch.dtype,
         hidden_in: Path | None = None,
         seen_in: Path | None = None,
+        reusing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -88,8 +89,10 @@ class CalibrationPass:
             dtype: what to compute with.
             hidden_in, seen_in: folders whose disk holds what goes into the next layer, and what a layer's experts
                 saw; None is in memory.
+            reusing: what a layer's batches but for the first are run in: a batch may take the memory that the one
+                before freed.
         """
-        self._stream, self._dtype = stream, dtype
+        self._stream, self._dtype, self._reusing = stream, dtype, reusing
         self._hidden_in, self._seen_in = hidden_in, seen_in
         self.length = ids.shape[1]
         self._batches = list(ids.split(batch_size))
@@ -215,8 +218,11 @@ class CalibrationPass:
         seen = _Seen(self.windows * self.length, self._seen_in)
         from_file = FromFile() if self._stream.experts_in is not None else nullcontext()
         module = self._stream.experts_module(index) if has_experts else None
-        with watch.watching() if watch else nullcontext(), observing(module, seen.take), torch.inference_mode():
+        watching = watch.watching() if watch else nullcontext()
+        with ExitStack() as rest, watching, observing(module, seen.take), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
+                if i == 1:  # what outlives the layer is there since the first batch
+                    rest.enter_context(self._reusing())
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
                 with widened(self._stream.device, self._dtype), from_file:
                     try:

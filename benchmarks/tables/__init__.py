@@ -13,10 +13,12 @@ from .building import (
     before,
     bounded,
     build,
+    clusters,
     estimates,
     families,
     layer_time,
     losses,
+    pieces,
     quality,
     quantisers,
     scale,
@@ -61,9 +63,9 @@ TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, before, widened,
-        estimates, scale, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed, policies, similarity,
-        selector, retention, on_demand, prediction, alpha, paged, hostile, soak, serving, start, families, peer_layers,
-        peer_models, peer_quality, peer_versions,
+        estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed,
+        policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, soak, serving,
+        start, families, peer_layers, peer_models, peer_quality, peer_versions,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -183,6 +183,27 @@ def scale() -> str:
     )  # fmt: skip
 
 
+def pieces() -> str:
+    """What an expert of large models' shapes takes of one core, and a product."""
+    out = []
+    for name, piece in results("scale-pieces")["pieces"].items():
+        expert, rate = piece["seconds"] / piece["batch"], piece["rate"] / 1e9
+        out.append([name, f"{piece['tokens']:,}", f"{expert:.0f} s", f"{rate:.0f} GFLOP/s"])
+    return table(["model", "tokens of its recipe", "an expert at four widths", "a BF16 product"], out)
+
+
+def clusters() -> str:
+    """Builds on clusters, simulated with these."""
+    out = []
+    for row in results("scale-pieces")["rows"]:
+        hours = [row[k] for k in ("hours", "calibration h", "cores h", "disk h")]
+        out.append(
+            [row["model"], str(row["nodes"]), *(f"{h:.1f}" if h >= 1 else f"{h:.2f}" for h in hours), row["bound"]]
+        )
+    columns = ["model", "nodes", "hours", "calibrating alone", "cores alone", "filesystem alone", "bound by"]
+    return table(columns, out)
+
+
 def families() -> str:
     """Those that work first, then the others with what moepack says of them."""
     rows = results("families")["rows"]

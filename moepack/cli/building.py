@@ -57,7 +57,7 @@ def build(
     ] = "",
     group_sizes: Annotated[
         list[str] | None,
-        typer.Option("--group-size", help="With --add: a version's, as w4=32; one that is there is replaced."),
+        typer.Option("--group-size", help="A version's that is added, as w4=32; one that is there is replaced."),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -70,12 +70,12 @@ def build(
         from moepack.pipeline.add import add, parse_group_sizes
 
         if work is None:
-            raise InputError("--add goes on from what a build with --keep left: name its --work")
+            raise InputError("--add and --add-dense go on from what a build with --keep left: name its --work")
         if dry_run:
-            raise InputError("--dry-run says what a whole build takes, and nothing of --add: leave one of them out")
+            raise InputError("--dry-run says what a whole build takes, and nothing of adding: leave one of them out")
         if calibration or recipe != "default" or keep:
             raise InputError(
-                "--add goes by the recipe, the text and what is kept of --work: leave --recipe, --calibration and "
+                "adding goes by the recipe, the text and what is kept of --work: leave --recipe, --calibration and "
                 "--keep out"
             )
         names, sizes = names_of(added), parse_group_sizes(group_sizes or ())

@@ -23,7 +23,7 @@ from moepack.pack.writer import check_replaceable, check_target
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
-from .artifacts import quantised_recipe, run_record
+from .artifacts import no_moments, quantised_recipe, run_record
 from .assemble import Chosen, Report, assemble, expert_layers, quantised_settings
 from .executors import check_engine, open_executor
 from .model_card import model_card
@@ -35,7 +35,7 @@ _CARD = "README.md"
 _PULLED = (".pulled.json", ".pulling")  # of a bundle that came from the Hub: the new one is another
 # What a stage was begun with that has to be the same for its versions to stand beside others.
 _ALIKE = ("method", "min_tokens", "loss_tokens", "moments", "estimate of losses")
-_WAY = "way of quantising dense matrices"  # the same, of those
+_DENSE_ALIKE = ("method",)  # the same, of dense matrices
 
 
 def add(
@@ -87,16 +87,18 @@ def add(
         elif made["versions"] != [asdict(v) for v in recipe.version_specs()]:
             raise InputError(f"{directory.path}: was quantised by another recipe than it was calibrated with")
         before = recipe.version_specs() if old is None else old.manifest.versions
-        dense_before = recipe.dense_specs() if old is None else old.manifest.dense_versions
+        # A model may have no dense matrix that gets versions, whatever the recipe says.
+        dense_before = old.manifest.dense_versions if old is not None and record["dense"] else recipe.dense_specs()
         sizes = group_sizes or {}
         _check_names(versions, dense, sizes)
         wanted = _wanted(before, recipe, versions, sizes)
         # The lossless one is always among those of dense matrices: it is made with every other.
-        dense_wanted = _wanted(dense_before, recipe, (LOSSLESS, *dense) if dense else (), sizes)
+        dense_wanted = _wanted(dense_before, recipe, (LOSSLESS, *dense) if dense or dense_before else (), sizes)
+        _check_dense(directory, record, dense, dense_wanted)
         if (
             old is not None
             and (wanted, dense_wanted) == (before, dense_before)
-            and (old.versions, old.dense_versions) == (before, dense_before)
+            and (old.versions, old.dense_versions) == (before, dense_before if record["dense"] else ())
         ):
             reporter.note(f"{target}: holds these versions already")
             return Report(target, record["samples"] * record["length"], {}, record["unused"])
@@ -104,7 +106,7 @@ def add(
         stages = _stages(directory, record, wanted, made, fresh)
         dense_stages = _dense_stages(directory, record, dense_wanted, made, fresh)
         missing = [v for v in wanted if v not in stages]
-        dense_missing = [v for v in dense_wanted if v not in dense_stages]
+        dense_missing = [v for v in dense_wanted if v not in dense_stages and record["dense"]]
         if missing or dense_missing:
             named = [f"{v.name}.{v.group_size}" for v in missing]
             stage = ADDED + "-".join(named + [f"dense-{v.name}.{v.group_size}" for v in dense_missing])
@@ -114,14 +116,14 @@ def add(
                 allocation=None,
                 dense=tuple(v.name for v in dense_missing),
             )
-            _check_alike(directory, quantize_settings(part), made)
+            _check_alike(directory, quantize_settings(part), made, _ALIKE if missing else _DENSE_ALIKE)
             run = resume(directory, part, fresh, device, reporter, stage, memory)
-            run.check_observed()
             with contextlib.closing(open_executor(engine, address)) as executor:
                 run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
             stages |= dict.fromkeys(missing, stage)
             dense_stages |= dict.fromkeys(dense_missing, stage)
-        chosen = Chosen({v: stages[v] for v in wanted}, recipe, {v: dense_stages[v] for v in dense_wanted})
+        dense_made = {v: dense_stages[v] for v in dense_wanted if record["dense"]}
+        chosen = Chosen({v: stages[v] for v in wanted}, recipe, dense_made)
         return assemble(directory, target, reporter, chosen, None if old is None else _others(old))
 
 
@@ -185,6 +187,16 @@ def _check_names(versions: Sequence[str], dense: Sequence[str], sizes: Mapping[s
         )
 
 
+def _check_dense(
+    directory: WorkDirectory, record: Mapping[str, Any], added: Sequence[str], wanted: Sequence[Version]
+) -> None:
+    """See that there are dense matrices to be added to, and that calibrating saw what they read."""
+    if wanted and not directory.settings()["calibrate"].get("dense"):
+        raise no_moments(directory)
+    if added and not record["dense"]:
+        raise InputError(f"{directory.path}: --add-dense: the model has no dense matrices that get versions")
+
+
 def _wanted(
     before: Sequence[Version], recipe: Recipe, names: Sequence[str], sizes: Mapping[str, int]
 ) -> tuple[Version, ...]:
@@ -225,14 +237,16 @@ def _dense_stages(
         if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
             continue
         held = [Version(**v) for v in how.get("dense") or ()]
-        alike = held and how["method"] == made["method"] and how.get(_WAY) == WAY
+        alike = held and all(how.get(k) == made.get(k) for k in _DENSE_ALIKE) and how.get(WAY[0]) == WAY[1]
         if alike and all(directory.done(stage, part) is not None for part in record["dense"]):
             out |= {v: stage for v in wanted if v in held and v not in out}
     return out
 
 
-def _check_alike(directory: WorkDirectory, how: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    for key in _ALIKE:
+def _check_alike(
+    directory: WorkDirectory, how: Mapping[str, Any], made: Mapping[str, Any], keys: Sequence[str]
+) -> None:
+    for key in keys:
         if how.get(key) != made.get(key):
             was, now = made.get(key), how.get(key)
             raise InputError(f"{directory.path}: was quantised with {key} {was}, now {now}: losses would not compare")

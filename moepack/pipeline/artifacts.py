@@ -123,8 +123,8 @@ def not_calibrated(work: WorkDirectory, layer: int) -> InputError:
 def no_moments(work: WorkDirectory) -> InputError:
     """What to say where what dense matrices read is not there."""
     return InputError(
-        f"{work.path}: was calibrated without dense, or what those matrices read was not kept: run moepack "
-        "calibrate with this recipe"
+        f"{work.path}: was calibrated without dense, or what those matrices read was not kept: build with --keep, or "
+        "run moepack calibrate, with dense: in the recipe and in another --work"
     )
 
 

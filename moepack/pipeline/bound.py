@@ -3,7 +3,8 @@
 With a bound, activations and the experts of a layer go to the work directory's disk where they do not fit, and a layer
 is calibrated on fewer windows at a time; the quantisers' batches follow from the recipe alone, because a bundle's bytes
 do. A bound that nothing of this keeps is refused, with the least that can be kept. All of it is arithmetic on shapes:
-what is measured is what the process takes before it begins, and how much memory is available for pieces made at once.
+what is measured is what the process takes before it begins and, without a bound, how much memory is available for
+pieces made at once.
 """
 
 from __future__ import annotations
@@ -111,12 +112,12 @@ def steps(needs: Needs, how: Placement) -> dict[str, dict[str, int]]:
     pieces += [min(n, max(1, how.slices)) * size for n, size in needs.slices]  # made before a layer's batches
     made = "expert batches or slices" if needs.slices else "expert batches"
     saw = always | {"activations": hidden + seen + needs.routing}
-    forward = needs.forward + int(how.batch_size * needs.window * (REUSED if how.reuse else 1))
+    forward = int((needs.forward + how.batch_size * needs.window) * (REUSED if how.reuse else 1))
     return {
         "read a layer": always | {"layer": loading},
         "read what lies outside the layers": always | {"outside the layers": needs.outside},
         "calibrate": saw | {"layer": layer, "forward": forward, "dense moments": needs.dense},
-        "quantise": saw | {"layer": waiting, made: max(pieces), "dense moments": needs.dense},
+        "quantise": saw | {"layer": waiting, made: max(pieces, default=0), "dense moments": needs.dense},
     }
 
 
@@ -203,6 +204,9 @@ def needs_of(
     settings = batch_settings(recipe)
     parts = {part: stream.part_bytes(part) for part in (None, *range(len(stream.layers)))}
     outside = parts.pop(None)
+    only_dense = not recipe.versions  # then no expert is read
+    if only_dense:
+        parts = {part: size - stream.file_bytes(part) for part, size in parts.items()}
     if None in dense:  # what lies behind the last layer is calibrated and quantised like one
         parts[None] = outside
     largest = max(parts.values())
@@ -212,7 +216,7 @@ def needs_of(
         """So many bytes as the checkpoint has them, and the same in the dtype that is computed with."""
         return size if kept_as == dtype else size + size // kept_as.itemsize * dtype.itemsize
 
-    in_file = {part: stream.file_bytes(part) for part in parts}
+    in_file = {part: 0 if only_dense else stream.file_bytes(part) for part in parts}
     filed, rest = max(in_file.values()), max(size - in_file[part] for part, size in parts.items())
     expert = max(in_file[i] // x.experts for i, x in stream.expert_layers.items())
     tokens, hidden_size = windows * length, config.hidden_size
@@ -224,7 +228,7 @@ def needs_of(
     def at_once(pieces: int, size: int) -> int:
         return min(pieces, workers(stream.device, 1 if bounded else size))
 
-    for i, x in stream.expert_layers.items() if recipe.versions else ():
+    for i, x in () if only_dense else stream.expert_layers.items():
         some = expert_batches(x, settings)
         mapped_batch = max(mapped_batch, max(map(len, some)) * in_file[i] // x.experts)
         size = batch_memory(x, settings, max(map(len, some)))
@@ -236,7 +240,7 @@ def needs_of(
         slices.append((at_once(len(tasks), size), size))
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
-        loading=max(stream.loading_bytes(part) for part in parts),
+        loading=max(stream.loading_bytes(part, on_disk=only_dense) for part in parts),
         outside=max(
             stream.loading_bytes(None),
             with_copy(outside) if on_cpu else outside,

@@ -90,9 +90,10 @@ def _count(
     from moepack.calibrate.forward import CalibrationPass
 
     dtype, last = getattr(torch, how.dtype), max(stream.expert_layers)
-    on_disk = [directory.path if it else None for it in (placed.hidden_on_disk, placed.seen_on_disk)]
+    hidden_in, seen_in = (directory.path if it else None for it in (placed.hidden_on_disk, placed.seen_on_disk))
     stream.experts_in = directory.path if placed.experts_on_disk else None
-    walk = CalibrationPass(stream, windows.ids, placed.batch_size, dtype, *on_disk)
+    between = reusing if placed.reuse else contextlib.nullcontext
+    walk = CalibrationPass(stream, windows.ids, placed.batch_size, dtype, hidden_in, seen_in, between)
     reporter.stage("count tokens", last + 2)
     reporter.step("outside the layers")
     stream.load(None)
@@ -105,8 +106,7 @@ def _count(
         stream.load(i)
         stream.to_compute(i, dtype)
         reporter.inner("tokens", windows.ids.numel())
-        with reusing() if placed.reuse else contextlib.nullcontext():
-            observation = walk.run_layer(i, reporter.advance)
+        observation = walk.run_layer(i, reporter.advance)
         stream.free(i)
         if observation is not None:
             experts = stream.expert_layers[i].experts

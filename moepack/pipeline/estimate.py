@@ -6,7 +6,6 @@ one batch through the first layers, and a few experts through the quantiser.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import reusing, trim
 from moepack.runtime.load import check_device
 
-from .bound import Needs, Placement, needs_of, peak, place
+from .bound import Needs, Placement, needs_of, peak, place, workers
 from .dense_slice import bits_of, dense_tasks, lossless_matrix, make_slice
 from .executors import check_engine
 from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
@@ -143,7 +142,8 @@ class _DryRun:
         self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
         self._sizes = _known_sizes(recipe, self._experts)
         self.start = 0.0  # seconds until the first layer, and until everything is loaded and compiled
-        self._read = self._encode = self._forward = self._one_expert = 0.0  # seconds
+        self._read = self._encode = self._one_expert = 0.0  # seconds
+        self._forward = self._again = 0.0  # of a batch through a layer: of the first two, and of the others
         self._second_a_byte = 0.0  # that reading a layer takes
         self._dense = 0  # bytes
         self._matrices = {x.index: x for x in dense_layers(tuple(m for part in dense.values() for m in part))}
@@ -216,12 +216,18 @@ class _DryRun:
             self._stream.to_compute(index, self._dtype)
             matrices = self._matrices[index].matrices if index in self._matrices else ()
             watch = watch_part(self._stream, matrices, self._walk.windows, self._walk.length) if matrices else None
-            with reusing() if self._how.reuse else contextlib.nullcontext():
-                if self._how.reuse:
-                    self._walk.run_layer(index)  # the first batch takes memory that the next ones find
-                began = time.perf_counter()
-                observation = self._walk.run_layer(index, watch=watch)
-                self._forward = time.perf_counter() - began
+            inputs = [hidden.clone() for hidden in self._walk.hidden] if self._how.reuse else []
+            began = time.perf_counter()
+            observation = self._walk.run_layer(index, watch=watch)
+            self._forward = self._again = time.perf_counter() - began
+            if self._how.reuse:
+                with reusing():  # as from a layer's second batch on: that one takes the memory which the next ones find
+                    for _ in range(2):
+                        self._walk.restore(inputs)
+                        began = time.perf_counter()
+                        self._walk.run_layer(index)
+                        self._again = time.perf_counter() - began
+                del inputs
             if observation is not None and experts is not None:
                 self._walk = None
                 self._one_expert = self._quantise_some(index, experts, observation)
@@ -287,7 +293,13 @@ class _DryRun:
         """How many of a part's slices of dense matrices a build makes at once."""
         layer = self._matrices.get(part)
         slices = len(dense_tasks(layer.matrices, self._recipe, "", self._stream.device.type)) if layer else 0
-        return max(1, min(self._how.slices, slices))
+        most = workers(self._stream.device, max((size for _, size in self._needs.slices), default=1))
+        return max(1, min(self._how.slices, slices, most))
+
+    @property
+    def _batches_at_once(self) -> int:
+        """How many expert batches a build makes at once here: a bound may leave room for more than memory has now."""
+        return min(self._how.batches, workers(self._stream.device, max(size for _, size in self._needs.batches)))
 
     def _quantise_dense(self, matrix: DenseMatrix, tensors: dict[str, torch.Tensor], beside: int) -> float:
         """Seconds that a unit of work on a matrix takes at every affine width, with as many slices at its side as a
@@ -322,13 +334,13 @@ class _DryRun:
         began = time.perf_counter()
         make(range(1))  # loads and compiles what the quantisers need
         first, began = time.perf_counter() - began, time.perf_counter()
-        beside = min(self._how.batches, len(batches))
+        beside = min(self._batches_at_once, len(batches))
         with ThreadPoolExecutor(beside) as pool:  # cores that share a cache, or are two of one, slow each other
             list(pool.map(make, [few] * beside))
         one = (time.perf_counter() - began) / len(few)
         self.start += max(0.0, first - one)
         # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.
-        return one * -(-len(batches) // self._how.batches) / len(batches)
+        return one * -(-len(batches) // self._batches_at_once) / len(batches)
 
     def result(self, rate: float, keep: bool, linked: bool) -> Estimate:
         """What was measured, scaled to the whole.
@@ -340,6 +352,7 @@ class _DryRun:
         """
         count = sum(layer.experts for layer in self._experts)
         batches = -(-len(self._ids) // self._how.batch_size)
+        cold = min(2, batches)
         versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
         needs, how = self._needs, self._how
         kept = needs.hidden * (1 + (self.layers > EVERY)) if keep else 0
@@ -352,7 +365,7 @@ class _DryRun:
         seconds = {
             "start": self.start,
             "read": self._read * passes,
-            "calibrate": self._forward * batches * self.layers * passes,
+            "calibrate": (self._forward * cold + self._again * (batches - cold)) * self.layers * passes,
             "quantise": self._one_expert * count + self._one_dense * self._dense_work,
             "encode": self._encode,
             "write": written / rate if rate else 0.0,

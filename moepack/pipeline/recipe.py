@@ -204,7 +204,7 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
         if not v.is_lossless and sizes[v.name] != v.group_size:
             raise InputError(
                 f"{v.name}: dense matrices would have it in groups of {v.group_size}, experts of {sizes[v.name]}: a "
-                "recipe has one group size for both"
+                "recipe has one group size for both: replace it in both, by --add and --add-dense"
             )
     document = yaml.safe_load(recipe.text) or {}
     document["versions"] = [v.name for v in versions]

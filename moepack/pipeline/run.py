@@ -115,8 +115,9 @@ class Run:
             first -= 1  # to activations that somebody kept
         if calibrate and self._ids is not None:
             how = self._how
-            on_disk = [work.path if it else None for it in (how.hidden_on_disk, how.seen_on_disk)]
-            walk = CalibrationPass(stream, self._ids, how.batch_size, dtype, *on_disk)
+            hidden_in, seen_in = (work.path if it else None for it in (how.hidden_on_disk, how.seen_on_disk))
+            between = reusing if how.reuse else contextlib.nullcontext
+            walk = CalibrationPass(stream, self._ids, how.batch_size, dtype, hidden_in, seen_in, between)
         if walk is not None and (first < total or not work.done("calibrate", None)):
             for left in work.piece("calibrate", None, "").glob("mtp-*.safetensors"):  # by a run that was killed
                 left.unlink()
@@ -145,7 +146,9 @@ class Run:
             made = quantize and i in pending and (has_experts or i in self._dense)
             dense: dict[str, torch.Tensor] = {}
             experts, observation, moments = None, None, None
-            if walks or not self._executor.reads:
+            if not self._experts and not self._executor.reads:
+                dense = stream.tensors(i, stream.dense_names(i))
+            elif walks or not self._executor.reads:
                 tensors = stream.load(i)
                 dense, experts = stream.split(i, tensors)
                 del tensors
@@ -264,8 +267,7 @@ class Run:
         reporter.inner("tokens", sum(h.shape[0] * h.shape[1] for h in walk.hidden))
         matrices = self._dense.get(layer)
         watch = watch_part(self._stream, matrices, walk.windows, walk.length) if matrices else None
-        with reusing() if self._how.reuse else contextlib.nullcontext():
-            observation: Observation | None = walk.run_layer(layer, reporter.advance, watch)
+        observation: Observation | None = walk.run_layer(layer, reporter.advance, watch)
         moments = None if watch is None else watch.moments()
         if moments is not None and keep:
             self._keep_moments(layer, moments)

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moepack.memory import resident_memory
 from moepack.pack.errors import InputError
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
 from moepack.progress import Reporter
@@ -19,7 +20,7 @@ from moepack.version import __version__
 
 from .allocate import check_allocation
 from .artifacts import DIGESTS, RECIPE, digested, run_record
-from .bound import MAPPED, Placement, needs_of, place
+from .bound import MAPPED, Needs, Placement, needs_of, place, steps
 from .enough import enough_windows
 from .piece import THREADS
 from .recipe import Recipe, Source, parse_recipe, with_text
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from moepack.calibrate.data import Windows
     from moepack.calibrate.stream import StreamedModel
 
-WAY = f"slices on {THREADS} thread"  # of quantising dense matrices: another one would make other bytes
+WAY = "way of quantising dense matrices", f"slices on {THREADS} thread"  # another one would make other bytes
 
 
 def calibration_text(
@@ -156,7 +157,7 @@ def resume(
         recipe = replace(recipe, calibration=first.calibration, mtp=first.mtp)
     opened = open_checkpoint(where["checkpoint"])
     stream = StreamedModel(opened, device)
-    if recipe.versions:  # those that are added may be of dense matrices alone, which no recipe's text says
+    if stage == "quantize" or recipe.versions:  # no text says what adds to dense matrices alone
         recipe = with_text(recipe)
     dense = dense_parts(stream, recipe)
     how = _fit(directory, stream, recipe, dense, memory, where["samples"], where["length"], walks=False)
@@ -167,7 +168,7 @@ def resume(
             f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
         )
     run = Run(directory, stream, recipe, None, dense, how, stage)
-    if fresh:
+    if fresh or stage != "quantize":
         run.check_observed()
     _begin_quantize(directory, stage, recipe, fresh)
     return run
@@ -219,7 +220,10 @@ def _fit(
             if reporter is not None:
                 reporter.note(f"goes on with {begun} windows at once, to which --memory brought the work directory")
             size = begun
-        return Placement(size, reuse=walks and stream.device.type == "cpu")
+        if not walks:
+            return Placement(size)
+        needs = needs_of(stream, recipe, windows, length, dense)
+        return Placement(size, reuse=_has_room(needs, place(needs, size, None)))
     needs = needs_of(stream, recipe, windows, length, dense, bounded=True)
     if not walks:  # what experts saw is mapped from the file that the first stage left, and nothing is converted
         needs = replace(needs, outside=0, layer=needs.waiting, layer_on_disk=needs.waiting_on_disk)
@@ -238,6 +242,14 @@ def _fit(
         at_once = f"{how.batch_size} windows, {_pieces(how, dense)}"
         reporter.note(f"to stay in --memory: at once {at_once}{on_disk}")
     return how
+
+
+def _has_room(needs: Needs, how: Placement) -> bool:
+    """Whether calibrating may reuse memory in what is available, the process's own included."""
+    import psutil
+
+    takes = sum(steps(needs, how)["calibrate"].values())
+    return how.reuse and takes <= psutil.virtual_memory().available + resident_memory()
 
 
 def _pieces(how: Placement, dense: Dense) -> str:
@@ -272,10 +284,11 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
         "estimate of losses": ESTIMATE,
         "allocation": None if how is None else asdict(how),
         "dense": [asdict(v) for v in recipe.dense_specs()] or None,
-        "way of quantising dense matrices": WAY if recipe.dense else None,
+        WAY[0]: WAY[1] if recipe.dense else None,
     }
 
 
 def _begin_quantize(directory: WorkDirectory, stage: str, recipe: Recipe, fresh: bool) -> None:
     directory.begin(stage, quantize_settings(recipe), fresh)
-    directory.write(directory.path / stage / RECIPE, recipe.text.encode())
+    if stage == "quantize":
+        directory.write(directory.path / stage / RECIPE, recipe.text.encode())

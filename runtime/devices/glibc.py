@@ -46,7 +46,9 @@ def reusing() -> Iterator[None]:
     """Have what is freed taken by what is allocated next, for a while; not without glibc, or where the user has set it.
 
     Large buffers are mapped otherwise, and the system clears each of their pages anew: a third of the time of a forward
-    of 16,384 tokens through a layer of Qwen3-30B-A3B's shape. The heap takes more than is alive meanwhile: holes.
+    of 16,384 tokens through a layer of Qwen3-30B-A3B's shape. The heap takes more than is alive meanwhile: holes. Their
+    memory goes back to the system in the end, but below what then stays alive they can be taken again, and `bound` does
+    not hold for these: allocate elsewhere what is to stay.
     """
     if _settable():
         _libc().mallopt(M_MMAP_MAX, 0)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moepack.pipeline import build as pipeline
 from moepack.pipeline import executors
 from moepack.pipeline.add import add
 from moepack.pipeline.recipe import parse_recipe, with_versions
+from moepack.pipeline.shrink import shrink
 from moepack.progress import Reporter
 
 BASE = "calibration: {samples: 12, length: 64, batch_size: 6}\n"
@@ -133,6 +135,7 @@ def test_versions_of_dense_matrices(
     made.clear()
     with monkeypatch.context() as patch:
         patch.setattr("moepack.pipeline.run.load_observation", lambda *_: pytest.fail("what experts saw was read"))
+        patch.setattr("moepack.calibrate.stream.StreamedModel.load", lambda *_: pytest.fail("experts were read"))
         add(bundle, work, [], {"w8": 32}, dense=["w8"])
     assert not made and set(slices) == {"bf16", "w8"}, "the lossless one is made with every other"
     found = [(v.name, v.group_size) for v in moepack.open(bundle).dense_versions]
@@ -150,6 +153,12 @@ def test_versions_of_dense_matrices(
     with pytest.raises(InputError, match="w4: dense matrices would have it in groups of 64, experts of 32"):
         add(bundle, work, [], {"w4": 64}, dense=["w4"])
     assert tree(bundle) == before
+    # A bundle of fewer gets back the lossless one, which a recipe's dense matrices always have.
+    shrink(bundle, tmp_path / "s", ["w4"], dense=["w8"])
+    assert [v.name for v in moepack.open(tmp_path / "s").dense_versions] == ["w8"]
+    add(tmp_path / "s", work, ["w1"])
+    assert [v.name for v in moepack.open(tmp_path / "s").dense_versions] == ["bf16", "w8"]
+    assert tree(tmp_path / "s") == rebuilt(tmp_path / "s", short_model, text, tmp_path / "once more")
 
 
 def test_dense_matrices_that_had_none(short_model: Path, text: Path, tmp_path: Path) -> None:
@@ -162,8 +171,34 @@ def test_dense_matrices_that_had_none(short_model: Path, text: Path, tmp_path: P
     add(tmp_path / "b", tmp_path / "w", [], dense=["w3"])
     assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
     pipeline.build(short_model, tmp_path / "c", parse_recipe(plain, "x"), [text], work=tmp_path / "v", keep=True)
-    with pytest.raises(InputError, match="was calibrated without dense"):
-        add(tmp_path / "c", tmp_path / "v", [], dense=["w3"])
+    kept = tree(tmp_path / "w")
+    with pytest.raises(InputError, match="name each version once, and at least one"):
+        pipeline.quantize(tmp_path / "w", replace(parse_recipe(plain, "x"), versions=(), dense=("w8",)), fresh=True)
+    assert tree(tmp_path / "w") == kept
+    before = tree(tmp_path / "c"), tree(tmp_path / "v")
+    for _ in range(2):  # a stage that was begun and refused is not taken for one that is done
+        with pytest.raises(InputError, match="was calibrated without dense"):
+            add(tmp_path / "c", tmp_path / "v", [], dense=["w3"])
+        assert (tree(tmp_path / "c"), tree(tmp_path / "v")) == before
+
+
+def test_a_model_without_such_matrices(
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recipe may ask for them: it stays as it is, and adding to them is refused."""
+    monkeypatch.setattr("moepack.calibrate.dense.dense_matrices", lambda stream: [])
+    recipe = f"versions: [w4]\ndense: [w8]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
+    pipeline.build(
+        short_model, tmp_path / "b", parse_recipe(recipe, "x"), [text], work=tmp_path / "w", keep=True
+    )  # fmt: skip
+    add(tmp_path / "b", tmp_path / "w", ["w2"])
+    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
+    notes = Notes()
+    add(tmp_path / "b", tmp_path / "w", ["w2"], reporter=notes)
+    assert notes.notes == [f"{tmp_path / 'b'}: holds these versions already"]
+    for memory in (None, 8 << 30):
+        with pytest.raises(InputError, match="the model has no dense matrices that get versions"):
+            add(tmp_path / "b", tmp_path / "w", [], dense=["w3"], memory=memory)
 
 
 def test_onto_a_calibrated_work_directory(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -138,6 +138,20 @@ def test_memory_is_used_again_where_there_is_room_for_the_holes() -> None:
     assert not place(replace(NEEDS, window=0), 4, None).reuse
 
 
+def test_without_a_bound_memory_is_used_again_where_it_is_there(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory: Any = SimpleNamespace(settings=dict, path=Path("none"), holds=lambda stage: False)
+    model = stream.StreamedModel(open_checkpoint(demo_model))
+    needs = needs_of(model, RECIPE, 4, 64, {})
+    takes = sum(steps(needs, place(needs, 2, None))["calibrate"].values())
+    monkeypatch.setattr(start, "needs_of", lambda *_: needs)
+    monkeypatch.setattr(start, "resident_memory", lambda: MIB)
+    for available, reuses in ((takes - MIB, True), (takes - MIB - 1, False)):
+        monkeypatch.setattr("psutil.virtual_memory", lambda a=available: SimpleNamespace(available=a))
+        assert start._fit(directory, model, RECIPE, {}, None, 4, 64).reuse is reuses
+
+
 def test_pieces_of_each_kind_count_with_as_many_as_are_made_at_once() -> None:
     """By hand, in MiB: beside 1,010, three batches take 450, eight slices of 40 take 320, and of 60 480."""
     needs = replace(NEEDS, batches=((3, 150 * MIB), (1, 200 * MIB)), slices=((8, 40 * MIB),))

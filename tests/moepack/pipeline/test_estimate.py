@@ -114,6 +114,7 @@ def test_the_probe_makes_as_many_batches_at_once_as_a_build(
 
     recipe = parse_recipe(RECIPE, "test")
     monkeypatch.setattr(module, "make_batch", waiting)
+    monkeypatch.setattr(module, "workers", lambda device, need: workers)
     batches = [range(n, n + 4) for n in range(0, 16, 4)]
     monkeypatch.setattr("moepack.quantize.expert_batch.expert_batches", lambda *asked: batches)
     monkeypatch.setattr(module, "place", lambda *asked: replace(place(*asked), batches=workers))

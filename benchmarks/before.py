@@ -32,40 +32,24 @@ import contextlib, json, sys, time
 from dataclasses import replace
 from pathlib import Path
 from moepack.memory import peak_memory
-from moepack.progress import Reporter
 try:
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import load_recipe
 except ImportError:
     from moepack.pipeline import build
     from moepack.recipe import load_recipe
-
-class Enough(Exception):
-    pass
-
-class Some(Reporter):
-    made, batches, began, counts = 0, 0, 0.0, False
-    def inner(self, name, total):
-        self.counts = name == "experts"
-        if self.counts:
-            self.began = time.monotonic()
-    def advance(self, amount=1):
-        self.made += amount * self.counts
-        self.batches += self.counts and amount > 0
-        if self.made >= most:
-            raise Enough
+sys.path.append(sys.argv.pop())
+from benchmarks.build import Enough, Some
 
 checkpoint, bundle, text, windows, most = *sys.argv[1:4], *map(int, sys.argv[4:])
-recipe, some, work = load_recipe("qwen3-30b-a3b"), Some(), Path(bundle + ".work")
+recipe, some, work = load_recipe("qwen3-30b-a3b"), Some(most), Path(bundle + ".work")
 recipe = replace(recipe, calibration=replace(recipe.calibration, samples=windows))
 began = time.monotonic()
 with contextlib.suppress(Enough):
     build(checkpoint, bundle, recipe, [text], work, reporter=some)
 ended = time.monotonic()
-files = len(list((work / "objects").glob("*.safetensors")))  # batches made beside the last one are among them
-made = files * some.made // some.batches
 print(json.dumps({
-    "calibrate s": some.began - began, "experts made": made, "quantise s": ended - some.began,
+    "calibrate s": some.began - began, "experts made": some.made(work), "quantise s": ended - some.began,
     "peak MiB": peak_memory() / 2**20,
 }))
 """
@@ -73,7 +57,9 @@ print(json.dumps({
 
 def install(revision: str, folder: Path) -> Path:
     """Install a revision of this repository, and nothing that it needs, into a folder; returns where it is."""
-    archive = subprocess.run(["git", "archive", "--format=tar", revision], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    archive = subprocess.run(["git", "archive", "--format=tar", revision], cwd=ROOT, stdout=subprocess.PIPE)
+    if archive.returncode:  # git has said why
+        raise SystemExit(f"{ROOT}: has no revision {revision}: it takes a clone with its history")
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as tar:
         tar.extractall(folder / "source", filter="data")
     options = ["-q", "--no-deps", "--target", str(folder / "lib")]
@@ -85,7 +71,7 @@ def build(lib: Path | None, folder: Path, text: str, windows: int, most: int) ->
     """Build the checkpoint in a folder, by the package in `lib` or by the one that is here."""
     environment = dict(os.environ) if lib is None else os.environ | {"PYTHONPATH": str(lib)}
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        values = (folder / "checkpoint", Path(work) / "bundle", text, windows, most)
+        values = (folder / "checkpoint", Path(work) / "bundle", text, windows, most, ROOT)
         command = [sys.executable, "-c", _BUILD, *map(str, values)]
         run = subprocess.run(command, env=environment, cwd=work, stdout=subprocess.PIPE, check=True, text=True)
     return dict(json.loads(run.stdout.splitlines()[-1]))

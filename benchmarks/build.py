@@ -105,26 +105,32 @@ def _build(checkpoint: str, bundle: str, text: str, recipe: str) -> tuple[int, f
     return peak_memory(), time.monotonic() - began
 
 
-class _Enough(Exception):
+class Enough(Exception):
     """As many experts are made as were wanted."""
 
 
-class _Some(Reporter):
+class Some(Reporter):
     """Ends a build once some experts are made; knows when the first was begun, and how many a batch has."""
 
     def __init__(self, most: int) -> None:
         self.began, self._made, self._batches, self._most, self._counts = 0.0, 0, 0, most, False
 
     def inner(self, name: str, total: int) -> None:
+        """Take note of when a layer's experts are begun."""
         self._counts = name == "experts"
         if self._counts:
             self.began = time.monotonic()
 
     def advance(self, amount: int = 1) -> None:
+        """Count experts, and end the build once there are enough.
+
+        Raises:
+            Enough: then.
+        """
         self._made += amount * self._counts
         self._batches += self._counts and amount > 0
         if self._made >= self._most:
-            raise _Enough
+            raise Enough
 
     def made(self, work: Path) -> int:
         """Experts of the batches in a work directory: those that were being made beside the last one are among them."""
@@ -149,10 +155,10 @@ def _build_bounded(
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import load_recipe
 
-    recipe, reporter, work = load_recipe(name), _Some(most), Path(f"{bundle}.work")
+    recipe, reporter, work = load_recipe(name), Some(most), Path(f"{bundle}.work")
     recipe = replace(recipe, calibration=replace(recipe.calibration, samples=windows, length=length))
     began = time.monotonic()
-    with contextlib.suppress(_Enough):
+    with contextlib.suppress(Enough):
         build(checkpoint, bundle, recipe, [text], work, memory=memory, reporter=reporter)
     ended = time.monotonic()
     return Bounded(peak_memory(), reporter.began - began, ended - reporter.began, reporter.made(work))

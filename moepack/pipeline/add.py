@@ -95,18 +95,19 @@ def add(
         # The lossless one is always among those of dense matrices: it is made with every other.
         dense_wanted = _wanted(dense_before, recipe, (LOSSLESS, *dense) if dense or dense_before else (), sizes)
         _check_dense(directory, record, dense, dense_wanted)
-        if (
-            old is not None
-            and (wanted, dense_wanted) == (before, dense_before)
-            and (old.versions, old.dense_versions) == (before, dense_before if record["dense"] else ())
-        ):
+        recipe = with_versions(recipe, wanted, dense_wanted)
+        if not record["dense"]:
+            dense_wanted = ()
+        asked = wanted, dense_wanted
+        # A bundle from the Hub may hold fewer versions than its manifest names.
+        held = () if old is None else {(b.versions, b.dense_versions) for b in (old, old.manifest)}
+        if held == {asked}:
             reporter.note(f"{target}: holds these versions already")
             return Report(target, record["samples"] * record["length"], {}, record["unused"])
-        recipe = with_versions(recipe, wanted, dense_wanted)
         stages = _stages(directory, record, wanted, made, fresh)
         dense_stages = _dense_stages(directory, record, dense_wanted, made, fresh)
         missing = [v for v in wanted if v not in stages]
-        dense_missing = [v for v in dense_wanted if v not in dense_stages and record["dense"]]
+        dense_missing = [v for v in dense_wanted if v not in dense_stages]
         if missing or dense_missing:
             named = [f"{v.name}.{v.group_size}" for v in missing]
             stage = ADDED + "-".join(named + [f"dense-{v.name}.{v.group_size}" for v in dense_missing])
@@ -122,8 +123,7 @@ def add(
                 run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
             stages |= dict.fromkeys(missing, stage)
             dense_stages |= dict.fromkeys(dense_missing, stage)
-        dense_made = {v: dense_stages[v] for v in dense_wanted if record["dense"]}
-        chosen = Chosen({v: stages[v] for v in wanted}, recipe, dense_made)
+        chosen = Chosen({v: stages[v] for v in wanted}, recipe, {v: dense_stages[v] for v in dense_wanted})
         return assemble(directory, target, reporter, chosen, None if old is None else _others(old))
 
 

@@ -296,11 +296,6 @@ class _DryRun:
         most = workers(self._stream.device, max((size for _, size in self._needs.slices), default=1))
         return max(1, min(self._how.slices, slices, most))
 
-    @property
-    def _batches_at_once(self) -> int:
-        """How many expert batches a build makes at once here: a bound may leave room for more than memory has now."""
-        return min(self._how.batches, workers(self._stream.device, max(size for _, size in self._needs.batches)))
-
     def _quantise_dense(self, matrix: DenseMatrix, tensors: dict[str, torch.Tensor], beside: int) -> float:
         """Seconds that a unit of work on a matrix takes at every affine width, with as many slices at its side as a
         build has; inputs are taken for white."""
@@ -334,13 +329,15 @@ class _DryRun:
         began = time.perf_counter()
         make(range(1))  # loads and compiles what the quantisers need
         first, began = time.perf_counter() - began, time.perf_counter()
-        beside = min(self._batches_at_once, len(batches))
+        # A bound may leave room for more than memory has now.
+        at_once = min(self._how.batches, workers(device, max(size for _, size in self._needs.batches)))
+        beside = min(at_once, len(batches))
         with ThreadPoolExecutor(beside) as pool:  # cores that share a cache, or are two of one, slow each other
             list(pool.map(make, [few] * beside))
         one = (time.perf_counter() - began) / len(few)
         self.start += max(0.0, first - one)
         # Of a layer's batches as many are made at once as there are workers; the last round may leave some idle.
-        return one * -(-len(batches) // self._batches_at_once) / len(batches)
+        return one * -(-len(batches) // at_once) / len(batches)
 
     def result(self, rate: float, keep: bool, linked: bool) -> Estimate:
         """What was measured, scaled to the whole.

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,18 +59,23 @@ def mine(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "mine"))
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The versions that expert batches are made in."""
+def versions_of(make: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The versions that a function of the executors makes pieces in, from now on."""
     names: list[str] = []
-    original = executors.make_batch
+    original = getattr(executors, make)
 
     def counted(task: Any, *rest: Any) -> Any:
         names.extend(v.name for v in task.versions)
         return original(task, *rest)
 
-    monkeypatch.setattr(executors, "make_batch", counted)
-    yield names
+    monkeypatch.setattr(executors, make, counted)
+    return names
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The versions that expert batches are made in."""
+    return versions_of("make_batch", monkeypatch)
 
 
 def test_added_versions_are_those_of_one_build(
@@ -124,14 +129,7 @@ def test_versions_of_dense_matrices(
     recipe += "allocation: {average_bits: 5.2, dense: true}\n"
     bundle, work = tmp_path / "b", tmp_path / "w"
     pipeline.build(short_model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
-    slices: list[str] = []
-    original = executors.make_slice
-
-    def counted(task: Any, *rest: Any) -> Any:
-        slices.extend(v.name for v in task.versions)
-        return original(task, *rest)
-
-    monkeypatch.setattr(executors, "make_slice", counted)
+    slices = versions_of("make_slice", monkeypatch)
     made.clear()
     with monkeypatch.context() as patch:
         patch.setattr("moepack.pipeline.run.load_observation", lambda *_: pytest.fail("what experts saw was read"))

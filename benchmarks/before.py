@@ -22,6 +22,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import moepack
 from benchmarks.build import generate, words
 from benchmarks.common import Target, arguments, finish
 
@@ -83,6 +84,10 @@ def main() -> None:
     parser.add_argument("revision", help="the earlier one, as git names it")
     parser.add_argument("--rounds", type=int, default=1, help="builds of each")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds: 1 at the least")
+    if Path(moepack.__file__).resolve().parent.parent != ROOT:
+        raise SystemExit(f"{sys.executable}: has another moepack than {ROOT}: install this one")
     # Quick: a 16th of the hidden size and an eighth of the experts'.
     hidden, size, experts, windows, most = (128, 96, 128, 8, 40) if args.quick else (2048, 768, 128, 512, 40)
     rows: list[dict[str, Any]] = []

@@ -73,7 +73,7 @@ class Outcome:
     Attributes:
         seconds: until the last layer's files are there.
         calibrated: until calibration was through.
-        floors: what each resource alone would take.
+        floors: what each resource alone would take; of the network, for what was sent.
     """
 
     seconds: float
@@ -90,10 +90,11 @@ class _Server:
     """Something that serves one after another."""
 
     def __init__(self, rate: float) -> None:
-        self._rate, self._free = rate, 0.0
+        self._rate, self._free, self.busy = rate, 0.0, 0.0
 
     def serve(self, now: float, size: float) -> float:
         """When `size` bytes asked for now are through."""
+        self.busy += size / self._rate
         self._free = max(now, self._free) + size / self._rate
         return self._free
 
@@ -106,7 +107,7 @@ class _Build:
         self._helping = max(1, cluster.cores // 2)  # cores that calibrate
         self._idle = [max(0, cluster.cores - self._helping), *(cluster.cores for _ in range(cluster.nodes - 1))]
         self._limit = AHEAD * max(1, sum(self._idle))
-        self._disk, self._link = _Server(cluster.disk), _Server(cluster.network)
+        self._disk, self.link = _Server(cluster.disk), _Server(cluster.network)
         self._waiting: deque[int] = deque()  # batches by their layers
         self._out = 0
         self._left: dict[int, int] = {}  # layer -> batches of it that are not made
@@ -156,7 +157,7 @@ class _Build:
             self._idle[node] -= 1
             there = self._arrived.get((node, layer), now if node == 0 else None)
             if there is None:
-                there = self._arrived[node, layer] = self._link.serve(now, self.job.tokens)
+                there = self._arrived[node, layer] = self.link.serve(now, self.job.tokens)
             self._at(max(now, there), lambda t, node=node, layer=layer: self._read(t, node, layer))  # type: ignore[misc]
 
     def _read(self, now: float, node: int, layer: int) -> None:
@@ -179,11 +180,10 @@ def simulate(job: Job, cluster: Cluster) -> Outcome:
     build = _Build(job, cluster)
     build.run()
     batches = job.layers * job.batches
-    fetched = -(-job.layers * (cluster.nodes - 1) // cluster.nodes)  # with every layer on one node
     floors = {
         "calibration": job.layers * job.calibrate / max(1, cluster.cores // 2),
         "cores": (batches * job.quantise + job.layers * job.calibrate) / (cluster.nodes * cluster.cores),
         "disk": batches * (job.weights + 3 * job.made) / cluster.disk,
-        "network": fetched * job.tokens / cluster.network,
+        "network": build.link.busy,
     }
     return Outcome(build.end, build.calibrated, floors)

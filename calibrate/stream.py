@@ -376,10 +376,14 @@ class StreamedModel:
             self.free(layer)
         return {name: whole[name] for name in names}
 
-    def dense_names(self, layer: int) -> list[str]:
+    def dense_names(self, layer: int | None) -> list[str]:
         """Names of a layer's tensors but for its experts' matrices and biases."""
         own = set(self._expert_parameters(layer)) if layer in self._experts else set()
         return [name for name in self.names(layer) if name not in own]
+
+    def dense_apart(self, layer: int | None) -> bool:
+        """Whether `tensors` reads a part's `dense_names` and nothing else."""
+        return self._own_sources(self.dense_names(layer)) is not None
 
     def tensor_files(self, layer: int | None, names: Sequence[str]) -> set[str]:
         """The files that `tensors` reads."""

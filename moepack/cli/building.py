@@ -50,14 +50,16 @@ def build(
         bool, typer.Option("--keep", help="Keep in --work what experts saw, for --add: see docs for what it takes.")
     ] = False,
     added: Annotated[
-        str, typer.Option("--add", help="Add these versions, as w3,w2, to the bundle at --output, from --work.")
-    ] = "",
+        str | None, typer.Option("--add", help="Add these versions, as w3,w2, to the bundle at --output, from --work.")
+    ] = None,
     added_dense: Annotated[
-        str, typer.Option("--add-dense", help="Add these of the dense matrices: see docs for what it needs.")
-    ] = "",
+        str | None, typer.Option("--add-dense", help="Add versions, as w8, of the matrices that are no expert's.")
+    ] = None,
     group_sizes: Annotated[
         list[str] | None,
-        typer.Option("--group-size", help="A version's that is added, as w4=32; one that is there is replaced."),
+        typer.Option(
+            "--group-size", help="With --add: a version's group size, as w4=32; replaces one of another size."
+        ),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -66,7 +68,7 @@ def build(
     from moepack.pipeline.build import build as run
 
     bound = parse_size(memory)
-    if added or added_dense or group_sizes:
+    if added is not None or added_dense is not None or group_sizes:
         from moepack.pipeline.add import add, parse_group_sizes
 
         if work is None:
@@ -78,11 +80,11 @@ def build(
                 "adding goes by the recipe, the text and what is kept of --work: leave --recipe, --calibration and "
                 "--keep out"
             )
-        names, sizes = names_of(added), parse_group_sizes(group_sizes or ())
+        names, sizes = names_of(added or ""), parse_group_sizes(group_sizes or ())
         with progress(quiet) as reporter:
             report = add(
                 output, work, names, sizes, checkpoint, fresh, device, engine, address, reporter, revision, bound,
-                names_of(added_dense),
+                names_of(added_dense or ""),
             )  # fmt: skip
         _report(report, as_json)
         return
@@ -168,3 +170,5 @@ def _report(report: Any, as_json: bool) -> None:
     typer.echo(f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens")
     for version, methods in report.methods.items():
         typer.echo(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}")
+    if report.dense:
+        typer.echo(f"  dense matrices: {', '.join(report.dense)}")

@@ -24,7 +24,7 @@ from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
 from .artifacts import no_moments, quantised_recipe, run_record
-from .assemble import Chosen, Report, assemble, expert_layers, quantised_settings
+from .assemble import Chosen, Report, assemble, expert_layers, made_by, quantised_settings
 from .executors import check_engine, open_executor
 from .model_card import model_card
 from .recipe import Recipe, parse_recipe, with_versions
@@ -34,7 +34,8 @@ from .work import ADDED, WorkDirectory
 _CARD = "README.md"
 _PULLED = (".pulled.json", ".pulling")  # of a bundle that came from the Hub: the new one is another
 # What a stage was begun with that has to be the same for its versions to stand beside others.
-_ALIKE = ("method", "min_tokens", "loss_tokens", "moments", "estimate of losses")
+_BY_RECIPE = ("method", "min_tokens", "loss_tokens", "moments")
+_ALIKE = (*_BY_RECIPE, "estimate of losses")
 _DENSE_ALIKE = ("method",)  # the same, of dense matrices
 
 
@@ -100,10 +101,12 @@ def add(
             dense_wanted = ()
         asked = wanted, dense_wanted
         # A bundle from the Hub may hold fewer versions than its manifest names.
-        held = () if old is None else {(b.versions, b.dense_versions) for b in (old, old.manifest)}
-        if held == {asked}:
+        if old is not None and {(b.versions, b.dense_versions) for b in (old, old.manifest)} == {asked}:
             reporter.note(f"{target}: holds these versions already")
-            return Report(target, record["samples"] * record["length"], {}, record["unused"])
+            dense_names = tuple(v.name for v in dense_wanted)
+            tokens = record["samples"] * record["length"]
+            return Report(target, tokens, made_by(old.calibration()), record["unused"], dense_names)
+        _check_alike(directory, quantize_settings(recipe), made, _BY_RECIPE)  # it may have been quantised again since
         stages = _stages(directory, record, wanted, made, fresh)
         dense_stages = _dense_stages(directory, record, dense_wanted, made, fresh)
         missing = [v for v in wanted if v not in stages]
@@ -117,7 +120,8 @@ def add(
                 allocation=None,
                 dense=tuple(v.name for v in dense_missing),
             )
-            _check_alike(directory, quantize_settings(part), made, _ALIKE if missing else _DENSE_ALIKE)
+            if missing:
+                _check_alike(directory, quantize_settings(part), made, _ALIKE)
             run = resume(directory, part, fresh, device, reporter, stage, memory)
             with contextlib.closing(open_executor(engine, address)) as executor:
                 run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
@@ -249,7 +253,10 @@ def _check_alike(
     for key in keys:
         if how.get(key) != made.get(key):
             was, now = made.get(key), how.get(key)
-            raise InputError(f"{directory.path}: was quantised with {key} {was}, now {now}: losses would not compare")
+            raise InputError(
+                f"{directory.path}: was quantised with {key} {was}, what is asked for with {now}: losses would not "
+                "compare; name the --work of a build with these"
+            )
 
 
 def _others(old: Bundle) -> list[str]:

@@ -38,7 +38,7 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
     """What the first stage noted of the run; InputError where it has not run."""
     try:
         record = dict(json.loads((directory.path / "run.json").read_text()))
-        directory.settings()["calibrate"], record["recipe"], record["expert_layers"]
+        directory.settings()["calibrate"], record["recipe"], record["expert_layers"], record["dense"]
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
     return record

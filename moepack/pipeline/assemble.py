@@ -43,12 +43,21 @@ JOINED = "joined"  # the work directory's folder of losses of several stages
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a build did: the bundle, its calibration tokens, and how each (version, method) came out."""
+    """What a build did.
+
+    Attributes:
+        bundle: where it is.
+        calibration_tokens: how many.
+        methods: version -> method -> experts that it made.
+        unused_tensors: of the checkpoint, that have no place in the model.
+        dense: versions of dense matrices.
+    """
 
     bundle: Path
     calibration_tokens: int
     methods: dict[str, dict[str, int]]
     unused_tensors: int
+    dense: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +144,13 @@ def assemble(
         writer.path("README.md").write_text(card, encoding="utf-8")  # not in the manifest: it is edited on its page
         reporter.step("manifest")
         writer.finish(manifest)
-    return Report(target, record["samples"] * record["length"], _made_by(tables), record["unused"])
+    return Report(
+        target,
+        record["samples"] * record["length"],
+        made_by(tables),
+        record["unused"],
+        tuple(v.name for v in dense_versions),
+    )
 
 
 def expert_layers(record: Mapping[str, Any]) -> tuple[ExpertLayer, ...]:
@@ -299,7 +314,7 @@ def _config(checkpoint: Path, writer: BundleWriter) -> None:
         writer.add(name)
 
 
-def _made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:
+def made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:
     """Version -> method -> experts made by it, of the versions that some method made."""
     counts = {v: {m: n for m, n in tables.made_by(v).items() if m != tables.methods[0]} for v in tables.versions}
     return {v: dict(sorted(c.items())) for v, c in counts.items() if c}

@@ -4,7 +4,7 @@ With a bound, activations and the experts of a layer go to the work directory's 
 is calibrated on fewer windows at a time; the quantisers' batches follow from the recipe alone, because a bundle's bytes
 do. A bound that nothing of this keeps is refused, with the least that can be kept. All of it is arithmetic on shapes:
 what is measured is what the process takes before it begins and, without a bound, how much memory is available for
-pieces made at once.
+pieces made at once and for reuse.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from moepack.memory import resident_memory
 from moepack.pack.errors import InputError
+from moepack.runtime.store.host_limit import available_memory
 
 from .dense_slice import dense_tasks
 from .expert_batch import batch_settings
@@ -130,11 +131,12 @@ def peak(needs: Needs, how: Placement) -> tuple[str, dict[str, int]]:
 def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
     """How a build is done in `bound` bytes, as a recipe of `batch_size` has it as far as that goes.
 
-    Without a bound, everything is in memory. With one, what goes to disk first is what changes no bit: what goes into
-    the next layer, which nobody reads while experts are quantised, then what experts saw. Then fewer pieces are made at
-    once, then the experts of a layer go to disk, which each batch of windows reads once from there. Last, batches of
-    windows shrink, with the experts in memory where that holds as many: never to fewer in a larger bound. In what
-    room is left then, more pieces are made at once, and memory is reused.
+    Without a bound, everything is in memory, which is reused where enough of it is available. With one, what goes to
+    disk first is what changes no bit: what goes into the next layer, which nobody reads while experts are quantised,
+    then what experts saw. Then fewer pieces are made at once, then the experts of a layer go to disk, which each batch
+    of windows reads once from there. Last, batches of windows shrink, with the experts in memory where that holds as
+    many: never to fewer in a larger bound. In what room is left then, more pieces are made at once, and memory is
+    reused.
 
     Raises:
         InputError: with the least that would do.
@@ -143,7 +145,8 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
     plain = Placement(batch_size, batches=batches, slices=slices)
     reuses = needs.window > 0
     if bound is None:
-        return replace(plain, reuse=reuses)
+        takes = sum(steps(needs, replace(plain, reuse=True))["calibrate"].values()) - needs.process
+        return replace(plain, reuse=reuses and takes <= available_memory())
 
     def fits(how: Placement) -> bool:
         return sum(peak(needs, how)[1].values()) <= bound
@@ -204,9 +207,9 @@ def needs_of(
     settings = batch_settings(recipe)
     parts = {part: stream.part_bytes(part) for part in (None, *range(len(stream.layers)))}
     outside = parts.pop(None)
-    only_dense = not recipe.versions  # then no expert is read
-    if only_dense:
-        parts = {part: size - stream.file_bytes(part) for part, size in parts.items()}
+    only_dense = not recipe.versions  # then no expert is read, where a layer's dense tensors are to be had alone
+    apart = {part for part in parts if only_dense and stream.dense_apart(part)}
+    parts = {part: size - (stream.file_bytes(part) if part in apart else 0) for part, size in parts.items()}
     if None in dense:  # what lies behind the last layer is calibrated and quantised like one
         parts[None] = outside
     largest = max(parts.values())
@@ -240,7 +243,7 @@ def needs_of(
         slices.append((at_once(len(tasks), size), size))
     return Needs(
         process=(resident_memory() if process is None else process) + LATER,
-        loading=max(stream.loading_bytes(part, on_disk=only_dense) for part in parts),
+        loading=max(stream.loading_bytes(part, on_disk=part in apart) for part in parts),
         outside=max(
             stream.loading_bytes(None),
             with_copy(outside) if on_cpu else outside,
@@ -268,12 +271,11 @@ def needs_of(
 def workers(device: torch.device, need: int) -> int:
     """Pieces of `need` bytes that are made here at once: one on a GPU, which has no cores to share out; on a CPU one a
     thread of torch's, as far as half of the memory that is available holds them. Their number changes no byte."""
-    import psutil
     import torch
 
     if device.type != "cpu":
         return 1
-    return max(1, min(torch.get_num_threads(), int(psutil.virtual_memory().available // 2 // need)))
+    return max(1, min(torch.get_num_threads(), available_memory() // 2 // need))
 
 
 def _top_k(config: object) -> int:

@@ -202,8 +202,6 @@ class _DryRun:
 
     def layer(self, index: int) -> None:
         """A layer's bytes; one batch through it, until the first that has experts, and some of those quantised."""
-        from moepack.calibrate.dense import watch_part
-
         if self._walk is None and self._stream.file_bytes(index) and self._how.experts_on_disk:
             self._in_parts(index)
             return
@@ -215,18 +213,14 @@ class _DryRun:
         if self._walk is not None:
             self._stream.to_compute(index, self._dtype)
             matrices = self._matrices[index].matrices if index in self._matrices else ()
-            watch = watch_part(self._stream, matrices, self._walk.windows, self._walk.length) if matrices else None
-            inputs = [hidden.clone() for hidden in self._walk.hidden] if self._how.reuse else []
-            began = time.perf_counter()
-            observation = self._walk.run_layer(index, watch=watch)
-            self._forward = self._again = time.perf_counter() - began
-            if self._how.reuse:
+            inputs = [hidden.clone() for hidden in self._walk.hidden] if self._reuses else []
+            observation, self._forward = self._pass(index, matrices)
+            self._again = self._forward
+            if self._reuses:
                 with reusing():  # as from a layer's second batch on: that one takes the memory which the next ones find
                     for _ in range(2):
                         self._walk.restore(inputs)
-                        began = time.perf_counter()
-                        self._walk.run_layer(index)
-                        self._again = time.perf_counter() - began
+                        self._again = self._pass(index, matrices)[1]
                 del inputs
             if observation is not None and experts is not None:
                 self._walk = None
@@ -234,6 +228,26 @@ class _DryRun:
         self._stream.free(index)
         if experts is not None:
             self._add_experts(experts)
+
+    @property
+    def _batches(self) -> int:
+        return -(-len(self._ids) // self._how.batch_size)
+
+    @property
+    def _reuses(self) -> bool:
+        """Whether a build has batches that find memory which the one before freed: after a layer's second."""
+        return self._how.reuse and self._batches > 2
+
+    def _pass(self, index: int, matrices: Sequence[DenseMatrix]) -> tuple[Observation | None, float]:
+        """A batch through a layer, whose dense matrices are watched as one of all windows: what its experts saw, and
+        seconds."""
+        from moepack.calibrate.dense import watch_part
+
+        assert self._walk is not None
+        watch = watch_part(self._stream, matrices, len(self._ids), self._walk.length) if matrices else None
+        began = time.perf_counter()
+        observation = self._walk.run_layer(index, watch=watch)
+        return observation, time.perf_counter() - began
 
     def _in_parts(self, index: int) -> None:
         """A layer whose experts memory does not hold, and that nothing goes through: none of them is written."""
@@ -348,7 +362,7 @@ class _DryRun:
             linked: whether layer files become the bundle's by hard links; else they are copied.
         """
         count = sum(layer.experts for layer in self._experts)
-        batches = -(-len(self._ids) // self._how.batch_size)
+        batches = self._batches
         cold = min(2, batches)
         versions = sum(self._sizes.values()) + sum(self._dense_sizes.values())
         needs, how = self._needs, self._how

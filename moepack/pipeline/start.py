@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.memory import resident_memory
 from moepack.pack.errors import InputError
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
 from moepack.progress import Reporter
@@ -20,7 +19,7 @@ from moepack.version import __version__
 
 from .allocate import check_allocation
 from .artifacts import DIGESTS, RECIPE, digested, run_record
-from .bound import MAPPED, Needs, Placement, needs_of, place, steps
+from .bound import MAPPED, Placement, needs_of, place
 from .enough import enough_windows
 from .piece import THREADS
 from .recipe import Recipe, Source, parse_recipe, with_text
@@ -223,7 +222,7 @@ def _fit(
         if not walks:
             return Placement(size)
         needs = needs_of(stream, recipe, windows, length, dense)
-        return Placement(size, reuse=_has_room(needs, place(needs, size, None)))
+        return Placement(size, reuse=place(needs, size, None).reuse)
     needs = needs_of(stream, recipe, windows, length, dense, bounded=True)
     if not walks:  # what experts saw is mapped from the file that the first stage left, and nothing is converted
         needs = replace(needs, outside=0, layer=needs.waiting, layer_on_disk=needs.waiting_on_disk)
@@ -242,14 +241,6 @@ def _fit(
         at_once = f"{how.batch_size} windows, {_pieces(how, dense)}"
         reporter.note(f"to stay in --memory: at once {at_once}{on_disk}")
     return how
-
-
-def _has_room(needs: Needs, how: Placement) -> bool:
-    """Whether calibrating may reuse memory in what is available, the process's own included."""
-    import psutil
-
-    takes = sum(steps(needs, how)["calibrate"].values())
-    return how.reuse and takes <= psutil.virtual_memory().available + resident_memory()
 
 
 def _pieces(how: Placement, dense: Dense) -> str:

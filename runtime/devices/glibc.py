@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ MOST_MAPPED, MOST_KEPT, MAPPINGS = 32 << 20, 64 << 20, 65536
 
 _USERS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
 _limits = [MOST_MAPPED, MOST_KEPT]  # that hold while nothing is reused
+_lock, _reusers = threading.Lock(), 0  # how many want memory to be reused now
 
 
 @functools.cache
@@ -37,8 +39,10 @@ def _libc() -> Any:
 
 def bound() -> None:
     """Let the heap keep little of what is freed, from now on; not without glibc, or where the user has set it."""
-    _limits[:] = MAPPED, KEPT
-    _limit()
+    with _lock:
+        _limits[:] = MAPPED, KEPT
+        if not _reusers:
+            _limit()
 
 
 @contextmanager
@@ -48,18 +52,24 @@ def reusing() -> Iterator[None]:
     Large buffers are mapped otherwise, and the system clears each of their pages anew: a third of the time of a forward
     of 16,384 tokens through a layer of Qwen3-30B-A3B's shape. The heap takes more than is alive meanwhile: holes. Their
     memory goes back to the system in the end, but below what then stays alive they can be taken again, and `bound` does
-    not hold for these: allocate elsewhere what is to stay.
+    not hold for these: allocate elsewhere what is to stay. It holds for the process, until the last thread that wants
+    it is through.
     """
-    if _settable():
-        _libc().mallopt(M_MMAP_MAX, 0)
-        _libc().mallopt(M_TRIM_THRESHOLD, -1)  # never
+    global _reusers
+    with _lock:
+        _reusers += 1
+        if _settable():
+            _libc().mallopt(M_MMAP_MAX, 0)
+            _libc().mallopt(M_TRIM_THRESHOLD, -1)  # never
     try:
         yield
     finally:
-        if _settable():
-            _libc().mallopt(M_MMAP_MAX, MAPPINGS)
-            _limit()
-            trim()
+        with _lock:
+            _reusers -= 1
+            if not _reusers and _settable():
+                _libc().mallopt(M_MMAP_MAX, MAPPINGS)
+                _limit()
+                trim()
 
 
 def _settable() -> bool:

@@ -1,4 +1,5 @@
-"""How much host memory may be pinned: what the system and the control group have left, less a margin. Linux files.
+"""How much host memory there is, and may be pinned: what the system and the control group have left, less a margin for
+what is pinned. Linux files.
 
 RLIMIT_MEMLOCK is told, not applied: containers set it to 64 KiB or 8 MiB as a rule, and CUDA's drivers on Linux pin
 gigabytes all the same. Where one holds to it, registering fails, and the chain goes on (pinning.py).
@@ -19,16 +20,22 @@ def host_limits(root: Path = CGROUPS, process: Path = Path("/proc/self/cgroup"))
     import psutil
 
     memory = psutil.virtual_memory()
-    cgroup = cgroup_room(root, process)
     margin = max(1 << 30, memory.total // MARGIN)
-    room = memory.available if cgroup is None else min(memory.available, cgroup)
     return {
         "available_bytes": memory.available,
-        "cgroup_bytes": cgroup,
+        "cgroup_bytes": cgroup_room(root, process),
         "memlock_bytes": _memlock(),
         "margin_bytes": margin,
-        "pinnable_bytes": max(0, room - margin),
+        "pinnable_bytes": max(0, available_memory(root, process) - margin),
     }
+
+
+def available_memory(root: Path = CGROUPS, process: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that a process may still take: what the system has, and no more than its control group."""
+    import psutil
+
+    available, cgroup = int(psutil.virtual_memory().available), cgroup_room(root, process)
+    return available if cgroup is None else min(available, cgroup)
 
 
 def cgroup_room(root: Path, process: Path) -> int | None:

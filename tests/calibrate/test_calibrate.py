@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,30 @@ def test_pass_is_the_models_own_forward(demo_model: Path, stream: StreamedModel)
             observation.experts.long().sort(1).values, logits.reshape(320, -1).topk(2).indices.sort(1).values
         )
         assert torch.allclose(observation.gates.sum(1), torch.ones(320))
+
+
+def test_all_but_a_layers_first_batch_find_freed_memory(stream: StreamedModel) -> None:
+    """And the first does not: what it allocates stays longer than the layer."""
+    seen: list[str] = []
+
+    @contextmanager
+    def reusing() -> Iterator[None]:
+        seen.append("in")
+        yield
+        seen.append("out")
+
+    ids = torch.randint(1, 4000, (5, 64), generator=torch.Generator().manual_seed(0))
+    walk = CalibrationPass(stream, ids, 2, torch.float32, reusing=reusing)
+    stream.load(None)
+    stream.to_compute(None, torch.float32)
+    walk.start()
+    stream.free(None)
+    for i in range(2):
+        stream.load(i)
+        stream.to_compute(i, torch.float32)
+        walk.run_layer(i, lambda tokens: seen.append("batch"))
+        stream.free(i)
+    assert seen == ["batch", "in", "batch", "batch", "out"] * 2
 
 
 def test_loaded_parts_are_the_checkpoints_bits(demo_model: Path, stream: StreamedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -95,7 +96,7 @@ def test_added_versions_are_those_of_one_build(
         # Once more: nothing to do, and nothing done.
         made.clear()
         notes = Notes()
-        add(mine / "b", mine / "w", ["w2"], reporter=notes)
+        assert add(mine / "b", mine / "w", ["w2"], reporter=notes) == report
         assert not made and notes.notes == [f"{mine / 'b'}: holds these versions already"]
         # On top of it another group size: the version is replaced, and only it is made.
         add(mine / "b", mine / "w", ["w4"], {"w4": 32})
@@ -278,9 +279,31 @@ def test_what_would_not_compare_is_refused_before_anything_is_thrown_away(
     add(mine / "b", mine / "w", ["w2"])
     before = tree(mine)
     monkeypatch.setattr("moepack.quantize.losses.ESTIMATE", 0)
-    with pytest.raises(InputError, match=r"estimate of losses \d+, now 0: losses would not compare"):
+    with pytest.raises(InputError, match=r"estimate of losses \d+, what is asked for with 0: losses would"):
         add(mine / "c", mine / "w", ["w2"], fresh=True)
     assert tree(mine) == before
+
+
+def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path, tmp_path: Path) -> None:
+    """What it has now is of another recipe than the bundle's, whose versions would be replaced by it."""
+    recipe = f"versions: [w4]\ndense: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
+    bundle, work = tmp_path / "b", tmp_path / "w"
+    pipeline.build(short_model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
+    before = tree(bundle)
+    for other, word in (("method: hqq, loss_tokens: 64", "method hqq"), ("method: rtn", "loss_tokens 4096")):
+        again = parse_recipe(recipe.replace("method: rtn, loss_tokens: 64", other).replace("[w4]", "[w8, w4]"), "x")
+        pipeline.quantize(work, again, fresh=True)
+        for versions, dense in ((["w2"], []), ([], ["w8"]), (["w8"], [])):
+            with pytest.raises(InputError, match=f"was quantised with {word}, what is asked for with"):
+                add(bundle, work, versions, dense=dense)
+    assert tree(bundle) == before
+    pipeline.quantize(work, parse_recipe(recipe, "x"), fresh=True)
+    assert add(bundle, work, [], dense=["w8"]).dense == ("bf16", "w8", "w4")
+    assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "fresh")
+    record = json.loads((work / "run.json").read_text())
+    (work / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k != "dense"}))
+    with pytest.raises(InputError, match="is not calibrated yet"):
+        add(bundle, work, [], dense=["w2"])
 
 
 def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,6 +383,7 @@ def test_on_the_command_line(
         (("--work", str(tmp_path / "w"), "--add", "w1", "--keep"), out),
         (("--work", str(tmp_path / "w"), "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),
         (("--work", str(tmp_path / "w"), "--add-dense", "w8"), "was calibrated without dense"),
+        (("--work", str(tmp_path / "w"), "--add-dense", ""), "name the versions to add"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2"), "write VERSION=SIZE"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2=32"), "name the versions to add|--group-size w2"),
     ):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,12 +145,47 @@ def test_without_a_bound_memory_is_used_again_where_it_is_there(
     directory: Any = SimpleNamespace(settings=dict, path=Path("none"), holds=lambda stage: False)
     model = stream.StreamedModel(open_checkpoint(demo_model))
     needs = needs_of(model, RECIPE, 4, 64, {})
-    takes = sum(steps(needs, place(needs, 2, None))["calibrate"].values())
+    reusing = replace(place(needs, 2, None), reuse=True)
+    takes = sum(steps(needs, reusing)["calibrate"].values()) - needs.process  # which it has already
     monkeypatch.setattr(start, "needs_of", lambda *_: needs)
-    monkeypatch.setattr(start, "resident_memory", lambda: MIB)
-    for available, reuses in ((takes - MIB, True), (takes - MIB - 1, False)):
-        monkeypatch.setattr("psutil.virtual_memory", lambda a=available: SimpleNamespace(available=a))
+    for system, group, reuses in (
+        (takes, None, True), (takes - 1, None, False), (takes, takes, True), (takes, takes - 1, False),
+    ):  # fmt: skip
+        monkeypatch.setattr("psutil.virtual_memory", lambda a=system: SimpleNamespace(available=a))
+        monkeypatch.setattr("moepack.runtime.store.host_limit.cgroup_room", lambda *_, g=group: g)
         assert start._fit(directory, model, RECIPE, {}, None, 4, 64).reuse is reuses
+        assert place(needs, 2, None).reuse is reuses, "the dry run's"
+
+
+@pytest.mark.parametrize("until", ["", ", until: 100000, most: 6"])
+def test_a_build_reuses_memory_where_that_fits(
+    until: str, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each layer of each pass: also of the one that counts tokens before."""
+    entered: list[str] = []
+    for name in ("run", "enough"):
+        monkeypatch.setattr(f"moepack.pipeline.{name}.reusing", lambda n=name: nullcontext(entered.append(n)))
+    recipe = (
+        f"{{quantize: {{method: rtn, loss_tokens: 64}}, calibration: {{samples: 4, length: 64, batch_size: 2{until}}}}}"
+    )
+    layers = len(stream.StreamedModel(open_checkpoint(demo_model)).layers)
+    for available, times in ((1 << 40, layers), (0, 0)):
+        entered.clear()
+        monkeypatch.setattr(bound, "available_memory", lambda a=available: a)
+        pipeline.calibrate(demo_model, tmp_path / str(available), parse_recipe(recipe, "x"), [text])
+        assert entered.count("run") == times and entered.count("enough") == times * bool(until)
+
+
+def test_experts_that_are_read_with_dense_tensors_count(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense versions alone need no expert, where the checkpoint's layout lets dense tensors be read without."""
+    monkeypatch.setattr(stream, "AT_ONCE", 1)
+    model, recipe = stream.StreamedModel(open_checkpoint(demo_model)), replace(RECIPE, versions=(), dense=("w8",))
+    assert model.dense_apart(0)
+    alone = needs_of(model, recipe, 4, 64, {}, 0)
+    monkeypatch.setattr(stream.StreamedModel, "dense_apart", lambda *_: False)
+    together = needs_of(model, recipe, 4, 64, {}, 0)
+    assert together.waiting - alone.waiting == model.file_bytes(0) > 0
+    assert together.loading - alone.loading >= model.file_bytes(0) // 2
 
 
 def test_pieces_of_each_kind_count_with_as_many_as_are_made_at_once() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ import tiny_models
 import torch
 from typer.testing import CliRunner
 
+from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.dense import watch_part
 from moepack.calibrate.forward import Observation
+from moepack.calibrate.stream import StreamedModel
 from moepack.calibrate.tokens import LAYER, LayerTokens, expert_tokens
 from moepack.cli import app
 from moepack.pack.errors import InputError, MoepackError
@@ -120,6 +125,42 @@ def test_the_probe_makes_as_many_batches_at_once_as_a_build(
     monkeypatch.setattr(module, "place", lambda *asked: replace(place(*asked), batches=workers))
     assert estimate(demo_model, tmp_path / "bundle", recipe, [text]).seconds["quantise"] > 0
     assert len(alone) == 1 and together.n_waiting == 0
+
+
+@pytest.mark.parametrize(("windows", "available", "times"), [(6, 1 << 40, 5 + 5 + 1), (6, 0, 15), (4, 1 << 40, 10)])
+def test_batches_are_timed_as_a_build_has_them(
+    windows: int, available: int, times: int, demo_model: Path, text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With memory that is reused, all of a layer's batches but the first two take what one takes that finds some; and
+    each takes its dense matrices' moments, of the tokens that are learnt from in all windows."""
+    warm: list[bool] = []
+    watched: list[int] = []
+
+    @contextmanager
+    def reusing() -> Iterator[None]:
+        warm.append(True)
+        yield
+        warm.pop()
+
+    def timed(run: Any, *of: Any) -> Any:
+        observation, _ = taken(run, *of)
+        return observation, 1.0 if warm else 5.0
+
+    def watch(stream: Any, matrices: Any, count: int, length: int) -> Any:
+        watched.append(count)
+        return watch_part(stream, matrices, count, length)
+
+    taken = module._DryRun._pass
+    monkeypatch.setattr(module._DryRun, "_pass", timed)
+    monkeypatch.setattr(module, "reusing", reusing)
+    monkeypatch.setattr("moepack.calibrate.dense.watch_part", watch)
+    monkeypatch.setattr("moepack.pipeline.bound.available_memory", lambda: available)
+    recipe = parse_recipe(f"dense: [w8]\n{RECIPE.replace('samples: 4', f'samples: {windows}')}", "test")
+    said = estimate(demo_model, tmp_path / "bundle", recipe, [text])
+    layers = len(StreamedModel(open_checkpoint(demo_model)).layers)
+    assert said.seconds["calibrate"] == times * layers
+    assert watched == [windows] * (3 if times == 11 else 1)
 
 
 def test_disk_beside_the_bundle(demo_model: Path, text: Path, tmp_path: Path) -> None:

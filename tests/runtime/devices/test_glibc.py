@@ -80,3 +80,19 @@ def test_what_was_asked_for_before_holds_again(monkeypatch: pytest.MonkeyPatch) 
     with glibc.reusing():
         glibc.bound()
     assert not heap.told
+
+
+def test_memory_is_reused_until_the_last_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, one within the other; and who limits the heap meanwhile does so afterwards."""
+    heap = Heap()
+    monkeypatch.setattr(glibc, "_libc", lambda: heap)
+    monkeypatch.setattr(glibc, "_limits", list(glibc._limits))
+    for name in glibc._USERS:
+        monkeypatch.delenv(name, raising=False)
+    reuse = [(glibc.M_MMAP_MAX, 0), (glibc.M_TRIM_THRESHOLD, -1)]
+    with glibc.reusing():
+        with glibc.reusing():
+            glibc.bound()
+        assert heap.told == reuse * 2
+    limits = [(glibc.M_MMAP_THRESHOLD, glibc.MAPPED), (glibc.M_TRIM_THRESHOLD, glibc.KEPT)]
+    assert heap.told[4:] == [(glibc.M_MMAP_MAX, glibc.MAPPINGS), *limits]

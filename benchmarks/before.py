@@ -22,9 +22,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import moepack
 from benchmarks.build import generate, words
-from benchmarks.common import Target, arguments, finish
+from benchmarks.common import Target, arguments, finish, positive
 
 ROOT = Path(__file__).resolve().parent.parent
 # Runs with either revision: their modules have other names, what is called of them has not.
@@ -82,17 +81,17 @@ def main() -> None:
     """Install, build in turns, print."""
     parser = arguments(__doc__)
     parser.add_argument("revision", help="the earlier one, as git names it")
-    parser.add_argument("--rounds", type=int, default=1, help="builds of each")
+    parser.add_argument("--rounds", type=positive, default=1, help="builds of each")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds: 1 at the least")
-    if Path(moepack.__file__).resolve().parent.parent != ROOT:
-        raise SystemExit(f"{sys.executable}: has another moepack than {ROOT}: install this one")
     # Quick: a 16th of the hidden size and an eighth of the experts'.
     hidden, size, experts, windows, most = (128, 96, 128, 8, 40) if args.quick else (2048, 768, 128, 512, 40)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
+        show = [sys.executable, "-c", "import moepack; print(moepack.__file__)"]
+        found = subprocess.run(show, cwd=work, stdout=subprocess.PIPE, check=True, text=True).stdout.strip()
+        if Path(found).resolve().parent.parent != ROOT:
+            raise SystemExit(f"{sys.executable}: has the moepack of {found}, not the one of {ROOT}: install this one")
         lib = install(args.revision, folder)
         generate(folder / "checkpoint", 1, hidden, experts, size, 8)
         text = words(folder / "text.jsonl", windows * 2048)

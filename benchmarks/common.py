@@ -70,6 +70,13 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def positive(text: str) -> int:
+    """A number of rounds, from the command line."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def show(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     """Print a table."""
     from rich.console import Console

@@ -73,7 +73,7 @@ class Outcome:
     Attributes:
         seconds: until the last layer's files are there.
         calibrated: until calibration was through.
-        floors: what each resource alone would take; of the network, for what was sent.
+        floors: what each resource alone would take; of the network, for what this schedule sent.
     """
 
     seconds: float

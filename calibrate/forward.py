@@ -221,7 +221,7 @@ class CalibrationPass:
         watching = watch.watching() if watch else nullcontext()
         with ExitStack() as rest, watching, observing(module, seen.take), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
-                if i == 1:  # what outlives the layer is there since the first batch, but for dtypes that differ
+                if i == 1:  # `_keep` and `_Seen` have allocated what outlives the layer
                     rest.enter_context(self._reusing())
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
                 with widened(self._stream.device, self._dtype), from_file:

@@ -382,7 +382,7 @@ class StreamedModel:
         return [name for name in self.names(layer) if name not in own]
 
     def dense_apart(self, layer: int | None) -> bool:
-        """Whether `tensors` reads a part's `dense_names` and nothing else."""
+        """Whether the layout lets `tensors` read a part's `dense_names` and nothing else."""
         return self._own_sources(self.dense_names(layer)) is not None
 
     def tensor_files(self, layer: int | None, names: Sequence[str]) -> set[str]:

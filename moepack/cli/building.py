@@ -57,9 +57,7 @@ def build(
     ] = None,
     group_sizes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--group-size", help="With --add: a version's group size, as w4=32; replaces one of another size."
-        ),
+        typer.Option("--group-size", help="Of a version to add, as w4=32; one that the bundle has is replaced."),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,

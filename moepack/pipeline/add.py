@@ -18,7 +18,15 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import LOSSLESS, Version, encoding_of, version_names
+from moepack.pack.spec import (
+    LOSSLESS,
+    Version,
+    dense_file,
+    dense_layers,
+    encoding_of,
+    expert_file,
+    version_names,
+)
 from moepack.pack.writer import check_replaceable, check_target
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
@@ -33,7 +41,7 @@ from .work import ADDED, WorkDirectory
 
 _CARD = "README.md"
 _PULLED = (".pulled.json", ".pulling")  # of a bundle that came from the Hub: the new one is another
-# What a stage was begun with that has to be the same for its versions to stand beside others.
+# What a stage was begun with that has to be the same for its versions to stand beside others: by the recipe, and all.
 _BY_RECIPE = ("method", "min_tokens", "loss_tokens", "moments")
 _ALIKE = (*_BY_RECIPE, "estimate of losses")
 _DENSE_ALIKE = ("method",)  # the same, of dense matrices
@@ -103,12 +111,15 @@ def add(
         # A bundle from the Hub may hold fewer versions than its manifest names.
         if old is not None and {(b.versions, b.dense_versions) for b in (old, old.manifest)} == {asked}:
             reporter.note(f"{target}: holds these versions already")
-            dense_names = tuple(v.name for v in dense_wanted)
-            tokens = record["samples"] * record["length"]
-            return Report(target, tokens, made_by(old.calibration()), record["unused"], dense_names)
-        _check_alike(directory, quantize_settings(recipe), made, _BY_RECIPE)  # it may have been quantised again since
+            tokens, methods = record["samples"] * record["length"], made_by(old.calibration())
+            methods = {v.name: methods[v.name] for v in wanted if v.name in methods}  # a shrunk one's tables have more
+            return Report(target, tokens, methods, record["unused"], tuple(v.name for v in dense_wanted))
+        if old is not None:
+            _check_recipe(directory, target, quantize_settings(recipe), made)
         stages = _stages(directory, record, wanted, made, fresh)
         dense_stages = _dense_stages(directory, record, dense_wanted, made, fresh)
+        if old is not None:
+            _check_same(directory, old, stages, dense_stages)
         missing = [v for v in wanted if v not in stages]
         dense_missing = [v for v in dense_wanted if v not in dense_stages]
         if missing or dense_missing:
@@ -121,7 +132,7 @@ def add(
                 dense=tuple(v.name for v in dense_missing),
             )
             if missing:
-                _check_alike(directory, quantize_settings(part), made, _ALIKE)
+                _check_estimate(directory, quantize_settings(part), made)
             run = resume(directory, part, fresh, device, reporter, stage, memory)
             with contextlib.closing(open_executor(engine, address)) as executor:
                 run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
@@ -247,16 +258,45 @@ def _dense_stages(
     return out
 
 
-def _check_alike(
-    directory: WorkDirectory, how: Mapping[str, Any], made: Mapping[str, Any], keys: Sequence[str]
-) -> None:
-    for key in keys:
-        if how.get(key) != made.get(key):
-            was, now = made.get(key), how.get(key)
+def _check_recipe(directory: WorkDirectory, target: Path, asked: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """See that experts were not quantised again since by another recipe than the bundle's."""
+    for key in _BY_RECIPE:
+        if asked.get(key) != made.get(key):
             raise InputError(
-                f"{directory.path}: was quantised with {key} {was}, what is asked for with {now}: losses would not "
-                "compare; name the --work of a build with these"
+                f"{directory.path}: was quantised with {key} {made.get(key)}, {target} with {asked.get(key)}, and "
+                "losses would not compare: quantise it by the bundle's recipe (moepack quantize --fresh), or name "
+                "another --work"
             )
+
+
+def _check_same(
+    directory: WorkDirectory, old: Bundle, stages: Mapping[Version, str], dense_stages: Mapping[Version, str]
+) -> None:
+    """See that what the work directory has of a bundle's versions is what the bundle has."""
+    held, kept, dense_kept = old.manifest.expert_files, old.manifest.versions, old.manifest.dense_versions
+    found: list[tuple[str, str, Mapping[str, Any]]] = []
+    for version, stage in ((v, s) for v, s in stages.items() if v in kept):
+        for i in (layer.index for layer in old.layers):
+            found.append((expert_file(version.name, i), version.name, directory.done(stage, i) or {}))
+    for version, stage in ((v, s) for v, s in dense_stages.items() if v in dense_kept):
+        for part in (layer.index for layer in dense_layers(old.manifest.dense)):
+            made = directory.done(stage, part) or {}
+            found.append((dense_file(version.name, part), version.name, made.get("dense", {})))
+    for file, name, note in found:
+        if file in held and note.get("entries", {}).get(name) != asdict(held[file]):
+            raise InputError(
+                f"{directory.path}: its {file} is not the one of {old.path}: it was built anew since, by other "
+                "settings or on another machine; name the --work that the bundle was built in"
+            )
+
+
+def _check_estimate(directory: WorkDirectory, how: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    was, now = (x.get("estimate of losses") for x in (made, how))
+    if was != now:
+        raise InputError(
+            f"{directory.path}: was quantised by a moepack that measures losses in another way ({was}, now {now}): "
+            "they would not compare; build anew"
+        )
 
 
 def _others(old: Bundle) -> list[str]:

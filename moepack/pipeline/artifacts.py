@@ -38,10 +38,10 @@ def run_record(directory: WorkDirectory) -> dict[str, Any]:
     """What the first stage noted of the run; InputError where it has not run."""
     try:
         record = dict(json.loads((directory.path / "run.json").read_text()))
-        directory.settings()["calibrate"], record["recipe"], record["expert_layers"], record["dense"]
+        directory.settings()["calibrate"], record["recipe"], record["expert_layers"]
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
-    return record
+    return {"dense": []} | record  # which an older one has not
 
 
 def digested(directory: WorkDirectory) -> dict[str, Any]:

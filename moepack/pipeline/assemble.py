@@ -144,13 +144,8 @@ def assemble(
         writer.path("README.md").write_text(card, encoding="utf-8")  # not in the manifest: it is edited on its page
         reporter.step("manifest")
         writer.finish(manifest)
-    return Report(
-        target,
-        record["samples"] * record["length"],
-        made_by(tables),
-        record["unused"],
-        tuple(v.name for v in dense_versions),
-    )
+    dense_names = tuple(v.name for v in manifest.dense_versions)
+    return Report(target, record["samples"] * record["length"], made_by(tables), record["unused"], dense_names)
 
 
 def expert_layers(record: Mapping[str, Any]) -> tuple[ExpertLayer, ...]:

@@ -145,7 +145,7 @@ def place(needs: Needs, batch_size: int, bound: int | None) -> Placement:
     plain = Placement(batch_size, batches=batches, slices=slices)
     reuses = needs.window > 0
     if bound is None:
-        takes = sum(steps(needs, replace(plain, reuse=True))["calibrate"].values()) - needs.process
+        takes = sum(steps(needs, replace(plain, reuse=True))["calibrate"].values()) - (needs.process - LATER)
         return replace(plain, reuse=reuses and takes <= available_memory())
 
     def fits(how: Placement) -> bool:
@@ -219,7 +219,7 @@ def needs_of(
         """So many bytes as the checkpoint has them, and the same in the dtype that is computed with."""
         return size if kept_as == dtype else size + size // kept_as.itemsize * dtype.itemsize
 
-    in_file = {part: 0 if only_dense else stream.file_bytes(part) for part in parts}
+    in_file = {part: 0 if part in apart else stream.file_bytes(part) for part in parts}
     filed, rest = max(in_file.values()), max(size - in_file[part] for part, size in parts.items())
     expert = max(in_file[i] // x.experts for i, x in stream.expert_layers.items())
     tokens, hidden_size = windows * length, config.hidden_size

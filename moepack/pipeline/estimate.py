@@ -34,6 +34,7 @@ from .work import check_work
 if TYPE_CHECKING:
     import torch
 
+    from moepack.calibrate.dense import DenseWatch
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import CalibrationPass, Observation
     from moepack.calibrate.stream import StreamedModel
@@ -202,6 +203,8 @@ class _DryRun:
 
     def layer(self, index: int) -> None:
         """A layer's bytes; one batch through it, until the first that has experts, and some of those quantised."""
+        from moepack.calibrate.dense import watch_part
+
         if self._walk is None and self._stream.file_bytes(index) and self._how.experts_on_disk:
             self._in_parts(index)
             return
@@ -214,13 +217,15 @@ class _DryRun:
             self._stream.to_compute(index, self._dtype)
             matrices = self._matrices[index].matrices if index in self._matrices else ()
             inputs = [hidden.clone() for hidden in self._walk.hidden] if self._reuses else []
-            observation, self._forward = self._pass(index, matrices)
+            # Of all windows, as a build's: not every token's moments count then.
+            watch = watch_part(self._stream, matrices, len(self._ids), self._walk.length) if matrices else None
+            observation, self._forward = self._pass(index, watch)
             self._again = self._forward
             if self._reuses:
                 with reusing():  # as from a layer's second batch on: that one takes the memory which the next ones find
                     for _ in range(2):
                         self._walk.restore(inputs)
-                        self._again = self._pass(index, matrices)[1]
+                        self._again = self._pass(index, watch)[1]
                 del inputs
             if observation is not None and experts is not None:
                 self._walk = None
@@ -238,13 +243,9 @@ class _DryRun:
         """Whether a build has batches that find memory which the one before freed: after a layer's second."""
         return self._how.reuse and self._batches > 2
 
-    def _pass(self, index: int, matrices: Sequence[DenseMatrix]) -> tuple[Observation | None, float]:
-        """A batch through a layer, whose dense matrices are watched as one of all windows: what its experts saw, and
-        seconds."""
-        from moepack.calibrate.dense import watch_part
-
+    def _pass(self, index: int, watch: DenseWatch | None) -> tuple[Observation | None, float]:
+        """A batch through a layer: what its experts saw, and seconds."""
         assert self._walk is not None
-        watch = watch_part(self._stream, matrices, len(self._ids), self._walk.length) if matrices else None
         began = time.perf_counter()
         observation = self._walk.run_layer(index, watch=watch)
         return observation, time.perf_counter() - began

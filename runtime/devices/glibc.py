@@ -38,7 +38,8 @@ def _libc() -> Any:
 
 
 def bound() -> None:
-    """Let the heap keep little of what is freed, from now on; not without glibc, or where the user has set it."""
+    """Let the heap keep little of what is freed, from now on, or once nothing is reused any more; not without glibc, or
+    where the user has set it."""
     with _lock:
         _limits[:] = MAPPED, KEPT
         if not _reusers:
@@ -49,11 +50,10 @@ def bound() -> None:
 def reusing() -> Iterator[None]:
     """Have what is freed taken by what is allocated next, for a while; not without glibc, or where the user has set it.
 
-    Large buffers are mapped otherwise, and the system clears each of their pages anew: a third of the time of a forward
-    of 16,384 tokens through a layer of Qwen3-30B-A3B's shape. The heap takes more than is alive meanwhile: holes. Their
-    memory goes back to the system in the end, but below what then stays alive they can be taken again, and `bound` does
-    not hold for these: allocate elsewhere what is to stay. It holds for the process, until the last thread that wants
-    it is through.
+    Large buffers are mapped otherwise, and the system clears each of their pages anew. The heap takes more than is
+    alive meanwhile: holes. Their memory goes back to the system in the end, but below what then stays alive they can be
+    taken again, and `bound` does not hold for these: allocate elsewhere what is to stay. It holds for the process,
+    until the last thread that wants it is through.
     """
     global _reusers
     with _lock:

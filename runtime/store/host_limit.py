@@ -19,14 +19,14 @@ def host_limits(root: Path = CGROUPS, process: Path = Path("/proc/self/cgroup"))
     one), `margin_bytes`, and `pinnable_bytes`, what a store takes where nobody says otherwise."""
     import psutil
 
-    memory = psutil.virtual_memory()
+    memory, cgroup = psutil.virtual_memory(), cgroup_room(root, process)
     margin = max(1 << 30, memory.total // MARGIN)
     return {
         "available_bytes": memory.available,
-        "cgroup_bytes": cgroup_room(root, process),
+        "cgroup_bytes": cgroup,
         "memlock_bytes": _memlock(),
         "margin_bytes": margin,
-        "pinnable_bytes": max(0, available_memory(root, process) - margin),
+        "pinnable_bytes": max(0, _room(memory.available, cgroup) - margin),
     }
 
 
@@ -34,7 +34,10 @@ def available_memory(root: Path = CGROUPS, process: Path = Path("/proc/self/cgro
     """Bytes that a process may still take: what the system has, and no more than its control group."""
     import psutil
 
-    available, cgroup = int(psutil.virtual_memory().available), cgroup_room(root, process)
+    return _room(psutil.virtual_memory().available, cgroup_room(root, process))
+
+
+def _room(available: int, cgroup: int | None) -> int:
     return available if cgroup is None else min(available, cgroup)
 
 

@@ -36,6 +36,13 @@ def test_tokens_travel_once_a_node_and_layer() -> None:
     assert out.seconds == 1 + 3 + 10 and out.floors["network"] == 3
 
 
+def test_the_network_takes_what_was_sent() -> None:
+    """Each of two other nodes fetches the layer; without cores to spare nobody does, however many nodes there are."""
+    job = Job(layers=1, batches=6, calibrate=1, quantise=10, tokens=6)
+    assert simulate(job, Cluster(nodes=3, cores=2, network=2)).floors["network"] == 6
+    assert simulate(job, Cluster(nodes=3, cores=64, network=2)).floors["network"] == 0
+
+
 def test_the_disk_serves_one_after_another() -> None:
     """Two batches at 1 read 10 bytes each at 10 a second, until 2 and 3; compute until 6 and 7; write 5 bytes each,
     until 6.5 and 7.5; the layer's files take 10 bytes read and 10 written: 2 more."""

@@ -195,6 +195,7 @@ def test_a_model_without_such_matrices(
     notes = Notes()
     add(tmp_path / "b", tmp_path / "w", ["w2"], reporter=notes)
     assert notes.notes == [f"{tmp_path / 'b'}: holds these versions already"]
+    assert add(tmp_path / "b", tmp_path / "w", ["w2"]).dense == ()
     for memory in (None, 8 << 30):
         with pytest.raises(InputError, match="the model has no dense matrices that get versions"):
             add(tmp_path / "b", tmp_path / "w", [], dense=["w3"], memory=memory)
@@ -236,6 +237,8 @@ def test_a_shrunk_bundle_gets_back_what_it_had(mine: Path, made: list[str]) -> N
     shrink(mine / "b", mine / "small", ["w4"])
     add(mine / "small", mine / "w", ["bf16"])
     assert not made and [v.name for v in moepack.open(mine / "small").versions] == ["bf16", "w4"]
+    shrink(mine / "b", mine / "less", ["w4"])
+    assert set(add(mine / "less", mine / "w", ["w4"]).methods) == {"w4"}
 
 
 def test_refusals(mine: Path, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +282,7 @@ def test_what_would_not_compare_is_refused_before_anything_is_thrown_away(
     add(mine / "b", mine / "w", ["w2"])
     before = tree(mine)
     monkeypatch.setattr("moepack.quantize.losses.ESTIMATE", 0)
-    with pytest.raises(InputError, match=r"estimate of losses \d+, what is asked for with 0: losses would"):
+    with pytest.raises(InputError, match=r"measures losses in another way \(\d+, now 0\)"):
         add(mine / "c", mine / "w", ["w2"], fresh=True)
     assert tree(mine) == before
 
@@ -294,7 +297,7 @@ def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path
         again = parse_recipe(recipe.replace("method: rtn, loss_tokens: 64", other).replace("[w4]", "[w8, w4]"), "x")
         pipeline.quantize(work, again, fresh=True)
         for versions, dense in ((["w2"], []), ([], ["w8"]), (["w8"], [])):
-            with pytest.raises(InputError, match=f"was quantised with {word}, what is asked for with"):
+            with pytest.raises(InputError, match=f"was quantised with {word}, .*/b with"):
                 add(bundle, work, versions, dense=dense)
     assert tree(bundle) == before
     pipeline.quantize(work, parse_recipe(recipe, "x"), fresh=True)
@@ -302,8 +305,25 @@ def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path
     assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "fresh")
     record = json.loads((work / "run.json").read_text())
     (work / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k != "dense"}))
-    with pytest.raises(InputError, match="is not calibrated yet"):
+    with pytest.raises(InputError, match="the model has no dense matrices that get versions"):
         add(bundle, work, [], dense=["w2"])
+
+
+def test_a_work_directory_that_was_calibrated_again(short_model: Path, text: Path, tmp_path: Path) -> None:
+    """On the same tokens by the same recipe for quantising, but in another dtype: its versions are others."""
+    recipe = f"versions: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
+    bundle, work = tmp_path / "b", tmp_path / "w"
+    pipeline.build(short_model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
+    before, other = tree(bundle), recipe.replace("batch_size: 6", "batch_size: 6, dtype: float32")
+    pipeline.calibrate(short_model, work, parse_recipe(other, "x"), [text], fresh=True)
+    pipeline.quantize(work, parse_recipe(recipe, "x"))
+    with pytest.raises(InputError, match=r"its experts/w4/.* is not the one of .*: it was built anew since"):
+        add(bundle, work, ["w2"])
+    assert tree(bundle) == before
+    pipeline.calibrate(short_model, work, parse_recipe(recipe, "x"), [text], fresh=True)
+    pipeline.quantize(work, parse_recipe(recipe, "x"))
+    add(bundle, work, ["w2"])
+    assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "fresh")
 
 
 def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,6 +403,7 @@ def test_on_the_command_line(
         (("--work", str(tmp_path / "w"), "--add", "w1", "--keep"), out),
         (("--work", str(tmp_path / "w"), "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),
         (("--work", str(tmp_path / "w"), "--add-dense", "w8"), "was calibrated without dense"),
+        (("--work", str(tmp_path / "w"), "--add", ""), "name the versions to add"),
         (("--work", str(tmp_path / "w"), "--add-dense", ""), "name the versions to add"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2"), "write VERSION=SIZE"),
         (("--work", str(tmp_path / "w"), "--group-size", "w2=32"), "name the versions to add|--group-size w2"),

@@ -129,8 +129,9 @@ def test_experts_go_to_disk_before_batches_shrink() -> None:
     assert place(useless, 4, (409 + 2 * on_disk) * MIB) == Placement(3, True, True, 1, 1)
 
 
-def test_memory_is_used_again_where_there_is_room_for_the_holes() -> None:
+def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four windows of 50 MiB take 0.6 times as much more; nothing else is changed for it."""
+    monkeypatch.setattr(bound, "available_memory", lambda: 1 << 40)
     step, least = peak(NEEDS, place(NEEDS, 4, None))
     assert step == "calibrate" and least["forward"] == int(1.6 * 200 * MIB) and place(NEEDS, 4, None).reuse
     needed = sum(least.values())
@@ -146,7 +147,7 @@ def test_without_a_bound_memory_is_used_again_where_it_is_there(
     model = stream.StreamedModel(open_checkpoint(demo_model))
     needs = needs_of(model, RECIPE, 4, 64, {})
     reusing = replace(place(needs, 2, None), reuse=True)
-    takes = sum(steps(needs, reusing)["calibrate"].values()) - needs.process  # which it has already
+    takes = sum(steps(needs, reusing)["calibrate"].values()) - (needs.process - bound.LATER)  # which it has already
     monkeypatch.setattr(start, "needs_of", lambda *_: needs)
     for system, group, reuses in (
         (takes, None, True), (takes - 1, None, False), (takes, takes, True), (takes, takes - 1, False),
@@ -186,6 +187,7 @@ def test_experts_that_are_read_with_dense_tensors_count(demo_model: Path, monkey
     together = needs_of(model, recipe, 4, 64, {}, 0)
     assert together.waiting - alone.waiting == model.file_bytes(0) > 0
     assert together.loading - alone.loading >= model.file_bytes(0) // 2
+    assert (alone.layer_on_disk, together.experts) == (0, model.file_bytes(0)), "which can go to disk"
 
 
 def test_pieces_of_each_kind_count_with_as_many_as_are_made_at_once() -> None:

@@ -151,16 +151,20 @@ def test_batches_are_timed_as_a_build_has_them(
         watched.append(count)
         return watch_part(stream, matrices, count, length)
 
+    def batch(watch: Any, count: int) -> None:
+        watched.append(count)
+
     taken = module._DryRun._pass
     monkeypatch.setattr(module._DryRun, "_pass", timed)
     monkeypatch.setattr(module, "reusing", reusing)
     monkeypatch.setattr("moepack.calibrate.dense.watch_part", watch)
+    monkeypatch.setattr("moepack.calibrate.dense.DenseWatch.batch", batch)
     monkeypatch.setattr("moepack.pipeline.bound.available_memory", lambda: available)
     recipe = parse_recipe(f"dense: [w8]\n{RECIPE.replace('samples: 4', f'samples: {windows}')}", "test")
     said = estimate(demo_model, tmp_path / "bundle", recipe, [text])
     layers = len(StreamedModel(open_checkpoint(demo_model)).layers)
     assert said.seconds["calibrate"] == times * layers
-    assert watched == [windows] * (3 if times == 11 else 1)
+    assert watched == [windows] + [2] * (3 if times == 11 else 1)
 
 
 def test_disk_beside_the_bundle(demo_model: Path, text: Path, tmp_path: Path) -> None:

@@ -61,13 +61,19 @@ class Heap:
         return 1
 
 
-def test_what_was_asked_for_before_holds_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that serves keeps its limits after it built something; what the user set is never changed."""
+@pytest.fixture
+def heap(monkeypatch: pytest.MonkeyPatch) -> Heap:
+    """In place of the library's, where the user has set nothing."""
     heap = Heap()
     monkeypatch.setattr(glibc, "_libc", lambda: heap)
     monkeypatch.setattr(glibc, "_limits", list(glibc._limits))
     for name in glibc._USERS:
         monkeypatch.delenv(name, raising=False)
+    return heap
+
+
+def test_what_was_asked_for_before_holds_again(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that serves keeps its limits after it built something; what the user set is never changed."""
     glibc.bound()
     limits = [(glibc.M_MMAP_THRESHOLD, glibc.MAPPED), (glibc.M_TRIM_THRESHOLD, glibc.KEPT)]
     assert heap.told == limits
@@ -82,13 +88,8 @@ def test_what_was_asked_for_before_holds_again(monkeypatch: pytest.MonkeyPatch) 
     assert not heap.told
 
 
-def test_memory_is_reused_until_the_last_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reused_until_the_last_is_through(heap: Heap) -> None:
     """Of two, one within the other; and who limits the heap meanwhile does so afterwards."""
-    heap = Heap()
-    monkeypatch.setattr(glibc, "_libc", lambda: heap)
-    monkeypatch.setattr(glibc, "_limits", list(glibc._limits))
-    for name in glibc._USERS:
-        monkeypatch.delenv(name, raising=False)
     reuse = [(glibc.M_MMAP_MAX, 0), (glibc.M_TRIM_THRESHOLD, -1)]
     with glibc.reusing():
         with glibc.reusing():

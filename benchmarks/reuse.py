@@ -41,10 +41,16 @@ class Times(Reporter):
 
     def __init__(self) -> None:
         self.at: list[float] = []
+        self._counts = False
+
+    def inner(self, name: str, total: int) -> None:
+        """Bytes are counted as well."""
+        self._counts = name == "tokens"
 
     def advance(self, amount: int = 1) -> None:
-        """Take note of it."""
-        self.at.append(time.monotonic())
+        """Take note of a batch."""
+        if self._counts:
+            self.at.append(time.monotonic())
 
 
 def calibrate(checkpoint: str, work: str, text: str, name: str, length: int, reuse: bool) -> Pass:
@@ -81,6 +87,7 @@ def calibrate(checkpoint: str, work: str, text: str, name: str, length: int, reu
     ):
         build.calibrate(checkpoint, work, recipe, [text], reporter=times)
     took = [b - a for a, b in itertools.pairwise(times.at)][1:]
+    assert len(took) == BATCHES - 2
     return Pass(statistics.median(took), peaks[0], steps(needed[0], Placement(batch))["calibrate"]["forward"])
 
 

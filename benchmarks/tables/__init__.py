@@ -21,6 +21,7 @@ from .building import (
     pieces,
     quality,
     quantisers,
+    reuse,
     scale,
     summary,
     weighting,
@@ -62,7 +63,8 @@ def missed() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, before, widened,
+        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, before,
+        reuse, widened,
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed,
         policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, soak, serving,
         start, families, peer_layers, peer_models, peer_quality, peer_versions,

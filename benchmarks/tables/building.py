@@ -152,6 +152,16 @@ def before() -> str:
     return table(["revision", "calibrating", "quantising", "all of the layer, by these", "peak"], out)
 
 
+def reuse() -> str:
+    """A batch of calibration in memory that is cleared, and in memory that is used again."""
+    out = []
+    for row in results("reuse")["rows"]:
+        times = [f"{row[k]:.1f} s" for k in ("a batch, cleared s", "a batch, reused s")]
+        sizes = [f"{row[k]:,.0f} MiB" for k in ("forward MiB", "holes MiB")]
+        out.append([row["layer"], *times, f"{row['ratio']:.2f}", *sizes])
+    return table(["layer", "a batch, cleared", "used again", "ratio", "a forward takes", "holes"], out)
+
+
 def widened() -> str:
     """BF16 products by torch's emulation, and in float32."""
     out = []

@@ -66,10 +66,12 @@ def reusing() -> Iterator[None]:
     finally:
         with _lock:
             _reusers -= 1
-            if not _reusers and _settable():
+            last = not _reusers and _settable()
+            if last:
                 _libc().mallopt(M_MMAP_MAX, MAPPINGS)
                 _limit()
-                trim()
+        if last:
+            trim()
 
 
 def _settable() -> bool:

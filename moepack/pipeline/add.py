@@ -229,7 +229,7 @@ def _wanted(
 def _stages(
     directory: WorkDirectory, record: Mapping[str, Any], wanted: Sequence[Version], made: Mapping[str, Any], fresh: bool
 ) -> dict[Version, str]:
-    """Of the versions that the work directory has whole, the stage that made them."""
+    """Of the versions that the work directory has whole, the stage that made them, the last one begun."""
     out: dict[Version, str] = {}
     layers = [layer.index for layer in expert_layers(record)]
     for stage, how in directory.settings().items():
@@ -239,14 +239,14 @@ def _stages(
         # One that was stopped goes on as a whole: its dense matrices may be what is left of it.
         parts = [*layers, *(record["dense"] if stage != "quantize" and how.get("dense") else ())]
         if all(how.get(k) == made.get(k) for k in _ALIKE) and all(directory.done(stage, i) is not None for i in parts):
-            out |= {v: stage for v in wanted if v in held and v not in out}
+            out |= {v: stage for v in wanted if v in held}
     return out
 
 
 def _dense_stages(
     directory: WorkDirectory, record: Mapping[str, Any], wanted: Sequence[Version], made: Mapping[str, Any], fresh: bool
 ) -> dict[Version, str]:
-    """Of the versions of dense matrices that the work directory has whole, the stage that made them."""
+    """Of the versions of dense matrices that the work directory has whole, the last stage that made them."""
     out: dict[Version, str] = {}
     for stage, how in directory.settings().items():
         if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
@@ -254,7 +254,7 @@ def _dense_stages(
         held = [Version(**v) for v in how.get("dense") or ()]
         alike = held and all(how.get(k) == made.get(k) for k in _DENSE_ALIKE) and how.get(WAY[0]) == WAY[1]
         if alike and all(directory.done(stage, part) is not None for part in record["dense"]):
-            out |= {v: stage for v in wanted if v in held and v not in out}
+            out |= {v: stage for v in wanted if v in held}
     return out
 
 

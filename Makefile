@@ -22,11 +22,7 @@ lint: $(VENV)/.dev-installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-# mypy does not see the root folders as moepack.* in an editable install: a folder of links shows them so.
 types: $(VENV)/.dev-installed
-	rm -rf .links && mkdir -p .links/moepack
-	for f in moepack/*; do ln -s ../../$$f .links/$$f; done
-	for d in pack quantize calibrate runtime recipes; do ln -s ../../$$d .links/moepack/$$d; done
 	$(VENV)/bin/mypy -p moepack -p benchmarks
 
 check: lint types test
@@ -49,4 +45,4 @@ $(VENV)/.dev-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch]) | $(VENV)
 	touch $@ $(VENV)/.build-installed
 
 clean:
-	rm -rf $(VENV) .links build dist *.egg-info demo-output
+	rm -rf $(VENV) build dist *.egg-info demo-output

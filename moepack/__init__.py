@@ -4,27 +4,10 @@
 package is light, and lets `transformers.AutoModelForCausalLM.from_pretrained` load bundles.
 """
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-
-def _installed() -> list[str]:
-    """Where this package's folders are, if not beside this file.
-
-    In a clone, Python finds the folder `moepack/` before an installed package, and the others (`pack/`, `runtime/` ...)
-    lie beside it, not in it. What was installed then serves, its compiled code included; an editable install finds them
-    by itself.
-    """
-    found = (Path(entry or ".", "moepack") for entry in sys.path)
-    return [str(path.resolve()) for path in found if (path / "pack" / "__init__.py").is_file()][:1]
-
-
-if not Path(__file__).with_name("pack").is_dir():
-    __path__ = _installed() or __path__
-
-from . import hook  # noqa: E402
-from .version import __version__  # noqa: E402
+from . import hook
+from .version import __version__
 
 __all__ = ["BudgetExceeded", "BundleError", "InputError", "MoepackError", "__version__", "build", "load", "open"]
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -23,7 +24,7 @@ def unpack_wheel(work: Path, compiler: str | None = None) -> Path:
     source = work / "source"
     source.mkdir()
     for name in ("moepack", "pack", "quantize", "calibrate", "runtime", "recipes"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     code = (
@@ -126,18 +127,34 @@ def test_without_a_compiler_it_installs_and_numba_runs_the_codec(tmp_path: Path)
     assert out.stdout.split() == ["True", "numba"], out.stderr
 
 
-def test_python_started_in_a_clone_finds_what_was_installed(unpacked: Path, bundle: Path) -> None:
-    """The clone's folder `moepack/` comes first on the path, and has neither `pack` nor compiled code in it."""
+def test_a_clone_imports_itself(bundle: Path) -> None:
+    """The root folders are in `moepack/` by relative links: a clone needs no install to be imported."""
     code = (
         "import sys\n"
         "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]  # this environment's own\n"
-        f"sys.path.append({str(unpacked)!r})\n"
         f"import moepack; assert moepack.__file__.startswith({str(ROOT)!r}), moepack.__file__\n"
         "from moepack.pack import exponent_fast\n"
-        f"model = moepack.load({str(bundle)!r}, policy='static:w4')\n"
-        f"assert exponent_fast.__file__.startswith({str(unpacked)!r}), exponent_fast.__file__\n"
-        "print(exponent_fast.engine_name(), model.moepack.layers[0].of.backend)"
+        f"assert exponent_fast.__file__.startswith({str(ROOT)!r}), exponent_fast.__file__\n"
+        f"print(moepack.load({str(bundle)!r}, policy='static:w4').moepack.policy)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert out.returncode == 0, out.stderr
-    assert out.stdout.split()[-1] == "native" and "numba" not in out.stdout
+    assert out.stdout.split()[-1] == "static:w4"
+
+
+def test_the_source_distribution_builds_the_same_wheel(unpacked: Path, tmp_path: Path) -> None:
+    """Links become folders in it: every module stands there once."""
+    code = (
+        "import sys, setuptools.build_meta as b, os; os.chdir(sys.argv[1]); print('SDIST', b.build_sdist(sys.argv[2]))"
+    )
+    source = unpacked.parent / "source"
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    name = next(line.split()[1] for line in out.stdout.splitlines() if line.startswith("SDIST"))
+    with tarfile.open(tmp_path / name) as archive:
+        members = [m for m in archive.getmembers() if "/moepack/" in m.name]
+    assert not any(m.issym() or m.islnk() for m in members)
+    found = {m.name.partition("/")[2] for m in members if m.name.endswith((".py", ".c", ".h", ".yaml"))}
+    wanted = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.suffix in (".py", ".c", ".h", ".yaml")}
+    assert found == wanted

@@ -38,9 +38,9 @@ class Outputs:
     def of(cls, model: Any, routed: int, all_logits: bool) -> Outputs:
         """Of a loaded model with so many experts in all layers."""
         config = model.config.get_text_config()
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings()  # a packed map has no `weight`; a resized one is not of the config's size
         return cls(
-            config.vocab_size if head is None else head.weight.shape[0],
+            getattr(head, "out_features", config.vocab_size),
             config.hidden_size,
             config.num_attention_heads,
             config.num_hidden_layers,

@@ -36,11 +36,11 @@ $(VENV)/.base:
 	touch $@
 
 # uv installs in a quarter of pip's time; where it fails (a private index only pip knows), pip does it.
-$(VENV)/.build-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch]) | $(VENV)/.base
+$(VENV)/.build-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch] */*/*/*.[ch]) | $(VENV)/.base
 	$(PY) -m uv pip install -q --compile-bytecode --python $(PY) -e '.[build]' || $(PY) -m pip install -q -e '.[build]'
 	touch $@
 
-$(VENV)/.dev-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch]) | $(VENV)/.base
+$(VENV)/.dev-installed: pyproject.toml $(wildcard */*.[ch] */*/*.[ch] */*/*/*.[ch]) | $(VENV)/.base
 	$(PY) -m uv pip install -q --compile-bytecode --python $(PY) -e '.[build,dev,bench,ray]' || $(PY) -m pip install -q -e '.[build,dev,bench,ray]'
 	touch $@ $(VENV)/.build-installed
 

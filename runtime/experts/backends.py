@@ -42,7 +42,7 @@ CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def backend(device: torch.device) -> str:
-    """What runs experts on a device: "native" (affine.c), "triton", or "reference" (plain torch)."""
+    """What runs experts on a device: "native" (product.c), "triton", or "reference" (plain torch)."""
     if device.type == "cpu":
         return "native" if _native() is not None else "reference"
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Experts' products on a CPU by affine.c and its company, compiled when installed; OSError where they could not be.
+"""Experts' products on a CPU by c/product.c and its company, compiled when installed; OSError where they could not be.
 
 Called through ctypes, which releases the GIL. Tensors must live on the CPU and be contiguous; addresses and sizes are
 the caller's word. Work runs on torch's own OpenMP threads where they are GNU's, else on threads that the library keeps:

@@ -23,7 +23,7 @@ class Kernel:
     """What the kernels know of one encoding.
 
     Attributes:
-        number: by which C (affine.h) and Triton know it: the bits of a code, 16 for BF16 weights.
+        number: by which C (c/gemm.h) and Triton know it: the bits of a code, 16 for BF16 weights.
         float32, bfloat16: tokens up to which an expert runs straight from its bytes, by the dtype of activations.
         beside_amx: the same of bfloat16 where AMX runs the others.
     """

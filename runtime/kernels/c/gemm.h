@@ -1,6 +1,6 @@
 /* What the files of the CPU kernels share: a product's arguments, its loops, BF16 numbers, threads. */
-#ifndef MOEPACK_AFFINE_H
-#define MOEPACK_AFFINE_H
+#ifndef MOEPACK_GEMM_H
+#define MOEPACK_GEMM_H
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -129,6 +129,20 @@ static inline int grow(Arena *arena, size_t size) {
 
 /* `work` on `threads` threads at once; every call of it must be ready to find nothing left to do. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
+
+/* The loops in use (level.c). */
+extern const Loops *moepack_floats, *moepack_fixed;
+extern Unpacking *moepack_unpacking;
+
+/* Decode jobs that have more than `most` slots now. Returns 0, 1 when memory is short, or -1 when one was bad. */
+int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most);
+
+/* Jobs that run straight from their bytes. `seat`: zeros, one an activation. Returns 0, 1 without memory, or -1. */
+int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
+                           Arena *arena);
+
+/* The most bytes of an arena that n jobs of `slots` slots in `tasks` tasks take. */
+size_t moepack_direct_kept(const Gemm *m, int64_t slots, int64_t n, int64_t tasks);
 
 /* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c. */
 void moepack_small_level(int level);

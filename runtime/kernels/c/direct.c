@@ -1,42 +1,19 @@
-/* Experts' products on a CPU, straight from their extents: y = W x + b for all (expert, activations) pairs of one matrix
- * of a layer, whatever versions its experts are in, in one call on some threads. FORMAT.md, "Affine extents".
+/* Products straight from packed bytes, in rounds: activations are prepared, then rows are multiplied, on some threads.
  *
- * The caller vouches for every address and size; forms are checked here. Sums are made in one order, those of
- * BF16 activations times codes in integers that have none, so neither
- * threads nor the experts beside it change a result's bits. The loops are those of affine_plain.c, affine_avx2.c or
- * affine_avx512.c, which moepack_affine_level chooses; threads are threads.c's.
+ * Sums are made in one order, and those of BF16 activations times codes in integers, so neither threads nor the experts
+ * beside it change a result's bits. level.c chooses the loops, threads.c runs the threads.
  */
-#include <pthread.h>
 #include <time.h>
 
-#include "../../pack/isa.h"
-#include "affine.h"
+#include "gemm.h"
 
-static const Loops *floats = &moepack_floats_plain, *fixed = &moepack_fixed_plain;
-static Unpacking *unpacking = moepack_unpack_plain;
-
-static const Loops *loops_of(const Gemm *m) { return m->x_bf16 ? fixed : floats; }
-
-/* Use instruction sets up to `limit`, a level of isa.h; returns the one taken. */
-int moepack_affine_level(int limit) {
-    int best = (int)least(limit, isa_level());
-    floats = &moepack_floats_plain, fixed = &moepack_fixed_plain, unpacking = moepack_unpack_plain;
-#ifdef HAVE_X86
-    if (best >= ISA_AVX2) floats = &moepack_floats_avx2, fixed = &moepack_fixed_avx2, unpacking = moepack_unpack_avx2;
-    if (best >= ISA_AVX512)
-        floats = &moepack_floats_avx512, fixed = &moepack_fixed_avx512, unpacking = moepack_unpack_avx512;
-    if (best >= ISA_AVX512_VNNI) fixed = &moepack_fixed_vnni;
-#endif
-    moepack_small_level(best < ISA_AVX2 ? 0 : best < ISA_AVX512 ? 1 : 2);
-    const int below = (int)least(best, ISA_AVX512_VNNI);
-    return below + moepack_tiles_level(best - below);
-}
+static const Loops *loops_of(const Gemm *m) { return m->x_bf16 ? moepack_fixed : moepack_floats; }
 
 /* ---- matrices that are decoded when they are asked for
  *
  * A thread decodes the rows of a task and multiplies by them while they are in its second-level cache: what decoding
- * wrote is not read from memory again. Tasks are small, as all threads wait for the last one. Experts with more than FUSED slots are decoded beforehand, by all threads. */
-#define FUSED 16
+ * wrote is not read from memory again. Tasks are small, as all threads wait for
+ * the last one. */
 #define CHUNK 32768 /* weights of a task: 64 KiB */
 #define DECODED 64   /* codec tiles that a thread takes at a time beforehand */
 
@@ -70,7 +47,7 @@ static void decode_some(void *argument) {
 }
 
 /* Decode jobs that have more than `most` slots now. Returns 0, 1 when memory is short, or -1 when one was bad. */
-static int decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most) {
+int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most) {
     if (!m->coded) return 0;
     Decoding run = {.m = m, .jobs = malloc((size_t)(n + 1) * sizeof(Job)), .tiles = ceil_div(m->rows * m->cols, m->tile)};
     if (!run.jobs) return 1;
@@ -127,16 +104,6 @@ static void run_tasks(void *argument) {
         }
     }
 }
-
-static Arena kept; /* grows to what calls need; its lock is `arena_lock` */
-static pthread_mutex_t arena_lock = PTHREAD_MUTEX_INITIALIZER;
-
-static void arena_after_fork(void) { /* in a child: whoever had the arena then is a thread of its parent's */
-    if (pthread_mutex_trylock(&arena_lock)) kept = (Arena){0, 0};
-    pthread_mutex_init(&arena_lock, 0);
-}
-
-__attribute__((constructor)) static void arena_at_fork(void) { pthread_atfork(0, 0, arena_after_fork); }
 
 #define TOGETHER 4 /* slots that one pass over an expert's rows takes, at the most (TB) */
 #define BESIDE (sizeof(Prepared) + sizeof(void *)) /* bytes of a slot beside its prepared activation */
@@ -266,7 +233,7 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
 
 /* Jobs that run straight from their bytes, in rounds of as many expert batches as have room. An expert is divided into
  * several only where it has more slots than a round has room for. */
-static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
+int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                           Arena *arena) {
     int all = 0;
     int64_t most_tasks = 0;
@@ -274,7 +241,7 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
     const Room room = room_of(m, slots, n, most_tasks, all);
     if (grow(arena, room.all)) return 1;
     if (room.own) {
-        const int failed = decode_now(m, jobs, n, 0);
+        const int failed = moepack_decode_now(m, jobs, n, 0);
         if (failed) return failed;
         alone_product(m, jobs, n, slots, order, &room, arena->at);
         return 0;
@@ -339,195 +306,6 @@ static int direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, co
     return 0;
 }
 
-/* n jobs of `slots` slots in all straight from their bytes, and `many` in tiles. `seat`: zeros, one an activation. */
-static int run_jobs(const Gemm *m, Job *jobs, int64_t n, Job *late, int64_t many, int64_t slots, const int64_t *order,
-                    int64_t *seat) {
-    Arena own = {0, 0}, *arena = &own;
-    int failed = 0, mine = !pthread_mutex_trylock(&arena_lock);
-    if (mine) arena = &kept;
-    if (m->coded) failed = decode_now(m, jobs, n, FUSED);
-    if (m->coded && many && !failed) failed = decode_now(m, late, many, 0);
-    if (n && !failed) failed = direct_product(m, jobs, n, slots, order, seat, arena);
-    if (many && !failed) failed = moepack_tiles_product(m, late, many, order, arena);
-    if (mine)
-        pthread_mutex_unlock(&arena_lock);
-    else
-        free(own.at);
-    return failed;
-}
-
-/* Returns 0, 1 when memory is short, -1 when a coded matrix was bad (`report`), or 2 + the number of a version that there
- * are no kernels for: then nothing was done. */
-int moepack_affine_product(const Gemm *m) {
-    int64_t activations = ceil_div(m->slots, m->share);
-    int64_t *count = calloc((size_t)(m->experts + 1 + m->slots + activations), sizeof(int64_t));
-    Job *jobs = malloc((size_t)(m->experts + 1) * sizeof(Job));
-    if (!count || !jobs) {
-        free(count), free(jobs);
-        return 1;
-    }
-    int64_t *order = count + m->experts + 1, *seat = order + m->slots, n = 0, late = m->experts + 1, at = 0;
-    int failed = 0;
-    for (int64_t s = 0; s < m->slots; s++)
-        if (m->index[s] >= 0 && m->index[s] < m->experts) count[m->index[s]]++;
-    for (int64_t e = 0; e < m->experts && !failed; e++) {
-        const int64_t here = count[e], version = (int64_t)(m->handles[e] & 63);
-        count[e] = -1;
-        if (!here) continue;
-        if (version >= m->versions || !known(m->forms + version)) failed = 2 + (int)version;
-        if (failed) break;
-        const int many = here > m->limits[version];
-        if (many && !m->tiles) continue;
-        const uint8_t *base = (const uint8_t *)(m->handles[e] & ~(uint64_t)63);
-        const Form *form = m->forms + version;
-        const uint16_t *bias = form->bias < 0 ? 0 : (const uint16_t *)(base + form->bias);
-        jobs[many ? --late : n++] = (Job){base, form, bias, m->out, m->rows, at, here, m->coded ? m->coded[e] : 0, e};
-        count[e] = at;
-        at += here;
-    }
-    if (failed) {
-        free(count), free(jobs);
-        return failed;
-    }
-    for (int64_t s = 0; s < m->slots; s++) {
-        int64_t e = m->index[s];
-        if (e >= 0 && e < m->experts && count[e] >= 0) order[count[e]++] = s;
-    }
-    failed = run_jobs(m, jobs, n, jobs + late, m->experts + 1 - late, at, order, seat);
-    free(count), free(jobs);
-    return failed ? failed : m->coded && atomic_load(m->report) ? -1 : 0;
-}
-
-/* The most bytes that products of these sizes keep between calls, whatever versions, limits and instruction set: of m only
- * rows, cols, experts, slots, share and threads are read. `most`: slots that one expert can have. */
-int64_t moepack_affine_kept(const Gemm *m, int64_t most) {
-    const int64_t used = least(m->experts, m->slots);
-    size_t direct = room_of(m, m->slots, used, used * ceil_div(m->rows, BLOCK), NEEDS_ALL).all;
-    size_t tiles = moepack_tiles_kept(m, most);
-    return (int64_t)(direct > tiles ? direct : tiles);
-}
-
-/* ---- one input times several matrices */
-typedef struct {
-    int64_t rows;
-    const uint8_t *base;
-    const Form *form;
-    const uint16_t *bias; /* or 0 */
-    int64_t most[2];      /* tokens with which it runs straight from its bytes: of float32 and of BF16 activations */
-} Dense;
-
-/* x [tokens, cols] times n matrices: [tokens, rows] of one after another into `out`. Those that have more tokens than their
- * most run in tiles, or without `tiles` are left out. Returns 0, 1 when memory is short, or 2 + the number of a matrix that
- * there is no kernel for: then nothing was done. */
-int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
-                         int64_t tiles, int64_t threads) {
-    const Gemm m = {.cols = cols, .slots = tokens, .share = 1, .x_bf16 = bf16, .out_bf16 = bf16, .threads = threads, .x = x};
-    for (int64_t i = 0; i < n; i++)
-        if (!known(of[i].form)) return 2 + (int)i;
-    Job *jobs = malloc((size_t)n * sizeof(Job) + 2 * (size_t)tokens * sizeof(int64_t));
-    if (!jobs) return 1;
-    int64_t *order = (int64_t *)(jobs + n), *seat = order + tokens;
-    for (int64_t t = 0; t < tokens; t++) order[t] = t, seat[t] = 0;
-    int64_t few = 0, late = n;
-    for (int64_t i = 0; i < n; i++) {
-        Job job = {.base = of[i].base, .form = of[i].form, .bias = of[i].bias, .out = out, .rows = of[i].rows};
-        job.count = tokens;
-        if (tokens <= of[i].most[bf16]) jobs[few++] = job;
-        else if (tiles) jobs[--late] = job;
-        out = (uint8_t *)out + of[i].rows * tokens * (bf16 ? 2 : 4);
-    }
-    const int failed = run_jobs(&m, jobs, few, jobs + late, n - late, few * tokens, order, seat);
-    free(jobs);
-    return failed;
-}
-
-/* The most bytes that it keeps between calls: `units` blocks of UNIT rows in all matrices. */
-int64_t moepack_affine_dense_kept(int64_t n, int64_t units, int64_t cols, int64_t tokens, int64_t threads) {
-    const Gemm m = {.cols = cols, .slots = tokens, .share = 1, .experts = 1, .threads = threads};
-    const size_t direct = room_of(&m, n * tokens, n, units, NEEDS_ALL).all;
-    const size_t tiles = (size_t)n * moepack_tiles_kept(&m, tokens);
-    return (int64_t)(direct > tiles ? direct : tiles);
-}
-
-/* What is kept now; and whatever is, given back. */
-int64_t moepack_affine_holds(void) { return (int64_t)kept.size; }
-
-void moepack_affine_release(void) {
-    pthread_mutex_lock(&arena_lock);
-    free(kept.at);
-    kept = (Arena){0, 0};
-    pthread_mutex_unlock(&arena_lock);
-}
-
-/* ---- weights, for products of many tokens that another library makes */
-typedef struct {
-    const Unpack *m;
-    atomic_llong next;
-} UnpackRun;
-
-static void unpack_all(void *argument) {
-    UnpackRun *run = argument;
-    const Unpack *m = run->m;
-    int64_t row;
-    while ((row = m->from + UNIT * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->to)
-        unpacking(m, row, row + UNIT < m->to ? UNIT : m->to - row,
-                     (uint8_t *)m->out + (row - m->from) * (m->out_bf16 ? 2 : 4));
-}
-
-/* Returns 0, or 2 for a form that there is no kernel for; BF16 has none here. */
-int moepack_affine_unpack(const Unpack *m) {
-    if (!known(m->form) || m->form->bits == 16) return 2;
-    UnpackRun run = {.m = m};
-    atomic_init(&run.next, 0);
-    int64_t units = ceil_div(m->to - m->from, UNIT);
-    moepack_parallel(unpack_all, &run, (int)least(units, m->threads));
-    return 0;
-}
-
-/* ---- a token's experts, weighted and added in the order of its slots */
-typedef struct {
-    int64_t tokens, top_k, cols, experts, from_bf16, out_bf16, round, threads; /* round: weighted results to BF16 */
-    const void *from;     /* [tokens * top_k, cols] */
-    const int64_t *index; /* slots of experts past the last are left out */
-    const float *gates;
-    void *out; /* [tokens, cols] */
-} Combine;
-
-typedef struct {
-    const Combine *m;
-    atomic_llong next;
-} CombineRun;
-
-static void combine_all(void *argument) {
-    enum { PART = 512 };
-    CombineRun *run = argument;
-    const Combine *m = run->m;
-    int64_t batches = ceil_div(m->cols, PART), i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < batches * m->tokens) {
-        int64_t token = i / batches, first = i % batches * PART, n = m->cols - first < PART ? m->cols - first : PART;
-        float sum[PART] = {0};
-        for (int64_t s = token * m->top_k; s < (token + 1) * m->top_k; s++) {
-            if (m->index[s] < 0 || m->index[s] >= m->experts) continue;
-            int64_t at = s * m->cols + first;
-            float gate = m->gates[s];
-            if (m->round)
-                for (int64_t c = 0; c < n; c++)
-                    sum[c] += widen(narrow(gate * widen(((const uint16_t *)m->from)[at + c])));
-            else if (m->from_bf16)
-                for (int64_t c = 0; c < n; c++) sum[c] += gate * widen(((const uint16_t *)m->from)[at + c]);
-            else
-                for (int64_t c = 0; c < n; c++) sum[c] += gate * ((const float *)m->from)[at + c];
-        }
-        int64_t at = token * m->cols + first;
-        if (m->out_bf16)
-            for (int64_t c = 0; c < n; c++) ((uint16_t *)m->out)[at + c] = narrow(sum[c]);
-        else
-            memcpy((float *)m->out + at, sum, sizeof(float) * (size_t)n);
-    }
-}
-
-void moepack_affine_combine(const Combine *m) {
-    CombineRun run = {.m = m};
-    atomic_init(&run.next, 0);
-    moepack_parallel(combine_all, &run, m->tokens * m->cols < 32768 ? 1 : (int)m->threads);
+size_t moepack_direct_kept(const Gemm *m, int64_t slots, int64_t n, int64_t tasks) {
+    return room_of(m, slots, n, tasks, NEEDS_ALL).all;
 }

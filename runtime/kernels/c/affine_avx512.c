@@ -1,5 +1,5 @@
 /* The loops over experts' rows for AVX-512 (F, BW, VL, DQ). */
-#include "affine.h"
+#include "gemm.h"
 
 #ifdef HAVE_X86
 #include <immintrin.h>

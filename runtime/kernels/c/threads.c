@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include "affine.h"
+#include "gemm.h"
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif

@@ -1,7 +1,7 @@
 /* The loops over experts' rows in plain C. */
 #include <math.h>
 
-#include "affine.h"
+#include "gemm.h"
 
 #define NAME(x) x##_plain
 #define INLINE static inline __attribute__((always_inline))

@@ -7,7 +7,7 @@
  * lie in their extent, and activations are B; the sums are then turned over. Sums are made in one order, so neither threads
  * nor other experts change a result's bits. tiles.h fills the tiles.
  */
-#include "affine.h"
+#include "gemm.h"
 
 #define STEP 32 /* columns of a tile */
 #define TILE 1024 /* bytes of one */

@@ -1,11 +1,11 @@
 /* What a decoding step does between products, each in one pass: normalisations of BF16 rows, and attention of one new token.
  *
  * Sums are float32 in LANES parts, so results differ from torch's in their last bits; whether they agree with a module's is
- * for the caller to see (runtime/dense/). Loops are compiled for each instruction set, and the level of affine.c picks.
+ * for the caller to see (runtime/dense/). Loops are compiled for each instruction set, and level.c picks.
  */
 #include <math.h>
 
-#include "affine.h"
+#include "gemm.h"
 
 #define LANES 16
 #define SMALL static inline __attribute__((always_inline))

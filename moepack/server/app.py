@@ -171,7 +171,8 @@ class Server:
     async def _read(self, request: Request, reader: Callable[[dict[str, Any], int], Any]) -> Any:
         raw = await body(request, self._options.body)
         found = await self._aside(lambda: reader(parse_json(raw), self._vocabulary))
-        self._check_model(found.asked.model)
+        if found.asked.model is not None:
+            self._check_model(found.asked.model)
         return found
 
     def _jobs(self, asked: parse.Asked, prompts: list[list[int]], answer: Answer, echo: bool = False) -> None:

@@ -25,7 +25,7 @@ class Asked:
     """What both kinds of requests have in common.
 
     Attributes:
-        model: the name that was asked for.
+        model: the name of the model; None for the one that is served.
         max_tokens: of the answer; None for as many as there is room for.
         count: answers to every prompt.
         stops: strings that end an answer.
@@ -35,7 +35,7 @@ class Asked:
         schema: of a JSON answer; None for any text.
     """
 
-    model: str
+    model: str | None
     sampling: Sampling
     max_tokens: int | None = None
     count: int = 1
@@ -119,8 +119,6 @@ def chat(given: dict[str, Any], vocabulary: int) -> Chat:
 
 def _asked(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int) -> Asked:
     model = fields.text("model")
-    if model is None:
-        raise bad("model", "is missing")
     for name in NEUTRAL:
         fields.text(name)
     for name, allowed in ONLY.items():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,17 @@ def test_models_and_errors(running: Running) -> None:
     assert 3 + most < context, "the budget is the limit here"
     with pytest.raises(openai.BadRequestError, match=f"the memory budget holds {most + 3} tokens of a sequence"):
         complete(client, prompt=[5] * (most + 4))
+
+
+@pytest.mark.parametrize("given", ({}, {"model": None}))
+def test_without_a_name_the_served_model_answers(running: Running, given: dict[str, Any]) -> None:
+    limits = {"max_tokens": 3, "temperature": 0}
+    for path, asked in (("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": SAID})):
+        body = json.dumps({**given, **limits, **asked}).encode()
+        request = urllib.request.Request(f"{running.url}/v1/{path}", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            found = json.load(answer)
+        assert found["model"] == NAME and found["usage"]["completion_tokens"] == 3
 
 
 def test_a_client_that_vanishes_frees_its_slot(running: Running) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Target, arguments, finish
-from moepack.pack import exponent_fast
+from moepack.pack.codec import exponent_fast
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHAPES = {"Qwen3-30B-A3B gate and up": (1536, 2048), "Qwen3-30B-A3B down": (2048, 768), "Mixtral down": (4096, 14336)}
@@ -201,7 +201,7 @@ def gpu(runs: int, utils: types.ModuleType | None) -> tuple[list[dict[str, Any]]
     """Decoding 32 experts of Qwen3-30B-A3B in one launch; DFloat11's kernel on one of their matrices."""
     import torch
 
-    from moepack.pack.exponent import HEADER
+    from moepack.pack.codec.exponent import HEADER
     from moepack.runtime.kernels.exponent_triton import Job, decode
 
     def timed(work: Callable[[], object]) -> float:

@@ -34,10 +34,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.common import Target, arguments, finish
-from moepack.pack.affine import AffineMatrix, encode_affine
+from moepack.pack.codec.affine import AffineMatrix, encode_affine
+from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
 from moepack.pack.errors import MoepackError
 from moepack.pack.layer_file import LayerFileWriter
-from moepack.pack.lossless import LosslessMatrix, encode_lossless
 from moepack.pack.manifest import MANIFEST, Manifest
 from moepack.pack.reader import open_bundle, verify
 from moepack.pack.safetensors_file import make_header

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Target, arguments, finish
-from moepack.pack.affine import AffineMatrix, encode_affine
+from moepack.pack.codec.affine import AffineMatrix, encode_affine
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.kernels.forms import handle, make_forms, resident_size
 

@@ -34,8 +34,8 @@ import torch
 
 from benchmarks.common import Target, arguments, finish
 from benchmarks.kernels import SHAPES, Module
-from moepack.pack.exponent_fast import decode_into
-from moepack.pack.lossless import LosslessMatrix, directory, encode_lossless
+from moepack.pack.codec.exponent_fast import decode_into
+from moepack.pack.codec.lossless import LosslessMatrix, directory, encode_lossless
 from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align
 from moepack.runtime.allocation.bandwidth import pass_seconds
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
@@ -167,7 +167,7 @@ def draw(matrices: tuple[Matrix, ...]) -> list[np.ndarray[Any, Any]]:
 
 def decoding(layers: Layers, top_k: int, threads: int, pool: ThreadPoolExecutor) -> Callable[[], float]:
     """Seconds that threads take to decode a layer's active experts into blocks that are used again and again."""
-    from moepack.pack import exponent_native
+    from moepack.pack.codec import exponent_native
 
     layer = layers.layers[0]
     described = layer.of.layer

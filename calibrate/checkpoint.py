@@ -11,7 +11,7 @@ from typing import Any
 from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import BundleError, InputError, in_a_line
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest_parser import safe_path
+from moepack.pack.manifest.parser import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES
 

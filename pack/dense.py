@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import strict_json
-from .affine import bf16_to_float32
+from .codec.affine import bf16_to_float32
 from .errors import BundleError, InputError
 from .files import digest_of, open_file, read_file
-from .manifest import DENSE, DENSE_INDEX, Manifest
+from .manifest import DENSE, DENSE_INDEX, Manifest, strict_json
 from .safetensors_file import TensorEntry, read_open_header
 from .spec import HINT
 

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import numpy as np
 
-from .affine import Buffer
+from .codec.affine import Buffer
 from .errors import BundleError, Kind
 from .files import open_file
 from .manifest import ExpertFileEntry

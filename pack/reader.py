@@ -14,13 +14,13 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from .affine import Buffer
-from .checks import check_affine, check_lossless, lossless_payload
+from .codec.affine import Buffer
+from .codec.checks import check_affine, check_lossless, lossless_payload
+from .codec.lossless import decode_lossless
 from .dense import DenseTensors
 from .errors import BundleError, CodecError, InputError, Kind, Problem
 from .files import digest_of, read_file, size_of
 from .layer_file import LayerFile
-from .lossless import decode_lossless
 from .manifest import (
     CARD,
     CONFIG,
@@ -32,7 +32,7 @@ from .manifest import (
     FileEntry,
     Manifest,
 )
-from .manifest_parser import parse_manifest
+from .manifest.parser import parse_manifest
 from .spec import DenseLayer, ExpertLayer, Version, dense_file, expert_file
 from .tables import TABLES, CalibrationTables, read_tables
 from .values import DenseValues, Expert

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from . import strict_json
 from .errors import BundleError, Kind
+from .manifest import strict_json
 from .spec import align
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors format

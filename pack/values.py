@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .affine import AffineMatrix, Bf16Bits, Buffer, bf16_to_float32, decode_affine
+from .codec.affine import AffineMatrix, Bf16Bits, Buffer, bf16_to_float32, decode_affine
+from .codec.lossless import LosslessMatrix, decode_lossless
 from .errors import BundleError, CodecError
-from .lossless import LosslessMatrix, decode_lossless
 from .spec import DenseMatrix, ExpertLayer, Matrix, Version
 
 if TYPE_CHECKING:

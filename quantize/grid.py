@@ -1,6 +1,6 @@
 """The affine grid: what a batch of quantised matrices holds, its values, and rounding to it.
 
-The torch counterpart of `moepack.pack.affine`, whose `AffineMatrix.dequantise` is the reference for `dequantise` here.
+The torch counterpart of `moepack.pack.codec.affine`: its `AffineMatrix.dequantise` is the reference for `dequantise`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.pack.affine import AffineMatrix, Bf16Bits
+from moepack.pack.codec.affine import AffineMatrix, Bf16Bits
 from moepack.pack.spec import Version
 
 _TOGETHER = 1 << 17  # elements: 512 KiB of float32; temporaries as large as a matrix cost a page fault each 4 KiB

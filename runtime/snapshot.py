@@ -12,7 +12,7 @@ from typing import Any
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.hub_files import fetch_files
 from moepack.pack.manifest import MANIFEST, MAX_BYTES, Manifest
-from moepack.pack.manifest_parser import parse_manifest
+from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
 from moepack.runtime.dense.choice import choose_dense

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moepack.pack.errors import BundleError
 from moepack.pack.manifest import CARD as CARD
 from moepack.pack.manifest import MANIFEST, MAX_BYTES, Manifest
-from moepack.pack.manifest_parser import parse_manifest
+from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.spec import expert_file
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import BundleError, MissingExtraError
 from moepack.pack.manifest import MANIFEST, Manifest
-from moepack.pack.manifest_parser import parse_manifest
+from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
 from moepack.pipeline.model_card import model_card

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moepack.pack.affine import Buffer, put_rows
+from moepack.pack.codec.affine import Buffer, put_rows
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix, Version, affine_extent_size, affine_payload
 

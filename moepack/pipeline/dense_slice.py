@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from moepack.pack.affine import Bf16Bits, Buffer, encode_affine
-from moepack.pack.lossless import LosslessMatrix, encode_lossless
+from moepack.pack.codec.affine import Bf16Bits, Buffer, encode_affine
+from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
 from moepack.pack.spec import DenseMatrix, Matrix, Version, affine_payload
 from moepack.quantize import methods
 from moepack.version import __version__

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moepack.pack.affine import Buffer
+from moepack.pack.codec.affine import Buffer
 from moepack.pack.spec import LOSSLESS, Version, affine_payload
 from moepack.quantize import methods
 from moepack.version import __version__
@@ -106,7 +106,7 @@ def _bytes(tensor: torch.Tensor) -> Buffer:
 def lossless_extent(weights: ExpertWeights, expert: int, threads: int | None = None) -> tuple[Buffer, int]:
     """The lossless extent of one expert, and its bytes without padding; coded by all cores, or by so many threads."""
     from moepack.calibrate.experts import bits_of
-    from moepack.pack.lossless import LosslessMatrix, encode_lossless
+    from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
 
     values = []
     for m in range(len(weights.layer.matrices)):
@@ -138,7 +138,7 @@ def _make(
 
     from moepack.calibrate.experts import bits_of
     from moepack.calibrate.gather import gather_batch
-    from moepack.pack.affine import encode_affine
+    from moepack.pack.codec.affine import encode_affine
     from moepack.quantize.expert_batch import quantise_batch
     from moepack.quantize.pooling import MEASURED, measured_row
 

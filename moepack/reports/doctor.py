@@ -161,7 +161,7 @@ def _codec() -> dict[str, Any]:
     """Rates of the exponent codec on all cores, in bytes of BF16 a second, and what runs it."""
     import numpy as np
 
-    from moepack.pack import exponent_fast
+    from moepack.pack.codec import exponent_fast
 
     values = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(np.float32)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -83,7 +83,7 @@ def _compare_experts(bundle: Bundle, position: int, experts: ExpertWeights) -> l
     import numpy as np
 
     from moepack.calibrate.experts import bits_of
-    from moepack.pack.lossless import decode_lossless
+    from moepack.pack.codec.lossless import decode_lossless
 
     layer, problems = experts.layer, []
     for expert in range(layer.experts):

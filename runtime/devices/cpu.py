@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.pack.affine import Buffer
+from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.exponent_fast import decode_into
+from moepack.pack.codec.lossless import directory
 from moepack.pack.errors import BundleError, CodecError
-from moepack.pack.exponent_fast import decode_into
-from moepack.pack.lossless import directory
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.store.files import Stored

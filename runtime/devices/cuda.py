@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.pack.affine import Buffer
+from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.exponent import HEADER, TILE
+from moepack.pack.codec.lossless import directory_size
 from moepack.pack.errors import BundleError, CodecError
-from moepack.pack.exponent import HEADER, TILE
-from moepack.pack.lossless import directory_size
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.experts.packed_gpu import GpuPacked, Part, parts_of
 from moepack.runtime.kernels.forms import make_forms

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moepack.pack import exponent_fast
-from moepack.pack.affine import Bf16Bits, Buffer
+from moepack.pack.codec import exponent_fast
+from moepack.pack.codec.affine import Bf16Bits, Buffer
+from moepack.pack.codec.lossless import directory
 from moepack.pack.errors import BundleError, CodecError
-from moepack.pack.lossless import directory
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.kernels.forms import Form
 

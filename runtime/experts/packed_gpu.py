@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.affine import Buffer
+from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.exponent import HEADER, parse
+from moepack.pack.codec.lossless import directory
 from moepack.pack.errors import BundleError
-from moepack.pack.exponent import HEADER, parse
-from moepack.pack.lossless import directory
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.kernels.forms import Form
 

@@ -126,7 +126,7 @@ class Coded:
 
     def hand(self, gemm: _Gemm) -> None:
         """Let a product find them."""
-        from moepack.pack import exponent_native
+        from moepack.pack.codec import exponent_native
 
         gemm.coded, gemm.report = self.opened.ctypes.data, self._report.ctypes.data
         gemm.decode, gemm.tile = exponent_native.part_address(), exponent_native.TILE

@@ -1,6 +1,6 @@
 """Dequantisation in plain torch, on any device: the reference for every other kernel, and what serves without one.
 
-Reads an extent's sections as they are stored. Equal, value for value, to `moepack.pack.affine`.
+Reads an extent's sections as they are stored. Equal, value for value, to `moepack.pack.codec.affine`.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from moepack.pack.affine import Buffer
-from moepack.pack.exponent_fast import decode_into
-from moepack.pack.lossless import directory
+from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.exponent_fast import decode_into
+from moepack.pack.codec.lossless import directory
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.kernels.forms import make_forms, resident_size

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from moepack.pack import exponent_fast
+from moepack.pack.codec import exponent_fast
+from moepack.pack.codec.exponent import HEADER, TILE
 from moepack.pack.errors import CodecError
-from moepack.pack.exponent import HEADER, TILE
 
 PAGE = mmap.PAGESIZE
 SIZES = (1, 100, 128, 1000, TILE, TILE + 1, 20000)
@@ -112,7 +112,7 @@ if __name__ == "__main__":
     parser.add_argument("--engine", choices=["C", "numba"], default="C")
     options = parser.parse_args()
     if options.engine == "numba":
-        from moepack.pack import exponent_jit
+        from moepack.pack.codec import exponent_jit
 
         exponent_fast.engine = lambda: exponent_jit  # type: ignore[assignment]
     bad, decoded = attack(options.count, options.seed)

@@ -26,7 +26,7 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 import moepack.cli
 import moepack.hub
 import moepack.hub.upload
-import moepack.pack.exponent_fast
+import moepack.pack.codec.exponent_fast
 import moepack.pipeline.build
 import moepack.pipeline.estimate
 import moepack.reports.evaluate

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moepack.pack.affine import AffineMatrix, bf16_to_float32, encode_affine
+from moepack.pack.codec.affine import AffineMatrix, bf16_to_float32, encode_affine
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.forms import handle, make_forms, resident_size
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.pack import exponent_fast
+from moepack.pack.codec import exponent_fast
 from moepack.runtime.devices.torch_cuda import tensor_over
 
 REGISTERS, READS_ONLY = 99, 113

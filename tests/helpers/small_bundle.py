@@ -10,9 +10,9 @@ import numpy as np
 from safetensors.numpy import save_file
 from support import random_matrix
 
-from moepack.pack.affine import AffineMatrix, encode_affine
+from moepack.pack.codec.affine import AffineMatrix, encode_affine
+from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
 from moepack.pack.layer_file import LayerFileWriter
-from moepack.pack.lossless import LosslessMatrix, encode_lossless
 from moepack.pack.manifest import Allocation, Manifest
 from moepack.pack.safetensors_file import make_header
 from moepack.pack.spec import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moepack.pack.affine import AffineMatrix
+from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.spec import Matrix, Version
 
 HELPERS = Path(__file__).resolve().parent

@@ -62,7 +62,7 @@ def test_everything_is_in_the_wheel(unpacked: Path) -> None:
         expected |= {f"{inside}{p.relative_to(ROOT)}" for p in files}
     found = {str(p.relative_to(unpacked)) for p in (unpacked / "moepack").rglob("*") if p.is_file()}
     compiled = {f for f in found if f.endswith(".so")}
-    assert {f.split(".")[0] for f in compiled} == {"moepack/pack/_exponent", "moepack/runtime/kernels/_affine"}
+    assert {f.split(".")[0] for f in compiled} == {"moepack/pack/codec/_exponent", "moepack/runtime/kernels/_affine"}
     assert found - compiled == expected
 
 
@@ -117,7 +117,7 @@ def test_without_a_compiler_it_installs_and_numba_runs_the_codec(tmp_path: Path)
     code = (
         f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
         "import numpy as np\n"
-        "from moepack.pack import exponent, exponent_fast\n"
+        "from moepack.pack.codec import exponent, exponent_fast\n"
         "bits = np.arange(9000).astype(np.uint16)\n"
         "assert np.array_equal(exponent_fast.encode(bits), exponent.encode(bits))\n"
         "assert np.array_equal(exponent_fast.decode(exponent_fast.encode(bits), 9000), bits)\n"
@@ -133,7 +133,7 @@ def test_a_clone_imports_itself(bundle: Path) -> None:
         "import sys\n"
         "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]  # this environment's own\n"
         f"import moepack; assert moepack.__file__.startswith({str(ROOT)!r}), moepack.__file__\n"
-        "from moepack.pack import exponent_fast\n"
+        "from moepack.pack.codec import exponent_fast\n"
         f"assert exponent_fast.__file__.startswith({str(ROOT)!r}), exponent_fast.__file__\n"
         f"print(moepack.load({str(bundle)!r}, policy='static:w4').moepack.policy)"
     )

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import random_matrix
 
-from moepack.pack.affine import bf16_to_float32, decode_affine, encode_affine
-from moepack.pack.bits import join_planes, pack_plane, split_planes, unpack_plane
+from moepack.pack.codec.affine import bf16_to_float32, decode_affine, encode_affine
+from moepack.pack.codec.bits import join_planes, pack_plane, split_planes, unpack_plane
 from moepack.pack.spec import (
     PAGE,
     SECTION,

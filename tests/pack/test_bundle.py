@@ -18,7 +18,7 @@ from safetensors import safe_open
 from moepack.pack.errors import BundleError, TargetError
 from moepack.pack.layer_file import LayerFile, LayerFileWriter
 from moepack.pack.manifest import Manifest
-from moepack.pack.manifest_parser import parse_manifest, safe_path
+from moepack.pack.manifest.parser import parse_manifest, safe_path
 from moepack.pack.reader import open_bundle, verify
 from moepack.pack.safetensors_file import make_header, merge, parse_header, read_header
 from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version

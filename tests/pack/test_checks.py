@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from small_bundle import MATRICES, VERSIONS, affine, lossless
 
-from moepack.pack.checks import check_affine, check_lossless
+from moepack.pack.codec.checks import check_affine, check_lossless
 from moepack.pack.errors import Problem, printable
 
 
@@ -20,7 +20,7 @@ def test_checks_find_nothing_in_what_is_written() -> None:
 
 
 def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:
-    from moepack.pack.lossless import LosslessMatrix, encode_lossless
+    from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
     from moepack.pack.spec import Matrix
 
     rng = np.random.default_rng(0)

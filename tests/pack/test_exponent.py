@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import HELPERS
 
-from moepack.pack import exponent, exponent_fast, exponent_jit
+from moepack.pack.codec import exponent, exponent_fast, exponent_jit
+from moepack.pack.codec.exponent import HEADER, TILE, Code, make_code
 from moepack.pack.errors import CodecError
-from moepack.pack.exponent import HEADER, TILE, Code, make_code
 
 LENGTHS = [0, 1, 2, 3, 4, 5, 127, 128, 129, 4095, TILE - 1, TILE, TILE + 1, 10007, 3 * TILE]
 
@@ -29,7 +29,7 @@ def every_engine() -> Iterator[str]:
         exponent_fast.engine = lambda: exponent_jit  # type: ignore[assignment]
         yield "numba"
         try:
-            from moepack.pack import exponent_native
+            from moepack.pack.codec import exponent_native
         except OSError:
             return
         exponent_fast.engine = lambda: exponent_native  # type: ignore[assignment]

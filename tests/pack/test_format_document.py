@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 from small_bundle import LAYERS, VERSIONS, write_small_bundle
 from support import ROOT
 
-from moepack.pack.affine import decode_affine
-from moepack.pack.lossless import decode_lossless
+from moepack.pack.codec.affine import decode_affine
+from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import HINT, Version
 

@@ -11,8 +11,8 @@ import pytest
 from hostile_edits import in_time
 
 from benchmarks import hostile as cases
-from moepack.pack import strict_json
 from moepack.pack.errors import BundleError
+from moepack.pack.manifest import strict_json
 from moepack.pack.reader import open_bundle
 from moepack.pack.safetensors_file import read_header
 

@@ -13,9 +13,9 @@ from support import ROOT, random_matrix
 
 import moepack
 from moepack.generation import generate
-from moepack.pack.affine import decode_affine, encode_affine
+from moepack.pack.codec.affine import decode_affine, encode_affine
+from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.errors import BundleError, InputError
-from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, affine_sections
 from moepack.reports.evaluate import evaluate

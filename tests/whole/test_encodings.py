@@ -12,7 +12,7 @@ from support import ROOT
 
 import moepack
 from moepack.pack import spec
-from moepack.pack.affine import AffineMatrix, decode_affine, encode_affine
+from moepack.pack.codec.affine import AffineMatrix, decode_affine, encode_affine
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import ENCODINGS, GROUPS, Encoding, Matrix, Version, affine_sections, version_names

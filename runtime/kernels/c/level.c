@@ -1,5 +1,5 @@
 /* The loops that this processor runs. */
-#include "../../../pack/isa.h"
+#include "../../../pack/codec/isa.h"
 #include "gemm.h"
 
 const Loops *moepack_floats = &moepack_floats_plain, *moepack_fixed = &moepack_fixed_plain;

@@ -279,7 +279,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(demo_model: Path, text: Path
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "from moepack.cli import main\n"
-        "import torch, transformers, moepack.pack.exponent_fast\n"
+        "import torch, transformers, moepack.pack.codec.exponent_fast\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
         f"sys.argv = ['moepack', 'build', {str(demo_model)!r}, '-o', {str(tmp_path / 'out' / 'b')!r}, "
         f"'-r', {str(recipe)!r}, '-c', {str(text)!r}, '-q']\n"

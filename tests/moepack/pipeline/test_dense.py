@@ -211,7 +211,7 @@ def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, 
 
 def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A matrix in slices: rows that are no whole slices or blocks, a bias, the same bytes as in one piece."""
-    from moepack.pack.affine import decode_affine
+    from moepack.pack.codec.affine import decode_affine
     from moepack.pack.layer_file import LayerFile
     from moepack.pack.manifest import ExpertFileEntry
     from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix

@@ -13,7 +13,7 @@ import torch
 from support import random_matrix
 from torch import Tensor, nn
 
-from moepack.pack.affine import encode_affine
+from moepack.pack.codec.affine import encode_affine
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense import linears as module_under_test
 from moepack.runtime.dense.find import groups, linears

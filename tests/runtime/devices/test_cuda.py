@@ -17,8 +17,8 @@ import pytest
 import torch
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
 
+from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.errors import BundleError
-from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.runtime.devices.cuda import CudaDevice
 from moepack.runtime.devices.migration import Cancelled

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from moepack.pack.affine import AffineMatrix, encode_affine
+from moepack.pack.codec.affine import AffineMatrix, encode_affine
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import forward as forward_module

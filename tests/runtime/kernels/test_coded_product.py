@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from moepack.pack.exponent import TILE
-from moepack.pack.exponent_fast import encode
+from moepack.pack.codec.exponent import TILE
+from moepack.pack.codec.exponent_fast import encode
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.forms import handle, make_forms, resident_size
 
 native = pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
-codec = pytest.importorskip("moepack.pack.exponent_native", exc_type=OSError)
+codec = pytest.importorskip("moepack.pack.codec.exponent_native", exc_type=OSError)
 BF16 = Version.of("bf16")
 SHAPES = [(1536, 256), (100, 96), (64, 48), (257, 64), (64, 8192), (3, 300)]
 

@@ -12,8 +12,8 @@ import torch
 from exponent_inputs import KINDS, draw
 from support import HELPERS
 
-from moepack.pack import exponent, exponent_fast
-from moepack.pack.exponent import HEADER, TILE
+from moepack.pack.codec import exponent, exponent_fast
+from moepack.pack.codec.exponent import HEADER, TILE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
 

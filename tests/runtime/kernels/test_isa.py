@@ -16,7 +16,7 @@ from moepack.pack.errors import InputError
 
 SHOW = (
     "import json\n"
-    "from moepack.pack import exponent_native\n"
+    "from moepack.pack.codec import exponent_native\n"
     "from moepack.reports.doctor import _cpu\n"
     "from moepack.runtime.kernels import affine_native as n\n"
     "used = [n.LEVELS[n.use_level()], n.LEVELS[n.use_level(9)], n.use_level(0)]\n"

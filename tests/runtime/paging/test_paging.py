@@ -88,7 +88,7 @@ def test_other_kernels(bundle: Path, plain: Any, way: str, monkeypatch: pytest.M
     elif way == "no codec in C":
         monkeypatch.setattr(packed, "_native", lambda: None)
     elif way == "small matrices":
-        monkeypatch.setattr("moepack.pack.exponent_native.open_coded", lambda *args: None)
+        monkeypatch.setattr("moepack.pack.codec.exponent_native.open_coded", lambda *args: None)
     same = moepack.load(bundle, policy="static:bf16", dtype=dtype) if way in ("reference", "float32") else plain
     model = paged(bundle, "alpha=0.5", dtype=dtype)
     for size in (1, 5, 300):

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 import moepack
 from moepack.cli import app
+from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.errors import BundleError, InputError
-from moepack.pack.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import cpu as device_module

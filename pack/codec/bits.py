@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .spec import BLOCK_ROWS, plane_words
+from ..spec import BLOCK_ROWS, plane_words
 
 Codes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]

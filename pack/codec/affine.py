@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ..spec import BLOCK_ROWS, Matrix, Section, Version, affine_extent_size, affine_sections
 from .bits import Codes, from_blocks, join_planes, split_planes, to_blocks
-from .spec import BLOCK_ROWS, Matrix, Section, Version, affine_extent_size, affine_sections
 
 Bf16Bits = npt.NDArray[np.uint16]
 Buffer = npt.NDArray[np.uint8]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import CodecError
+from ..spec import MAX_EXTENT, PAGE, SECTION, Matrix, align
 from .affine import Bf16Bits, Buffer
-from .errors import CodecError
-from .spec import MAX_EXTENT, PAGE, SECTION, Matrix, align
 
 _ENTRY = 16  # offset and size of the coded matrix, offset and size of its bias: four 32-bit numbers
 

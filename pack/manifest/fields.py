@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import Kind, Problem
-from .manifest import MANIFEST, MAX_PATH
+from ..errors import Kind, Problem
+from . import MANIFEST, MAX_PATH
 
 
 class Checker:

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import Kind
+from ..spec import BLOCK_ROWS, PAGE, SECTION, Matrix, Version, affine_sections, align
 from .affine import Buffer, section_array
-from .errors import Kind
 from .exponent import CODED, ESCAPE, LANE_WORDS, TILE, Coded, parse
 from .lossless import directory
-from .spec import BLOCK_ROWS, PAGE, SECTION, Matrix, Version, affine_sections, align
 
 Wrong = tuple[Kind, str]
 _ENTRY = 16

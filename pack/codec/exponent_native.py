@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import isa
+from .. import isa
 from .affine import Bf16Bits, Buffer
 from .bits import Words
 from .exponent import TILE as TILE

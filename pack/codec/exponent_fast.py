@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..errors import CodecError
 from .affine import Bf16Bits, Buffer
 from .bits import Words
-from .errors import CodecError
 from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, header, make_code, parse
 
 A = TypeVar("A")

@@ -12,28 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from . import strict_json
-from .errors import BundleError
-from .manifest import (
-    CONFIG,
-    DENSE,
-    DENSE_INDEX,
-    MANIFEST,
-    MAX_BYTES,
-    MAX_FILE_HEADER,
-    MAX_NAME,
-    MAX_PATH,
-    MAX_SIZE,
-    PACKED,
-    TABLES,
-    Allocation,
-    ExpertFileEntry,
-    FileEntry,
-    Manifest,
-    canonical,
-)
-from .manifest_fields import Checker, show
-from .spec import (
+from ..errors import BundleError
+from ..spec import (
     DENSE_SINCE,
     EXPERT_DTYPES,
     FORMAT_NAME,
@@ -57,6 +37,26 @@ from .spec import (
     expert_file,
     version_names,
 )
+from . import (
+    CONFIG,
+    DENSE,
+    DENSE_INDEX,
+    MANIFEST,
+    MAX_BYTES,
+    MAX_FILE_HEADER,
+    MAX_NAME,
+    MAX_PATH,
+    MAX_SIZE,
+    PACKED,
+    TABLES,
+    Allocation,
+    ExpertFileEntry,
+    FileEntry,
+    Manifest,
+    canonical,
+    strict_json,
+)
+from .fields import Checker, show
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import CodecError
 from .affine import Bf16Bits, Buffer
 from .bits import Words
-from .errors import CodecError
 
 TILE = 8192  # weights a tile: 64 quads of 4 weights for each of 32 lanes
 LANES = 32

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .spec import (
+from ..spec import (
     FORMAT_NAME,
     FORMAT_VERSION,
     DenseLayer,

@@ -13,6 +13,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "families.md",
+    ROOT / "docs" / "papers.md",
     ROOT / "docs" / "policies.md",
     ROOT / "docs" / "reliability.md",
 )

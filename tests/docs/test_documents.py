@@ -55,7 +55,7 @@ def test_every_page_is_on_the_map() -> None:
 
 
 def test_the_front_page_is_short_and_shows_what_it_is() -> None:
-    """The picture, the two commands and their result on the first screen; where it runs before any chart; the papers."""
+    """The picture, the commands and their result on the first screen; where it runs before any chart; the papers."""
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) < 1300
     screen = "\n".join(text.splitlines()[:30])

@@ -11,9 +11,9 @@ from moepack.pack.errors import InputError
 
 from .opening import check, load_model, locate
 from .progress import Reporter
-from .server.sampling import Sampler, Sampling
-from .server.text import Stops
-from .server.tokens import end_tokens
+from .server.batching.sampling import Sampler, Sampling
+from .server.batching.text import Stops
+from .server.batching.tokens import end_tokens
 
 PROMPT = 512  # tokens of a prompt that go in at once, in a budget
 NEW_TOKENS = 64  # that a prompt is continued by

@@ -148,7 +148,7 @@ def generate(
     """Continue a prompt, or answer a message; the text is printed as it comes."""
     from moepack.generation import generate as run
     from moepack.opening import read_template
-    from moepack.server.sampling import Sampling
+    from moepack.server.batching.sampling import Sampling
 
     size, messages = parse_size(device_memory), None
     if chat or system:
@@ -201,7 +201,7 @@ def chat(
     from moepack.chat import Here, There, talk
     from moepack.generation import CHAT_TOKENS, PROMPT, Session
     from moepack.opening import read_template
-    from moepack.server.sampling import Sampling
+    from moepack.server.batching.sampling import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, min_p, seed, repetition=repetition_penalty)
     if path.startswith(("http://", "https://")):

@@ -24,7 +24,7 @@ from moepack.runtime.policies.registry import parse_policy
 from .options import Limits, Options
 
 if TYPE_CHECKING:
-    from .app import Server
+    from .http.app import Server
 
 KEY = "MOEPACK_API_KEY"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -119,7 +119,7 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
     Raises:
         InputError: when it cannot be, or the budget leaves no room for a sequence.
     """
-    from .app import Server
+    from .http.app import Server
 
     model, tokenizer = _load(asked)
     with model.moepack:
@@ -189,7 +189,7 @@ async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callabl
     """Answer until uvicorn's server, which `ready` is given once it answers, is told to stop: then finish what runs."""
     import uvicorn
 
-    from .guard import HEADERS, Patient
+    from .http.guard import HEADERS, Patient
 
     class Stopping(uvicorn.Server):
         """uvicorn, which ends with 0 after a signal: it is how one stops a server."""

@@ -105,7 +105,7 @@ class Door:
     """The HTTP front: an actor, which Ray calls. As `run` in command.py wants it: it is what stands for a server."""
 
     def __init__(self, asked: Serve, name: str) -> None:
-        from .guard import Guard
+        from .http.guard import Guard
 
         self._asked, self._name, self._options = asked, name, options_of(asked)
         self.app = Guard(self._relay, self._options.key, asked.host)
@@ -165,7 +165,7 @@ class Door:
         from starlette.responses import JSONResponse
 
         from .errors import ApiError
-        from .guard import body
+        from .http.guard import body
 
         if scope["type"] != "http":
             return

@@ -20,8 +20,8 @@ import moepack
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
-from moepack.server.app import Server
 from moepack.server.command import Serve, run
+from moepack.server.http.app import Server
 from moepack.server.options import Limits, Options
 
 TEMPLATE = (

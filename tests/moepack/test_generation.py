@@ -16,8 +16,8 @@ from moepack.calibrate.data import load_tokenizer
 from moepack.chat import Here, There, talk
 from moepack.generation import GREEDY, Session, generate
 from moepack.pack.errors import InputError
-from moepack.server.sampling import Sampling
-from moepack.server.text import Stops
+from moepack.server.batching.sampling import Sampling
+from moepack.server.batching.text import Stops
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<a>{% endif %}"

@@ -24,7 +24,7 @@ from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise, unpack
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.policies.static import static_map
-from moepack.server.sampling import Sampling
+from moepack.server.batching.sampling import Sampling
 
 
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])

@@ -61,7 +61,7 @@ def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
     """From the start to the first tokens it takes no more than twice the processor time of importing what any model of
     this family needs; then a stop signal comes within an answer, which is whole; new ones are refused; it exits with 0.
     """
-    imports = "import moepack.server.app, transformers.models.qwen3_moe.modeling_qwen3_moe"
+    imports = "import moepack.server.http.app, transformers.models.qwen3_moe.modeling_qwen3_moe"
     subprocess.run([sys.executable, "-c", imports], check=True)  # bytecode is there, as after any first start
     imports = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe, time; print(time.process_time())"
     bare = float(subprocess.run([sys.executable, "-c", imports], check=True, capture_output=True, text=True).stdout)
@@ -99,7 +99,7 @@ def test_a_stop_that_has_no_time(start: Start) -> None:
 
 def test_the_key_from_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options as the command passes them on."""
-    from moepack.server import app, command
+    from moepack.server.http import app, command
 
     seen: list[app.Options] = []
 

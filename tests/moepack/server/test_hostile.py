@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from server_fixtures import NAME, Running
 
-from moepack.server import guard
-from moepack.server.fields import parse_json
+from moepack.server.http import guard
+from moepack.server.http.fields import parse_json
 
 HONEST = {"model": NAME, "prompt": "The history of", "max_tokens": 2, "temperature": 0}
 
@@ -182,7 +182,7 @@ def test_clients_that_are_slow(running: Running, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_send_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moepack.server import answer
+    from moepack.server.http import answer
 
     monkeypatch.setattr(answer, "PATIENCE", 0.05)
 

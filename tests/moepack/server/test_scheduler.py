@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.engine import Item, Slot
+from moepack.server.batching.engine import Item, Slot
+from moepack.server.batching.jobs import Event, Job
+from moepack.server.batching.rows import NotPackable
+from moepack.server.batching.sampling import Sampling
+from moepack.server.batching.scheduler import SCORED, Scheduler
 from moepack.server.errors import ApiError
-from moepack.server.jobs import Event, Job
 from moepack.server.options import Limits
-from moepack.server.rows import NotPackable
-from moepack.server.sampling import Sampling
-from moepack.server.scheduler import SCORED, Scheduler
 
 WORDS = 50
 

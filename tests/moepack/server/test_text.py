@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepack.server.text import BROKEN, Pieces, Stops
-from moepack.server.tokens import Tokens
+from moepack.server.batching.text import BROKEN, Pieces, Stops
+from moepack.server.batching.tokens import Tokens
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXTS = st.text(alphabet=st.one_of(st.sampled_from("ab é€😀\n界"), st.characters(codec="utf-8")), max_size=30)

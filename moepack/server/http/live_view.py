@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from moepack.runtime.experts.handles import LayerExperts
-
-from .engine import Engine
-from .scheduler import Scheduler
+from moepack.server.batching.engine import Engine
+from moepack.server.batching.scheduler import Scheduler
 
 
 class Heat:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import ApiError, bad
+from moepack.server.errors import ApiError, bad
 
 PARAM = "response_format"
 COMPACT: Any = {"whitespace_flexible": False}  # a weak model would else go on with line breaks for ever

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
+from moepack.server.errors import ApiError
+from moepack.server.options import Limits
 
 from .engine import Engine, Item, Slot
-from .errors import ApiError
 from .jobs import Event, Job
-from .options import Limits
 from .rows import NotPackable
 from .sampling import Sampler, Scored, scored
 from .text import Pieces, Stops

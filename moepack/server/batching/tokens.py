@@ -8,8 +8,7 @@ import threading
 from typing import Any
 
 from moepack.pack.errors import InputError, printable
-
-from .errors import bad
+from moepack.server.errors import bad
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

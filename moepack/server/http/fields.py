@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .errors import ApiError, bad
+from moepack.server.errors import ApiError, bad
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:

@@ -19,23 +19,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from moepack.server.batching.engine import Engine
+from moepack.server.batching.grammar import Grammars
+from moepack.server.batching.jobs import Event, Job
+from moepack.server.batching.scheduler import Scheduler
+from moepack.server.batching.tokens import Tokens
+from moepack.server.errors import ApiError
+from moepack.server.options import Options
 from moepack.version import __version__
 
 from . import parse, replies
 from .answer import Answer, Gone, Streamed, collected
-from .engine import Engine
-from .errors import ApiError
 from .fields import parse_json
-from .grammar import Grammars
 from .guard import Guard, body
-from .jobs import Event, Job
 from .live_view import LiveView
 from .metrics import Metrics
-from .options import Options
 from .replies import Choice, Head
-from .scheduler import Scheduler
 from .templates import Templates
-from .tokens import Tokens
 
 HELPERS = 2  # threads beside the event loop: the C library keeps memory for every one that there ever was
 Found = TypeVar("Found")

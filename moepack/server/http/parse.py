@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import bad
+from moepack.server.batching.sampling import Sampling
+from moepack.server.errors import bad
+
 from .fields import Fields
-from .sampling import Sampling
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 128, 20
 # Of OpenAI's fields: those that change nothing about an answer, as far as it is served here.

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .errors import ApiError
+from moepack.server.errors import ApiError
 
 OPEN = frozenset({"/", "/health"})  # without a key: the page asks for it, and watchdogs have none
 HEADERS = 10.0  # seconds in which a request's headers are to come

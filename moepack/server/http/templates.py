@@ -7,9 +7,10 @@ import re
 import secrets
 from typing import Any
 
-from .errors import ApiError, bad
+from moepack.server.batching.tokens import Tokens
+from moepack.server.errors import ApiError, bad
+
 from .parse import Chat
-from .tokens import Tokens
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # Hermes, Qwen and those who follow them
 

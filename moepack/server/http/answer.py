@@ -10,8 +10,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from .errors import ApiError
-from .jobs import Event, Job
+from moepack.server.batching.jobs import Event, Job
+from moepack.server.errors import ApiError
+
 from .replies import sse
 
 PATIENCE = 60.0  # seconds for which a client may take nothing of a stream

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .jobs import Event
-from .sampling import Scored
+from moepack.server.batching.jobs import Event
+from moepack.server.batching.sampling import Scored
+from moepack.server.batching.tokens import Tokens
+
 from .templates import Templates
-from .tokens import Tokens
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
+from hostile_edits import signed
 
 os.environ.setdefault(
     "MOEPACK_LIMITS", "fixed"
@@ -146,17 +147,11 @@ def damaged(bundle: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def edit_manifest() -> Callable[[Path, Callable[[dict], None]], None]:
     """Change a manifest and sign it again, so that what is tested is the rule and not the digest."""
-    import hashlib
-
-    def canonical(document: dict) -> bytes:
-        return (json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode()
 
     def edit(path: Path, change: Callable[[dict], None]) -> None:
         file = path / "manifest.json"
         document = json.loads(file.read_text())
-        document.pop("sha256")
         change(document)
-        document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
-        file.write_bytes(canonical(document))
+        file.write_bytes(signed(document))
 
     return edit

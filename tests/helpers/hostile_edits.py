@@ -1,9 +1,7 @@
-"""Edits of a copy of a bundle by somebody who means harm: by hand, signed again, and random.
+"""Copies of a bundle that tests edit, by hand, and sign again; and what using such a copy says.
 
-One random edit at a time of a copy: the manifest's fields, signed again, or its bytes; headers of layer files, of
-tables and of dense tensors; extents; files replaced by links, pipes and folders. Each must end in a refusal of one line
-that a terminal only prints, or in a bundle whose values can all be read; never in a traceback, and within SECONDS.
-`python -m benchmarks.hostile` makes others, several at a time, in processes of their own.
+Each edit must end in a refusal of one printable line, or in a bundle whose values can all be read, within SECONDS.
+Random edits are those of `benchmarks.hostile`.
 """
 
 from __future__ import annotations
@@ -11,12 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import struct
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,11 +26,6 @@ from moepack.pack.tables import TABLES
 from moepack.reports.inspect import inspect, render
 
 SECONDS = 20  # an edit that takes longer hangs
-VALUES: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 2, 7, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 63, 1 << 80, -(1 << 63), 2.0, -0.5, 1e300,
-    float("nan"), float("inf"), "", "a", "\x1b[31mred", "\x00", "\ud800", "../../etc/passwd", "/etc/passwd", "bf16",
-    "w4", "w9", "0" * 64, "x" * 3000, [], {}, [[]], [None], {"a": {}}, "\u202e", "a\nb", "a,b", "1", "nan",
-)  # fmt: skip
 Change = Callable[[Any], Any]
 
 
@@ -219,139 +209,3 @@ def refusal(path: Path, plan: bool = False) -> str | None:
         one_line(str(error))
         return str(error)
     return None
-
-
-# --- random edits
-
-
-def mutated(value: Any, rng: random.Random) -> Any:
-    """A JSON document with one thing changed, somewhere in it."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(sorted(value))
-        what = rng.random()
-        if what < 0.1:
-            return {k: v for k, v in value.items() if k != key}
-        if what < 0.2:
-            return {**value, str(rng.choice([v for v in VALUES if isinstance(v, str)])): value[key]}
-        return {**value, key: mutated(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.9:
-        at = rng.randrange(len(value))
-        what = rng.random()
-        if what < 0.1:
-            return value[:at] + value[at + 1 :]
-        if what < 0.2:
-            return [*value, value[at]]
-        if what < 0.3:
-            return value[::-1]
-        return [*value[:at], mutated(value[at], rng), *value[at + 1 :]]
-    if type(value) is int and rng.random() < 0.4:
-        return value + rng.choice([-1, 1, 64, -64, 4096, -4096, value])
-    return rng.choice(VALUES)
-
-
-def flipped(data: bytes, rng: random.Random, low: int = 0) -> bytes:
-    """Bytes with some of them changed, cut off, or added."""
-    out = bytearray(data)
-    what = rng.random()
-    if what < 0.1:
-        return bytes(out[: rng.randrange(low, len(out))])
-    if what < 0.2:
-        return bytes(out) + rng.randbytes(rng.choice([1, 8, 4096]))
-    for _ in range(rng.choice([1, 1, 2, 8])):
-        out[rng.randrange(low, len(out))] = rng.choice([0, 1, 0x1B, 0x22, 0x7B, 0xFF, rng.randrange(256)])
-    return bytes(out)
-
-
-def _manifest(victim: Victim, rng: random.Random) -> None:
-    document = {k: v for k, v in victim.manifest.items() if k not in ("sha256", "provenance")}
-    changed = mutated(document, rng)
-    if isinstance(changed, dict):
-        changed = signed({"provenance": victim.manifest["provenance"], **changed})
-    victim.write(MANIFEST, changed if isinstance(changed, bytes) else canonical(changed))
-
-
-def _manifest_bytes(victim: Victim, rng: random.Random) -> None:
-    victim.write(MANIFEST, flipped((victim.path / MANIFEST).read_bytes(), rng))
-
-
-def _layer_file(victim: Victim, rng: random.Random) -> str:
-    return rng.choice(sorted(str(n) for n in victim.manifest["files"] if n.startswith(("experts/", "dense/"))))
-
-
-def _layer_header(victim: Victim, rng: random.Random) -> None:
-    victim.header(_layer_file(victim, rng), lambda d: mutated(d, rng))
-
-
-def _header_bytes(victim: Victim, rng: random.Random) -> None:
-    name = rng.choice([_layer_file(victim, rng), TABLES, "model.safetensors"])
-    victim.header(name, lambda d: flipped(json.dumps(d, separators=(",", ":")).encode(), rng))
-
-
-def _other_header(victim: Victim, rng: random.Random) -> None:
-    victim.header(rng.choice([TABLES, "model.safetensors"]), lambda d: mutated(d, rng))
-
-
-def _extent(victim: Victim, rng: random.Random) -> None:
-    def change(room: np.ndarray[Any, Any]) -> None:
-        most = rng.choice([16, 64, 256, 4096, len(room)])
-        for _ in range(rng.choice([1, 2, 16])):
-            room[rng.randrange(min(most, len(room)))] = rng.randrange(256)
-
-    victim.extent(_layer_file(victim, rng), 0, change)
-
-
-def _numbers(victim: Victim, rng: random.Random) -> None:
-    data = bytearray((victim.path / TABLES).read_bytes())
-    (length,) = struct.unpack("<Q", data[:8])
-    at = rng.randrange(8 + length, len(data))
-    data[at] = rng.choice([0x7F, 0x80, 0xFF, rng.randrange(256)])
-    victim.rewrite(TABLES, bytes(data))
-
-
-def _file(victim: Victim, rng: random.Random) -> None:
-    name = rng.choice([*sorted(victim.manifest["files"]), MANIFEST, "experts", "experts/w4", "dense", "dense/w8"])
-    if name in victim.manifest["files"] and rng.random() < 0.4:
-        victim.rewrite(name, flipped((victim.path / name).read_bytes(), rng))
-        return
-    target = rng.choice(["/etc/passwd", "/dev/zero", str(victim.path / "README.md"), "nowhere", str(victim.path), "."])
-    victim.replace(
-        name,
-        rng.choice(
-            [
-                lambda p: p.symlink_to(target),
-                lambda p: os.mkfifo(p),
-                lambda p: p.mkdir(),
-                lambda p: p.write_bytes(b""),
-                lambda p: None,
-            ]
-        ),
-    )
-
-
-KINDS: dict[str, Callable[[Victim, random.Random], None]] = {
-    "manifest, signed": _manifest, "manifest, bytes": _manifest_bytes, "layer header, signed": _layer_header,
-    "header, bytes": _header_bytes, "other header, signed": _other_header, "extent, signed": _extent,
-    "numbers, signed": _numbers, "files": _file,
-}  # fmt: skip
-
-
-def attack(source: Path, count: int, seed: int = 0) -> dict[str, Counter[str]]:
-    """Edit a bundle `count` times; how many edits of each kind were refused, and accepted.
-
-    Raises:
-        AssertionError: for an edit that ends in anything else, with the number that repeats it.
-    """
-    out: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as room:
-        victim = Victim(source, Path(room))
-        for number in range(seed, seed + count):
-            rng = random.Random(number)
-            kind = rng.choice(list(KINDS))
-            try:
-                KINDS[kind](victim, rng)
-                out[kind]["refused" if refusal(victim.path) else "accepted"] += 1
-            except Exception as error:
-                raise AssertionError(f"{kind}, number {number}: {type(error).__name__}: {error}") from error
-            finally:
-                victim.restore()
-    return out

@@ -8,30 +8,13 @@ import independent_reader as reader
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from small_bundle import LAYERS, VERSIONS, write_small_bundle
+from small_bundle import LAYERS, VERSIONS
 from support import ROOT
 
 from moepack.pack.codec.affine import decode_affine
 from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import HINT, Version
-
-
-@pytest.mark.parametrize("version", ["w4", "w3", "w2", "w1"])
-def test_affine_versions(bundle: Path, version: str) -> None:
-    manifest = reader.read_manifest(bundle)
-    described = next(v for v in manifest["versions"] if v["name"] == version)
-    extent = reader.read_extent(bundle, manifest, version, 1, 7)
-    theirs = reader.affine_values(extent, manifest["layers"][1], described)
-    opened = open_bundle(bundle)
-    ours = decode_affine(opened.layers[1].matrices, opened.manifest.version(version), opened.extent(version, 1, 7))
-    for a, b in zip(ours, theirs, strict=True):
-        assert np.array_equal(a.dequantise(opened.manifest.version(version)).astype(np.float64), np.array(b))
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_bundle(tmp_path_factory.mktemp("small") / "bundle")
 
 
 @pytest.mark.parametrize("version", VERSIONS[1:])
@@ -63,13 +46,12 @@ def test_lossless_version_is_the_checkpoint(bundle: Path, demo_model: Path) -> N
         assert bits == m.weight.reshape(-1).tolist()
 
 
-def test_dense_matrices(tmp_path: Path) -> None:
-    root = write_small_bundle(tmp_path / "bundle")
-    manifest, opened = reader.read_manifest(root), open_bundle(root)
+def test_dense_matrices(small: Path) -> None:
+    manifest, opened = reader.read_manifest(small), open_bundle(small)
     for number, described in enumerate(manifest["dense"]["matrices"]):
         shape = {"matrices": [described]}
         for version in manifest["dense"]["versions"]:
-            extent = reader.read_dense_extent(root, manifest, version["name"], number)
+            extent = reader.read_dense_extent(small, manifest, version["name"], number)
             ours = opened.dense_matrix(version["name"], described["module"])
             if version["name"] == "bf16":
                 theirs = [reader.bf16(bits) for bits in reader.lossless_bits(extent, shape)[0]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -69,27 +68,6 @@ def test_a_bundle_gives_its_tables(bundle: Path) -> None:
     for name, want in plain.items():
         _, index, kind = name.split(".")
         assert np.array_equal(tables.statistic(int(index), kind), want), name
-
-
-Tensors = dict[str, np.ndarray]
-DAMAGE: dict[str, tuple[Callable[[Tensors], object], str]] = {
-    "lost": (lambda t: t.pop("layers.3.gated"), "has no tensor layers.3.gated"),
-    "experts": (lambda t: t.update({"layers.1.tokens": t["layers.1.tokens"][:2]}), r"layers.1.tokens is I64 \[2\]"),
-    "columns": (lambda t: t.update({"layers.1.mse": t["layers.1.mse"][:, :1]}), r"layers.1.mse is F32 \[3, 1\]"),
-    "dtype": (lambda t: t.update({"layers.3.mse": t["layers.3.mse"].astype(np.float64)}), "layers.3.mse is F64"),
-    "number": (lambda t: t["layers.3.method"].fill(3), "layer 3 has a method that metadata do not name"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_what_is_not_as_the_document_says_is_refused(kind: str, tmp_path: Path) -> None:
-    path = write(tmp_path)
-    change, message = DAMAGE[kind]
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata(VERSIONS, ("none", "a", "b")))
-    with pytest.raises(BundleError, match=message):
-        read_tables(path, LAYERS)
 
 
 def test_tables_without_their_columns_or_their_end(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, affine_sections
 from moepack.reports.evaluate import evaluate
-from moepack.runtime.allocation.knapsack import greedy
 from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise, unpack
 from moepack.runtime.policies.registry import parse_policy
@@ -125,13 +124,6 @@ def test_resident_bytes_are_counted(bundle: Path) -> None:
     assert not [n for n, _ in model.named_parameters() if "experts" in n], "no expert weight but the policy's"
 
 
-def test_budget(bundle: Path) -> None:
-    size = moepack.load(bundle, policy="static:w2").moepack.resident_bytes()
-    moepack.load(bundle, policy="static:w2", device_memory=size, prefill_tokens=0)
-    with pytest.raises(InputError, match=f"needs {size} bytes"):
-        moepack.load(bundle, policy="static:w2", device_memory=size - 1, prefill_tokens=0)
-
-
 # --- policies
 
 
@@ -165,38 +157,6 @@ def test_the_best_version_that_is_here_is_the_default(damaged: Path) -> None:
 
     shutil.rmtree(damaged / "experts" / "bf16")
     assert moepack.load(damaged).moepack.versions == (("w4",) * 16,) * 4
-
-
-def test_greedy_allocation() -> None:
-    sizes = [[10.0, 4.0, 2.0]] * 3
-    losses = [[0.0, 1.0, 9.0], [0.0, 0.5, 2.0], [0.0, 0.1, 0.2]]
-    assert greedy(sizes, losses, 6) == [2, 2, 2]
-    assert greedy(sizes, losses, 8) == [1, 2, 2]
-    assert greedy(sizes, losses, 10) == [1, 1, 2]
-    assert greedy(sizes, losses, 30) == [0, 0, 0]
-    with pytest.raises(ValueError, match="budget"):
-        greedy(sizes, losses, 5.9)
-
-
-def test_greedy_is_close_to_the_best_of_all() -> None:
-    """Against brute force: within one upgrade of it, and never over the budget."""
-    import itertools
-    import random
-
-    rng = random.Random(0)
-    for _ in range(50):
-        sizes = [[8.0, 4.0, 3.0, 2.0]] * 5
-        losses = [sorted(rng.random() ** 3 for _ in range(4)) for _ in range(5)]
-        budget = rng.uniform(10, 40)
-        chosen = greedy(sizes, losses, budget)
-        assert sum(sizes[e][v] for e, v in enumerate(chosen)) <= budget
-        got = sum(losses[e][v] for e, v in enumerate(chosen))
-        best = min(
-            sum(losses[e][v] for e, v in enumerate(choice))
-            for choice in itertools.product(range(4), repeat=5)
-            if sum(sizes[e][v] for e, v in enumerate(choice)) <= budget
-        )
-        assert best <= got <= best + max(row[3] - row[0] for row in losses)
 
 
 # --- damage

@@ -61,6 +61,9 @@ def swapped(document: Any) -> Any:
 
 E0, META = "expert.00000", "__metadata__"
 HEADERS: dict[str, tuple[Do, str]] = {
+    "a byte that is not signed": (
+        lambda v: v.write(W4, (d := (v.path / W4).read_bytes())[:200] + bytes([d[200] ^ 16]) + d[201:]), "digest"
+    ),
     "a name twice": (texted(W4, b'"expert.00001"', b'"expert.00000"'), "header"),
     "a number with a point": (texted(BF16, b'"shape":[', b'"shape":[0.0,'), "header"),
     "not an object": (headed(W4, lambda d: [d]), "header"),

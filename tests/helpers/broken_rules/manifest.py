@@ -89,7 +89,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "an escape of a letter": (replaced('"moepack"', '"m\\u006fepack"'), "canonical"),
     "not signed": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": "0" * 64})), "digest"),
     "a digest that is no text": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": 1})), "digest"),
+    "another format": (put("format")("zip"), "format"),
     "a later version": (put("format_version")(4), "format-version"),
+    "an earlier version": (put("format_version")(1), "format-version"),
     "w8 in version 2": (put("format_version")(2), "value"),
     "a version that is true": (put("format_version")(True), "format-version"),
     "a version with a point": (put("format_version")(2.0), "json"),
@@ -112,6 +114,7 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "no decoder layers": (put("model", "decoder_layers")(0), "range"),
     "fewer decoder layers than have experts": (put("model", "decoder_layers")(4), "count"),
     "no layers": (put("layers")([]), "count"),
+    "layers that are an object": (put("layers")({}), "type"),
     "layers that fall": (put("layers", 1, "index")(0), "order"),
     "an index too large": (put("layers", 1, "index")(4096), "range"),
     "no experts": (put("layers", 0, "experts")(0), "range"),
@@ -156,6 +159,7 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a payload larger than its file": (put("files", BF16, "payload")(1 << 30), "range"),
     "the payload of w4": (signs(lambda d: d["files"][W4].update(payload=d["files"][W4]["payload"] - 1)), "size"),
     "the payload of bf16": (signs(lambda d: d["files"][BF16].update(payload=d["files"][BF16]["payload"] + 1)), "size"),
+    "a layer file of a page more": (signs(lambda d: d["files"][W4].update(size=d["files"][W4]["size"] + 4096)), "size"),
     "a layer file less": (signs(lambda d: d["files"].pop(W4)), "missing"),
     "a layer file more": (
         signs(lambda d: d["files"].update({"experts/w4/layer-002.safetensors": d["files"][W4]})), "unexpected"

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeForCausalLM
 from transformers.quantizers import auto
 
 import moepack
+from moepack.pack.errors import InputError
 from moepack.runtime.plugin import METHOD, MoepackConfig
 
 from_path = AutoModelForCausalLM.from_pretrained
@@ -47,6 +48,10 @@ def test_environment(row: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MOEPACK_DEVICE_MEMORY", HOT["device_memory"])
     with from_path(bundle).moepack as serving:
         assert serving.policy == HOT["policy"] and serving.budget_bytes == 30_000_000
+    assert moepack.load(bundle, policy="static:w2").moepack.policy == "static:w2", "an argument goes first"
+    monkeypatch.setenv("MOEPACK_DEVICE_MEMORY", "much")
+    with pytest.raises(InputError, match="size 'much' is not a number of bytes"):
+        from_path(bundle)
 
 
 @pytest.mark.row("any of them without `import moepack`")
@@ -99,6 +104,11 @@ def test_another_quantiser(row: Any, bundle: Path) -> None:
 @pytest.mark.row('`from_pretrained(bundle, experts_implementation="eager")`')
 def test_another_implementation(row: Any, bundle: Path) -> None:
     row.refuses(lambda: from_path(bundle, experts_implementation="eager"))
+    for named in ("grouped_mm", {"": "eager"}):
+        for kind in (AutoModelForCausalLM, Qwen3MoeForCausalLM):
+            with pytest.raises(InputError, match="a bundle's experts are run by moepack's own"):
+                kind.from_pretrained(bundle, experts_implementation=named)
+    from_path(bundle, experts_implementation="moepack", policy="static:w2")
 
 
 @pytest.mark.row("`AutoModel.from_pretrained(bundle)`, the decoder alone")

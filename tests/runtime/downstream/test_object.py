@@ -27,7 +27,8 @@ def ids(tokens: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.row("`copy`, `deepcopy`, `pickle`, `torch.save` of the model, a layer or `model.moepack`")
 def test_copies(row: Any, free: Any, hot: Any, same: Same) -> None:
     for model in (free, hot):
-        for part in (model, model.model, model.model.layers[0], model.moepack):
+        layer = model.model.layers[0]
+        for part in (model, model.model, layer, layer.mlp.experts, model.moepack):
             for call in (copy.deepcopy, pickle.dumps, lambda part: torch.save(part, io.BytesIO())):
                 row.refuses(lambda call=call, part=part: call(part))
         row.refuses(lambda model=model: copy.copy(model))

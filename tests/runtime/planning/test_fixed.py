@@ -310,7 +310,7 @@ def middle(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactor
     tiny_models.save_tiny(
         "qwen3_moe", folder / "model", demo_model, hidden_size=512, intermediate_size=512, moe_intermediate_size=768,
         num_experts=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-        num_experts_per_tok=4, max_position_embeddings=8192,
+        num_experts_per_tok=1, max_position_embeddings=8192,
     )  # fmt: skip
     recipe = """
 versions: [bf16, w4, w2]

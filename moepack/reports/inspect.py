@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, MissingExtraError
-from moepack.pack.reader import open_bundle
+from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
 from moepack.pack.tables import FEW_TOKENS, TABLES, shown_loss
 
@@ -96,13 +97,29 @@ def render(facts: dict[str, Any]) -> Table:
 
 
 def plot(path: str | Path, out: Path) -> None:
-    """A picture of the loss tables: one panel a version (layers by experts), and tokens by expert beside them.
+    """Draw the loss tables into a file (`draw_tables`).
 
     Raises:
         InputError: for a kind of file that is not drawn.
+        MissingExtraError: without matplotlib.
     """
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"{out}: a picture is a .png, a .svg or a .pdf")
+    picture = draw_tables(open_bundle(path), out.suffix[1:])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(picture)
+
+
+def draw_tables(bundle: Bundle, kind: str) -> bytes:
+    """A picture of the loss tables: tokens by expert, then one panel a lossy version; a row is a layer.
+
+    Args:
+        bundle: the bundle.
+        kind: "png", "svg" or "pdf".
+
+    Raises:
+        MissingExtraError: without matplotlib.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import LogNorm
@@ -111,15 +128,14 @@ def plot(path: str | Path, out: Path) -> None:
         raise MissingExtraError("matplotlib", "build") from None
     import numpy as np
 
-    bundle = open_bundle(path)
     tables = bundle.calibration()
     lossy = [v.name for v in bundle.versions if not v.is_lossless]
-    widest = max(len(t.tokens) for t in tables.layers)
-    figure = Figure(figsize=(4 + 3.2 * len(lossy), 1.6 + 0.28 * max(6, len(tables.layers))), layout="constrained")
+    shape = len(tables.layers), max(len(t.tokens) for t in tables.layers)
+    figure = Figure(figsize=(4 + 3.2 * len(lossy), 1.6 + 0.28 * max(6, min(40, shape[0]))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(lossy) + 1, sharey=True, squeeze=False)[0]
-    grids = [("tokens routed", np.full((len(tables.layers), widest), np.nan))]
-    grids += [(f"{name}: relative output error", np.full((len(tables.layers), widest), np.nan)) for name in lossy]
+    grids = [("tokens routed", np.full(shape, np.nan))]
+    grids += [(f"{name}: relative output error", np.full(shape, np.nan)) for name in lossy]
     for row, t in enumerate(tables.layers):
         grids[0][1][row, : len(t.tokens)] = np.maximum(t.tokens, 0.5)
         for k, name in enumerate(lossy):
@@ -130,8 +146,9 @@ def plot(path: str | Path, out: Path) -> None:
         axis.set(title=title, xlabel="expert")
         figure.colorbar(image, ax=axis)
     axes[0].set_ylabel("layer")
-    step = max(1, len(tables.layers) // 12)
-    axes[0].set_yticks(range(0, len(tables.layers), step), [str(t.index) for t in tables.layers[::step]])
+    step = max(1, shape[0] // 12)
+    axes[0].set_yticks(range(0, shape[0], step), [str(t.index) for t in tables.layers[::step]])
     figure.suptitle(f"{bundle.manifest.model.get('model_type')}: what each width costs each expert")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind, dpi=120)
+    return picture.getvalue()

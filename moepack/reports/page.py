@@ -1,11 +1,12 @@
 """`moepack inspect --html`: what a bundle holds on one page that needs nothing else: no scripts, no requests.
 
-The bundle's words are escaped, whatever they are, and its numbers are taken for numbers only where they are. Decides
-nothing about the facts (inspect.py) or how pictures are drawn (drawing.py).
+The bundle's words are escaped, whatever they are, and its numbers are taken for numbers only where they are. inspect.py
+gives the facts and draws the picture.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -13,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.tables import CalibrationTables, LayerTables, shown_loss
+from moepack.pack.tables import CalibrationTables, shown_loss
 
-from .drawing import heat_map, lines, stacked
+from .inspect import draw_tables
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5c5c5c; --paper: #ffffff; --line: #d8d8d8;
@@ -32,14 +33,8 @@ h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.15rem; margin-top:
 th, td { padding: .25rem .75rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: var(--soft); }
 figure { margin: 1rem 0; } figcaption, .soft { color: var(--soft); font-size: .9rem; }
-svg { width: 100%; height: auto; display: block; overflow: visible; } svg text { fill: var(--soft); font-size: 12px; }
-@media (max-width: 36rem) { svg text { font-size: 17px; } }
-polyline { fill: none; stroke-width: 2; } pre { overflow-x: auto; font-size: .85rem; }
-""" + "".join(
-    f".k{i} {{ background: var(--c{i}); }} polyline.k{i} {{ background: none; stroke: var(--c{i}); }} "
-    f"rect.k{i} {{ fill: var(--c{i}); }}\n"
-    for i in range(5)
-)  # fmt: skip
+img { max-width: 100%; height: auto; background: #fff; } pre { overflow-x: auto; font-size: .85rem; }
+""" + "".join(f".k{i} {{ background: var(--c{i}); }}\n" for i in range(5))
 _STYLE += ".key { display: inline-block; width: .8em; height: .8em; margin-right: .3em; } .bar { height: .6rem; }\n"
 _STYLE += ".rest { background: var(--soft); }\n"
 
@@ -70,9 +65,9 @@ def write_page(path: str | Path, facts: Mapping[str, Any], out: Path) -> None:
             f"{', '.join(map(str, facts['calibration_sources'])) or 'unknown text'}."
         ),
         _versions(facts, classes),
-        _losses(bundle, tables, classes),
+        _losses(bundle, tables),
         _routing(tables),
-        _widths(bundle, classes),
+        _widths(bundle),
         _phases(bundle.manifest.provenance.get("phases")),
         _origin(bundle.manifest.provenance),
     ]
@@ -103,22 +98,12 @@ def _loss(facts: Mapping[str, Any], name: str) -> str:
     return shown_loss(facts["loss"][name], facts["loss_error"][name])
 
 
-def _losses(bundle: Bundle, tables: CalibrationTables, classes: Mapping[str, str]) -> str:
+def _losses(bundle: Bundle, tables: CalibrationTables) -> str:
     lossy = [v.name for v in bundle.versions if not v.is_lossless]
     if not lossy:
         return ""
-    columns = dict(zip(lossy, tables.columns(lossy), strict=True))
-    layers = [str(t.index) for t in tables.layers]
-    means = {n: [float(t.relative[:, c].mean()) for t in tables.layers] for n, c in columns.items()}
-    drawn = lines(means, layers, "Mean relative error by layer", [classes[n] for n in lossy])
-    maps = [
-        _figure(
-            heat_map(_grid(tables, lambda t, c=c: t.relative[:, c]), layers, f"Relative error at {n}"),
-            f"{n}: relative error of each expert; a row is a layer",
-        )
-        for n, c in columns.items()
-    ]
-    rows = [[layer, *(f"{means[n][i]:.5f}" for n in lossy)] for i, layer in enumerate(layers)]
+    columns = tables.columns(lossy)
+    rows = [[str(t.index), *(f"{t.relative[:, c].mean():.5f}" for c in columns)] for t in tables.layers]
     return (
         "<h2>What a version costs</h2>"
         + _paragraph(
@@ -126,14 +111,20 @@ def _losses(bundle: Bundle, tables: CalibrationTables, classes: Mapping[str, str
             "but not among those that it was fitted to, against its output in the original's precision; ± two "
             "standard errors, where the bundle has them."
         )
-        + _figure(drawn, "Mean over the experts of a layer, from the first layer to the last; logarithmic")
-        + "".join(maps)
+        + _picture(bundle)
         + f"<details><summary>By layer</summary>{_table(('layer', *lossy), rows)}</details>"
     )
 
 
+def _picture(bundle: Bundle) -> str:
+    try:
+        image = base64.b64encode(draw_tables(bundle, "png")).decode()
+    except MissingExtraError as error:
+        return _paragraph(f"No picture: {error}")
+    return f'<img alt="Tokens routed and relative errors, layers by experts" src="data:image/png;base64,{image}">'
+
+
 def _routing(tables: CalibrationTables) -> str:
-    layers = [str(t.index) for t in tables.layers]
     rows, tenth = [], []
     for t in tables.layers:
         tokens = np.sort(t.tokens.astype(np.float64).clip(0))[::-1]
@@ -151,14 +142,10 @@ def _routing(tables: CalibrationTables) -> str:
             ]
         )
     head = ("layer", "busiest, times the mean", "busiest tenth's tokens", "Gini", "experts without tokens")
-    grid = _grid(tables, lambda t: t.tokens)
     return (
         "<h2>Where tokens go</h2>"
         + _paragraph(
             f"The busiest tenth of a layer's experts, rounded up, took {np.mean(tenth):.1%} of its tokens, on average."
-        )
-        + _figure(
-            heat_map(grid, layers, "Tokens routed, layers by experts"), "Calibration tokens routed to each expert"
         )
         + f"<details><summary>By layer</summary>{_table(head, rows)}</details>"
     )
@@ -177,20 +164,15 @@ def skew(tokens: np.ndarray[Any, np.dtype[np.float64]]) -> float:
     return float(2 * (np.arange(1, n + 1) * rising).sum() / (n * whole) - (n + 1) / n)
 
 
-def _widths(bundle: Bundle, classes: Mapping[str, str]) -> str:
+def _widths(bundle: Bundle) -> str:
     chosen = bundle.manifest.allocation
     if chosen is None:
         return ""
     names = [v.name for v in bundle.manifest.versions]
-    rows = {
-        str(layer.index): {n: row.count(n) for n in names if n in row}
-        for layer, row in zip(bundle.layers, chosen.versions, strict=True)
-    }
-    keys = " ".join(_key(n, classes) for n in names)
-    caption = f"Experts at each version, a bar a layer, under {_text(chosen.name)}: {keys}"
-    return (
-        f"<h2>Versions chosen</h2>{_figure(stacked(rows, classes, 'Experts at each version by layer'), caption, True)}"
-    )
+    layers = zip(bundle.layers, chosen.versions, strict=True)
+    rows = [[str(layer.index), *(str(row.count(n)) for n in names)] for layer, row in layers]
+    said = _paragraph(f"Experts at each version, by layer, under {chosen.name}:")
+    return f"<h2>Versions chosen</h2>{said}{_table(('layer', *names), rows)}"
 
 
 def _phases(found: Any) -> str:
@@ -212,19 +194,6 @@ def _origin(provenance: Mapping[str, Any]) -> str:
     return f"<h2>Where it comes from</h2>{_table(('made with', ''), rows)}{text}"
 
 
-def _grid(tables: CalibrationTables, values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[layers][experts], what is not a number where a layer has fewer experts than another."""
-    out = np.full((len(tables.layers), max(len(t.tokens) for t in tables.layers)), np.nan)
-    for row, layer in zip(out, tables.layers, strict=True):
-        found = _numbers(values, layer)
-        row[: len(found)] = found
-    return out
-
-
-def _numbers(values: Any, layer: LayerTables) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.asarray(values(layer), np.float64)
-
-
 def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
@@ -235,10 +204,6 @@ def _text(value: Any) -> str:
 
 def _paragraph(text: str) -> str:
     return f"<p>{_text(text)}</p>"
-
-
-def _figure(drawn: str, caption: str, is_html: bool = False) -> str:
-    return f"<figure>{drawn}<figcaption>{caption if is_html else _text(caption)}</figcaption></figure>"
 
 
 def _key(name: str, classes: Mapping[str, str]) -> str:

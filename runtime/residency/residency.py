@@ -129,6 +129,11 @@ class Residency:
                 if not self._steps.open:
                     self._forget()
 
+    def running_steps(self) -> int:
+        """Steps that have begun and not ended."""
+        with self._lock:
+            return len(self._steps.open)
+
     def publish_ready(self) -> int:
         """Publish what is ready, for steps that begin from now on; returns how many versions were published."""
         with self._lock:

@@ -25,7 +25,9 @@ from .pools import Pool
 from .residency import Residency
 
 log = logging.getLogger("moepack.runtime")
-AHEAD = 4  # promotions that evictions make room for at a time: more would only lower experts long before others rise
+# Promotions that evictions make room for at a time, for each running step: more would lower experts long before others
+# rise.
+AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +159,17 @@ class Transitions:
         whoever waits finds its bytes in the end, and memory does not idle meanwhile. Where even the sum is too small,
         the update holds up nothing.
 
-        Evictions are begun for the first AHEAD that wait: their g together, less R and D.
+        Evictions are begun for the first AHEAD that wait, times the running steps: their g together, less R and D.
+
+        A block is free once every step that can read it has ended, which takes longer the more steps run beside each
+        other. So each of them has a reserve for demotions; with one for all, four threads got a third of the promotions
+        of one.
         """
-        residency = self.residency
-        headroom = self.headroom.settled()  # R
+        residency, steps = self.residency, max(1, self.residency.running_steps())
+        ahead = AHEAD * steps
+        headroom = self.headroom.settled() - (steps - 1) * self.headroom.reserve  # R
         after_evictions: int | None = None  # R + D + E, less what waiting updates keep; summed up where one must wait
-        waiting = short = fitting = 0  # updates that wait, bytes of the first AHEAD of them, updates with a full stream
+        waiting = short = fitting = 0  # updates that wait, bytes of the first of them, updates with a full stream
         for key, version in list(self._updates.items()):
             full = residency.in_flight() >= self._limit
             pool = residency.pool(key[0], version)
@@ -171,7 +178,7 @@ class Transitions:
                 if begins and self._begin(key, version) not in (Outcome.REFUSED, Outcome.BUSY):
                     self._updates.pop(key, None)
                 continue
-            if (full or headroom < self._least) and max(waiting, fitting) >= AHEAD:
+            if (full or headroom < self._least) and max(waiting, fitting) >= ahead:
                 continue
             growth = max(0, residency.growth(key, version))
             if not self.may_try(key, version):
@@ -182,7 +189,7 @@ class Transitions:
                 if growth <= after_evictions:
                     after_evictions -= growth
                     waiting += 1
-                    short += growth if waiting <= AHEAD else 0
+                    short += growth if waiting <= ahead else 0
                 continue
             if after_evictions is not None:
                 if growth > max(after_evictions, 0):

@@ -23,8 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,24 +46,12 @@ from moepack.runtime.paging.paging import Paging
 from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.paging import window_size
 from moepack.runtime.policies.placements import Where
-from moepack.runtime.residency.steps import NO_PROMPT, Prompt
+from moepack.runtime.step import Step, opened
 from moepack.runtime.store.files import Stored
 
 BF16 = Version.of("bf16")
 KINDS = 4  # experts that are drawn; the others are copies in memory of their own
 BOUND, FLOOR = 0.72, 1.25  # of BF16's bytes beside the window; of the floor's time
-
-
-@dataclass
-class Step:
-    """What paging reads and writes of a pass."""
-
-    snapshots: tuple[Any, ...] = ()
-    prompt: Prompt = NO_PROMPT
-    waited: float = 0.0
-    ahead: Any = None
-    demanded: list[tuple[int, int, int]] = field(default_factory=list)
-    issued: list[Any] = field(default_factory=list)
 
 
 class Layers:
@@ -87,17 +73,13 @@ class Layers:
         self.packed_bytes = self.resident_bytes = 0
         self.step = Step()
         for position, (layer, module) in enumerate(zip(self.layers, self.modules, strict=True)):
-            layer.of.paging = partial(self.paged, position)
+            layer.position = position
             module._moepack = layer  # type: ignore[attr-defined]
 
     def stored(self, position: int, expert: int) -> Stored:
         """Where an expert's extent stands."""
         kind = expert % KINDS
         return Stored(self.file, kind * self.extent, self.extent, self.digests[kind], f"expert {expert}")
-
-    def paged(self, position: int, snapshot: Any, index: torch.Tensor) -> Any:
-        """Around a layer's run."""
-        return self.paging.run(position, snapshot, index, self.step)
 
     def fill(self, extents: Sequence[np.ndarray[Any, Any]], alpha: float) -> None:
         """Let a share of every layer's experts be packed, the others stored."""
@@ -138,11 +120,12 @@ class Layers:
 
     def token(self, x: torch.Tensor, routing: torch.Tensor, gates: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
         """One token through all layers: seconds a layer, and what they gave."""
-        self.step = Step(tuple(layer.current for layer in self.layers))
+        self.step = Step(snapshots=tuple(layer.current for layer in self.layers), paging=self.paging)
         outs = []
         began = time.perf_counter()
-        for module, index in zip(self.modules, routing, strict=True):
-            outs.append(experts_forward(module, x, index, gates))
+        with opened(self.step):
+            for module, index in zip(self.modules, routing, strict=True):
+                outs.append(experts_forward(module, x, index, gates))
         return (time.perf_counter() - began) / len(self.layers), outs
 
     def close(self) -> None:

@@ -18,20 +18,20 @@ from moepack.runtime.residency.kv_reserve import UNCOUNTED
 
 
 def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
-    """Methods for a class derived from `kind`, a kind of transformers model; its `_moepack_passes` knows the bundle."""
+    """Return methods for a class derived from `kind`, a transformers model class with a `_moepack_wrapper`."""
 
     def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
         """Bytes of parameters and buffers, and of the experts."""
-        return int(kind.get_memory_footprint(self, return_buffers) + self._moepack_passes.expert_bytes())
+        return int(kind.get_memory_footprint(self, return_buffers) + self._moepack_wrapper.expert_bytes())
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Parameters, the experts' included, as of the checkpoint's model."""
         own = kind.num_parameters(self, only_trainable, exclude_embeddings)
-        return int(own + (0 if only_trainable else self._moepack_passes.expert_parameters()))
+        return int(own + (0 if only_trainable else self._moepack_wrapper.expert_parameters()))
 
     def refuse_copies(self: Any, *_: Any) -> Any:
         """A loaded bundle is not pickled or copied."""
-        self._moepack_passes.refuse_copies()
+        self._moepack_wrapper.refuse_copies()
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Adapters alone are saved: the model without its experts would load as another."""
@@ -50,14 +50,14 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
             if made.device != device:
                 where = f"it is on {device}, and not on {made.device}"
                 raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
-            if made.dtype.itemsize > dtype.itemsize and self._moepack_passes.in_budget:
+            if made.dtype.itemsize > dtype.itemsize and self._moepack_wrapper.in_budget:
                 raise InputError("a cast would take more than the budget counted: pass dtype= to moepack.load instead")
         return kind._apply(self, fn, *args, **kwargs)
 
     def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Not in a budget, which has counted the embeddings as they are."""
         now = self.get_input_embeddings().weight.shape[0]
-        if self._moepack_passes.in_budget and (new_num_tokens or now) != now:
+        if self._moepack_wrapper.in_budget and (new_num_tokens or now) != now:
             raise InputError("embeddings of a model served in a budget keep their size: load it without one")
         return kind.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)
 
@@ -70,7 +70,7 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Not in a budget: its paged cache takes what memory there is."""
-        if self._moepack_passes.in_budget:
+        if self._moepack_wrapper.in_budget:
             raise InputError(UNCOUNTED)
         return kind.init_continuous_batching(self, *args, **kwargs)
 

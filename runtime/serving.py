@@ -18,8 +18,9 @@ from moepack.runtime.residency.demand import MOVED
 from moepack.runtime.residency.kv_reserve import KvWatch
 from moepack.runtime.residency.live import Live
 from moepack.runtime.residency.reserves import FreeReserve, LiveReserve
+from moepack.runtime.step import RoutingCounter
 
-from .passes import Passes
+from .forward_wrapper import ForwardWrapper
 
 COUNTERS = (
     "promotions",
@@ -34,6 +35,7 @@ COUNTERS = (
     "host_bytes",
     *MOVED,
 )
+UNCOUNTED_GRADIENTS = "gradients keep activations that a budget does not count: load without a budget to train"
 
 
 class Serving:
@@ -60,44 +62,49 @@ class Serving:
         self.fixed, self.budget_bytes, self.tracker = fixed, budget, tracker
         self.caches: KvWatch | None = None
         self.replaced: dict[str, int] = {}
-        self._passes: Passes | None = None
+        self._wrapper: ForwardWrapper | None = None
 
     def watch(self, model: Any) -> None:
         """Watch the model's forward passes, from now on."""
-        self._passes = Passes(model, self.layers, self.live)
+        self._wrapper = ForwardWrapper(model, self.layers, self.live)
         weakref.finalize(model, _let_go, list(self.layers), self.live)
 
     def watch_caches(self, model: Any, needs: Needs) -> None:
         """Keep the caches of the model's forward passes inside the budget, from now on."""
         assert self.tracker is not None and self.budget_bytes is not None
         reserve = FreeReserve(self.tracker) if self.live is None else LiveReserve(self.live)
-        assert self._passes is not None
+        assert self._wrapper is not None
         for layer in self.layers:
-            layer.trainable = False
+            layer.no_gradients = layer.no_gradients or UNCOUNTED_GRADIENTS
         routed = sum(layer.of.layer.experts for layer in self.layers)
         outputs = Outputs.of(model, routed, needs.workload.all_logits)
-        self.caches = self._passes.caches = KvWatch(model.config, needs, reserve, self.budget_bytes, outputs)
+        self.caches = self._wrapper.caches = KvWatch(model.config, needs, reserve, self.budget_bytes, outputs)
         if self.live is not None:
             self.live.each_round = self.caches.settle
 
+    def count_routing(self, counter: RoutingCounter) -> None:
+        """Let another counter see every layer's routing, from now on."""
+        assert self._wrapper is not None
+        self._wrapper.watchers = (*self._wrapper.watchers, counter)
+
     def trace(self, path: str | Path) -> None:
         """Write every step from now on into a file (trace.py)."""
-        assert self._passes is not None
-        self._passes.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
+        assert self._wrapper is not None
+        self._wrapper.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
 
     def close(self) -> None:
         """End the trace and stop changing versions. A forward pass from now on says that the model was closed."""
         try:
-            if self._passes is not None:
-                self._passes.close()
+            if self._wrapper is not None:
+                self._wrapper.close()
         finally:
             if self.live is not None:
                 self.live.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied, as the model is."""
-        assert self._passes is not None
-        self._passes.refuse_copies()
+        assert self._wrapper is not None
+        self._wrapper.refuse_copies()
 
     def __enter__(self) -> Serving:
         return self

@@ -105,9 +105,9 @@ def _decoded(model: Any, decoder: Any, ids: Tensor) -> Any:
 @contextlib.contextmanager
 def _head(model: Any, decoder: Any, output: Any) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
     """The model's forward on what a decoder has returned: (ids, positions) to logits, float32."""
-    from moepack.runtime.passes import unwatched_forward
+    from moepack.runtime.forward_wrapper import unwrapped_forward
 
-    forward = unwatched_forward(model)
+    forward = unwrapped_forward(model)
 
     def logits(ids: Tensor, these: Tensor) -> Tensor:
         made: Tensor = forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.placements import PAGED, Where
+from moepack.runtime.step import step_of
 
 from . import op  # noqa: F401  # the operator exists from then on
 from .handles import LayerExperts, Pages, Snapshot
@@ -50,26 +51,35 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             raise InputError("a compiled pass has no gradients: use torch.no_grad(), or train without compiling")
         out: Tensor = torch.ops.moepack.experts(hidden_states, top_k_index, top_k_weights, experts.number)
         return out
-    observer, reading = experts.observer, experts.reading  # closing forgets them
     if hidden_states.device != experts.of.device:
         where = f"hidden states are on {hidden_states.device}, the experts on {experts.of.device}"
         raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
-    if observer is not None:
-        observer(hidden_states, top_k_index, top_k_weights)
+    step, position = step_of(experts.model), experts.position  # opened by ForwardWrapper.step
+    if step is None and experts.steps is not None:  # this module was called by itself
+        with experts.steps.alone():
+            return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    if step is not None:
+        if step.counters is not None:  # by RoutingStatistics.counters, or ForwardWrapper.step for a trace
+            step.counters.add(position, top_k_index, top_k_weights)
+        for watcher in step.watchers:  # by Serving.count_routing
+            watcher.add(position, top_k_index, top_k_weights)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
-        if not experts.trainable and reading is None:
-            raise InputError("gradients keep activations that a budget does not count: load without a budget to train")
-        if reading is not None:
-            raise InputError(
-                "gradients need versions that stay: this policy changes them while serving; load the bundle with a "
-                "static policy to train beside it, or run the pass under torch.no_grad()"
-            )
+        if experts.no_gradients:
+            raise InputError(experts.no_gradients)
         index = experts.current.only(top_k_index, _ALL)
         return reference_forward(self, experts.current, hidden_states, index, top_k_weights)
-    if reading is None:
-        return _run(self, experts.current, hidden_states, top_k_index, top_k_weights)
-    with reading() as snapshot:
+    snapshot = experts.current
+    if step is not None and step.loader is not None:  # the residency manager, under a policy that blocks
+        step.loader.load(step, position, hidden_states, top_k_index)
+        snapshot = experts.current
+    elif step is not None:
+        snapshot = step.snapshots[position]
+    if not snapshot.places() & PAGED:
         return _run(self, snapshot, hidden_states, top_k_index, top_k_weights)
+    if step is None or step.paging is None:
+        raise InputError("this model was closed: load the bundle again")
+    with step.paging.run(position, snapshot, top_k_index, step) as pages:
+        return _run(self, snapshot, hidden_states, top_k_index, top_k_weights, pages)
 
 
 def _inside_mtp() -> bool:
@@ -97,10 +107,6 @@ def _run(
     pages: Pages | None = None,
 ) -> Tensor:
     """The experts that the device runs, and those that the host tier does; what is absent adds nothing."""
-    if pages is None and experts.places() & PAGED:
-        assert experts.of.paging is not None
-        with experts.of.paging(experts, top_k_index) as pages:
-            return _run(module, experts, hidden, top_k_index, top_k_weights, pages)
     if experts.of.makes_up_for_absent:
         top_k_weights = made_up(experts, top_k_index, top_k_weights)
     tier, here = experts.of.tier, experts.of.device.type == "cpu"

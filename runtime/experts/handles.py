@@ -5,7 +5,7 @@ Publishing makes a new snapshot of a layer; a forward pass (forward.py) reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +20,7 @@ from moepack.pack.spec import ExpertLayer, Section, Version, affine_sections
 from moepack.runtime.kernels.forms import Form, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise
 from moepack.runtime.policies.placements import PAGED, Placement, Where
+from moepack.runtime.step import StepOpener
 
 from . import backends
 from .host_tier import HostTier
@@ -85,10 +86,7 @@ class ServedLayer:
         native, backend: what kernels read of the layer, and which run it.
         tier: what runs its experts on the host, beside the device's; None where none can be there.
         makes_up_for_absent: whether gate weights of absent experts go to those of a token's others (forward.py).
-        paging: around a pass's experts, has the pages of those in PAGED filled; None where none ever is.
     """
-
-    paging: Callable[[Snapshot, Tensor], AbstractContextManager[Pages]] | None = None
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
         self.layer, self.device, self.versions = layer, device, tuple(versions)
@@ -222,19 +220,18 @@ class LayerExperts:
     Attributes:
         of: the layer.
         current: what a step that begins now sees. Publishing replaces it.
-        reading: what a forward pass reads, for as long as it does; without it, what is current.
-        observer: is shown what the experts read, [tokens, hidden], and the router's choice and its weights, [tokens,
-            top_k], before they run; None where nobody asks.
-        compiled: runs the layer for a compiled pass (op.py); None once the model has gone.
-        number: the operator's for this layer.
-        trainable: whether a pass may keep what gradients need: under a budget it would not be counted.
+        model: the key of the model, by which the running step is found (runtime/step.py).
+        position: the layer's place among the model's layers of experts.
+        steps: opens a step for a call outside any: the model's forward wrapper. None once the model has gone.
+        number: of the layer's operator (op.py).
+        no_gradients: why a pass may not keep what gradients need; empty where it may.
     """
 
-    reading: Callable[[], AbstractContextManager[Snapshot]] | None = None
-    observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
-    compiled: Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None = None
+    model: object = None
+    position = 0
+    steps: StepOpener | None = None
     number = -1
-    trainable = True
+    no_gradients = ""
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
         """Without experts yet: `publish` gives each its first version."""
@@ -246,8 +243,8 @@ class LayerExperts:
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
     def let_go(self) -> None:
-        """Forget who reads and observes: they know the layer, and a circle would keep its memory."""
-        self.reading = self.observer = self.compiled = None
+        """Forget the forward wrapper: it knows the layer, and a circle of references would keep the layer's memory."""
+        self.steps = None
 
     def publish(self, expert: int, made: Handle) -> None:
         """Make a version of an expert the active one for steps that begin from now on; one thread at a time.

@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,11 +24,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
+from moepack.runtime.step import current
 
 PREFIX = "moepack_"  # before the names of transformers' attention functions
 ELEMENT = 12  # bytes in which an attention weight is made: the product, in float32, and its softmax
 EAGER = "eager_attention_forward"  # what a model's own file calls its plain attention
-_running = threading.local()
 
 
 @torch.no_grad()
@@ -164,13 +163,11 @@ class TokenImportance:
         self._shape, self._cached = shape, cached
         self._text = None if text is None else (text != 0).view(shape)
         before = [config._attn_implementation_internal for config in self._configs]
-        _running.watch = self
         try:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = PREFIX + name
             yield
         finally:
-            _running.watch = None
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name
             self._text = None
@@ -247,8 +244,9 @@ def _watched(name: str) -> Callable[..., Any]:
         else:
             run = AttentionInterface()[name]
         out = run(module, query, key, value, mask, **given)
-        if (watch := getattr(_running, "watch", None)) is not None:
-            watch.saw(module, query, key, mask, given)
+        step = current()
+        if step is not None and step.importance is not None:  # set by ForwardWrapper.step for a prompt
+            step.importance.saw(module, query, key, mask, given)
         return out
 
     return forward

@@ -1,4 +1,4 @@
-"""What residency.py keeps of one expert: its placements in memory, and what is happening to it. Data, no decisions."""
+"""The state that residency.py keeps: of each expert its placements in memory, and the steps that read them."""
 
 from __future__ import annotations
 
@@ -75,3 +75,17 @@ class Counts:
     cancelled: int = 0
     failures: int = 0
     steps: int = 0
+
+
+@dataclass
+class Steps:
+    """Steps that are running, and those whose compute has not ended on the device."""
+
+    begun: int = 0
+    open: set[int] = field(default_factory=set)
+    ended: dict[int, Event] = field(default_factory=dict)
+
+    def oldest(self) -> int:
+        """The number of the oldest step that may still read."""
+        self.ended = {n: e for n, e in self.ended.items() if not e.done()}
+        return min([*self.open, *self.ended], default=self.begun + 1)

@@ -26,9 +26,9 @@ from moepack.runtime.policies.contract import (
     SequenceBegan,
     SequenceEnded,
 )
+from moepack.runtime.step import Prompt, Step
 
 from .sequences import Sequences
-from .steps import Prompt, Step
 
 UNHEARD = 64  # steps whose counts wait to be heard: of more, those of the oldest are forgotten
 

@@ -22,6 +22,7 @@ from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import Needs
 from moepack.runtime.planning.kv_cache import KvShape, cache_bytes, static_length
 from moepack.runtime.planning.outputs import Outputs
+from moepack.runtime.step import PackedCache
 
 from .arguments import cache_of, caches_in, inputs, uses_cache
 from .kv_queue import Pass, Queue
@@ -176,9 +177,8 @@ class KvWatch:
 
     def _foretold(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
         """Bytes and tokens of a cache after a pass; a cache of many sequences knows them itself."""
-        if hasattr(cache, "foretold"):
-            size, length = cache.foretold()
-            return int(size), int(length)
+        if isinstance(cache, PackedCache):
+            return cache.needed()
         kv, now = self._needs.kv, cache_bytes(cache)
         before = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         whole = static_length(cache)

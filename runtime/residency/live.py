@@ -12,12 +12,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,8 +24,7 @@ from moepack.pack.reader import Bundle
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.migration import FLOOR
-from moepack.runtime.experts.counters import Counters
-from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Pages, Snapshot
+from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.kernels.forms import resident_size
@@ -38,29 +35,21 @@ from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
 from moepack.runtime.policies.placements import PAGED, Where
 from moepack.runtime.policies.registry import Policy
+from moepack.runtime.step import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
 
 from .demand import Demand
 from .hearing import Hearing
 from .opening import check_host, make_pools, open_device, open_paging, second_buffer, version_of
 from .residency import Residency
-from .steps import NO_PROMPT, Prompt, Step
 from .tables import DeviceTables
 from .transitions import Transitions
 from .worker import Worker
 
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a layer that is reached is told beside its routing: as of `LayerReached`."""
-
-    is_prompt: bool = False
-    important: npt.NDArray[np.int64] | None = None
-    predicted: npt.NDArray[np.int64] | None = None
-    predicted_gates: npt.NDArray[np.float64] | None = None
-
-
-NOTHING_SEEN = Seen()
+CHANGING = (
+    "gradients need versions that stay: this policy changes them while serving; load the bundle with a static policy "
+    "to train beside it, or run the pass under torch.no_grad()"
+)
 
 
 def _stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
@@ -75,6 +64,7 @@ class Live:
     """Serves a bundle while its experts' versions change. Every method may be called from any thread.
 
     Attributes:
+        key: the model's, by which its running step is found.
         plan: what fits.
         tracker: the budget.
         host: host memory of the placements that are executed there.
@@ -121,6 +111,7 @@ class Live:
             plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
         plan, buffers = (plan, 1) if self._can_shrink else second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
+        self.key = object()
         self.policy, wanted = plan.policy(policy)
         self._blocking = self.policy.needs.layers
         if not (self._can_shrink or wanted):  # all experts are at the base at first: there must be a block for each
@@ -160,6 +151,7 @@ class Live:
         for layer in self.layers:
             layer.of.tier = self.tier
             layer.of.makes_up_for_absent = self._makes_up
+            layer.no_gradients = CHANGING
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
         pools = make_pools(plan, self.device, self.tracker, self.host, self._can_shrink)
@@ -175,8 +167,6 @@ class Live:
         self.prediction: Prediction | None = None
         if plan.window:
             self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
-            for position, layer in enumerate(self.layers):
-                layer.of.paging = partial(self._paged, position)
         self._load(wanted)
         self.device.limit(self._rate, 0 if self._blocking else FLOOR)
         self.each_round: Callable[[], None] = lambda: None
@@ -184,13 +174,6 @@ class Live:
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
         self._one_at_a_time = threading.RLock()
-        self._mine = threading.local()
-        for position, layer in enumerate(self.layers):
-            layer.reading = partial(self._reading, position)
-
-    def _paged(self, position: int, snapshot: Snapshot, index: Tensor) -> contextlib.AbstractContextManager[Pages]:
-        assert self.paging is not None
-        return self.paging.run(position, snapshot, index, self._mine.step)
 
     def _load(self, wanted: Wanted) -> None:
         first = {} if self.plan.keep else wanted
@@ -263,7 +246,7 @@ class Live:
             self._soon()
 
     @contextlib.contextmanager
-    def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None) -> Iterator[Step]:
+    def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None, counted: bool = True) -> Iterator[Step]:
         """Around a forward pass: it reads one snapshot, and blocks drain behind it, however it ends.
 
         Inside a step of the same thread it is that one. Under a policy that blocks, one runs at a time.
@@ -271,30 +254,33 @@ class Live:
         Args:
             prompt: what `sequence` gave.
             mask: int64 [tokens] on the device, 0 for padding; without it all tokens are text.
+            counted: whether the step's routing is counted.
         """
-        running: Step | None = getattr(self._mine, "step", None)
-        if running is not None:
+        if (running := step_of(self.key)) is not None:
             yield running
             return
         with self.turn():
             if self.hearing.begins(prompt):
                 self._soon()
-            step = self._mine.step = self._begin(prompt, mask)
+            step = self._begin(prompt, mask, counted)
             try:
-                yield step
+                with opened(step):
+                    yield step
             finally:
-                self._mine.step = None
                 self._end(step)
 
-    def _begin(self, prompt: Prompt, mask: Tensor | None) -> Step:
+    def _begin(self, prompt: Prompt, mask: Tensor | None, counted: bool) -> Step:
         number, (epoch, snapshots) = self.residency.begin()
         try:
             table = None
             if self._tables is not None:
                 table = self._tables.take(epoch, snapshots)
                 snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
-            counters = self.hearing.counters(prompt, mask)
-            return Step(number, snapshots, counters, prompt, table, time.perf_counter())
+            return Step(
+                self.key, snapshots, self.hearing.counters(prompt, mask) if counted else None, prompt=prompt,
+                loader=self if self._blocking else None, paging=self.paging, number=number, table=table,
+                began=time.perf_counter(),
+            )  # fmt: skip
         except BaseException:
             self.residency.end(number)
             raise
@@ -306,8 +292,9 @@ class Live:
         if step.table is not None and self._tables is not None:
             self._tables.give(step.table)
         self.residency.end(step.number)
-        step.counters.send()
-        self.hearing.ended(step)
+        if step.counters is not None:
+            step.counters.send()
+            self.hearing.ended(step)
         self._soon()
 
     def _soon(self) -> None:
@@ -316,12 +303,6 @@ class Live:
             self.hearing.hear(self._decide, self.capacity)
         else:
             self.worker.wake()
-
-    @contextlib.contextmanager
-    def _reading(self, position: int) -> Iterator[Snapshot]:
-        """What a layer's experts read: a pass that began outside any step is one for each of its layers."""
-        with self.step() as step:
-            yield self.layers[position].current if self._blocking else step.snapshots[position]
 
     @property
     def waits(self) -> int:
@@ -333,21 +314,29 @@ class Live:
         """Seconds it did."""
         return self.loading.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
 
-    def demand(self, position: int, counters: Counters, seen: Seen = NOTHING_SEEN) -> None:
-        """Before a layer's experts run: under a policy that blocks, load what it wants and wait.
+    def load(self, step: Step, position: int, hidden: Tensor, index: Tensor) -> None:
+        """Load what a policy that blocks wants before a layer's experts run, and wait for it (`LayerLoader`).
+
+        Args:
+            step: has counted the layer's routing.
+            position: the layer's.
+            hidden: [tokens, hidden], what the experts read.
+            index: [tokens, top_k], the router's choice.
 
         Raises:
             BundleError, InputError: when an expert that has no resident version cannot be had.
         """
-        if not self._blocking:
-            return
+        important = step.importance.important(position, index) if step.importance is not None else None
+        predicted, gates = None, None
+        if step.prediction is not None:
+            predicted, gates = step.prediction.ahead(position, hidden, index, step.counters.mask)
         if self._upset:
             self._start_over()
         self._upset = True
         placed, coming = self.loading.where(position)
         event = LayerReached(
-            time.monotonic(), self.capacity(), position, counters.layer(position), counters.gates(position),
-            seen.is_prompt, seen.important, seen.predicted, seen.predicted_gates, placed, coming,
+            time.monotonic(), self.capacity(), position, step.counters.layer(position), step.counters.gates(position),
+            step.prompt.several, important, predicted, gates, placed, coming,
         )  # fmt: skip
         wanted = self.policy.decide(event)
         try:

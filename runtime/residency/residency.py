@@ -23,9 +23,8 @@ from moepack.runtime.devices.contract import Event
 from moepack.runtime.policies.contract import Key
 from moepack.runtime.store.files import Cancelled
 
-from .entries import Counts, Entry, Flying, Outcome, Resident
+from .entries import Counts, Entry, Flying, Outcome, Resident, Steps
 from .pools import Pool
-from .steps import Steps
 
 
 class Residency:

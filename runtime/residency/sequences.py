@@ -5,8 +5,8 @@ is a sequence by itself. What a pass reads is a prompt, or a chunk of one, where
 several tokens of each sequence; the first step after it that goes on by one token begins decoding, and a later prompt
 (another turn) begins it again. Up to GUESSES tokens behind a cache that all ask for their logits are guesses that are
 verified (prompt lookup, a draft model: transformers' `_assisted_decoding`), and two are a draft model that catches up
-with what was accepted: both are decoding. A cache that packs sequences says who is in a pass (`Packed`), each with a
-cache of its own. Caches are followed by weak references, whose callbacks take no lock. Decides nothing.
+with what was accepted: both are decoding. A `PackedCache` names the sequences of a pass, each with a cache of its own.
+Caches are followed by weak references, whose callbacks take no lock.
 """
 
 from __future__ import annotations
@@ -16,25 +16,16 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from moepack.runtime.step import NO_PROMPT, PackedCache, Prompt, joined
 
 from .arguments import cache_of, caches_in, inputs
-from .steps import NO_PROMPT, Prompt, packed
 
 GUESSES = 64  # more than anybody guesses, and less than a prompt's chunks have whose tokens are all scored
-
-
-@runtime_checkable
-class Packed(Protocol):
-    """A cache whose passes read [1, tokens]: those of several sequences, one after another."""
-
-    def sequences(self) -> Sequence[tuple[Any, int, bool]]:
-        """Of the pass that is about to begin, in its order: every sequence's own cache (`get_seq_length` says what it
-        holds), its tokens, and whether they are of its prompt."""
-        ...
 
 
 @dataclass(slots=True)
@@ -60,9 +51,9 @@ class Sequences:
         if ids is None:
             yield NO_PROMPT, lambda out: None
             return
-        if isinstance(cache, Packed):
+        if isinstance(cache, PackedCache):
             of = [self._begin(own, 1, n, known or n > 1)[0] for own, n, known in cache.sequences()]
-            yield packed(of), lambda out: None
+            yield joined(of), lambda out: None
             return
         made: list[Any] = []
         batch, tokens = map(int, ids.shape[:2])

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,16 +122,16 @@ def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         compiled(ids(), use_cache=False)
-        run = third.compiled
-        assert run is not None
+        steps = third.steps
+        assert steps is not None
 
         def interrupted(*_: Any) -> torch.Tensor:
             raise KeyboardInterrupt
 
-        third.compiled = interrupted
+        third.steps = SimpleNamespace(compiled_layer=interrupted)
         with pytest.raises(KeyboardInterrupt):
             compiled(ids(), use_cache=False)
-        third.compiled = run
+        third.steps = steps
         assert len(residency._steps.open) == 1
         before, out = residency.counts.steps, model(ids(), use_cache=True)
         assert residency.counts.steps == before + 1 and not residency._steps.open

@@ -324,7 +324,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     need = plan(bundle, 0, policy=FAST, prefill_tokens=64).least_bytes
     model = moepack.load(bundle, policy=FAST, device_memory=need + 1_000_000, prefill_tokens=64)
     model.moepack.trace(tmp_path / "trace")
-    model.moepack._passes._trace._file = Path("/dev/full").open("w", buffering=buffering)  # noqa: SIM115
+    model.moepack._wrapper._trace._file = Path("/dev/full").open("w", buffering=buffering)  # noqa: SIM115
     with torch.inference_mode():
         for seed in range(3):
             assert torch.isfinite(model(ids(8, seed), use_cache=False).logits).all()
@@ -337,7 +337,7 @@ def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.Monkey
     def fail() -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(model.moepack._passes, "end_trace", fail)
+    monkeypatch.setattr(model.moepack._wrapper, "end_trace", fail)
     with pytest.raises(ValueError, match="planted"):
         model.moepack.close()
     assert not model.moepack.live.worker._thread.is_alive()

@@ -29,6 +29,7 @@ FLOORS = (
     "runtime.store",
     "runtime.planning",
     "runtime.experts",
+    "runtime.step",  # the step context: data and protocols that every room above reads
     "runtime.policies",
     "runtime.allocation",
     "runtime.kernels",

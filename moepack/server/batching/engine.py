@@ -17,7 +17,7 @@ from torch import Tensor
 from moepack.runtime.devices import glibc
 from moepack.runtime.residency.kv_reserve import KvWatch
 
-from .rows import NAME, NotPackable, Row, Rows, Shape, windows_of
+from .packed_cache import NAME, NotPackable, Row, Rows, Shape, windows_of
 
 log = logging.getLogger("moepack.server")
 # Passes of all lengths, on a thread of their own, leave holes in the heap: 800 of up to 256 tokens 200 MB.

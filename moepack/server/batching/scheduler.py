@@ -22,7 +22,7 @@ from moepack.server.options import Limits
 
 from .engine import Engine, Item, Slot
 from .jobs import Event, Job
-from .rows import NotPackable
+from .packed_cache import NotPackable
 from .sampling import Sampler, Scored, scored
 from .text import Pieces, Stops
 from .tokens import Tokens

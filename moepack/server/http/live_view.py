@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +16,16 @@ from moepack.server.batching.scheduler import Scheduler
 
 
 class Heat:
-    """How often every expert was chosen since the start, counted beside whoever else observes the router."""
+    """Counts how often every expert was chosen since the start (`RoutingCounter`)."""
 
     def __init__(self, layers: list[LayerExperts]) -> None:
         most = max((layer.of.layer.experts for layer in layers), default=0)
         device = layers[0].of.device if layers else torch.device("cpu")
         self._counts = torch.zeros(len(layers), most + 1, dtype=torch.int64, device=device)
         self._experts = [layer.of.layer.experts for layer in layers]
-        for position, layer in enumerate(layers):
-            layer.observer = partial(self._saw, position, layer.observer)
 
-    def _saw(self, position: int, before: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-        if before is not None:
-            before(hidden, index, weights)
+    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
+        """Count a layer's routing, [tokens, top_k]."""
         flat = index.reshape(-1).clamp(max=self._experts[position])
         self._counts[position].scatter_add_(0, flat, torch.ones_like(flat))
 
@@ -46,6 +42,7 @@ class LiveView:
     def __init__(self, model: Any, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._name, self._engine, self._scheduler = model.moepack, name, engine, scheduler
         self._heat = Heat(self._serving.layers)
+        self._serving.count_routing(self._heat)
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._made: tuple[float, dict[str, Any]] = (-1.0, {})

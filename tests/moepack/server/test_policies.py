@@ -26,7 +26,7 @@ from moepack.runtime.policies.contract import (
 from moepack.runtime.policies.prefill import Prefill
 from moepack.runtime.residency.sequences import Sequences
 from moepack.server.batching.engine import Engine, Item
-from moepack.server.batching.rows import Rows
+from moepack.server.batching.packed_cache import Rows
 from moepack.server.command import HELD, Serve, serve
 
 PROMPTS = ("The history of the town", "def f(x):", "Tom has 3 apples and", "In the year")

@@ -14,7 +14,7 @@ import torch
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching.engine import Item, Slot
 from moepack.server.batching.jobs import Event, Job
-from moepack.server.batching.rows import NotPackable
+from moepack.server.batching.packed_cache import NotPackable
 from moepack.server.batching.sampling import Sampling
 from moepack.server.batching.scheduler import SCORED, Scheduler
 from moepack.server.errors import ApiError

@@ -16,6 +16,7 @@ from moepack.runtime.experts.forward import experts_forward, reference_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.residency.tables import DeviceTables
+from moepack.runtime.step import Step, opened
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -74,8 +75,8 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
     counters = Counters([8], True, META)
     counters.mask = torch.empty(6, dtype=torch.long, device=META)
     x, index, gates = routed()
-    module._moepack.observer = lambda hidden, index, gates: counters.add(0, index, gates)
-    out = experts_forward(module, x, index, gates)
+    with opened(Step(snapshots=[module._moepack.current], counters=counters)):
+        out = experts_forward(module, x, index, gates)
     assert out.shape == x.shape and out.dtype == x.dtype and launches.count == 4
     assert module._moepack.current.served() == [1, 2]
 

@@ -22,6 +22,7 @@ from moepack.runtime.experts.token_importance import (
     attention_received,
     heavy_hitters,
 )
+from moepack.runtime.step import Step, opened
 
 MATRICES = (Matrix("gate_up", 96, 64), Matrix("down", 64, 48))
 
@@ -72,7 +73,8 @@ def whole(
 def seen(model: Any, text: torch.Tensor | None = None, cached: int = 0, workspace: int = 1 << 20, **given: Any) -> Any:
     recorder = Recorder(model, workspace)
     shape = tuple(given["input_ids"].shape)
-    with torch.inference_mode(), recorder.watching(shape, None if text is None else text.reshape(-1).long(), cached):
+    mask = None if text is None else text.reshape(-1).long()
+    with torch.inference_mode(), opened(Step(importance=recorder)), recorder.watching(shape, mask, cached):
         out = model(**given)
     return recorder.heavy, out
 
@@ -187,7 +189,7 @@ def test_other_models_and_decoding_are_left_alone() -> None:
             lambda module, _, w=which: calls.append(f"{w} {module.config._attn_implementation}")
         )
     with torch.inference_mode():
-        with recorder.watching((1, 8), None, 0):
+        with opened(Step(importance=recorder)), recorder.watching((1, 8), None, 0):
             model(ids(1, 8))
             other(ids(1, 8))
         heard = len(recorder.heavy)

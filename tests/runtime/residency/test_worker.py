@@ -117,7 +117,7 @@ def test_a_pass_that_runs_while_the_model_is_closed(bundle: Path) -> None:
     hook = model.model.layers[1].register_forward_pre_hook(close)
     got = run(model, 3)
     hook.remove()
-    assert torch.equal(got, want) and all(layer.reading is None for layer in live.layers), "and then it was let go"
+    assert torch.equal(got, want) and all(layer.steps is None for layer in live.layers), "and then it was let go"
     with pytest.raises(InputError, match="this model was closed: load the bundle again"):
         run(model, 3)
     with pytest.raises(InputError, match="this model was closed"), live.step():

@@ -1,7 +1,8 @@
-"""Around every forward pass of a served model: a step, room for its cache and activations, router counts, the trace.
+"""The forward wrapper: opens and closes the step of every forward pass of a served model.
 
-The model and its decoder get a class whose `forward` is wrapped: torch does not run a hook after a pass that was
-interrupted, nor where `forward` is called by its name. Decides nothing.
+A pass takes, in this order: the lock of a policy that blocks, room for its cache and activations, its sequences, and a
+step of the residency. The model and its decoder get a derived class with a wrapped `forward`, because torch runs no
+hook after an interrupted pass, nor where `forward` is called by its name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from inspect import Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,11 +27,18 @@ from moepack.pack.reader import Bundle
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
-from moepack.runtime.experts.op import Open
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.residency.arguments import bound, cache_of, inputs, without_self
 from moepack.runtime.residency.kv_reserve import KvWatch
-from moepack.runtime.residency.live import Live, Seen
+from moepack.runtime.residency.live import Live
+from moepack.runtime.step import (
+    RoutingCounter,
+    Step,
+    end_compiled,
+    open_compiled,
+    opened,
+    step_of,
+)
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
@@ -42,18 +50,19 @@ log = logging.getLogger("moepack.runtime")
 
 
 @functools.cache
-def _watched(kind: type) -> type:
-    """A class of models whose forward runs inside `Passes.around`; otherwise `kind`, by its name too."""
+def _wrapped_class(kind: type) -> type:
+    """Derive a model class whose forward opens a step. It keeps the name of `kind`."""
 
     signature = without_self(kind.forward)  # type: ignore[attr-defined]
 
     @functools.wraps(kind.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapper: ForwardWrapper = self._moepack_wrapper
         if torch.compiler.is_compiling():
-            self._moepack_passes.compiling(self, args, kwargs)
+            wrapper.check_compiling(self, args, kwargs)
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        self._moepack_passes.end_interrupted()
-        with self._moepack_passes.around(bound(signature, args, kwargs)) as done:
+        wrapper.end_interrupted()
+        with wrapper.step(bound(signature, args, kwargs)) as done:
             out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             done(out)
             return out
@@ -62,28 +71,34 @@ def _watched(kind: type) -> type:
     return type(kind.__name__, (kind,), {**names, **model_methods(kind), "forward": forward})
 
 
-def unwatched_forward(model: Any) -> Callable[..., Any]:
-    """A model's own forward: for a part of a pass that has been watched already."""
-    watched = "_moepack_passes" in model.__dict__
+def unwrapped_forward(model: Any) -> Callable[..., Any]:
+    """Return a model's own forward, for a part of a pass whose step is open already."""
+    wrapped = "_moepack_wrapper" in model.__dict__
     kind: Any = type(model).__mro__[1]
-    return functools.partial(kind.forward, model) if watched else model.forward
+    return functools.partial(kind.forward, model) if wrapped else model.forward
 
 
-class Passes:
-    """Watches a model's forward passes. A pass that another thread begins meanwhile is a step of its own."""
+class ForwardWrapper:
+    """Opens a step around every forward pass of one model. Passes of several threads are steps of their own.
+
+    Attributes:
+        caches: keeps KV caches inside the budget; None without a budget.
+        watchers: count routing beside the residency manager.
+    """
 
     def __init__(self, model: Any, layers: Sequence[LayerExperts], live: Live | None) -> None:
+        """Wrap the forward of a model and of its decoder."""
         self.caches: KvWatch | None = None
+        self.watchers: tuple[RoutingCounter, ...] = ()
         self._closed, self._process = False, os.getpid()
         self._layers, self._live = tuple(layers), live
-        self._running = threading.local()
+        self._key = object() if live is None else live.key
         self._trace: TraceWriter | None = None
         self._resident: Callable[[], int] = lambda: 0
         self._written, self._began = 0, time.monotonic()
         self._lock = threading.Lock()
         self._importance: TokenImportance | None = None
         if live is not None:
-            self._observe()
             needs, described = live.policy.needs, [layer.of.layer for layer in self._layers]
             if needs.importance:
                 from moepack.runtime.experts.token_importance import TokenImportance
@@ -92,27 +107,97 @@ class Passes:
             if needs.prediction:
                 live.prediction = Prediction(model, described)
         for position, layer in enumerate(self._layers):
-            layer.compiled = partial(self._compiled, position)
+            layer.model, layer.position, layer.steps = self._key, position, self
         decoder = getattr(model, model.base_model_prefix, model)
         for module in (model,) if decoder is model else (model, decoder):
-            module._moepack_passes = self
-            if (own := module.__dict__.get("forward")) is not None:  # somebody's wrapper, which would hide the class's
+            module._moepack_wrapper = self
+            if (own := module.__dict__.get("forward")) is not None:  # set on the instance: it would hide the class's
                 module.forward = self._wrapped(own, without_self(type(module).forward))
-            module.__class__ = _watched(type(module))  # type: ignore[arg-type]
+            module.__class__ = _wrapped_class(type(module))  # type: ignore[arg-type]
 
     def _wrapped(self, own: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.around(bound(signature, args, kwargs)) as done:
+            with self.step(bound(signature, args, kwargs)) as done:
                 out = own(*args, **kwargs)
                 done(out)
                 return out
 
         return forward
 
-    def compiling(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a pass that is being compiled is told: its step begins and ends with its experts' operators, which know
-        of its tokens alone."""
+    # --- steps
+
+    @contextlib.contextmanager
+    def step(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+        """Open the step of a forward pass of the model or its decoder, and yield what is told the pass's result.
+
+        Args:
+            given: the forward's arguments by name.
+        """
+        if step_of(self._key) is not None:  # a forward inside another belongs to its step
+            yield _ignore
+            return
+        self._check()
+        traced, live, text = self._trace is not None, self._live, _text(given)
+        counts: list[list[int]] = []
+        with contextlib.ExitStack() as stack:
+            if live is not None:
+                stack.enter_context(live.turn())
+            done: Callable[[Any], None] = _ignore
+            told: Callable[[Any], None] = _ignore
+            if self.caches is not None:
+                done = stack.enter_context(self.caches.room(given))
+            if live is None:
+                step = stack.enter_context(opened(self._unchanging()))
+                if traced:
+                    experts, device = [x.of.layer.experts for x in self._layers], self._layers[0].of.device
+                    step.counters = Counters(experts, False, device)
+                    step.counters.mask = text
+            else:
+                prompt, told = stack.enter_context(live.sequence(given))
+                step = stack.enter_context(live.step(prompt, text))
+                step.prediction = live.prediction
+                if prompt.several and self._importance is not None:
+                    stack.enter_context(self._observed(self._importance, step, given, text))
+            step.watchers = self.watchers
+            yield _both(done, told)
+            if traced:
+                counts = [row.tolist() for row in step.counters.take()[0]]
+        if traced:
+            self._write(counts, step.snapshots)
+
+    @contextlib.contextmanager
+    def _observed(
+        self, importance: TokenImportance, step: Step, given: dict[str, Any], text: Tensor | None
+    ) -> Iterator[None]:
+        """Let a step's attention tell what the tokens of its prompt receive."""
+        cache = cache_of(given)
+        cached = 0 if cache is None else int(cache.get_seq_length())
+        with importance.watching(tuple(inputs(given).shape[:2]), text, cached):
+            step.importance = importance
+            yield
+
+    def _unchanging(self) -> Step:
+        """A step of a model whose versions never change."""
+        return Step(self._key, tuple(layer.current for layer in self._layers))
+
+    def alone(self) -> AbstractContextManager[Step]:
+        """A step for one call of an experts module outside any forward pass.
+
+        Its routing does not count as traffic: only a policy that blocks sees it, to load what the call needs.
+        """
+        if self._live is None:
+            return opened(self._unchanging())
+        return self._live.step(counted=self._live.policy.needs.layers)
+
+    # --- compiled passes
+
+    def check_compiling(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse what a compiled pass cannot do: its step knows its tokens alone, not its arguments.
+
+        Raises:
+            InputError: for an export, and in a budget for caches and outputs beyond those it was loaded for.
+        """
         if torch.compiler.is_exporting():
             raise InputError("a loaded bundle is not exported: its experts are read where they lie in this process")
         if self.caches is None:
@@ -131,68 +216,26 @@ class Passes:
             raise InputError("a compiled pass in a budget returns what it was loaded for: pass logits_to_keep=1")
 
     def end_interrupted(self) -> None:
-        """A compiled pass that was interrupted left its step open: another pass of its thread ends it."""
-        if (left := getattr(self._running, "open", None)) is not None:
-            self._running.open = None
-            left.end()
+        """Close the step that an interrupted compiled pass left open in this thread."""
+        end_compiled(self._key)
 
-    def _compiled(self, position: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """A layer's experts in a compiled pass: the first of them begins a step, the last one ends it."""
-        mine = self._running
+    def compiled_layer(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Run one layer's experts in a compiled pass: the first layer opens its step, the last one closes it."""
+        position: int = module._moepack.position
         if not position:
-            self.end_interrupted()
             ids = torch.empty(1, len(hidden), dtype=torch.int64, device="meta")
-            mine.open = Open(self.around({"input_ids": ids, "use_cache": False}))
-        done = False
+            self.end_interrupted()
+            open_compiled(self._key, self.step({"input_ids": ids, "use_cache": False}))
+        ends = True
         try:
             out = experts_forward(module, hidden, index, weights)
-            done = position < len(self._layers) - 1
+            ends = position == len(self._layers) - 1
             return out
         finally:
-            if not done and (ends := getattr(mine, "open", None)) is not None:
-                mine.open = None
-                ends.end()
+            if ends:
+                end_compiled(self._key)
 
-    def _observe(self) -> None:
-        for position, layer in enumerate(self._layers):
-            layer.observer = partial(self._saw, position)
-
-    @contextlib.contextmanager
-    def around(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
-        """Around one forward of the model or of its decoder, with arguments by name; what it yields is told the
-        result."""
-        running = self._running
-        if getattr(running, "pass_", False):  # a forward inside another belongs to its step
-            yield lambda out: None
-            return
-        self._check()
-        with contextlib.ExitStack() as stack:
-            if self._live is not None:
-                stack.enter_context(self._live.turn())
-            done = stack.enter_context(self.caches.room(given)) if self.caches else lambda out: None
-            traced, step, counters = self._trace is not None, None, None
-            if self._live is not None:
-                text = _text(given)
-                prompt, kept = stack.enter_context(self._live.sequence(given))
-                done = _both(done, kept)
-                step = stack.enter_context(self._live.step(prompt, text))
-                if prompt.several and self._importance is not None:
-                    cache = cache_of(given)
-                    cached = 0 if cache is None else int(cache.get_seq_length())
-                    stack.enter_context(self._importance.watching(tuple(inputs(given).shape[:2]), text, cached))
-                counters = step.counters
-            elif traced:
-                counters = Counters([x.of.layer.experts for x in self._layers], False, self._layers[0].of.device)
-                counters.mask = _text(given)
-            running.pass_, running.counters, running.step = True, counters, step
-            try:
-                yield done
-                if traced and counters is not None:
-                    counts = [row.tolist() for row in counters.take()[0]]
-            finally:
-                running.pass_, running.counters, running.step = False, None, None
-        if traced:
-            self._write(counts, step.snapshots if step else tuple(layer.current for layer in self._layers))
+    # --- the model
 
     def _check(self) -> None:
         if self._closed:
@@ -218,27 +261,11 @@ class Passes:
         """Say what a copy or a pickle of the model is told."""
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
-    def _saw(self, position: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-        counters: Counters | None = getattr(self._running, "counters", None)
-        live = self._live
-        if counters is None:  # an experts module that was called by itself
-            if live is not None and live.policy.needs.layers:
-                with live.step() as step:
-                    step.counters.add(position, top_k_index, top_k_weights)
-                    live.demand(position, step.counters)
-            return
-        counters.add(position, top_k_index, top_k_weights)
-        if live is None or not live.policy.needs.layers:
-            return
-        important = self._importance.important(position, top_k_index) if self._importance is not None else None
-        ahead = live.prediction
-        told = ahead.ahead(position, hidden, top_k_index, counters.mask) if ahead is not None else (None, None)
-        live.demand(position, counters, Seen(self._running.step.prompt.several, important, *told))
+    # --- traces
 
     def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
         """Write every step from now on into a file; `resident` gives the bytes that are taken."""
         self.end_trace()
-        self._observe()
         layers = [(layer.index, layer.experts) for layer in bundle.layers]
         self._resident = resident
         self._trace = TraceWriter(Path(path), policy, layers, [v.name for v in bundle.manifest.versions])
@@ -292,6 +319,10 @@ class Passes:
         if trace is not None:
             with contextlib.suppress(OSError):  # what is left fails again; the file is closed all the same
                 trace.close()
+
+
+def _ignore(out: Any) -> None:
+    """Do nothing with a pass's result."""
 
 
 def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -10,9 +10,9 @@ import torch
 from tiny_models import save_tiny
 
 from moepack.runtime.planning.kv_cache import KvShape, storages
-from moepack.server.batching import rows as rows_module
+from moepack.server.batching import packed_cache as rows_module
 from moepack.server.batching.engine import Engine, Item, Slot
-from moepack.server.batching.rows import NotPackable, Rows, Shape, windows_of
+from moepack.server.batching.packed_cache import NotPackable, Rows, Shape, windows_of
 
 NEW, STEP = 12, 16
 LENGTHS = (3, 40, 17, 1)

@@ -7,7 +7,6 @@ about who runs.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
+
+from moepack.runtime.step import PackedCache, Step, current, opened
 
 NAME = "moepack_rows"  # transformers knows the attention by it
 GRAIN = 32  # tokens to which a row's room is rounded up
@@ -116,10 +117,10 @@ class Turn:
     is_prompt: bool
 
 
-class Rows(Cache):
+class Rows(Cache, PackedCache):
     """The caches of all packed sequences, as one cache that models know how to call.
 
-    The budget's watch (runtime/residency/kv_reserve.py) asks it for its bytes: `held_bytes` now, and `foretold` for the
+    The budget's watch (runtime/residency/kv_reserve.py) asks it for its bytes: `held_bytes` now, and `needed` for the
     pass that is about to begin. Policies are told of its sequences (runtime/residency/sequences.py), each by its row.
 
     Attributes:
@@ -172,7 +173,7 @@ class Rows(Cache):
         copied = max((self.row_bytes(before) for before, room in grown if room > before), default=0)
         return self.held_bytes + more + copied // max(1, len(self.windows))
 
-    def foretold(self) -> tuple[int, int]:
+    def needed(self) -> tuple[int, int]:
         """Bytes while the pass that is about to begin runs, and tokens of its longest row after it."""
         parts = [(turn.row, turn.count) for turn in self._turns]
         return self.after(parts), max((row.length + count for row, count in parts), default=0)
@@ -191,14 +192,14 @@ class Rows(Cache):
         for row, count, is_prompt in parts:
             self._turns.append(Turn(row, start, count, row.room_for(row.length + count), is_prompt))
             start += count
-        _mine.rows = self
         try:
-            yield
+            with opened(Step(packed=self)):
+                yield
             for turn in self._turns:
                 turn.row.length += turn.count
                 turn.row.room = turn.room
         finally:
-            _mine.rows, self._turns, self._passed = None, [], [None] * len(self.windows)
+            self._turns, self._passed = [], [None] * len(self.windows)
 
     # --- what models call
 
@@ -323,21 +324,18 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Te
     return torch.matmul(probabilities, v).transpose(1, 2)
 
 
-_mine = threading.local()
-
-
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
     """The attention of a packed pass, as transformers calls it."""
-    rows: Rows | None = getattr(_mine, "rows", None)
-    if rows is None:
+    step = current()
+    if step is None or step.packed is None:  # set by Rows.passing
         raise NotPackable("a pass that is not packed came to the attention of packed ones")
     scaling, sinks = given.pop("scaling", None), given.pop("s_aux", None)
     unknown = [n for n, value in given.items() if n not in IGNORED and value is not None and value is not False]
     if unknown:
         raise NotPackable(f"{type(module).__name__} gives its attention {', '.join(unknown)}")
-    return rows.attend(module, query, key, scaling, sinks), None
+    return step.packed.attend(module, query, key, scaling, sinks), None
 
 
 def _no_mask(**_: Any) -> None:

@@ -1,0 +1,17 @@
+/* The instruction set that the exponent codec's loops use. */
+#include "exponent.h"
+#include "isa.h"
+
+int moepack_exponent_loops = 0;
+
+/* 0: plain C; 1: AVX-512. The one taken: the best that is not above `limit`. */
+int moepack_exponent_level(int limit) {
+    int best = 0;
+#ifdef HAVE_AVX512
+    if (isa_level() >= ISA_AVX512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")) best = 1;
+#endif
+    moepack_exponent_loops = best < limit ? best : limit;
+    return moepack_exponent_loops;
+}
+
+int moepack_isa_level(void) { return isa_level(); }

@@ -1,0 +1,127 @@
+"""A family and a device as docs/extending/ adds them, word by word; and the counts of files on all of its pages."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from support import ROOT
+
+import moepack
+from moepack.families import layouts
+from moepack.families.model_class import model_of
+from moepack.pack.errors import InputError
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.plan import plan
+from moepack.runtime.devices.contract import Device
+from moepack.runtime.residency import opening
+
+PAGES = {p.stem: p.read_text() for p in (ROOT / "docs" / "extending").glob("*.md")}
+RECIPE = """
+versions: [bf16, w2]
+quantize: {method: rtn, loss_tokens: 64}
+calibration: {samples: 2, length: 64, batch_size: 2}
+"""
+ON_ITS_TYPE = re.compile(r"\.type (?:==|!=|in) |is_gpu\(|isinstance\([a-z_.]*device|\.is_cuda")
+
+
+def module(page: str, block: int, name: str, where: Path) -> ModuleType:
+    """A page's Python block as a module of this name."""
+    file = where / f"{name.rpartition('.')[2]}.py"
+    file.write_text(re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)[block])
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_a_family(demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused without its line; with it built, loaded, and the same as the plain model, which runs its own loop."""
+    family = module("family", 0, "looped_model", tmp_path)
+    config = family.LoopedConfig(
+        hidden_size=64, moe_intermediate_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, vocab_size=4096, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = family.LoopedForCausalLM(config).to(torch.bfloat16).eval()
+    with torch.no_grad():
+        for parameter in plain.model.layers[0].mlp.experts.parameters():
+            parameter.normal_(0, 0.2)
+    plain.save_pretrained(tmp_path / "checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "checkpoint" / name).write_bytes((demo_model / name).read_bytes())
+    refused = "looped has experts .LoopedExperts. that transformers' experts interface does not run"
+    with pytest.raises(InputError, match=refused):
+        build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    module("family", 1, "moepack.families.looped", tmp_path)
+    line = next(x for x in PAGES["family"].splitlines() if x.startswith('"looped_model.'))
+    monkeypatch.setattr(layouts, "LAYOUTS", {**layouts.LAYOUTS, **eval(f"{{{line}}}")})  # the page's own line
+    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    ours = moepack.load(tmp_path / "bundle", policy="static:bf16", dtype=torch.float32)
+    plain = family.LoopedForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    ids = torch.randint(1, 4000, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want, got = plain(ids).logits, ours(ids).logits
+    # float32 on both sides: sums in another order
+    assert float((got - want).norm() / want.norm()) <= 1e-5
+    assert type(plain.model.layers[0].mlp.experts).__name__ == "LoopedExperts", "a plain model keeps its own code"
+    assert type(model_of(config).model.layers[0].mlp.experts).__name__ == "Experts"
+
+
+def test_a_device(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions change over the slow link, and no pass waits for it."""
+    slow = module("device", 0, "moepack.runtime.devices.slow", tmp_path).SlowLink
+    assert {n for n in vars(Device) if not n.startswith("_")} <= set(vars(slow)), "a method of the contract"
+    line = next(x for x in PAGES["device"].splitlines() if "return SlowLink" in x)
+    replaced = line.replace("SlowLink", "CpuDevice")
+    assert replaced in Path(opening.__file__).read_text(), "the line that it stands in place of"
+    monkeypatch.setattr(opening, "CpuDevice", slow)
+    policy = "hotness:hi=bf16,lo=w2,prior=none,interval=0.05,rate=0"
+    budget = plan(bundle, 0, policy=policy, prefill_tokens=16).least_bytes + 400_000
+    ids = torch.randint(1, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
+    model = moepack.load(bundle, policy=policy, device_memory=budget, prefill_tokens=16)
+    with model.moepack as served:
+        assert type(served.live.device) is slow and served.live.device.host()["latency"] == slow.latency
+        began, end = time.monotonic(), time.monotonic() + 30
+        while served.counters()["promotions"] < 3:
+            assert time.monotonic() < end, served.counters()
+            with torch.inference_mode():
+                model(ids, use_cache=False)
+        assert time.monotonic() - began >= 3 * slow.latency
+        assert served.counters()["forward_waits"] == 0 and served.resident_bytes_peak <= budget
+
+
+def test_counts_of_files_are_true() -> None:
+    """Each page names the files that its example touches: one is new, the other is there."""
+    for name in ("policy", "quantiser", "family", "device"):
+        said = re.search(r"^Touches (?:0 files .*?, else )?(\d+) files[^:]*?: (.*?)\.$", PAGES[name], re.M | re.S)
+        assert said is not None, name
+        paths = re.findall(r"`([a-z_/0-9]+\.py)` +\((new|one line)\)", " ".join(said[2].split()))
+        assert len(paths) == int(said[1]) and [kind for _, kind in paths] == ["new", "one line"], name
+        assert [(ROOT / path).exists() for path, _ in paths] == [False, True], name
+        row = next(x for x in PAGES["index"].splitlines() if f"({name}.md)" in x)
+        assert said[1] in row.split("|")[3]
+
+
+def test_places_that_ask_for_the_type_of_a_device() -> None:
+    """No more than the page says; fewer is progress, and the page may say so."""
+    said = re.search(r"at most (\d+) places in (\d+) files", PAGES["device"])
+    assert said is not None
+    hits = {}
+    for folder in ("moepack", "runtime", "calibrate", "quantize"):
+        for file in (ROOT / folder).rglob("*.py"):
+            lines = [x for x in file.read_text().splitlines() if ON_ITS_TYPE.search(x) and '"meta"' not in x]
+            if lines and "devices" not in file.parts:
+                hits[file.resolve()] = len(lines)
+    places = sum(hits.values())
+    assert places <= int(said[1]) and len(hits) <= int(said[2]), (places, len(hits))
+    assert places > int(said[1]) / 2, "the page may promise less"

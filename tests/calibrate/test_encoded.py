@@ -11,6 +11,7 @@ import tiny_models
 import torch
 from expert_reading import compare
 from safetensors.torch import load_file, save_file
+from support import Notes
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -19,7 +20,6 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.progress import Reporter
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
@@ -30,16 +30,6 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 """
 BLOCK = 32  # so that the tiny matrices of 48 rows end in half a block
 SCALES = "_scale_inv"
-
-
-class Notes(Reporter):
-    """Keeps what a build says."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
 
 
 def block_ranges(size: int, block: int) -> list[slice]:
@@ -122,8 +112,8 @@ def test_a_bundle_of_it_is_the_decoded_model(
     assert verify(tmp_path / "bundle", coded) == []
     assert verify(tmp_path / "bundle", plain) == []  # every dense tensor and every expert, bit for bit
     assert open_bundle(tmp_path / "bundle").manifest.model["expert_dtype"] == dtype
-    assert any(said in n for n in notes.said) and inspect(tmp_path / "bundle")["expert_dtype"] == dtype
-    assert not any("no place in the model" in n for n in notes.said)  # scales are not left over
+    assert any(said in n for n in notes.notes) and inspect(tmp_path / "bundle")["expert_dtype"] == dtype
+    assert not any("no place in the model" in n for n in notes.notes)  # scales are not left over
     config = json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "moepack"}
     ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))

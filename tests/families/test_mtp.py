@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from support import tree
+from support import Notes, tree
 
 import moepack
 from moepack.calibrate import stream
@@ -21,7 +21,6 @@ from moepack.pipeline.bound import needs_of
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
-from moepack.progress import Reporter
 from moepack.reports.verify import verify
 
 RECIPE = """
@@ -30,14 +29,6 @@ quantize: {{method: rtn, group_size: 32, loss_tokens: 64}}
 calibration: {{samples: 4, length: 64, batch_size: 2}}
 mtp: {}
 """
-
-
-class Notes(Reporter):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
 
 
 def test_which_tensors_they_are() -> None:
@@ -75,8 +66,8 @@ def test_left_out_and_said_so(checkpoint: Path, text: Path, tmp_path: Path) -> N
     notes = Notes()
     report = build(checkpoint, tmp_path / "b", parse_recipe(RECIPE.format("drop"), "t"), [text], reporter=notes)
     count = len(mtp_of(checkpoint))
-    assert f"{count} tensors of layers for multi-token prediction (MTP) are left out" in " ".join(notes.said)
-    assert "1 tensors of the checkpoint have no place in the model" in " ".join(notes.said)
+    assert f"{count} tensors of layers for multi-token prediction (MTP) are left out" in " ".join(notes.notes)
+    assert "1 tensors of the checkpoint have no place in the model" in " ".join(notes.notes)
     assert report.unused_tensors == count + 1 and mtp_of(tmp_path / "b") == {}
     assert "mtp" not in moepack.open(tmp_path / "b").manifest.model
 
@@ -87,7 +78,7 @@ def test_kept_as_they_are(checkpoint: Path, text: Path, tmp_path: Path, caplog: 
     report = build(checkpoint, tmp_path / "b", recipe, [text], work=tmp_path / "work", reporter=notes)
     theirs, ours = mtp_of(checkpoint), mtp_of(tmp_path / "b")
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[n], ours[n]) for n in theirs)
-    assert report.unused_tensors == 1 and "are kept" in " ".join(notes.said)
+    assert report.unused_tensors == 1 and "are kept" in " ".join(notes.notes)
     assert verify(tmp_path / "b", checkpoint) == []
     few = estimate(checkpoint, tmp_path / "c", parse_recipe(RECIPE.format("drop"), "t"), [text]).dense_bytes
     more = estimate(checkpoint, tmp_path / "c", recipe, [text]).dense_bytes

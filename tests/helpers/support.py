@@ -8,9 +8,22 @@ import numpy as np
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.spec import Matrix, Version
+from moepack.progress import Reporter
 
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parent.parent
+# A recipe by which the short model is built in a second.
+RTN = "quantize: {method: rtn, group_size: 64, loss_tokens: 64}\ncalibration: {samples: 4, length: 64, batch_size: 2}\n"
+
+
+class Notes(Reporter):
+    """Keeps the notes of a build."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:

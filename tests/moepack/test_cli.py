@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,22 +56,9 @@ def test_help_imports_no_large_library_and_names_every_command() -> None:
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in out.stderr.splitlines()}
     large = {"torch", "transformers", "ray", "huggingface_hub", "safetensors", "matplotlib", "scipy"}
     assert "typer" in imported and not imported & large
-    for name in (
-        "build",
-        "calibrate",
-        "quantize",
-        "pack",
-        "inspect",
-        "verify",
-        "eval",
-        "generate",
-        "plan",
-        "shrink",
-        "push",
-        "pull",
-        "doctor",
-    ):
-        assert f"\n  {name} " in out.stdout, name
+    names = {"build", "calibrate", "quantize", "pack", "inspect", "verify", "eval", "generate", "plan", "shrink"}
+    names |= {"push", "pull", "doctor"}
+    assert [name for name in names if f"\n  {name} " not in out.stdout] == []
 
 
 def test_version(run: Run) -> None:
@@ -84,34 +70,19 @@ def test_version(run: Run) -> None:
 def test_build_verify_eval_generate(
     run: Run, demo_model: Path, text: Path, recipe: Path, evaluation: Path, tmp_path: Path
 ) -> None:
+    """Stdout is JSON alone; progress goes to stderr, and -q leaves it out."""
     bundle = tmp_path / "b"
-    code, out, err = run("build", demo_model, "-o", bundle, "-r", recipe, "-c", text, "--json", "--quiet")
-    assert code == 0 and err == ""
+    code, out, err = run("build", demo_model, "-o", bundle, "-r", recipe, "-c", text, "--json")
+    assert code == 0 and "pack" in err
     assert json.loads(out)["calibration_tokens"] == 128 and json.loads(out)["methods"] == {"w2": {"rtn": 64}}
     code, out, _ = run("verify", bundle, "--checkpoint", demo_model, "--json", "-q")
     assert code == 0 and json.loads(out) == {"ok": True, "problems": []}
-    code, out, _ = run(
-        "eval",
-        bundle,
-        "-d",
-        evaluation,
-        "-d",
-        text,
-        "--policy",
-        "static:w2",
-        "--length",
-        "64",
-        "--samples",
-        "4",
-        "--json",
-        "-q",
-    )
+    few = ("--policy", "static:w2", "--length", "64", "--samples", "4", "--json", "-q")
+    code, out, err = run("eval", bundle, "-d", evaluation, "-d", text, *few)
     facts = json.loads(out)
     keys = {"perplexity", "tokens", "tokens_per_second", "policy", "resident_bytes_peak", "budget_bytes", "promotions",
             "demotions", "forward_waits"}  # fmt: skip
-    assert keys <= set(facts) and facts["policy"] == "static:w2" and len(facts["files"]) == 2
-    code, out, err = run("generate", bundle, "-p", "The history of", "--max-new-tokens", "5")
-    assert code == 0 and out.startswith("The history of")
+    assert keys <= set(facts) and facts["policy"] == "static:w2" and len(facts["files"]) == 2 and err == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "recipe.yaml"]
 
 
@@ -143,7 +114,6 @@ def test_reports_go_to_stdout_and_progress_to_stderr(
         (("plan", bundle, "--device-memory", "40MB"), ("at bf16", "least that would do"), ""),
         (("eval", bundle, "-d", evaluation, *few), ("perplexity",), "evaluate"),
         (("build", *building, "--dry-run"), ("bundle, bytes",), "dry run"),
-        (("build", *building), ("calibrated on 128 tokens", "w2: 64 experts by rtn"), "pack"),
         (("generate", bundle, "-p", "The history", "--max-new-tokens", "2"), ("The history",), ""),
         (("doctor",), ("libraries", "codec"), ""),
     ):
@@ -166,7 +136,6 @@ def test_doctor(run: Run) -> None:
     assert facts["codec"]["decode_bytes_per_second"] > 100e6 and facts["codec"]["encode_bytes_per_second"] > 100e6
     assert facts["kernel_limits"].split()[0].rstrip(":") in ("measured", "defaults", "none")
     assert facts["cpu"]["cores"] >= 1 and facts["disk"]["write_bytes_per_second"] > 0
-    assert run("doctor")[0] == 0
 
 
 def test_sizes() -> None:
@@ -324,19 +293,12 @@ def test_bad_recipes_and_text(run: Run, demo_model: Path, recipe: Path, text: Pa
 
 def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path) -> None:
     evaluate = ("eval", bundle, "-d", evaluation, "-q", "--length", "32", "--samples", "1")
-    refused(run(*evaluate, "--policy", "magic"), "policy 'magic'")
-    refused(run(*evaluate, "--policy", "static:w7"), "no version 'w7'")
-    refused(run(*evaluate, "--device-memory", "lots"), "size 'lots'")
     refused(run(*evaluate, "--device-memory", "1MB"), "a budget of 1000000 bytes", "the least that would do is")
     static = ("--policy", "static:w2", "--device-memory", "3MB")
     refused(run(*evaluate, *static), "needs", "the budget is 3000000")
     refused(run(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
-    refused(run(*evaluate, "--dtype", "int8"), "dtype 'int8'")
-    refused(run(*evaluate, "--device", "warp"), "device warp")
     refused(run("eval", demo_model, "-d", evaluation, "-q", "--policy", "static:w4"), "not a bundle")
     refused(run("eval", tmp_path / "absent", "-d", evaluation, "-q"), "absent")
-    refused(run("eval", bundle, "-d", tmp_path / "absent.txt", "-q"), "absent.txt")
-    refused(run("generate", bundle, "-p", ""), "prompt is empty")
     refused(run("plan", bundle, "--device-memory", "lots"), "size 'lots'")
     refused(run("plan", bundle, "--device-memory", "1GB", "--policy", "static:w7"), "no version 'w7'")
     refused(run("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
@@ -382,58 +344,19 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     refused(run("eval", demo_model, "-q", "-d", evaluation, "--trace", tmp_path / "t"), "a trace needs one")
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
-
-
-def overflow(document: dict) -> None:
-    document["files"]["experts/w4/layer-000.safetensors"]["size"] = 1 << 63
-
-
-BAD_BUNDLES: dict[str, tuple[Callable[..., object], str]] = {
-    "flipped byte in the manifest": (lambda b, edit: flip(b / "manifest.json", 500), "manifest.json"),
-    "flipped byte in a header": (
-        lambda b, edit: flip(b / "experts/w3/layer-001.safetensors", 40),
-        "experts/w3/layer-001.safetensors",
-    ),
-    "flipped byte in an extent": (
-        lambda b, edit: flip(b / "experts/w4/layer-002.safetensors", open_bundle(b).layer_file("w4", 2).offset(9) + 7),
-        "layer 2, expert 9, version w4",
-    ),
-    "flipped byte in a dense tensor": (lambda b, edit: flip(b / "model.safetensors", 9999), "model.safetensors"),
-    "path that leaves": (
-        lambda b, edit: edit(b, lambda d: d["files"].update({"../../etc/x": d["files"]["config.json"]})),
-        "../../etc/x",
-    ),
-    "sizes that overflow": (lambda b, edit: edit(b, overflow), "not an integer from"),
-    "header longer than the file": (
-        lambda b, edit: (b / "experts/w1/layer-000.safetensors").write_bytes(
-            struct.pack("<Q", 1 << 63) + (b / "experts/w1/layer-000.safetensors").read_bytes()[8:]
-        ),
-        "experts/w1/layer-000.safetensors",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_BUNDLES)
-def test_bad_bundles(name: str, run: Run, damaged: Path, edit_manifest: Callable[..., None]) -> None:
-    damage, word = BAD_BUNDLES[name]
-    damage(damaged, edit_manifest)
-    code, out, err = run("verify", damaged, "-q")
-    assert code == 2 and word in out and err == f"moepack: {damaged}: 1 problem\n"
+def test_a_bad_bundle(run: Run, damaged: Path) -> None:
+    """As programs read it. tests/pack/test_rules.py runs `verify` on a bundle for each rule of the format."""
+    at = open_bundle(damaged).layer_file("w4", 2).offset(9) + 7
+    with (damaged / "experts/w4/layer-002.safetensors").open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
     code, out, err = run("verify", damaged, "-q", "--json")
     listed = json.loads(out)
     assert code == 2 and listed["ok"] is False and err == f"moepack: {damaged}: 1 problem\n"
     assert set(listed["problems"][0]) == {"location", "kind", "message"}
-
-
-@pytest.mark.parametrize("name", ["flipped byte in the manifest", "flipped byte in an extent", "path that leaves"])
-def test_bad_bundles_do_not_load(name: str, run: Run, damaged: Path, edit_manifest: Callable[..., None]) -> None:
-    damage, word = BAD_BUNDLES[name]
-    damage(damaged, edit_manifest)
-    refused(run("generate", damaged, "-p", "The", "--policy", "static:w4"), word)
+    refused(run("generate", damaged, "-p", "The", "--policy", "static:w4"), "layer 2, expert 9, version w4")
 
 
 def test_verify_against_another_checkpoint(run: Run, bundle: Path, checkpoint: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import HELPERS, tree
+from support import HELPERS, Notes, tree
 
 import moepack
 from moepack.cli import main
@@ -24,18 +24,9 @@ from moepack.pipeline import executors
 from moepack.pipeline.add import add
 from moepack.pipeline.recipe import parse_recipe, with_versions
 from moepack.pipeline.shrink import shrink
-from moepack.progress import Reporter
 
 BASE = "calibration: {samples: 12, length: 64, batch_size: 6}\n"
 RTN = f"versions: [bf16, w4]  # the first two\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
-
-
-class Notes(Reporter):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def rebuilt(bundle: Path, model: Path, text: Path, out: Path) -> dict[str, bytes]:
@@ -47,10 +38,10 @@ def rebuilt(bundle: Path, model: Path, text: Path, out: Path) -> dict[str, bytes
 
 
 @pytest.fixture(scope="module")
-def kept(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle and the work directory that it was built in; read only."""
     root = tmp_path_factory.mktemp("kept")
-    pipeline.build(demo_model, root / "b", parse_recipe(RTN, "x"), [text], work=root / "w", keep=True)
+    pipeline.build(short_model, root / "b", parse_recipe(RTN, "x"), [text], work=root / "w", keep=True)
     return root
 
 
@@ -80,14 +71,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_added_versions_are_those_of_one_build(
-    mine: Path, demo_model: Path, text: Path, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+    mine: Path, short_model: Path, text: Path, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moepack.calibrate.forward import CalibrationPass
 
     before = tree(mine / "b")
     with monkeypatch.context() as patch:
         patch.setattr(CalibrationPass, "run_layer", lambda *_: pytest.fail("calibrated again"))
-        report = add(mine / "b", mine / "w", ["w2", "w1"], checkpoint=demo_model)
+        report = add(mine / "b", mine / "w", ["w2", "w1"], checkpoint=short_model)
         assert report.bundle == mine / "b" and set(report.methods) == {"w4", "w2", "w1"}
         assert set(made) == {"w2", "w1"}, "what is there is not made again"
         after = tree(mine / "b")
@@ -106,7 +97,7 @@ def test_added_versions_are_those_of_one_build(
     ]  # fmt: skip
     assert not moepack.open(mine / "b").verify()
     assert sorted(p.name for p in mine.iterdir()) == ["b", "w"]
-    assert tree(mine / "b") == rebuilt(mine / "b", demo_model, text, tmp_path / "fresh")
+    assert tree(mine / "b") == rebuilt(mine / "b", short_model, text, tmp_path / "fresh")
 
 
 def test_gptq_with_a_map_and_dense_matrices(short_model: Path, text: Path, tmp_path: Path) -> None:
@@ -201,17 +192,17 @@ def test_a_model_without_such_matrices(
             add(tmp_path / "b", tmp_path / "w", [], dense=["w3"], memory=memory)
 
 
-def test_onto_a_calibrated_work_directory(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_onto_a_calibrated_work_directory(short_model: Path, text: Path, tmp_path: Path) -> None:
     """Stages, and no bundle yet: one is made of what is there and what is added, quantised before or not."""
-    pipeline.calibrate(demo_model, tmp_path / "w", parse_recipe(RTN, "x"), [text])
+    pipeline.calibrate(short_model, tmp_path / "w", parse_recipe(RTN, "x"), [text])
     add(tmp_path / "a", tmp_path / "w", ["w2"])
     pipeline.quantize(tmp_path / "w")
     add(tmp_path / "b", tmp_path / "w", ["w2"])
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
-    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", demo_model, text, tmp_path / "fresh")
+    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
     pipeline.pack(tmp_path / "w", tmp_path / "first")
     assert [v.name for v in moepack.open(tmp_path / "first").versions] == ["bf16", "w4"], "and the stages stay"
-    pipeline.calibrate(demo_model, tmp_path / "w", parse_recipe(RTN, "x"), [text], fresh=True)
+    pipeline.calibrate(short_model, tmp_path / "w", parse_recipe(RTN, "x"), [text], fresh=True)
     assert not list((tmp_path / "w").glob("add-*")), "what was added follows from what is thrown away"
 
 
@@ -241,7 +232,7 @@ def test_a_shrunk_bundle_gets_back_what_it_had(mine: Path, made: list[str]) -> N
     assert set(add(mine / "less", mine / "w", ["w4"]).methods) == {"w4"}
 
 
-def test_refusals(mine: Path, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = tree(mine / "b")
 
     def refused(word: str, names: Sequence[str] = ("w2",), sizes: Any = None, **more: Any) -> None:
@@ -257,11 +248,11 @@ def test_refusals(mine: Path, demo_model: Path, text: Path, tmp_path: Path, monk
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     refused("is not empty", output=tmp_path / "full")
-    other = Path(shutil.copytree(demo_model, tmp_path / "model"))
+    other = Path(shutil.copytree(short_model, tmp_path / "model"))
     refused("name another --work", checkpoint=other)
     with pytest.raises(InputError, match="name one with --work"):
-        pipeline.build(demo_model, tmp_path / "c", parse_recipe(RTN, "x"), [text], keep=True)
-    pipeline.build(demo_model, tmp_path / "c", parse_recipe(RTN.replace("12", "4"), "x"), [text], work=tmp_path / "v")
+        pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN, "x"), [text], keep=True)
+    pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN.replace("12", "4"), "x"), [text], work=tmp_path / "v")
     refused("was not made of what", work=tmp_path / "v")
     with pytest.raises(InputError, match="layer 0: what its experts saw was not kept"):
         add(tmp_path / "c", tmp_path / "v", ["w2"])
@@ -369,10 +360,10 @@ def test_recipes_with_other_versions() -> None:
 
 
 def test_on_the_command_line(
-    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "r.yaml").write_text(RTN)
-    common = ["moepack", "build", str(demo_model), "-o", str(tmp_path / "b"), "--work", str(tmp_path / "w"), "-q"]
+    common = ["moepack", "build", str(short_model), "-o", str(tmp_path / "b"), "--work", str(tmp_path / "w"), "-q"]
 
     def run(*more: str) -> None:
         monkeypatch.setattr(sys, "argv", [*common, *more])
@@ -386,7 +377,7 @@ def test_on_the_command_line(
     assert [(v.name, v.group_size) for v in moepack.open(tmp_path / "b").versions] == [
         ("bf16", 0), ("w4", 64), ("w3", 64), ("w2", 32)
     ]  # fmt: skip
-    assert "w3: 64 experts by rtn" in capsys.readouterr().out
+    assert "w3: 32 experts by rtn" in capsys.readouterr().out
     common = [*common[:5], "-q"]
     before, out = tree(tmp_path / "b"), "leave --recipe, --calibration and --keep out"
     for more, word in (

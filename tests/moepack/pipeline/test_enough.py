@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import tree
+from support import Notes, tree
 from tiny_models import save_tiny
 
 import moepack
@@ -18,7 +18,6 @@ from moepack.pack.tables import FEW_TOKENS
 from moepack.pipeline import build as pipeline
 from moepack.pipeline import enough
 from moepack.pipeline.recipe import Source, parse_recipe
-from moepack.progress import Reporter
 from moepack.reports.inspect import inspect, render
 
 RECIPE = """
@@ -26,14 +25,6 @@ versions: [w4]
 quantize: {method: rtn, loss_tokens: 64}
 calibration: {samples: %d, length: 32, batch_size: 4%s}
 """
-
-
-class Notes(Reporter):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def test_windows_until_by_hand_and_by_counting() -> None:

@@ -39,7 +39,7 @@ dense: [w8]
 quantize: {method: gptq, group_size: 64, loss_tokens: 128}
 calibration: {samples: 8, length: 128, batch_size: 8}
 """
-LAYERS, TOKENS = 4, 8 * 128
+LAYERS, TOKENS = 2, 8 * 128
 WITHOUT = {"tie_word_embeddings": False, "num_hidden_layers": 2, "mlp_only_layers": [0], "hidden_size": 80}
 
 
@@ -53,10 +53,10 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def local(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def local(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What the local executor makes, and leaves of a work directory's objects: nothing."""
     folder = tmp_path_factory.mktemp("local")
-    build(demo_model, folder / "b", parse_recipe(RECIPE, "test"), [text])
+    build(short_model, folder / "b", parse_recipe(RECIPE, "test"), [text])
     return tree(folder / "b")
 
 
@@ -102,10 +102,10 @@ def killing(wanted: int, when: Callable[[], bool] = lambda: True) -> Iterator[li
 
 
 def test_the_same_bytes_with_workers_killed(
-    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path
+    executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path
 ) -> None:
     with killing(1) as killed:
-        build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
+        build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
     assert killed, "no worker was seen at work"
     assert tree(tmp_path / "ray") == local
     assert ray.is_initialized(), "a cluster that was there stays"
@@ -114,11 +114,11 @@ def test_the_same_bytes_with_workers_killed(
 
 
 def test_slices_of_dense_matrices_with_a_worker_killed(
-    executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bytes by one and two threads here and by one and two workers there, of whom one dies at a slice. The
     first layer has no experts; the last part is lm_head."""
-    checkpoint = tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **WITHOUT)
+    checkpoint = tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", short_model, **WITHOUT)
     monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 64)  # of lm_head 64 slices
     recipe = parse_recipe(RECIPE.replace("gptq", "rtn").replace("[w8]", "[w8, w4]"), "test")
     at_work, most, lock, original = 0, 0, threading.Lock(), executors.make_slice
@@ -157,8 +157,20 @@ def test_slices_of_dense_matrices_with_a_worker_killed(
     assert made[0] == made[1] == tree(tmp_path / "two") == tree(tmp_path / "one")
 
 
+class Counting(Reporter):
+    """Counts the steps of what is called experts."""
+
+    name, done = "", 0
+
+    def inner(self, name: str, total: int) -> None:
+        self.name = name
+
+    def advance(self, amount: int = 1) -> None:
+        self.done += amount * self.name.startswith("experts")
+
+
 def test_no_weights_go_through_the_driver(
-    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
+    executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Its traffic is exactly the tokens that experts saw, the moments of what dense matrices read (two of
@@ -167,8 +179,10 @@ def test_no_weights_go_through_the_driver(
     from moepack.quantize import expert_batch
 
     monkeypatch.setattr(expert_batch, "MOST", 4)
-    config = open_checkpoint(demo_model).config
-    build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
+    config = open_checkpoint(short_model).config
+    counting = Counting()
+    build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], reporter=counting)
+    assert counting.done == LAYERS * (16 + 4), "progress reaches every expert and dense matrix"
     tokens = LAYERS * TOKENS * (2 * config.hidden_size + 8 * config.num_experts_per_tok)
     assert executor.traffic.tokens == tokens and executor.traffic.pieces == 0
     heads = config.num_attention_heads * config.head_dim
@@ -179,20 +193,20 @@ def test_no_weights_go_through_the_driver(
 
 
 def test_a_directory_that_workers_do_not_see(
-    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
+    executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Batches come back in pieces; the same bytes. One that comes with others is not kept."""
     original = Probe.leave
     monkeypatch.setattr(Probe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
-    build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
+    build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
     assert tree(tmp_path / "ray") == local
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
     assert executor.traffic.pieces > 0.99 * weights
 
 
 def test_pieces_that_change_on_their_way_are_refused(
-    executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, get = Probe.leave, OnRay._get
     monkeypatch.setattr(Probe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
@@ -203,12 +217,12 @@ def test_pieces_that_change_on_their_way_are_refused(
 
     monkeypatch.setattr(OnRay, "_get", damaged)
     with pytest.raises(InputError, match="other bytes than it left with"):
-        build(demo_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
+        build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
     assert list((tmp_path / "work" / "objects").iterdir()) == [] and not (tmp_path / "ray").exists()
 
 
 def test_calibration_goes_ahead_within_its_bounds(
-    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
+    executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """With a batch a layer and two slots, as many layers as batches may be out; with no room for tokens, one."""
@@ -220,22 +234,22 @@ def test_calibration_goes_ahead_within_its_bounds(
         submit(self, *args)
 
     monkeypatch.setattr(OnRay, "submit", watched)
-    build(demo_model, tmp_path / "ahead", parse_recipe(RECIPE, "test"), [text])
+    build(short_model, tmp_path / "ahead", parse_recipe(RECIPE, "test"), [text])
     assert 1 <= max(seen) <= ray_executor.AHEAD * 2 and executor._slots == 2
     seen.clear()
     monkeypatch.setattr(ray_executor, "SHARE", 0.0)
-    build(demo_model, tmp_path / "behind", parse_recipe(RECIPE, "test"), [text])
+    build(short_model, tmp_path / "behind", parse_recipe(RECIPE, "test"), [text])
     assert seen == [0] * LAYERS or max(seen) <= 1  # a layer may be waiting for its files alone
     assert tree(tmp_path / "ahead") == tree(tmp_path / "behind") == local
 
 
 def test_quantising_alone_loads_no_layer_here(
-    executor: OnRay, local: dict[str, bytes], demo_model: Path, text: Path, tmp_path: Path,
+    executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from moepack.calibrate.stream import StreamedModel
 
-    calibrate(demo_model, tmp_path / "work", parse_recipe(RECIPE, "test"), [text])
+    calibrate(short_model, tmp_path / "work", parse_recipe(RECIPE, "test"), [text])
     monkeypatch.setattr(StreamedModel, "load", lambda *args: pytest.fail("a layer was loaded"))
     quantize(tmp_path / "work", engine="ray")
     pack(tmp_path / "work", tmp_path / "ray")
@@ -243,7 +257,7 @@ def test_quantising_alone_loads_no_layer_here(
 
 
 def test_another_checkpoint_there_is_refused(
-    executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = OnRay.begin
 
@@ -253,16 +267,16 @@ def test_another_checkpoint_there_is_refused(
 
     monkeypatch.setattr(OnRay, "begin", other)
     with pytest.raises(InputError, match=r"config\.json: is another file on .* than where the build was started"):
-        build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
+        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_node_has_what_a_batch_takes(
-    executor: OnRay, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_executor, "PROCESS", 1 << 50)
     with pytest.raises(InputError, match="no node of the cluster has that"):
-        build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
+        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
 
 
 def test_slots_are_counted_by_node() -> None:
@@ -292,29 +306,14 @@ def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
     assert len(pickle.dumps(work)) < 4096
 
 
-def test_a_cluster_that_does_not_answer_is_one_line(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_cluster_that_does_not_answer_is_one_line(short_model: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Ray at"):
-        build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], engine="ray", address="127.0.0.1:1")
+        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], engine="ray", address="127.0.0.1:1")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_address_needs_the_engine(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_an_address_needs_the_engine(short_model: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--engine ray"):
-        build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], address="auto")
+        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], address="auto")
     with pytest.raises(InputError, match="unknown"):
-        build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], engine="dask")
-
-
-def test_progress_reaches_every_expert(executor: OnRay, demo_model: Path, text: Path, tmp_path: Path) -> None:
-    class Counting(Reporter):
-        name, done = "", 0
-
-        def inner(self, name: str, total: int) -> None:
-            self.name = name
-
-        def advance(self, amount: int = 1) -> None:
-            self.done += amount * self.name.startswith("experts")
-
-    counting = Counting()
-    build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], reporter=counting)
-    assert counting.done == LAYERS * (16 + 4)
+        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], engine="dask")

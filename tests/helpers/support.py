@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +27,23 @@ class Notes(Reporter):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def at_once(work: Callable[[int], object], count: int, seconds: float = 120) -> None:
+    """Call `work(0)`, `work(1)`, ... each on a thread of its own, and wait until all have ended."""
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+
+
+def ids(tokens: int = 24, seed: int = 0, batch: int = 1) -> Any:
+    """Random token numbers of the demo model, [batch, tokens]."""
+    import torch  # not above: scripts set its environment first
+
+    return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:

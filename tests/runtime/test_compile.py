@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import ids
 
 import moepack
 from moepack.pack.errors import InputError
@@ -22,10 +23,6 @@ TOLERANCE = 2e-3  # of float32 logits of some units: compilers fuse and reorder 
 FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0"
 POLICIES = (("static:w4", None), (FAST, 30_000_000), ("lru:hi=bf16,lo=w2", 30_000_000),
             ("paged:alpha=0.5,interval=0.02,rate=0", 40_000_000))  # fmt: skip
-
-
-def ids(tokens: int = 24, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(params=POLICIES, ids=lambda policy: policy[0].partition(":")[0])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from support import ids
 from transformers import AutoModelForCausalLM
 
 import moepack
@@ -22,10 +23,6 @@ from moepack.runtime import snapshot as snapshots
 from moepack.runtime.plugin import MoepackConfig
 
 HOT = "hotness:hi=bf16,lo=w2"
-
-
-def ids(tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 # --- loading

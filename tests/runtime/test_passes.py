@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import at_once, ids
 from transformers import StaticCache
 
 import moepack
@@ -21,10 +22,6 @@ from moepack.runtime.planning.kv_cache import cache_bytes
 from moepack.runtime.planning.skeleton import LiveBytes
 
 FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0,margin=0,slack=0"
-
-
-def ids(tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -53,11 +50,7 @@ def busy(model: Any, threads: int, seconds: float) -> int:
         except BaseException as error:
             wrong.append(repr(error))
 
-    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    at_once(work, threads)
     assert not wrong, wrong[:3]
     return int(live.residency.counts.promotions - before)
 
@@ -213,20 +206,12 @@ def test_passes_at_once_count_together(bundle: Path) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(lambda _: work(), 3)
     assert not errors and max(most) == 1 and watch.waits >= 2
     wide = moepack.load(bundle, policy="static:w2", device_memory=least + 40_000_000, prefill_tokens=256)
     watch, most = wide.moepack.caches, []
     wide.model.layers[0].register_forward_pre_hook(slow)
-    threads = [threading.Thread(target=lambda: wide(ids(256), use_cache=False)) for _ in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(lambda _: wide(ids(256), use_cache=False), 3)
     assert max(most) > 1 and watch.waits == 0
     time.sleep(0.6)
     watch.settle()

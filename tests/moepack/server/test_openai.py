@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from server_fixtures import NAME, Running
+from support import at_once
 
 openai = pytest.importorskip("openai")
 
@@ -63,11 +63,7 @@ def test_beside_others_an_answer_is_what_it_is_alone(exact: Running, plain: Any,
 
 
 def _together(one: Any, count: int) -> None:
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(one, count)
 
 
 def test_a_stream_says_the_same(client: Any) -> None:

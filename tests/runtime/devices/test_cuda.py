@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
+from support import at_once
 
 from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.errors import BundleError
@@ -279,11 +280,7 @@ def test_fetches_while_filling(
             except BaseException as error:
                 problems.append(f"{place}: {error!r}")
 
-    threads = [threading.Thread(target=fetch, args=(seed,)) for seed in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
+    at_once(fetch, 3)
     assert not problems and counted["pinned"] >= 20 and counted["staged"] > 5
 
 

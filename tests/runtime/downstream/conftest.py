@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moepack
@@ -74,10 +74,6 @@ def row(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Row]:
     made = Row(marker.args[0], bundle)
     yield made
     assert made.seen == made.quoted, "a refusal that the page quotes did not happen"
-
-
-def ids(tokens: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
-    return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="session")

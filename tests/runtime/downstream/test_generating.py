@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support import at_once, ids
 from transformers import ContinuousBatchingConfig, TextIteratorStreamer, pipeline
 
 HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 PROMPT = "The history of"
-
-
-def ids(tokens: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
-    return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="session")
@@ -129,11 +126,7 @@ def test_threads(row: Any, plain: Any, free: Any, hot: Any) -> None:
         def work(seed: int, model: Any = model, got: dict[int, torch.Tensor] = got) -> None:
             got[seed] = model.generate(ids(10, seed), **options)
 
-        workers = [threading.Thread(target=work, args=(s,)) for s in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        at_once(work, 4)
         assert all(torch.equal(want[s], got[s]) for s in range(4))
 
 

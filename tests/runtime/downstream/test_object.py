@@ -12,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from support import ids
 from transformers import AutoModelForCausalLM
 
 from moepack.pack.errors import InputError
 
 HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 Same = Callable[..., bool]
-
-
-def ids(tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.row("`copy`, `deepcopy`, `pickle`, `torch.save` of the model, a layer or `model.moepack`")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from support import ids
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
@@ -25,10 +26,6 @@ def alone() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(before)
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def ids(tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 4000, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def lora(model: Any, **options: Any) -> Any:

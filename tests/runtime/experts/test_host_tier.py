@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from support import at_once
 
 from moepack.pack.codec.affine import AffineMatrix, encode_affine
 from moepack.pack.spec import ExpertLayer, Matrix, Version
@@ -210,11 +211,7 @@ def test_passes_at_once_share_it_and_mix_no_rows(tier: HostTier) -> None:
             if not torch.equal(experts_forward(module, x, index, gates), want):
                 wrong.append(f"thread {seed}")
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(work, 3)
     assert not wrong
 
 

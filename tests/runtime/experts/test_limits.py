@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support import at_once
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
@@ -126,13 +126,7 @@ def test_threads_that_ask_at_once_get_one_answer(asked: list[tuple[str, int]], m
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(autotune, "measure_limit", slow)
-    threads = [
-        threading.Thread(target=lambda: got.append(backends.direct_limit(BF16, VERSIONS[0], 1))) for _ in range(4)
-    ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(lambda _: got.append(backends.direct_limit(BF16, VERSIONS[0], 1)), 4)
     assert got == [6] * 4 and asked == [("w8", 1)]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from expert_layers import TOLERANCE, VERSIONS, activations, expected, make_layer, native, relative
-from support import HELPERS
+from support import HELPERS, at_once
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.forms import handle
@@ -226,11 +226,7 @@ def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None
 
     try:
         native.use_openmp(borrowed)
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
+        at_once(lambda _: work(), 3)
     finally:
         native.use_openmp()
     assert not wrong

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from expert_layers import TOLERANCE, activations, make_layer, native, relative
+from support import at_once
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import dense_native as beside
@@ -141,11 +141,7 @@ def test_from_several_threads_at_once() -> None:
             if not all(torch.equal(a, b) for a, b in zip(beside.dense(of, inputs[k], threads=2), want[k], strict=True)):
                 wrong.append(k)
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(work, 3)
     assert not wrong
 
 

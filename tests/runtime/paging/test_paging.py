@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import ids, least, load, ours, wait_for
+from support import at_once
 from tiny_models import save_tiny
 
 import moepack
@@ -233,12 +234,8 @@ def test_threads_share_the_window(bundle: Path, plain: Any) -> None:
             if not torch.equal(logits(model, ids(n, n)), want[n]):
                 wrong.append(n)
 
-    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads) and not wrong
+    at_once(serve, 3)
+    assert not wrong
     nothing_is_held(model)
     model.moepack.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from gpu_stand_in import GRANULE, RATES, StandIn, install, kernels
 from live_models import ids, least, load
+from support import at_once
 from tiny_models import save_tiny
 
 import moepack
@@ -178,12 +178,8 @@ def test_threads_share_the_window(small: Path, want: Any, gpu: StandIn) -> None:
             if not torch.equal(logits(model, n), want[n]):
                 wrong.append(n)
 
-    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads) and not wrong
+    at_once(serve, 2)
+    assert not wrong
     close(model)
 
 

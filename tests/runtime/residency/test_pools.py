@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
+from support import at_once
 
 from moepack.pack.spec import PAGE
 from moepack.runtime.devices.cpu import CpuMemory
@@ -34,11 +33,7 @@ def test_tracker_under_threads() -> None:
                 seen.append(tracker.reserved)
                 tracker.release(name, i % 300)
 
-    threads = [threading.Thread(target=work, args=(str(i),)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(lambda n: work(str(n)), 4)
     assert tracker.reserved == 0 and max(seen) <= 1000 and tracker.peak <= 1000
 
 

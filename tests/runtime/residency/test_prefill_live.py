@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 from live_models import ids, least, load, ours, wait_for
+from support import at_once
 from transformers import DynamicCache
 
 import moepack
@@ -224,11 +225,7 @@ def test_passes_at_once_share_the_tier(bundle: Path) -> None:
             if not torch.equal(logits(model, ids(seed, 20 + seed)), want[seed]):
                 wrong.append(f"{seed}")
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(work, 2)
     assert not wrong
     model.moepack.close()
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from listening import Listener, heard, listened_to
 from live_models import ids
+from support import at_once
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from moepack.runtime.experts.counters import Counters
@@ -247,11 +248,7 @@ def test_sequences_on_several_threads(model: Any) -> None:
             for turn in range(4):
                 model.generate(ids(10 * seed + turn, 6), max_new_tokens=3, min_new_tokens=3, do_sample=False)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(work, 3)
     gc.collect()
     events = heard(model, lambda all: sum(isinstance(e, SequenceEnded) for e in all) == 12)
     for number in {e.sequence for e in events if isinstance(e, DecodingBegan)}:

@@ -1,6 +1,6 @@
-"""Forward passes for many sequences at once: packed into one where the model allows it, else one pass a sequence.
+"""Run one forward pass for many sequences: packed into one where the model allows it, else one pass a sequence.
 
-Knows tokens and caches; nothing of requests, and decides neither who runs nor what is sampled.
+The engine owns the KV caches. The scheduler chooses the sequences, and samples from the logits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from moepack.runtime.residency.kv_reserve import KvWatch
 from .packed_cache import NAME, NotPackable, Row, Rows, Shape, windows_of
 
 log = logging.getLogger("moepack.server")
-# Passes of all lengths, on a thread of their own, leave holes in the heap: 800 of up to 256 tokens 200 MB.
-TRIM = 5.0  # seconds between two times that they are given back
+# Passes of many lengths on one thread fragment the heap: 800 passes of up to 256 tokens left 200 MB of free holes.
+TRIM = 5.0  # seconds between two returns of free heap memory to the system
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """A sequence's place in an engine.
+class CacheSlot:
+    """One sequence's KV cache in the engine.
 
     Attributes:
-        row: its cache where passes are packed.
-        cache: its cache where it has passes of its own.
-        length: tokens in either.
+        row: the cache if passes are packed.
+        cache: the cache if each sequence has passes of its own.
+        length: cached tokens.
     """
 
     row: Row | None = None
@@ -40,32 +40,32 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """What a pass reads of one sequence.
+class StepInput:
+    """The tokens that one step reads of one sequence.
 
     Attributes:
-        slot: where its cache is.
-        tokens: the next ones.
-        wanted: of which of them logits are wanted, counted from the last: 0 none, 1 the last's.
-        is_prompt: whether they belong to a prompt.
+        slot: the sequence's cache.
+        tokens: its next token ids.
+        wanted: how many of the last tokens need logits; 0 for none.
+        is_prompt: whether the tokens belong to a prompt.
     """
 
-    slot: Slot
+    slot: CacheSlot
     tokens: Sequence[int]
     wanted: int = 1
     is_prompt: bool = False
 
 
 class Engine:
-    """Runs a model's passes; one thread at a time.
+    """Run a model's forward passes. One thread at a time may call it.
 
     Attributes:
-        device: where logits are.
-        why_not_packed: why every sequence has passes of its own; None where they are packed.
+        device: the device of the logits.
+        why_not_packed: why each sequence has passes of its own; None if passes are packed.
     """
 
     def __init__(self, model: Any, step_tokens: int) -> None:
-        """For passes of `step_tokens` tokens at the most."""
+        """Prepare for passes of at most `step_tokens` tokens."""
         self._model, self._step = model, step_tokens
         self.device: torch.device = model.device
         self._native = model.config._attn_implementation
@@ -101,19 +101,19 @@ class Engine:
 
     # --- sequences
 
-    def add(self, wanted: int) -> Slot:
-        """A sequence joins, whose cache will soon hold `wanted` tokens."""
+    def add(self, wanted: int) -> CacheSlot:
+        """Add a sequence whose cache will soon hold `wanted` tokens."""
         if not self.is_packed:
-            return Slot()
+            return CacheSlot()
         if self._rows is None:
             self._rows = Rows(self._windows, self._shape(), self._step)
-        return Slot(self._rows.add(wanted))
+        return CacheSlot(self._rows.add(wanted))
 
-    def remove(self, slot: Slot) -> None:
-        """A sequence leaves; its cache goes at once."""
+    def remove(self, slot: CacheSlot) -> None:
+        """Remove a sequence and free its cache."""
         if slot.row is not None and self._rows is not None:
             self._rows.remove(slot.row)
-            if not self._rows.rows:  # with it goes what the budget counts for it
+            if not self._rows.rows:  # also ends what the budget reserves for it
                 self._rows = None
         slot.row = slot.cache = None
         slot.length = 0
@@ -135,11 +135,11 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all sequences' caches, where somebody counts."""
+        """Bytes of all sequences' caches; 0 without a budget."""
         return self._watch.used if self._watch is not None else 0
 
-    def fits(self, items: Sequence[Item], joining: Sequence[int] = ()) -> bool:
-        """Whether the budget can hold a pass of these, beside caches of `joining` tokens that do not exist yet."""
+    def fits(self, items: Sequence[StepInput], joining: Sequence[int] = ()) -> bool:
+        """Whether the budget holds a step of these inputs, and new caches of `joining` tokens beside it."""
         if self._watch is None:
             return True
         shape, tokens = self._watch.shape, sum(len(i.tokens) for i in items)
@@ -153,20 +153,20 @@ class Engine:
         return self._watch.fits(size, max(1, min(tokens, self._step)), max([longest, *joining]))
 
     def _alone(self, tokens: int) -> int:
-        """Bytes of the cache of a sequence of so many tokens."""
+        """Bytes of the cache of one sequence of `tokens` tokens."""
         assert self._watch is not None
         shape = self._shape()
         if not self.is_packed or shape is None:
             return self._watch.shape.bytes(tokens)
         room = Row([]).room_for(tokens)
-        return shape.bytes(room + room // 4, self._step)  # it grows ahead of need, and is copied a layer at a time
+        return shape.bytes(room + room // 4, self._step)  # room ahead of need, and one layer's copy while it grows
 
     def holds(self, tokens: int) -> bool:
-        """Whether the budget could hold a sequence of so many tokens, alone."""
+        """Whether the budget holds one sequence of `tokens` tokens, alone."""
         return self._watch is None or self._watch.fits(self._alone(tokens), min(tokens, self._step), tokens)
 
     def most_tokens(self, most: int) -> int:
-        """The longest sequence, up to `most` tokens, that the budget could hold alone."""
+        """Tokens of the longest sequence, up to `most`, that the budget holds alone."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -175,11 +175,15 @@ class Engine:
 
     # --- passes
 
-    def run(self, items: Sequence[Item]) -> list[Tensor | None]:
-        """One step: every item's logits [wanted, vocab] in the model's dtype, or None where none are wanted.
+    def run(self, items: Sequence[StepInput]) -> list[Tensor | None]:
+        """Run one step.
+
+        Returns:
+            For each input its logits [wanted, vocab] in the model's dtype, or None if it wants none.
 
         Raises:
-            BudgetExceeded: before anything was computed, when the budget has no room after all.
+            BudgetExceeded: before any computation, if the budget has no room.
+            NotPackable: if the model's attention turns out not to be packable; the caches are then gone.
         """
         if self.device.type == "cpu" and time.monotonic() - self._trimmed > TRIM:
             glibc.trim()
@@ -196,7 +200,7 @@ class Engine:
                     raise
             return [self._alone_pass(item) for item in items]
 
-    def _packed(self, items: Sequence[Item]) -> list[Tensor | None]:
+    def _packed(self, items: Sequence[StepInput]) -> list[Tensor | None]:
         rows = self._rows
         assert rows is not None
         tokens = [token for item in items for token in item.tokens]
@@ -224,7 +228,7 @@ class Engine:
             at += item.wanted
         return out
 
-    def _alone_pass(self, item: Item) -> Tensor | None:
+    def _alone_pass(self, item: StepInput) -> Tensor | None:
         from transformers.cache_utils import DynamicCache
 
         slot, count = item.slot, len(item.tokens)

@@ -1,4 +1,4 @@
-"""One sequence to generate, and what is told of it while it is: the scheduler's words with whoever asked."""
+"""A job, one sequence to generate, and the events that report its progress."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .sampling import Mask, Sampling, Scored
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """What has become of a job since the last one.
+class JobEvent:
+    """Progress of a job since its last event.
 
     Attributes:
-        text: more of the answer.
-        scored: its tokens, where they are reported.
-        prompt: those of the prompt, once, where they are reported; the first has no probability.
-        finish: "stop", "length", or None while it goes on.
-        error: why it ends without an answer.
-        generated: tokens so far, those that a stop string cut off included.
+        text: new text of the answer.
+        scored: tokens of that text with their probabilities, if the job reports them.
+        prompt: tokens of the prompt with their probabilities, once, if the job reports them; the first has none.
+        finish: "stop", "length", or None while the job runs.
+        error: the reason if the job ends without an answer.
+        generated: tokens generated so far, including those that a stop string cut off.
     """
 
     text: str = ""
@@ -32,25 +32,25 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One sequence that somebody wants.
+    """One sequence to generate.
 
     Attributes:
-        prompt: its tokens.
-        max_tokens: that may be added.
-        sampling: how they are chosen.
-        stops: strings that end the answer, and are not in it.
-        ends: tokens that end it.
-        grammar: makes what limits it, on the scheduler's thread; None for no limit.
-        wants_prompt: whether the prompt's own tokens are reported.
-        tell: is given every event, on the scheduler's `post`.
-        cancelled: nobody waits for it any more. Any thread may set it.
-        submitted, first, last: when it was asked for, when its first and last tokens came; 0.0 before.
+        prompt: token ids.
+        max_tokens: the most tokens to generate.
+        sampling: how to choose them.
+        tell: receives every event, through the scheduler's `post`.
+        stops: strings that end the answer; the answer leaves them out.
+        ends: tokens that end the answer.
+        grammar: makes the mask of allowed tokens, on the scheduler's thread; None allows all.
+        wants_prompt: whether to report the prompt's own tokens.
+        cancelled: the client has gone. Any thread may set it.
+        submitted, first, last: monotonic seconds of submission, first token and last token; 0.0 before.
     """
 
     prompt: list[int]
     max_tokens: int
     sampling: Sampling
-    tell: Callable[[Event], None]
+    tell: Callable[[JobEvent], None]
     stops: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()
     grammar: Callable[[], Mask] | None = None

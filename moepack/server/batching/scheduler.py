@@ -1,8 +1,8 @@
-"""Continuous batching: one thread that owns the model; sequences join and leave between steps.
+"""Continuous batching: one thread owns the model, and sequences join and leave between steps.
 
-Each step reads one token of every sequence that is being answered, and of prompts as many as are left of
-`step_tokens`, so that a long prompt does not hold others up. Where the budget has no room for all caches, the youngest
-sequence gives its own up and is read again later. Knows no HTTP.
+Each step reads one token of every decoding sequence, then prompt tokens until it has `step_tokens`, so that a long
+prompt does not delay the others. If the budget has no room for all caches, the youngest sequence gives up its cache and
+is read again later.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.errors import ApiError
 from moepack.server.options import Limits
 
-from .engine import Engine, Item, Slot
-from .jobs import Event, Job
+from .engine import CacheSlot, Engine, StepInput
+from .jobs import Job, JobEvent
 from .packed_cache import NotPackable
 from .sampling import Sampler, Scored, scored
 from .text import Pieces, Stops
 from .tokens import Tokens
 
 log = logging.getLogger("moepack.server")
-HEADROOM = 32  # tokens of an answer for which there is room before a sequence joins: else it would soon leave again
-SCORED = 32  # tokens of a prompt whose logits are wanted that a step reads: a row of them for each
+HEADROOM = 32  # tokens of an answer that must fit before a sequence joins; with less it would soon be preempted
+SCORED = 32  # prompt tokens a step, if their logits are wanted: each takes a row of the vocabulary's size
 
 
 @dataclass(slots=True)
 class Totals:
-    """What was done since the start."""
+    """Counts since the start."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -47,15 +47,15 @@ class Totals:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A job while it is known here.
+    """The state of one job.
 
     Attributes:
-        tokens: of prompt and answer so far.
+        tokens: token ids of the prompt and of the answer so far.
         slot: its cache; None while it waits.
         made: tokens generated.
-        shown, decoded: characters of the answer that were told, and that there are.
-        untold: tokens still to report, with the beginning of their text.
-        prompt: those of the prompt, as far as they were read.
+        shown, decoded: characters of the answer that were posted, and that exist.
+        untold: scored tokens not posted yet, each with the position where its text begins.
+        prompt: scored tokens of the prompt, as far as it was read.
     """
 
     job: Job
@@ -63,7 +63,7 @@ class _Sequence:
     sampler: Sampler | None = None
     pieces: Pieces | None = None
     stops: Stops | None = None
-    slot: Slot | None = None
+    slot: CacheSlot | None = None
     made: int = 0
     shown: int = 0
     decoded: int = 0
@@ -72,60 +72,60 @@ class _Sequence:
 
     @property
     def left(self) -> int:
-        """Tokens that its cache has still to read."""
+        """Tokens that are not in its cache yet."""
         return len(self.tokens) - (self.slot.length if self.slot is not None else 0)
 
 
 class Scheduler:
-    """Answers jobs. `submit`, `close` and the numbers may be used from any thread.
+    """Answer jobs. Any thread may call `submit` and `close` and read the counts.
 
     Attributes:
-        limits: what it takes on.
-        totals: what it has done.
+        limits: the most of each kind that it accepts.
+        totals: counts since the start.
     """
 
     def __init__(
-        self, engine: Engine, tokens: Tokens, limits: Limits, post: Callable[[list[tuple[Job, Event]]], None]
+        self, engine: Engine, tokens: Tokens, limits: Limits, post: Callable[[list[tuple[Job, JobEvent]]], None]
     ) -> None:
-        """`post` is given a step's events, on the scheduler's thread."""
+        """Prepare; `post` receives each step's events, on the scheduler's thread."""
         self.limits, self.totals = limits, Totals()
         self._engine, self._tokens, self._post = engine, tokens, post
         self._arrived: deque[_Sequence] = deque()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        self._events: list[tuple[Job, Event]] = []
-        self._bell = threading.Condition()
+        self._events: list[tuple[Job, JobEvent]] = []
+        self._condition = threading.Condition()
         self._closing = self._dropping = False
-        self._most = limits.step_tokens  # of the next pass: less after one that the budget refused
-        self._crowded = False  # somebody gave way: nobody joins before a pass got through
+        self._token_limit = limits.step_tokens  # tokens of the next pass; fewer after the budget refused one
+        self._crowded = False  # a sequence was preempted: none joins until a pass succeeds
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="moepack-scheduler", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     # --- from any thread
 
     @property
     def running(self) -> int:
-        """Sequences that are being answered."""
+        """Number of running sequences."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for that."""
+        """Number of waiting sequences."""
         return len(self._waiting) + len(self._arrived)
 
     def health(self) -> dict[str, object]:
-        """Whether it works: `ok`, and the last pass's `error`, if it failed."""
+        """`ok`, whether the scheduler works, and `error`, that of the last pass if it failed."""
         return {"ok": self._thread.is_alive() and self._error is None, "error": self._error}
 
     def most_answer(self, prompt: int) -> int:
-        """Tokens that can follow a prompt of so many.
+        """The most tokens that can follow a prompt of `prompt` tokens.
 
         Raises:
-            ApiError: when it can never be served, with the number of tokens that could.
+            ApiError: if the prompt can never be served; it names the number of tokens that could.
         """
         limits, context = self.limits, min(self.limits.context, self.limits.kv_tokens)
         if prompt > min(limits.prompt, context - 1):
@@ -149,27 +149,27 @@ class Scheduler:
         return room if self._engine.holds(context) else self._engine.most_tokens(context) - prompt
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take jobs on, all or none.
+        """Queue jobs, all or none.
 
         Raises:
-            ApiError: when the queue is full, or the server is stopping.
+            ApiError: if the queue is full, or the server is stopping.
         """
-        with self._bell:
+        with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise ApiError(503, "this server is stopping", None, "stopping")
             if self.waiting + len(jobs) > max(self.limits.waiting, len(jobs) * (not self.waiting)):
                 raise ApiError(429, f"{self.waiting} sequences wait already: try again later", None, "queue_full")
             self._arrived.extend(_Sequence(job, list(job.prompt)) for job in jobs)
-            self._bell.notify()
+            self._condition.notify()
 
     def stop(self) -> None:
-        """Take nothing on any more and drop what waits; the thread ends once nothing runs."""
-        with self._bell:
+        """Refuse new jobs and drop waiting ones. The thread ends once no sequence runs."""
+        with self._condition:
             self._closing = True
-            self._bell.notify()
+            self._condition.notify()
 
     def close(self, grace: float) -> bool:
-        """`stop`, let what runs finish for `grace` seconds, then drop that too; whether all of it finished."""
+        """Stop, and drop sequences that still run after `grace` seconds. Return whether all finished."""
         until = time.monotonic() + grace
         self.stop()
         if not self._thread.ident:
@@ -184,9 +184,9 @@ class Scheduler:
 
     def _run(self) -> None:
         while True:
-            with self._bell:
+            with self._condition:
                 while not (self._arrived or self._waiting or self._running or self._closing):
-                    self._bell.wait()
+                    self._condition.wait()
                 self._waiting.extend(self._arrived)
                 self._arrived.clear()
             if self._closing:
@@ -196,16 +196,16 @@ class Scheduler:
                     self._drop(self._running, ApiError(503, "this server was stopped", None, "stopping"))
                     self._running.clear()
                 if not self._running:
-                    self._tell()
+                    self._post_events()
                     return
-            self._leave()
+            self._drop_cancelled()
             self._admit()
             items = self._plan()
             if items:
                 self._step(items)
-            self._tell()
+            self._post_events()
 
-    def _tell(self) -> None:
+    def _post_events(self) -> None:
         events, self._events = self._events, []
         if events:
             self._post(events)
@@ -214,15 +214,15 @@ class Scheduler:
         for one in sequences:
             self._remove(one)
             self.totals.failed += 1
-            self._events.append((one.job, Event(error=error, generated=one.made)))
+            self._events.append((one.job, JobEvent(error=error, generated=one.made)))
 
     def _remove(self, one: _Sequence) -> None:
         if one.slot is not None:
             self._engine.remove(one.slot)
             one.slot = None
 
-    def _leave(self) -> None:
-        """Whom nobody waits for any more leaves."""
+    def _drop_cancelled(self) -> None:
+        """Remove the sequences whose clients have gone."""
         for held in (self._running, self._waiting):
             for one in [s for s in held if s.job.cancelled]:
                 held.remove(one)
@@ -237,7 +237,7 @@ class Scheduler:
             one = self._waiting[0]
             need = len(one.tokens) + min(HEADROOM, one.job.max_tokens - one.made)
             if self._running and (
-                self._cached() + need > self.limits.kv_tokens
+                self._cached_tokens() + need > self.limits.kv_tokens
                 or not self._engine.fits([], [*joining, *self._growing(), need])
             ):
                 return
@@ -250,12 +250,12 @@ class Scheduler:
             joining.append(need)
             self._running.append(one)
 
-    def _cached(self) -> int:
-        """Tokens that the caches of all who run will hold after the next step, at the most."""
+    def _cached_tokens(self) -> int:
+        """Upper bound of the tokens that running sequences' caches hold after the next step."""
         return sum(len(s.tokens) for s in self._running)
 
     def _growing(self) -> list[int]:
-        """Room that sequences which run will soon ask for, as if it were caches of their own: a step ahead of need."""
+        """Room that running sequences will soon need, counted as caches of their own, one step ahead."""
         return [HEADROOM] * sum(1 for s in self._running if s.slot is not None and s.slot.length)
 
     def _begin(self, one: _Sequence, need: int) -> None:
@@ -266,11 +266,11 @@ class Scheduler:
             one.pieces, one.stops = Pieces(self._tokens.decode, job.prompt), Stops(job.stops)
         one.slot = self._engine.add(need)
 
-    def _plan(self) -> list[tuple[_Sequence, Item]]:
-        """What the next pass reads; the youngest leave until the budget has room for it."""
+    def _plan(self) -> list[tuple[_Sequence, StepInput]]:
+        """The inputs of the next pass. Preempts the youngest sequences until the budget has room."""
         while True:
-            planned = self._wanted()
-            room = self._cached() <= self.limits.kv_tokens and self._engine.fits([item for _, item in planned])
+            planned = self._next_inputs()
+            room = self._cached_tokens() <= self.limits.kv_tokens and self._engine.fits([item for _, item in planned])
             if room or len(self._running) < 2:
                 return planned
             self._preempt()
@@ -284,8 +284,8 @@ class Scheduler:
         self._crowded = True
         self.totals.preempted += 1
 
-    def _wanted(self) -> list[tuple[_Sequence, Item]]:
-        planned, room = [], self._most
+    def _next_inputs(self) -> list[tuple[_Sequence, StepInput]]:
+        planned, room = [], self._token_limit
         for one in self._running:
             if one.left == 1 and room:
                 planned.append((one, self._item(one, 1)))
@@ -300,23 +300,23 @@ class Scheduler:
     def _scores(self, one: _Sequence) -> bool:
         return one.job.wants_prompt and len(one.prompt) < len(one.job.prompt)
 
-    def _item(self, one: _Sequence, count: int) -> Item:
+    def _item(self, one: _Sequence, count: int) -> StepInput:
         slot = one.slot
         assert slot is not None
         ends = slot.length + count == len(one.tokens)
         wanted = count if self._scores(one) else int(ends)
-        return Item(
+        return StepInput(
             slot, one.tokens[slot.length : slot.length + count], wanted, slot.length + count <= len(one.job.prompt)
         )
 
-    def _step(self, planned: list[tuple[_Sequence, Item]]) -> None:
+    def _step(self, planned: list[tuple[_Sequence, StepInput]]) -> None:
         try:
             out = self._engine.run([item for _, item in planned])
         except BudgetExceeded as error:
             self._refused(planned, error)
             return
         except NotPackable:
-            for one in self._running:  # each is read again, in passes of its own
+            for one in self._running:  # each is read again, one pass a sequence
                 one.slot = None
             self._waiting.extendleft(reversed(self._running))
             self._running.clear()
@@ -328,13 +328,13 @@ class Scheduler:
             self._running = [one for one in self._running if one not in failed]
             self._drop(failed, ApiError(500, "the model failed on this request", None, "internal_error"))
             return
-        self._most, self._error, self._crowded = self.limits.step_tokens, None, False
+        self._token_limit, self._error, self._crowded = self.limits.step_tokens, None, False
         self.totals.steps += 1
         for (one, item), logits in zip(planned, out, strict=True):
             if item.is_prompt and not one.made:
                 self.totals.prompt_tokens += len(item.tokens)
             try:
-                self._heard(one, item, logits)
+                self._read_logits(one, item, logits)
             except Exception as error:
                 if not isinstance(error, ApiError):
                     log.exception("a sequence failed")
@@ -342,19 +342,19 @@ class Scheduler:
                 self._running.remove(one)
                 self._drop([one], error)
 
-    def _refused(self, planned: list[tuple[_Sequence, Item]], error: BudgetExceeded) -> None:
-        """The budget has no room for this pass after all: fewer tokens, then fewer sequences."""
+    def _refused(self, planned: list[tuple[_Sequence, StepInput]], error: BudgetExceeded) -> None:
+        """After the budget refused a pass: read fewer tokens, then fewer sequences."""
         read = sum(len(item.tokens) for _, item in planned)
         if read > len(planned):
-            self._most = max(len(planned), read // 2)
+            self._token_limit = max(len(planned), read // 2)
         elif len(self._running) > 1:
             self._preempt()
         else:
             one = self._running.pop()
             self._drop([one], ApiError(400, str(error), None, "context_length_exceeded"))
 
-    def _heard(self, one: _Sequence, item: Item, logits: Tensor | None) -> None:
-        """A pass over a sequence's next tokens has ended."""
+    def _read_logits(self, one: _Sequence, item: StepInput, logits: Tensor | None) -> None:
+        """Take the logits of a sequence's last pass."""
         slot = one.slot
         assert slot is not None
         if logits is None:
@@ -369,17 +369,17 @@ class Scheduler:
             self._finish(one, "length", prompt)
             return
         assert one.sampler is not None
-        self._took(one, one.sampler.choose(logits[-1]), prompt)
+        self._append_token(one, one.sampler.choose(logits[-1]), prompt)
 
     def _score(self, one: _Sequence, start: int, logits: Tensor) -> None:
-        """The probabilities of a prompt's tokens: of each from what stands before it."""
+        """Score the prompt's tokens, each by the logits of the token before it."""
         top = one.job.sampling.top_logprobs
         if not start:
             one.prompt.append(Scored(one.job.prompt[0]))
         for row, token in zip(logits, one.job.prompt[start + 1 :], strict=False):
             one.prompt.append(scored(row, token, top if top is not None else 0))
 
-    def _took(self, one: _Sequence, chosen: Scored, prompt: tuple[Scored, ...]) -> None:
+    def _append_token(self, one: _Sequence, chosen: Scored, prompt: tuple[Scored, ...]) -> None:
         job, now = one.job, time.monotonic()
         assert one.pieces is not None and one.stops is not None and one.sampler is not None
         job.first = job.first or now
@@ -403,10 +403,10 @@ class Scheduler:
         elif one.made >= job.max_tokens:
             self._finish(one, "length", prompt, text)
         elif text or prompt:
-            self._events.append((job, Event(text, self._released(one, one.shown), prompt, generated=one.made)))
+            self._events.append((job, JobEvent(text, self._released(one, one.shown), prompt, generated=one.made)))
 
     def _released(self, one: _Sequence, until: int) -> tuple[Scored, ...]:
-        """Tokens whose text begins before `until`, and were not told yet."""
+        """Tokens whose text begins before `until` and that were not posted yet."""
         out = tuple(scored for scored, begins in one.untold if begins < until)
         one.untold = [pair for pair in one.untold if pair[1] >= until]
         return out
@@ -421,4 +421,4 @@ class Scheduler:
         self._running.remove(one)
         self._remove(one)
         self.totals.finished += 1
-        self._events.append((one.job, Event(text, tokens, prompt, why, None, one.made)))
+        self._events.append((one.job, JobEvent(text, tokens, prompt, why, None, one.made)))

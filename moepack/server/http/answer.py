@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from moepack.server.batching.jobs import Event, Job
+from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.errors import ApiError
 
 from .replies import sse
@@ -27,9 +27,9 @@ class Answer:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
-        self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, JobEvent] | None] = asyncio.Queue()
 
-    def listener(self, index: int) -> Callable[[Event], None]:
+    def listener(self, index: int) -> Callable[[JobEvent], None]:
         """What a job tells its events, on the event loop."""
         return lambda event: self._events.put_nowait((index, event))
 
@@ -43,7 +43,7 @@ class Answer:
             pass
         self._events.put_nowait(None)
 
-    async def batches(self, receive: Receive) -> AsyncIterator[list[tuple[int, Event]]]:
+    async def batches(self, receive: Receive) -> AsyncIterator[list[tuple[int, JobEvent]]]:
         """Events as they come, those that are there together, until every job has ended.
 
         Raises:

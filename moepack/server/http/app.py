@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.grammar import Grammars
-from moepack.server.batching.jobs import Event, Job
+from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError
@@ -98,12 +98,12 @@ class Server:
 
     # --- from the scheduler's thread to the loop
 
-    def _post(self, events: list[tuple[Job, Event]]) -> None:
+    def _post(self, events: list[tuple[Job, JobEvent]]) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._tell, events)
 
-    def _tell(self, events: list[tuple[Job, Event]]) -> None:
+    def _tell(self, events: list[tuple[Job, JobEvent]]) -> None:
         for job, event in events:
             if event.finish is not None:
                 self.metrics.ended(job, event.generated)
@@ -175,7 +175,7 @@ class Server:
             self._check_model(found.asked.model)
         return found
 
-    def _jobs(self, asked: parse.Asked, prompts: list[list[int]], answer: Answer, echo: bool = False) -> None:
+    def _jobs(self, asked: parse.RequestOptions, prompts: list[list[int]], answer: Answer, echo: bool = False) -> None:
         """A job for every answer to every prompt. Not for the event loop: a grammar may take seconds."""
         grammar = None if asked.schema is None else self._grammars.check(asked.schema)
         limits, index = [], 0
@@ -205,7 +205,7 @@ class Server:
                 index += 1
 
     async def _completions(self, request: Request) -> Response:
-        asked: parse.Completion = await self._read(request, parse.completion)
+        asked: parse.CompletionRequest = await self._read(request, parse.completion)
         answer = Answer()
 
         def prepare() -> list[list[int]]:
@@ -230,14 +230,14 @@ class Server:
             made.append(replies.completion_choice(index, before + choice.text, choice.finish, logprobs))
         return JSONResponse(head(made, replies.usage([len(p) for p in prompts], choices)))
 
-    def _echoed(self, asked: parse.Completion, number: int, choice: Choice) -> str:
+    def _echoed(self, asked: parse.CompletionRequest, number: int, choice: Choice) -> str:
         prompt = asked.prompts[number]
         return prompt if isinstance(prompt, str) else self.tokens.decode(list(choice.prompt))
 
     async def _completion_pieces(
         self,
         request: Request,
-        asked: parse.Completion,
+        asked: parse.CompletionRequest,
         answer: Answer,
         choices: list[Choice],
         prompts: list[list[int]],
@@ -262,12 +262,12 @@ class Server:
             yield [head([], replies.usage([len(p) for p in prompts], choices))]
 
     @staticmethod
-    def _usage_field(asked: parse.Asked) -> Any:
+    def _usage_field(asked: parse.RequestOptions) -> Any:
         """Every piece of a stream that ends with its usage has the field, empty."""
         return None if asked.usage else "none"
 
     async def _chat(self, request: Request) -> Response:
-        asked: parse.Chat = await self._read(request, parse.chat)
+        asked: parse.ChatRequest = await self._read(request, parse.chat)
         answer = Answer()
 
         def prepare() -> list[int]:
@@ -291,7 +291,7 @@ class Server:
         return JSONResponse(head(made, replies.usage([len(prompt)], choices)))
 
     async def _chat_pieces(
-        self, request: Request, asked: parse.Chat, answer: Answer, choices: list[Choice], head: Head
+        self, request: Request, asked: parse.ChatRequest, answer: Answer, choices: list[Choice], head: Head
     ) -> AsyncIterator[list[Any]]:
         wants, extra = asked.asked.sampling.top_logprobs is not None, self._usage_field(asked.asked)
         begins = {"role": "assistant", "content": ""}

@@ -22,7 +22,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestOptions:
     """What both kinds of requests have in common.
 
     Attributes:
@@ -48,17 +48,17 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class CompletionRequest:
     """A request for completions: `prompts` are texts or token lists."""
 
-    asked: Asked
+    asked: RequestOptions
     prompts: tuple[str | list[int], ...]
     echo: bool = False
     special: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatRequest:
     """A request for an answer in a conversation.
 
     Attributes:
@@ -67,13 +67,13 @@ class Chat:
         template: more that the model's template is given.
     """
 
-    asked: Asked
+    asked: RequestOptions
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
 
 
-def completion(given: dict[str, Any], vocabulary: int) -> Completion:
+def completion(given: dict[str, Any], vocabulary: int) -> CompletionRequest:
     """A request to /v1/completions.
 
     Raises:
@@ -91,10 +91,10 @@ def completion(given: dict[str, Any], vocabulary: int) -> Completion:
     fields.end()
     if not limit and not echo:
         raise bad("max_tokens", "is to be at least 1, or 0 with echo")
-    return Completion(asked, prompts, echo, special)
+    return CompletionRequest(asked, prompts, echo, special)
 
 
-def chat(given: dict[str, Any], vocabulary: int) -> Chat:
+def chat(given: dict[str, Any], vocabulary: int) -> ChatRequest:
     """A request to /v1/chat/completions.
 
     Raises:
@@ -115,10 +115,10 @@ def chat(given: dict[str, Any], vocabulary: int) -> Chat:
         raise bad(f"chat_template_kwargs.{min(reserved)}", "is not to be given there", "unsupported")
     asked = _asked(fields, (top or 0) if wanted else None, count, new if old is None else old, vocabulary)
     fields.end()
-    return Chat(asked, messages, tools, template)
+    return ChatRequest(asked, messages, tools, template)
 
 
-def _asked(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int) -> Asked:
+def _asked(fields: Fields, top: int | None, count: int, limit: int | None, vocabulary: int) -> RequestOptions:
     model = fields.text("model")
     for name in NEUTRAL:
         fields.text(name)
@@ -139,7 +139,7 @@ def _asked(fields: Fields, top: int | None, count: int, limit: int | None, vocab
     stream = fields.flag("stream")
     usage = _usage(fields, stream)
     stops, ignores = _stops(fields), fields.flag("ignore_eos")
-    return Asked(model, sampling, limit, count, stops, ignores, stream, usage, _schema(fields))
+    return RequestOptions(model, sampling, limit, count, stops, ignores, stream, usage, _schema(fields))
 
 
 def _temperature(fields: Fields) -> float:

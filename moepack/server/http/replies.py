@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moepack.server.batching.jobs import Event
+from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.sampling import Scored
 from moepack.server.batching.tokens import Tokens
 
@@ -27,7 +27,7 @@ class Choice:
     finish: str | None = None
     generated: int = 0
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: JobEvent) -> None:
         """More of it."""
         self.text += event.text
         self.scored += event.scored

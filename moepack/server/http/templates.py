@@ -10,7 +10,7 @@ from typing import Any
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, bad
 
-from .parse import Chat
+from .parse import ChatRequest
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # Hermes, Qwen and those who follow them
 
@@ -29,7 +29,7 @@ class Templates:
         """Whether there is one."""
         return bool(self._tokens.tokenizer.chat_template)
 
-    def render(self, asked: Chat) -> list[int]:
+    def render(self, asked: ChatRequest) -> list[int]:
         """A conversation as the tokens of a prompt.
 
         Raises:

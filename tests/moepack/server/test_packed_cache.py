@@ -11,7 +11,7 @@ from tiny_models import save_tiny
 
 from moepack.runtime.planning.kv_cache import KvShape, storages
 from moepack.server.batching import packed_cache as rows_module
-from moepack.server.batching.engine import Engine, Item, Slot
+from moepack.server.batching.engine import CacheSlot, Engine, StepInput
 from moepack.server.batching.packed_cache import NotPackable, Rows, Shape, windows_of
 
 NEW, STEP = 12, 16
@@ -33,7 +33,7 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 def answers(engine: Engine, prompts: list[list[int]], apart: int = 2, chunk: int = STEP) -> list[tuple[list[int], Any]]:
     """Greedy answers, each sequence joining `apart` steps after the one before it, prompts in chunks."""
     tokens, logits = [list(p) for p in prompts], [[] for _ in prompts]
-    slots: list[Slot | None] = [None] * len(prompts)
+    slots: list[CacheSlot | None] = [None] * len(prompts)
     step = 0
     while any(len(row) < NEW for row in logits):
         items, who = [], []
@@ -42,7 +42,7 @@ def answers(engine: Engine, prompts: list[list[int]], apart: int = 2, chunk: int
                 continue
             slot = slots[n] = slots[n] or engine.add(len(prompts[n]))
             part = tokens[n][slot.length : slot.length + chunk]
-            items.append(Item(slot, part, int(slot.length + len(part) == len(tokens[n]))))
+            items.append(StepInput(slot, part, int(slot.length + len(part) == len(tokens[n]))))
             who.append(n)
         step += 1
         for n, found in zip(who, engine.run(items), strict=True):
@@ -148,9 +148,9 @@ def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_pat
     engine = Engine(model, STEP)
     engine._rows = rows = Rows(windows, shape, STEP)
     slots = [rows.add(n) for n in (20, 3)]
-    places = [Slot(row) for row in slots]
+    places = [CacheSlot(row) for row in slots]
     for step in range(90):
-        items = [Item(place, [5] * (STEP if n == 0 and step < 2 else 1)) for n, place in enumerate(places)]
+        items = [StepInput(place, [5] * (STEP if n == 0 and step < 2 else 1)) for n, place in enumerate(places)]
         after = rows.after([(i.slot.row, len(i.tokens)) for i in items])
         engine.run(items)
         held = sum(storages([(p.keys, p.values) for row in slots for p in row.parts]).values())
@@ -187,7 +187,7 @@ def test_a_cache_is_gone_when_its_last_row_is(tmp_path: Path) -> None:
     gc.disable()
     try:
         slot = engine.add(4)
-        engine.run([Item(slot, [1, 2, 3])])
+        engine.run([StepInput(slot, [1, 2, 3])])
         left = weakref.ref(engine._rows)
         engine.remove(slot)
         assert left() is None

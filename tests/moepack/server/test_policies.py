@@ -25,7 +25,7 @@ from moepack.runtime.policies.contract import (
 )
 from moepack.runtime.policies.prefill import Prefill
 from moepack.runtime.residency.sequences import Sequences
-from moepack.server.batching.engine import Engine, Item
+from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.packed_cache import Rows
 from moepack.server.command import HELD, Serve, serve
 
@@ -100,11 +100,13 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
     and the counts of its own prompt are those of the same prompt read alone."""
     prompts = [list(range(5, 5 + n)) for n in (7, 9, 3)]
     a, b, c = (engine.add(16) for _ in prompts)
-    engine.run([Item(a, prompts[0], is_prompt=True), Item(b, prompts[1][:8], 0, is_prompt=True)])
-    engine.run([Item(a, [1]), Item(b, prompts[1][8:], is_prompt=True), Item(c, prompts[2], is_prompt=True)])
-    engine.run([Item(a, [2]), Item(b, [3]), Item(c, [4])])
+    engine.run([StepInput(a, prompts[0], is_prompt=True), StepInput(b, prompts[1][:8], 0, is_prompt=True)])
+    engine.run(
+        [StepInput(a, [1]), StepInput(b, prompts[1][8:], is_prompt=True), StepInput(c, prompts[2], is_prompt=True)]
+    )
+    engine.run([StepInput(a, [2]), StepInput(b, [3]), StepInput(c, [4])])
     engine.remove(a)
-    engine.run([Item(b, [5]), Item(c, [6])])
+    engine.run([StepInput(b, [5]), StepInput(c, [6])])
     engine.remove(b)
     engine.remove(c)
     events = heard(engine._model, lambda all: sum(isinstance(e, SequenceEnded) for e in all) == 3)
@@ -120,9 +122,9 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
     Listener.heard.clear()
     for prompt in prompts:
         slot = engine.add(16)
-        engine.run([Item(slot, prompt[:8], is_prompt=True)])
+        engine.run([StepInput(slot, prompt[:8], is_prompt=True)])
         if prompt[8:]:
-            engine.run([Item(slot, prompt[8:], is_prompt=True)])
+            engine.run([StepInput(slot, prompt[8:], is_prompt=True)])
         engine.remove(slot)
     alone = [e for e in heard(engine._model, lambda all: len(all) == 10) if isinstance(e, PrefillEnded)]
     for mine, right in zip(packed, alone, strict=True):

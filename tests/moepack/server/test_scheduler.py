@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.batching.engine import Item, Slot
-from moepack.server.batching.jobs import Event, Job
+from moepack.server.batching.engine import CacheSlot, StepInput
+from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.packed_cache import NotPackable
 from moepack.server.batching.sampling import Sampling
 from moepack.server.batching.scheduler import SCORED, Scheduler
@@ -39,17 +39,17 @@ class Machine:
     passes: list[list[tuple[int, int]]] = field(default_factory=list)  # (tokens, length before) of every item
     caches: dict[int, list[int]] = field(default_factory=dict)
     most_held: int = 0
-    before: Callable[[list[Item]], None] = lambda items: None
+    before: Callable[[list[StepInput]], None] = lambda items: None
     is_packed = True
     gate: threading.Event | None = None
 
-    def add(self, wanted: int) -> Slot:
-        slot = Slot()
+    def add(self, wanted: int) -> CacheSlot:
+        slot = CacheSlot()
         self.caches[id(slot)] = []
         slot.cache = slot
         return slot
 
-    def remove(self, slot: Slot) -> None:
+    def remove(self, slot: CacheSlot) -> None:
         self.caches.pop(id(slot), None)
         slot.length = 0
 
@@ -65,7 +65,7 @@ class Machine:
     def most_tokens(self, most: int) -> int:
         return min(most, self.room)
 
-    def run(self, items: list[Item]) -> list[Any]:
+    def run(self, items: list[StepInput]) -> list[Any]:
         if self.gate is not None:
             self.gate.wait(20)
         self.before(items)
@@ -97,14 +97,14 @@ class Bench:
 
     machine: Machine
     limits: Limits
-    events: dict[int, list[Event]] = field(default_factory=dict)
+    events: dict[int, list[JobEvent]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.machine, Words(), self.limits, self._post)  # type: ignore[arg-type]
         self.scheduler.start()
 
-    def _post(self, events: list[tuple[Job, Event]]) -> None:
+    def _post(self, events: list[tuple[Job, JobEvent]]) -> None:
         for job, event in events:
             job.tell(event)
 
@@ -114,7 +114,7 @@ class Bench:
         self.jobs.append(Job(prompt, count, sampling, mine.append, **more))
         return self.jobs[-1]
 
-    def ask(self, prompt: list[int], count: int, **more: Any) -> list[Event]:
+    def ask(self, prompt: list[int], count: int, **more: Any) -> list[JobEvent]:
         job = self.job(prompt, count, **more)
         self.scheduler.submit([job])
         return self.events[len(self.jobs) - 1]
@@ -143,7 +143,7 @@ def bench() -> Any:
         one.scheduler.close(0.0)
 
 
-def text(events: list[Event]) -> str:
+def text(events: list[JobEvent]) -> str:
     assert events[-1].error is None, events[-1].error
     return "".join(e.text for e in events)
 
@@ -279,7 +279,7 @@ def test_a_budget_that_refuses_is_asked_for_less(bench: Any) -> None:
     """Refused passes of more than three tokens: prompts go in smaller pieces, and nothing is lost."""
     machine = Machine()
 
-    def refuse(items: list[Item]) -> None:
+    def refuse(items: list[StepInput]) -> None:
         if sum(len(i.tokens) for i in items) > 3:
             raise BudgetExceeded("too much")
 
@@ -289,7 +289,7 @@ def test_a_budget_that_refuses_is_asked_for_less(bench: Any) -> None:
     b.ended()
     assert [text(events) for events in told] == [expected([n + 1] * 20, 5) for n in range(5)]
 
-    def always(items: list[Item]) -> None:
+    def always(items: list[StepInput]) -> None:
         raise BudgetExceeded("never")
 
     machine.before = always
@@ -302,7 +302,7 @@ def test_a_pass_that_fails_fails_its_sequences_alone(bench: Any) -> None:
     machine = Machine()
     broken: list[bool] = [True]
 
-    def fail(items: list[Item]) -> None:
+    def fail(items: list[StepInput]) -> None:
         if broken:
             raise OSError("the disk is gone")
 
@@ -322,7 +322,7 @@ def test_a_model_that_cannot_be_packed_after_all_is_read_again(bench: Any) -> No
     machine = Machine()
     once: list[bool] = [True]
 
-    def fail(items: list[Item]) -> None:
+    def fail(items: list[StepInput]) -> None:
         if once:
             once.clear()
             machine.caches.clear()

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import Target, arguments, finish
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import Version
+from moepack.pack.spec import Version, lossy
 from moepack.pipeline.allocate import (
     LayerCosts,
     bundle_costs,
@@ -102,12 +102,12 @@ def weighed(costs: list[LayerCosts]) -> dict[str, list[list[float]]]:
 
 def divergence_rows(bundle: Bundle, data: list[str], average: float, windows: int) -> list[dict[str, Any]]:
     """What each weighting's map loses, by divergence from `bf16`."""
-    lossy = [v for v in bundle.versions if not v.is_lossless]
-    costs = bundle_costs(bundle, lossy)
+    small = lossy(bundle.versions)
+    costs = bundle_costs(bundle, small)
     sizes = [row for layer in costs for row in layer.sizes]
-    budget = mix_bytes(lossy, costs, average)
-    tables = {name: named(milp(sizes, losses, budget), lossy, costs) for name, losses in weighed(costs).items()}
-    tables["uniform mix"] = named(uniform(sizes, budget), lossy, costs)
+    budget = mix_bytes(small, costs, average)
+    tables = {name: named(milp(sizes, losses, budget), small, costs) for name, losses in weighed(costs).items()}
+    tables["uniform mix"] = named(uniform(sizes, budget), small, costs)
     with tempfile.TemporaryDirectory() as work:
         policies = []
         for i, table in enumerate(tables.values()):

@@ -34,8 +34,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.common import Target, arguments, finish
-from moepack.pack.codec.affine import AffineMatrix, encode_affine
-from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
+from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.errors import MoepackError
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import MANIFEST, Manifest
@@ -46,7 +46,6 @@ from moepack.pack.spec import (
     ExpertLayer,
     Matrix,
     Version,
-    affine_payload,
     dense_file,
     dense_layers,
     expert_file,
@@ -141,20 +140,15 @@ def whole(target: Path) -> None:
 
 
 def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.Generator) -> tuple[Any, int]:
-    if version.is_lossless:
-        return encode_lossless(
-            matrices,
-            [
-                LosslessMatrix(numbers.integers(0, 1 << 15, (m.rows, m.cols)).astype(np.uint16), _bias(m))
-                for m in matrices
-            ],
-        )
+    if version.plain:
+        weights = [numbers.integers(0, 1 << 15, (m.rows, m.cols)).astype(np.uint16) for m in matrices]
+        return version.encode(matrices, [LosslessMatrix(w, _bias(m)) for w, m in zip(weights, matrices, strict=True)])
     made = []
     for m in matrices:
         groups = (m.rows, -(-m.cols // version.group_size))
         codes = numbers.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
         made.append(AffineMatrix(codes, np.full(groups, 0x3C00, np.uint16), np.ones(groups, np.uint8), _bias(m)))
-    return encode_affine(matrices, version, made), affine_payload(matrices, version)
+    return version.encode(matrices, made)
 
 
 def _bias(matrix: Matrix) -> Any:

@@ -29,9 +29,10 @@ import numpy as np
 import torch
 
 from benchmarks.common import Target, arguments, finish
-from moepack.pack.codec.affine import AffineMatrix, encode_affine
+from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+from moepack.runtime.kernels.forms import handle, resident_size
+from moepack.runtime.kernels.reference import plain_weights, sections_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHAPES = {  # hidden, intermediate, experts, top_k
@@ -66,12 +67,11 @@ class Pool:
         self.memory = paged(count, -(-self.size // 64) * 64, pages)
         rng = np.random.default_rng(0)
         one = np.zeros(self.memory.shape[1], np.uint8)
-        if version.is_lossless:
-            for m, f in zip(matrices, make_forms(matrices, version), strict=True):
-                values = torch.from_numpy(rng.standard_normal(m.weights, np.float32) * np.float32(0.02))
-                one[f.low : f.low + 2 * m.weights] = values.bfloat16().view(torch.uint8).numpy()
-        else:
-            encode_affine(matrices, version, [_random(m, version, rng) for m in matrices], one[: self.size])
+        plain = plain_weights(torch.from_numpy(one), sections_of(matrices, version))
+        for weights in plain:
+            weights.copy_(torch.from_numpy(rng.standard_normal(weights.shape, np.float32) * np.float32(0.02)))
+        if not plain:
+            one[: self.size] = version.encode(matrices, [_random(m, version, rng) for m in matrices])[0]
         self.memory.copy_(torch.from_numpy(one))
         self.addresses = np.array([row.data_ptr() for row in self.memory], np.uint64)
 
@@ -106,13 +106,7 @@ class Layer:
         key = (pool.version.name, which)
         if key not in self._made:
             extent = pool.memory[which][: pool.size]
-            forms = make_forms(self.layer.matrices, pool.version)
-            weights: tuple[torch.Tensor, ...] = ()
-            if pool.version.is_lossless:
-                weights = tuple(
-                    extent[f.low : f.low + 2 * m.weights].view(torch.bfloat16).view(m.rows, m.cols)
-                    for m, f in zip(self.layer.matrices, forms, strict=True)
-                )
+            weights = plain_weights(extent, sections_of(self.layer.matrices, pool.version))
             address = handle(int(pool.addresses[which]), self.native.numbers[pool.version.name])
             self._made[key] = (address, SimpleNamespace(version=pool.version, extent=extent, weights=weights))
         self.table[expert], self.handles[expert] = self._made[key]
@@ -238,7 +232,7 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages:
     for name, pool in pools.items():
         rows.append(_row(shape, name, tokens, seconds[name], seconds["torch"], seconds[f"read {name}"]))
         rows[-1]["MB"] = pool.size * len(used) / 1e6
-        if tokens >= 64 and not pool.version.is_lossless:
+        if tokens >= 64 and not pool.version.plain:
             theirs = seconds["torch"] + len(used) * dequantised(matrices, pool)
             rows[-1]["over dequantise"] = theirs / seconds[name]
     if mixed:
@@ -251,15 +245,13 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages:
 
 def dequantised(matrices: tuple[Matrix, ...], pool: Pool) -> float:
     """Seconds that torch takes to dequantise one expert to BF16."""
-    from moepack.pack.spec import affine_sections
     from moepack.runtime.kernels.reference import dequantise
 
-    times = []
+    times, sections = [], sections_of(matrices, pool.version)
     for which in range(3):
         began = time.perf_counter()
         for i, m in enumerate(matrices):
-            sections = {s.kind: s for s in affine_sections(matrices, pool.version) if s.matrix == i}
-            dequantise(pool.memory[which][: pool.size], sections, m, pool.version, torch.bfloat16)
+            dequantise(pool.memory[which][: pool.size], sections[i], m, pool.version, torch.bfloat16)
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 

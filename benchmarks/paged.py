@@ -33,7 +33,7 @@ import torch
 from benchmarks.common import Target, arguments, finish
 from benchmarks.kernels import SHAPES, Module
 from moepack.pack.codec.exponent_fast import decode_into
-from moepack.pack.codec.lossless import LosslessMatrix, directory, encode_lossless
+from moepack.pack.codec.lossless import LosslessMatrix, directory
 from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align
 from moepack.runtime.allocation.bandwidth import pass_seconds
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
@@ -143,7 +143,7 @@ def draw(matrices: tuple[Matrix, ...]) -> list[np.ndarray[Any, Any]]:
         for m in matrices:
             weights = torch.from_numpy(rng.standard_normal((m.rows, m.cols), np.float32) * np.float32(0.02))
             values.append(LosslessMatrix(weights.bfloat16().view(torch.uint16).numpy()))
-        out.append(encode_lossless(matrices, values)[0])
+        out.append(Version.of("bf16").encode(matrices, values)[0])
     whole = max(map(len, out))
     return [np.concatenate([extent, np.zeros(whole - len(extent), np.uint8)]) for extent in out]
 

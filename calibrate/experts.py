@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import Bf16Bits
+from moepack.pack.codec.bits import Bf16Bits
 from moepack.pack.spec import ExpertLayer, Matrix
 
 

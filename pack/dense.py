@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec.affine import bf16_to_float32
+from .codec.bits import bf16_to_float32
 from .errors import BundleError, InputError
 from .files import digest_of, open_file, read_file
 from .manifest import DENSE, DENSE_INDEX, Manifest, strict_json

@@ -16,12 +16,12 @@ from types import TracebackType
 
 import numpy as np
 
-from .codec.affine import Buffer
+from .codec.bits import Buffer
 from .errors import BundleError, Kind
 from .files import open_file
 from .manifest import ExpertFileEntry
 from .safetensors_file import Header, make_header, parse_header
-from .spec import MAX_EXTENT, PAGE, DenseLayer, ExpertLayer, Version, affine_extent_size, align
+from .spec import MAX_EXTENT, PAGE, DenseLayer, ExpertLayer, Version, align
 
 Layer = ExpertLayer | DenseLayer
 _DIGITS = 15  # of a byte offset, at the most: what a header is sized for before the offsets are known
@@ -141,7 +141,8 @@ class LayerFile:
                 raise self._bad("alignment", f"the extent of {where} is not whole pages in order")
             if t.end - t.begin >= MAX_EXTENT:
                 raise self._bad("overflow", f"the extent of {where} has {t.end - t.begin} bytes")
-            if not version.is_lossless and t.end - t.begin != affine_extent_size(layer.extent_matrices(e), version):
+            sizes = version.stored_sizes(layer.extent_matrices(e))
+            if sizes is not None and t.end - t.begin != sizes[0]:
                 raise self._bad("size", f"the extent of {where} has {t.end - t.begin} bytes")
             spans.append((t.begin, t.end))
         self._spans = spans

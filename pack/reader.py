@@ -14,9 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from .codec.affine import Buffer
-from .codec.checks import check_affine, check_lossless, lossless_payload
-from .codec.lossless import decode_lossless
+from .codec.bits import Buffer
 from .dense import DenseTensors
 from .errors import BundleError, CodecError, InputError, Kind, Problem
 from .files import digest_of, read_file, size_of
@@ -362,18 +360,14 @@ def _verify_layer(bundle: Bundle, name: str, opened: Callable[[], LayerFile]) ->
         matrices = file.layer.extent_matrices(number)
         try:
             extent = file.extent(number)
-            if version.is_lossless:
-                decode_lossless(matrices, extent)
-                payload += lossless_payload(matrices, extent)
-            for kind, message in (
-                check_lossless(matrices, extent) if version.is_lossless else check_affine(matrices, version, extent)
-            ):
+            for kind, message in version.check(matrices, extent):
                 wrong(kind, message)
+            payload += version.payload(matrices, extent)
         except BundleError as error:
             problems.extend(error.problems)
         except CodecError as error:
             wrong("codec", str(error))
     listed = bundle.manifest.expert_files[name].payload
-    if version.is_lossless and not problems and payload != listed:
+    if not problems and payload != listed:
         problems.append(Problem(file.location, "size", f"a payload of {payload} bytes, the manifest says {listed}"))
     return problems

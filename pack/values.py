@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec.affine import AffineMatrix, Bf16Bits, Buffer, bf16_to_float32, decode_affine
-from .codec.lossless import LosslessMatrix, decode_lossless
+from .codec.bits import Buffer, bf16_to_float32
 from .errors import BundleError, CodecError
 from .spec import DenseMatrix, ExpertLayer, Matrix, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_Exact = NDArray[np.float32] | NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Expert:
     extent: Buffer
     where: str
 
-    def decode(self) -> Sequence[AffineMatrix | LosslessMatrix]:
-        """Its matrices as they are stored: codes, scales and zero points, or BF16 bits of the lossless version.
+    def decode(self) -> Sequence[Any]:
+        """Its matrices as they are stored: AffineMatrix, or LosslessMatrix of the lossless version.
 
         Raises:
             BundleError: when a lossless extent does not decode.
@@ -53,7 +54,7 @@ class Expert:
         Raises:
             BundleError: as `decode`.
         """
-        return {name: _numpy(part, self.version) for name, part in _parts(self._names(), self.decode())}
+        return {name: _numpy(part) for name, part in _parts(self.version, self._names(), self.decode())}
 
     def torch(self) -> dict[str, Tensor]:
         """The same on the CPU: bfloat16 of the lossless version and of biases, to the bit, and float32 of others, whose
@@ -62,7 +63,7 @@ class Expert:
         Raises:
             BundleError: as `decode`.
         """
-        return {name: _torch(part, self.version) for name, part in _parts(self._names(), self.decode())}
+        return {name: _torch(part) for name, part in _parts(self.version, self._names(), self.decode())}
 
     def _names(self) -> list[tuple[str, str]]:
         return [(m.name, f"{m.name}.bias") for m in self.layer.matrices]
@@ -84,7 +85,7 @@ class DenseValues:
     extent: Buffer
     where: str
 
-    def decode(self) -> AffineMatrix | LosslessMatrix:
+    def decode(self) -> Any:
         """The matrix as it is stored; see `Expert.decode`."""
         return _decode((self.described.matrix,), self.version, self.extent, self.where)[0]
 
@@ -94,7 +95,7 @@ class DenseValues:
         Raises:
             BundleError: when a lossless extent does not decode.
         """
-        return {name: _numpy(part, self.version) for name, part in _parts([_LINEAR], [self.decode()])}
+        return {name: _numpy(part) for name, part in _parts(self.version, [_LINEAR], [self.decode()])}
 
     def torch(self) -> dict[str, Tensor]:
         """The same on the CPU, of the dtypes that `Expert.torch` has.
@@ -102,37 +103,34 @@ class DenseValues:
         Raises:
             BundleError: as `numpy`.
         """
-        return {name: _torch(part, self.version) for name, part in _parts([_LINEAR], [self.decode()])}
+        return {name: _torch(part) for name, part in _parts(self.version, [_LINEAR], [self.decode()])}
 
 
 _LINEAR = ("weight", "bias")
-_Value = AffineMatrix | LosslessMatrix
 
 
-def _decode(matrices: tuple[Matrix, ...], version: Version, extent: Buffer, where: str) -> Sequence[_Value]:
-    if not version.is_lossless:
-        return decode_affine(matrices, version, extent)
+def _decode(matrices: tuple[Matrix, ...], version: Version, extent: Buffer, where: str) -> Sequence[Any]:
     try:
-        return decode_lossless(matrices, extent)
+        return version.decode(matrices, extent)
     except CodecError as error:
         raise BundleError.single(where, "codec", str(error)) from None
 
 
-def _parts(names: Sequence[tuple[str, str]], values: Sequence[_Value]) -> Iterator[tuple[str, AffineMatrix | Bf16Bits]]:
-    """Weights and biases by their names; BF16 as bits."""
+def _parts(version: Version, names: Sequence[tuple[str, str]], values: Sequence[Any]) -> Iterator[tuple[str, _Exact]]:
+    """Weights and biases by their names: float32, or BF16 bits."""
     for (weight, bias), value in zip(names, values, strict=True):
-        yield weight, value.weight if isinstance(value, LosslessMatrix) else value
+        yield weight, version.dequantise(value)
         if value.bias is not None:
             yield bias, value.bias
 
 
-def _numpy(part: AffineMatrix | Bf16Bits, version: Version) -> NDArray[np.float32]:
-    return part.dequantise(version) if isinstance(part, AffineMatrix) else bf16_to_float32(part)
+def _numpy(part: _Exact) -> NDArray[np.float32]:
+    return bf16_to_float32(part) if part.dtype == np.uint16 else part  # type: ignore[arg-type, return-value]
 
 
-def _torch(part: AffineMatrix | Bf16Bits, version: Version) -> Tensor:
+def _torch(part: _Exact) -> Tensor:
     import torch
 
-    if isinstance(part, AffineMatrix):
-        return torch.from_numpy(part.dequantise(version))
-    return torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16)
+    if part.dtype == np.uint16:
+        return torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(part)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.pack.spec import ExpertLayer, Matrix, Version, lossy
 
 from .crossfit import FOLDS, LEAST_ROWS, SHARE, at_once
 from .expert_batch import PART, Settings
@@ -17,7 +17,7 @@ from .methods import method_for
 
 OTHERS = 256  # tokens at the most that an expert is measured on beside its own
 SMALL = 16 << 20  # bytes of what is not counted, and a 16th of what is: what the allocator rounds and keeps
-LOSSLESS = 0.75  # of a BF16 matrix, what its lossless extent takes at the most but for exotic weights
+CODED = 0.75  # of a BF16 matrix, what its lossless extent takes at the most but for exotic weights
 
 
 def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
@@ -28,8 +28,8 @@ def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
 def dense_memory(rows: Matrix, versions: Sequence[Version], method: str) -> int:
     """The most bytes that making some rows of a dense matrix takes, on the device that computes; its moments and the
     checkpoint's weights not counted."""
-    affine = [v for v in versions if not v.is_lossless]
-    packed = int(rows.weights * (_bytes_a_weight(affine) + 2 + 2 * LOSSLESS * (len(affine) < len(versions))))
+    affine = lossy(versions)
+    packed = int(rows.weights * (_bytes_a_weight(affine) + 2 + 2 * CODED * (len(affine) < len(versions))))
     made = len(affine) * rows.weights
     fitted = any(method_for(method, v).needs_moments for v in affine)
     working = working_bytes(rows.rows, rows.cols, len(affine)) if fitted else _rounding(rows, 1)
@@ -46,7 +46,7 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     weights = experts * sum(4 * m.weights for m in layer.matrices)
     squares = [4 * m.cols * m.cols for m in (first, second)]
     made = experts * sum(m.weights for m in layer.matrices) * len(versions)
-    packed = experts * sum(int(m.weights * (_bytes_a_weight(versions) + 2 * LOSSLESS)) for m in layer.matrices)
+    packed = experts * sum(int(m.weights * (_bytes_a_weight(versions) + 2 * CODED)) for m in layer.matrices)
     # Once matrices are made, an expert is measured: one version's values, what made them, and two rows of activations.
     tokens = settings.loss_tokens + OTHERS
     measured = 2 * tokens * (5 * first.cols + 2 * first.rows + 8 * second.cols + 12 * second.rows)

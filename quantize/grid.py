@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import AffineMatrix, Bf16Bits
+from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.bits import Bf16Bits
 from moepack.pack.spec import Version
 
 _TOGETHER = 1 << 17  # elements: 512 KiB of float32; temporaries as large as a matrix cost a page fault each 4 KiB

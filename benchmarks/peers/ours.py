@@ -16,7 +16,8 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version, version_names
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.cpu import forward
 from moepack.runtime.kernels.affine_native import LEVELS, LayerForms, level, openmp, read
-from moepack.runtime.kernels.forms import handle, make_forms
+from moepack.runtime.kernels.forms import handle
+from moepack.runtime.kernels.reference import plain_weights, sections_of
 
 from .worker import answer, threads
 
@@ -31,13 +32,10 @@ class Layer:
         self.native = LayerForms(matrices, self.versions)
         number = self.native.numbers[pool.version.name]
         self.table = np.array([handle(int(a), number) for a in pool.addresses], np.uint64)
-        self.handles = [SimpleNamespace(version=pool.version, extent=e, weights=()) for e in self._extents()]
-        if pool.version.is_lossless:
-            for made in self.handles:
-                made.weights = tuple(
-                    made.extent[f.low : f.low + 2 * m.weights].view(torch.bfloat16).view(m.rows, m.cols)
-                    for m, f in zip(matrices, make_forms(matrices, pool.version), strict=True)
-                )
+        sections = sections_of(matrices, pool.version)
+        self.handles = [
+            SimpleNamespace(version=pool.version, extent=e, weights=plain_weights(e, sections)) for e in self._extents()
+        ]
 
     def _extents(self) -> list[torch.Tensor]:
         return [row[: self.pool.size] for row in self.pool.memory]

@@ -93,7 +93,7 @@ def add(
         recipe = quantised_recipe(directory)
         if old is not None:
             recipe = _recipe_of(old, directory, record)
-        elif made["versions"] != [asdict(v) for v in recipe.version_specs()]:
+        elif made["versions"] != [v.record() for v in recipe.version_specs()]:
             raise InputError(f"{directory.path}: was quantised by another recipe than it was calibrated with")
         before = recipe.version_specs() if old is None else old.manifest.versions
         # A model may have no dense matrix that gets versions, whatever the recipe says.
@@ -235,7 +235,7 @@ def _stages(
     for stage, how in directory.settings().items():
         if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
             continue
-        held = [Version(**v) for v in how["versions"]]
+        held = [Version.read(v) for v in how["versions"]]
         # One that was stopped goes on as a whole: its dense matrices may be what is left of it.
         parts = [*layers, *(record["dense"] if stage != "quantize" and how.get("dense") else ())]
         if all(how.get(k) == made.get(k) for k in _ALIKE) and all(directory.done(stage, i) is not None for i in parts):
@@ -251,7 +251,7 @@ def _dense_stages(
     for stage, how in directory.settings().items():
         if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
             continue
-        held = [Version(**v) for v in how.get("dense") or ()]
+        held = [Version.read(v) for v in how.get("dense") or ()]
         alike = held and all(how.get(k) == made.get(k) for k in _DENSE_ALIKE) and how.get(WAY[0]) == WAY[1]
         if alike and all(directory.done(stage, part) is not None for part in record["dense"]):
             out |= {v: stage for v in wanted if v in held}

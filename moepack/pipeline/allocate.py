@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError, MissingExtraError
-from moepack.pack.spec import ExpertLayer, Version, affine_extent_size
+from moepack.pack.spec import ExpertLayer, Version, lossy
 from moepack.runtime.allocation.knapsack import BudgetError, greedy, milp, spent, uniform
 from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, prefix_split
 from moepack.runtime.policies.contract import Versions
@@ -239,14 +239,13 @@ def check_allocation(
     """Refuse, before any work is done, an average that even the smallest versions pass, or a library that is absent."""
     if how is not None and how.method == "milp" and importlib.util.find_spec("scipy") is None:
         raise MissingExtraError("scipy", "build")
-    affine = [v for v in versions if not v.is_lossless]
-    if how is None or not affine:
+    small = lossy(versions)
+    if how is None or not small:
         return
-    least = sum(x.experts * min(affine_extent_size(x.matrices, v) for v in affine) for x in layers)
+    least = sum(x.experts * min(v.resident_size(x.matrices) for v in small) for x in layers)
     weights = sum(x.experts * x.expert_weights for x in layers)
     if how.dense:
-        lossy = [v for v in dense_versions if not v.is_lossless]
-        least += sum(min(affine_extent_size((m.matrix,), v) for v in lossy) for m in dense)
+        least += sum(min(v.resident_size((m.matrix,)) for v in lossy(dense_versions)) for m in dense)
         weights += sum(m.matrix.weights for m in dense)
     bits = 8 * least / weights
     if how.average_bits < bits:

@@ -101,7 +101,7 @@ def assemble(
     """
     record, quantised = run_record(work), quantised_settings(work)
     if chosen is None:
-        made, dense_made = ([Version(**v) for v in quantised.get(k) or ()] for k in ("versions", "dense"))
+        made, dense_made = ([Version.read(v) for v in quantised.get(k) or ()] for k in ("versions", "dense"))
         chosen = Chosen(dict.fromkeys(made, "quantize"), quantised_recipe(work), dict.fromkeys(dense_made, "quantize"))
         how = quantised["allocation"]
     else:
@@ -258,7 +258,7 @@ def _tables(
     joined = work.piece(JOINED, None, "all-dense-losses.safetensors")
     if parts:
         settings = work.settings()
-        columns = [(stage, settings[stage]["dense"].index(asdict(v))) for v, stage in chosen.dense.items()]
+        columns = [(stage, settings[stage]["dense"].index(v.record())) for v, stage in chosen.dense.items()]
         join_losses([[(work.piece(s, part, LOSSES), column) for s, column in columns] for part, _, _ in parts], joined)
     write_tables(
         writer.path(TABLES),

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from moepack.pack.codec.affine import Buffer, put_rows
+from moepack.pack.codec.affine import put_rows
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.layer_file import LayerFileWriter
-from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix, Version, affine_extent_size, affine_payload
+from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix, Version
 
 from .artifacts import save
 from .dense_slice import DenseTask
@@ -92,10 +93,10 @@ def _extent(matrix: Matrix, version: Version, pieces: Sequence[tuple[DenseTask, 
     if len(own) == 1:
         piece = load_piece(own[0][1])
         return piece.extents[version.name][0], piece.payloads[version.name][0]
-    out = np.zeros(affine_extent_size((matrix,), version), np.uint8)
+    out = np.zeros(version.resident_size((matrix,)), np.uint8)
     for rows, path in own:  # one after another: what was read of a file stays in memory while it is open
         put_rows(matrix, version, rows, load_piece(path).extents[version.name][0], out)
-    return out, affine_payload((matrix,), version)
+    return out, version.payload((matrix,), out)
 
 
 def _losses(matrix: Matrix, version: Version, pieces: Sequence[tuple[DenseTask, Path]]) -> tuple[float, float, int]:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from moepack.pack.codec.affine import Bf16Bits, Buffer, encode_affine
-from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
-from moepack.pack.spec import DenseMatrix, Matrix, Version, affine_payload
+from moepack.pack.codec.bits import Bf16Bits, Buffer
+from moepack.pack.codec.lossless import LosslessMatrix
+from moepack.pack.spec import DenseMatrix, Matrix, Version, lossy
 from moepack.quantize import methods
 from moepack.version import __version__
 
@@ -74,7 +74,7 @@ class DenseTask:
             "moments": moments,
             "matrix": asdict(self.matrix),
             "rows": [self.rows.start, self.rows.stop],
-            "versions": [asdict(v) for v in self.versions],
+            "versions": [v.record() for v in self.versions],
             "method": self.method,
             "threads": THREADS,
             "device": self.device,
@@ -87,13 +87,13 @@ def dense_tasks(matrices: Sequence[DenseMatrix], recipe: Recipe, checkpoint: str
     from moepack.quantize.dense_matrix import slices
 
     versions, method = recipe.dense_specs(), recipe.quantize.method
-    lossless, affine = (tuple(v for v in versions if v.is_lossless == it) for it in (True, False))
+    cut_up = lossy(versions)
+    whole = tuple(v for v in versions if v not in cut_up)
     out = []
     for m in matrices:
         every, parts = range(m.matrix.rows), slices(m.matrix.rows, m.matrix.cols)
-        cut = (
-            [(every, versions)] if len(parts) == 1 or not affine else [(every, lossless), *((r, affine) for r in parts)]
-        )
+        one = len(parts) == 1 or not cut_up
+        cut = [(every, versions)] if one else [(every, whole), *((r, cut_up) for r in parts)]
         out += [DenseTask(checkpoint, m, rows, wanted, method, device) for rows, wanted in cut]
     return out
 
@@ -128,28 +128,30 @@ def make_slice(
     bits = None if bias is None else bits_of(bias[task.rows.start : task.rows.stop])
     made = Piece({}, {}, {k: torch.zeros(1, len(task.versions), dtype=torch.float64) for k in ("error", "power")})
     made.losses["method"] = torch.zeros(1, len(task.versions), dtype=torch.uint8)
-    affine = [v for v in task.versions if not v.is_lossless]
+    wanted = lossy(task.versions)
     with fixed_threads():
         for version in task.versions:
-            if version.is_lossless:
-                extent, payload = lossless_matrix(task.part, rows, bits, THREADS if device.type == "cpu" else None)
+            if version not in wanted:
+                extent, payload = exact_matrix(
+                    version, task.part, rows, bits, THREADS if device.type == "cpu" else None
+                )
                 made.extents[version.name], made.payloads[version.name] = [extent], [payload]
-        if affine:
-            done = quantise_rows(rows.to(device, torch.float32), learn.to(device), held.to(device), task.method, affine)
+        if wanted:
+            done = quantise_rows(rows.to(device, torch.float32), learn.to(device), held.to(device), task.method, wanted)
             for version, (q, loss) in done.items():
-                made.extents[version.name] = [encode_affine(own, version, [q.matrix(0, bits)])]
-                made.payloads[version.name] = [affine_payload(own, version)]
+                extent, payload = version.encode(own, [q.matrix(0, bits)])
+                made.extents[version.name], made.payloads[version.name] = [extent], [payload]
                 column = task.versions.index(version)
                 made.losses["error"][0, column], made.losses["power"][0, column] = loss.error, loss.power
                 made.losses["method"][0, column] = methods.numbered().index(loss.method)
     return made
 
 
-def lossless_matrix(
-    matrix: Matrix, weight: torch.Tensor, bias: Bf16Bits | None, threads: int | None = None
+def exact_matrix(
+    version: Version, matrix: Matrix, weight: torch.Tensor, bias: Bf16Bits | None, threads: int | None = None
 ) -> tuple[Buffer, int]:
-    """A matrix' lossless extent, and its bytes without padding; coded by all cores, or by so many threads."""
-    return encode_lossless((matrix,), [LosslessMatrix(bits_of(weight), bias)], threads)
+    """A matrix' extent in a version that holds the checkpoint's bits, and its payload; all cores without `threads`."""
+    return version.encode((matrix,), [LosslessMatrix(bits_of(weight), bias)], threads)
 
 
 def bits_of(tensor: torch.Tensor) -> Bf16Bits:

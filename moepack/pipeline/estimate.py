@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches
 from moepack.pack.layer_file import header_size
-from moepack.pack.spec import LOSSLESS, DenseMatrix, affine_extent_size, dense_layers
+from moepack.pack.spec import DenseMatrix, Version, dense_layers, lossy
 from moepack.pack.writer import check_target, existing
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
@@ -23,9 +23,9 @@ from moepack.runtime.devices.glibc import reusing, trim
 from moepack.runtime.load import check_device
 
 from .bound import Needs, Placement, needs_of, peak, place, workers
-from .dense_slice import bits_of, dense_tasks, lossless_matrix, make_slice
+from .dense_slice import bits_of, dense_tasks, exact_matrix, make_slice
 from .executors import check_engine
-from .expert_batch import ExpertBatchTask, batch_settings, lossless_extent, make_batch
+from .expert_batch import ExpertBatchTask, batch_settings, exact_extent, make_batch
 from .recipe import Recipe, load_recipe
 from .run import EVERY, Dense
 from .start import calibration_text, dense_parts
@@ -142,6 +142,7 @@ class _DryRun:
         self._needs, self._how, batch = needs, how, how.batch_size
         self._walk: CalibrationPass | None = CalibrationPass(stream, ids[:batch], batch, self._dtype)
         self._sizes = _known_sizes(recipe, self._experts)
+        self._encoded = [v for v in recipe.version_specs() if v.entropy_coded]  # whose sizes only encoding tells
         self.start = 0.0  # seconds until the first layer, and until everything is loaded and compiled
         self._read = self._encode = self._one_expert = 0.0  # seconds
         self._forward = self._again = 0.0  # of a batch through a layer: of the first two, and of the others
@@ -258,7 +259,7 @@ class _DryRun:
         self._read += time.perf_counter() - began
         self._add_dense(index, dense)
         del dense
-        if LOSSLESS not in self._sizes:  # nobody needs to know more of these experts than how long they take to read
+        if not self._encoded:  # sizes follow from shapes: only how long these experts take to read matters
             self._read += self._second_a_byte * stream.file_bytes(index)
             return
         for some in stream.expert_ranges(index):
@@ -269,10 +270,10 @@ class _DryRun:
             del experts  # before the next are read
 
     def _add_experts(self, experts: ExpertWeights) -> None:
-        """Bytes of experts at the lossless version, if it is wanted."""
-        if LOSSLESS in self._sizes:
+        """Add the bytes of experts in the versions whose sizes only encoding tells."""
+        for version in self._encoded:
             began = time.perf_counter()
-            self._sizes[LOSSLESS] += _lossless_bytes(experts, self._reporter)
+            self._sizes[version.name] += _encoded_bytes(version, experts, self._reporter)
             self._encode += time.perf_counter() - began
 
     def _add_dense(self, part: int | None, tensors: dict[str, torch.Tensor]) -> None:
@@ -285,15 +286,11 @@ class _DryRun:
             packed |= {weight, bias}
             began = time.perf_counter()
             for version in versions:
-                self._dense_sizes[version.name] += (
-                    len(
-                        lossless_matrix(
-                            described.matrix, tensors[weight], bits_of(tensors[bias]) if bias in tensors else None
-                        )[0]
-                    )
-                    if version.is_lossless
-                    else affine_extent_size((described.matrix,), version)
-                )
+                sizes = version.stored_sizes((described.matrix,))
+                if sizes is None:
+                    values = tensors[weight], bits_of(tensors[bias]) if bias in tensors else None
+                    sizes = len(exact_matrix(version, described.matrix, *values)[0]), 0
+                self._dense_sizes[version.name] += sizes[0]
             self._encode += time.perf_counter() - began
             work = float(described.matrix.weights * described.matrix.cols)
             self._one_dense = self._one_dense or self._quantise_dense(described, tensors, beside)
@@ -318,7 +315,7 @@ class _DryRun:
 
         device = self._stream.device
         task = dense_tasks((matrix,), self._recipe, "", device.type)[-1]
-        task = replace(task, versions=tuple(v for v in task.versions if not v.is_lossless))
+        task = replace(task, versions=lossy(task.versions))
         white, seconds = torch.eye(matrix.matrix.cols, device=device), 0.0
         for together in (1, beside):  # the first loads what the quantisers need
             began = time.perf_counter()
@@ -393,12 +390,13 @@ class _DryRun:
 
 
 def _known_sizes(recipe: Recipe, layers: Sequence[ExpertLayer]) -> dict[str, int]:
-    """Bytes of each version's files; of the lossless one only their headers, as its extents are yet to be made."""
+    """Bytes of each version's files; only headers of a version whose sizes depend on the values."""
     sizes = {}
     for v in recipe.version_specs():
         sizes[v.name] = sum(header_size(v.name, layer) for layer in layers)
-        if not v.is_lossless:
-            sizes[v.name] += sum(layer.experts * affine_extent_size(layer.matrices, v) for layer in layers)
+        for layer in layers:
+            stored = v.stored_sizes(layer.matrices)
+            sizes[v.name] += layer.experts * stored[0] if stored is not None else 0
     return sizes
 
 
@@ -406,14 +404,14 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _lossless_bytes(experts: ExpertWeights, reporter: Reporter) -> int:
-    """Bytes of a layer's lossless extents."""
+def _encoded_bytes(version: Version, experts: ExpertWeights, reporter: Reporter) -> int:
+    """Bytes of a layer's extents in a version that holds the checkpoint's bits."""
     from moepack.calibrate.held import release
 
     total = 0
     reporter.inner("experts", experts.layer.experts)
     for e in range(experts.layer.experts):
-        total += len(lossless_extent(experts, e)[0])
+        total += len(exact_extent(version, experts, e)[0])
         for matrices in experts.weights:
             release(matrices)
         reporter.advance()

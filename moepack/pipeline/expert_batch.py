@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moepack.pack.codec.affine import Buffer
-from moepack.pack.spec import LOSSLESS, Version, affine_payload
+from moepack.pack.codec.bits import Buffer
+from moepack.pack.spec import Version, lossy
 from moepack.quantize import methods
 from moepack.version import __version__
 
@@ -67,7 +67,7 @@ class ExpertBatchTask:
             "observed": observed,
             "layer": self.layer,
             "experts": [self.experts.start, self.experts.stop],
-            "versions": [asdict(v) for v in self.versions],
+            "versions": [v.record() for v in self.versions],
             "settings": asdict(self.settings),
             "threads": THREADS,
             "device": self.device,
@@ -80,8 +80,7 @@ def batch_settings(recipe: Recipe) -> Settings:
     from moepack.quantize.expert_batch import Settings
 
     q = recipe.quantize
-    affine = tuple(v for v in recipe.version_specs() if not v.is_lossless)
-    return Settings(q.method, affine, q.min_tokens, q.loss_tokens, q.moments)
+    return Settings(q.method, lossy(recipe.version_specs()), q.min_tokens, q.loss_tokens, q.moments)
 
 
 def observation_digest(observation: Observation) -> str:
@@ -103,16 +102,18 @@ def _bytes(tensor: torch.Tensor) -> Buffer:
     return out
 
 
-def lossless_extent(weights: ExpertWeights, expert: int, threads: int | None = None) -> tuple[Buffer, int]:
-    """The lossless extent of one expert, and its bytes without padding; coded by all cores, or by so many threads."""
+def exact_extent(
+    version: Version, weights: ExpertWeights, expert: int, threads: int | None = None
+) -> tuple[Buffer, int]:
+    """An expert's extent in a lossless version, and its payload; all cores work without `threads`."""
     from moepack.calibrate.experts import bits_of
-    from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
+    from moepack.pack.codec.lossless import LosslessMatrix
 
     values = []
     for m in range(len(weights.layer.matrices)):
         bias = weights.bias(expert, m)
         values.append(LosslessMatrix(bits_of(weights.matrix(expert, m)), None if bias is None else bits_of(bias)))
-    return encode_lossless(weights.layer.matrices, values, threads)
+    return version.encode(weights.layer.matrices, values, threads)
 
 
 def make_batch(
@@ -138,7 +139,6 @@ def _make(
 
     from moepack.calibrate.experts import bits_of
     from moepack.calibrate.gather import gather_batch
-    from moepack.pack.codec.affine import encode_affine
     from moepack.quantize.expert_batch import quantise_batch
     from moepack.quantize.pooling import MEASURED, measured_row
 
@@ -151,19 +151,21 @@ def _make(
         | {"method": torch.zeros(len(task.experts), len(names), dtype=torch.uint8)},
     )
     batch = gather_batch(module, weights, task.experts, observation, task.settings, device)
-    affine = [names.index(v.name) for v in task.settings.versions]
+    quantised = [names.index(v.name) for v in task.settings.versions]
+    exact = [v for v in task.versions if v not in lossy(task.versions)]
     for i, row in enumerate(quantise_batch(batch, task.settings)):
         for k, values in measured_row([(item.own, item.others) for item in row]).items():
-            made.losses[k][i, affine] = torch.tensor(values, dtype=torch.float64)
+            made.losses[k][i, quantised] = torch.tensor(values, dtype=torch.float64)
         biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
-        if LOSSLESS in made.extents:
-            extent, payload = lossless_extent(weights, i, THREADS if device.type == "cpu" else None)
-            made.extents[LOSSLESS].append(extent)
-            made.payloads[LOSSLESS].append(payload)
+        for version in exact:
+            extent, payload = exact_extent(version, weights, i, THREADS if device.type == "cpu" else None)
+            made.extents[version.name].append(extent)
+            made.payloads[version.name].append(payload)
         for item in row:
             name, column = item.version.name, names.index(item.version.name)
             packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
-            made.extents[name].append(encode_affine(matrices, item.version, packed))
-            made.payloads[name].append(affine_payload(matrices, item.version))
+            extent, payload = item.version.encode(matrices, packed)
+            made.extents[name].append(extent)
+            made.payloads[name].append(payload)
             made.losses["method"][i, column] = methods.numbered().index(item.method)
     return made

@@ -141,10 +141,9 @@ def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
     version = manifest.version(name)
     files = [manifest.expert_files[expert_file(name, layer.index)] for layer in manifest.layers]
     weights = sum(layer.experts * layer.expert_weights for layer in manifest.layers)
-    stored = "lossless" if version.is_lossless else f"{version.bits} bits, groups of {version.group_size}"
     bits = 8 * sum(f.payload for f in files) / weights
     size = f"{sum(f.size for f in files) / 1e6:,.1f} MB"
-    return f"| {name} | {stored} | {size} | {bits:.2f} | {shown_loss(*tables.mean_loss(name))} |"
+    return f"| {name} | {version.described()} | {size} | {bits:.2f} | {shown_loss(*tables.mean_loss(name))} |"
 
 
 def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
@@ -152,9 +151,8 @@ def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
     assert dense is not None
     files = [manifest.expert_files[file] for file in manifest.dense_files(name)]
     bits = 8 * sum(f.payload for f in files) / sum(d.matrix.weights for d in manifest.dense)
-    stored = "lossless" if version.is_lossless else f"{version.bits} bits, groups of {version.group_size}"
     loss = float(dense.relative[:, dense.versions.index(name)].mean())
-    what = f"{len(manifest.dense)} matrices outside the experts: {stored}"
+    what = f"{len(manifest.dense)} matrices outside the experts: {version.described()}"
     return f"| {name} | {what} | {sum(f.size for f in files) / 1e6:,.1f} MB | {bits:.2f} | {loss:.4f} |"
 
 

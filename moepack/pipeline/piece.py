@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.bits import Buffer
 
 from .artifacts import save
 

@@ -199,9 +199,9 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     Raises:
         InputError: where both have one of them with other group sizes: a recipe has one for both.
     """
-    sizes = {v.name: v.group_size for v in (*dense, *versions) if not v.is_lossless}
+    sizes = {v.name: v.group_size for v in (*dense, *versions) if v.group_size}
     for v in dense:
-        if not v.is_lossless and sizes[v.name] != v.group_size:
+        if v.group_size and sizes[v.name] != v.group_size:
             raise InputError(
                 f"{v.name}: dense matrices would have it in groups of {v.group_size}, experts of {sizes[v.name]}: a "
                 "recipe has one group size for both: replace it in both, by --add and --add-dense"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import InputError
 
 from .dense_slice import DenseTask, make_slice

@@ -267,14 +267,14 @@ def quantize_settings(recipe: Recipe) -> dict[str, Any]:
     q = recipe.quantize
     how, versions = recipe.allocation, recipe.version_specs()
     return {
-        "versions": [asdict(v) for v in versions],
+        "versions": [v.record() for v in versions],
         "method": q.method,
         "min_tokens": q.min_tokens,
         "loss_tokens": q.loss_tokens,
         "moments": q.moments,
         "estimate of losses": ESTIMATE,
         "allocation": None if how is None else asdict(how),
-        "dense": [asdict(v) for v in recipe.dense_specs()] or None,
+        "dense": [v.record() for v in recipe.dense_specs()] or None,
         WAY[0]: WAY[1] if recipe.dense else None,
     }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS
+from moepack.pack.spec import encoding_of, lossless, lossy
 from moepack.pack.tables import FEW_TOKENS, TABLES, shown_loss
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def render(facts: dict[str, Any]) -> Table:
         f"{facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens"
     )
     notes = ["± two standard errors"] if any(facts["loss_error"].values()) else []
-    if LOSSLESS in facts["versions"]:
-        notes.insert(0, f"{LOSSLESS} holds {EXPERT_DTYPES[facts['expert_dtype']]}")
+    if exact := lossless(map(encoding_of, facts["versions"])):
+        notes.insert(0, f"{exact.name} holds {exact.holds[facts['expert_dtype']]}")
     if few := facts["few_tokens"]["experts"]:
         below = facts["few_tokens"]["below"]
         notes.append(f"{few:,} experts had fewer than {below} calibration tokens: their losses lean on their layers'")
@@ -129,16 +129,16 @@ def draw_tables(bundle: Bundle, kind: str) -> bytes:
     import numpy as np
 
     tables = bundle.calibration()
-    lossy = [v.name for v in bundle.versions if not v.is_lossless]
+    names = [v.name for v in lossy(bundle.versions)]
     shape = len(tables.layers), max(len(t.tokens) for t in tables.layers)
-    figure = Figure(figsize=(4 + 3.2 * len(lossy), 1.6 + 0.28 * max(6, min(40, shape[0]))), layout="constrained")
+    figure = Figure(figsize=(4 + 3.2 * len(names), 1.6 + 0.28 * max(6, min(40, shape[0]))), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(lossy) + 1, sharey=True, squeeze=False)[0]
+    axes = figure.subplots(1, len(names) + 1, sharey=True, squeeze=False)[0]
     grids = [("tokens routed", np.full(shape, np.nan))]
-    grids += [(f"{name}: relative output error", np.full(shape, np.nan)) for name in lossy]
+    grids += [(f"{name}: relative output error", np.full(shape, np.nan)) for name in names]
     for row, t in enumerate(tables.layers):
         grids[0][1][row, : len(t.tokens)] = np.maximum(t.tokens, 0.5)
-        for k, name in enumerate(lossy):
+        for k, name in enumerate(names):
             column = np.maximum(t.relative[:, tables.versions.index(name)], 1e-8)
             grids[k + 1][1][row, : len(column)] = column
     for axis, (title, grid) in zip(axes, grids, strict=True):

@@ -16,6 +16,7 @@ import numpy as np
 
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import lossy
 from moepack.pack.tables import CalibrationTables, shown_loss
 
 from .inspect import draw_tables
@@ -99,10 +100,10 @@ def _loss(facts: Mapping[str, Any], name: str) -> str:
 
 
 def _losses(bundle: Bundle, tables: CalibrationTables) -> str:
-    lossy = [v.name for v in bundle.versions if not v.is_lossless]
-    if not lossy:
+    names = [v.name for v in lossy(bundle.versions)]
+    if not names:
         return ""
-    columns = tables.columns(lossy)
+    columns = tables.columns(names)
     rows = [[str(t.index), *(f"{t.relative[:, c].mean():.5f}" for c in columns)] for t in tables.layers]
     return (
         "<h2>What a version costs</h2>"
@@ -112,7 +113,7 @@ def _losses(bundle: Bundle, tables: CalibrationTables) -> str:
             "standard errors, where the bundle has them."
         )
         + _picture(bundle)
-        + f"<details><summary>By layer</summary>{_table(('layer', *lossy), rows)}</details>"
+        + f"<details><summary>By layer</summary>{_table(('layer', *names), rows)}</details>"
     )
 
 

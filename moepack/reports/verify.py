@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.pack.errors import BundleError, CodecError, InputError, Problem, printable
 from moepack.pack.reader import Bundle, open_bundle, unlisted
 from moepack.pack.reader import verify as verify_digests
-from moepack.pack.spec import LOSSLESS
+from moepack.pack.spec import Version, lossless
 from moepack.progress import Reporter
 
 if TYPE_CHECKING:
@@ -45,12 +45,11 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
 
-    if LOSSLESS not in [v.name for v in bundle.versions]:
-        raise InputError(
-            f"{bundle.path}: has no {LOSSLESS} version here: there is nothing to compare with a checkpoint"
-        )
-    if bundle.manifest.dense and LOSSLESS not in [v.name for v in bundle.dense_versions]:
-        raise InputError(f"{bundle.path}: has no {LOSSLESS} version of its dense matrices here to compare")
+    exact, dense_exact = lossless(bundle.versions), lossless(bundle.dense_versions)
+    if exact is None:
+        raise InputError(f"{bundle.path}: has no lossless version here: there is nothing to compare with a checkpoint")
+    if bundle.manifest.dense and dense_exact is None:
+        raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here to compare")
     stream = StreamedModel(open_checkpoint(checkpoint))
     if tuple(stream.expert_layers.values()) != bundle.layers:
         return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
@@ -64,12 +63,12 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         tensors = stream.load(i)
         rest, experts = (tensors, None) if i is None else stream.split(i, tensors)
         for name, tensor in rest.items():
-            if name in packed:
-                problems += _compare_matrix(bundle, *packed[name], tensor)
+            if dense_exact is not None and name in packed:
+                problems += _compare_matrix(bundle, dense_exact, *packed[name], tensor)
             else:
                 problems += _compare(dense, str(bundle.path), name, tensor)
         if experts is not None and i is not None:
-            problems += _compare_experts(bundle, positions[i], experts)
+            problems += _compare_experts(bundle, exact, positions[i], experts)
         stream.free(i)
     for group in stream.mtp_groups(_AT_ONCE) if bundle.manifest.model.get("mtp") == "keep" else ():
         for name, tensor in group.items():
@@ -79,23 +78,22 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     return problems
 
 
-def _compare_experts(bundle: Bundle, position: int, experts: ExpertWeights) -> list[Problem]:
+def _compare_experts(bundle: Bundle, version: Version, position: int, experts: ExpertWeights) -> list[Problem]:
     import numpy as np
 
     from moepack.calibrate.experts import bits_of
-    from moepack.pack.codec.lossless import decode_lossless
 
     layer, problems = experts.layer, []
     for expert in range(layer.experts):
-        where = bundle.layer_file(LOSSLESS, position).place(expert)
+        where = bundle.layer_file(version.name, position).place(expert)
         try:
-            decoded = decode_lossless(layer.matrices, bundle.extent(LOSSLESS, position, expert, check_digest=False))
+            decoded = version.decode(layer.matrices, bundle.extent(version.name, position, expert, check_digest=False))
         except CodecError as error:
             problems.append(Problem(where, "codec", str(error)))
             continue
         for m, value in enumerate(decoded):
             bias = experts.bias(expert, m)
-            same = np.array_equal(value.weight, bits_of(experts.matrix(expert, m)))
+            same = np.array_equal(version.dequantise(value), bits_of(experts.matrix(expert, m)))
             if value.bias is not None and bias is not None:
                 same = same and np.array_equal(value.bias, bits_of(bias))
             if not same:
@@ -103,10 +101,10 @@ def _compare_experts(bundle: Bundle, position: int, experts: ExpertWeights) -> l
     return problems
 
 
-def _compare_matrix(bundle: Bundle, module: str, part: str, tensor: Any) -> list[Problem]:
+def _compare_matrix(bundle: Bundle, version: Version, module: str, part: str, tensor: Any) -> list[Problem]:
     import torch
 
-    values = bundle.dense_matrix(LOSSLESS, module)
+    values = bundle.dense_matrix(version.name, module)
     try:
         ours = values.torch().get(part)
     except BundleError as error:

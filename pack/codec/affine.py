@@ -1,6 +1,6 @@
 """Affine extents: codes, scales and zero points of one expert, to bytes and back, and their reference values.
 
-The reference for every kernel: `AffineMatrix.dequantise` is what a version's weights *are*. Values are exact in
+`AffineMatrix.dequantise` defines a version's weights and is the reference for every kernel. Values are exact in
 float32, because a code minus a zero point has at most 12 significant bits and a scale has 8.
 """
 
@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..spec import BLOCK_ROWS, Matrix, Section, Version, affine_extent_size, affine_sections
-from .bits import Codes, from_blocks, join_planes, split_planes, to_blocks
-
-Bf16Bits = npt.NDArray[np.uint16]
-Buffer = npt.NDArray[np.uint8]
+from ..encodings.base import Version
+from ..sections import BLOCK_ROWS, Matrix, Section
+from .bits import Bf16Bits, Buffer, Codes, bf16_to_float32, from_blocks, join_planes, split_planes, to_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +44,10 @@ class AffineMatrix:
         return (self.codes.astype(np.float32) - zero[:, group]) * bf16_to_float32(self.scale)[:, group]
 
 
-def bf16_to_float32(bits: Bf16Bits) -> npt.NDArray[np.float32]:
-    """BF16 bits as float32 values of the same shape."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def encode_affine(
-    matrices: tuple[Matrix, ...], version: Version, values: Sequence[AffineMatrix], out: Buffer | None = None
+def encode(
+    matrices: Sequence[Matrix], version: Version, values: Sequence[AffineMatrix], out: Buffer | None = None
 ) -> Buffer:
-    """The extent of one expert, padding included: uint8 [affine_extent_size].
+    """The extent of one expert, padding included, uint8.
 
     Args:
         matrices: the expert's matrices.
@@ -63,12 +56,12 @@ def encode_affine(
         out: where to write; a new zeroed array without it. Gaps between sections must already be zero.
     """
     if out is None:
-        out = np.zeros(affine_extent_size(matrices, version), np.uint8)
+        out = np.zeros(version.resident_size(matrices), np.uint8)
     for m, v in zip(matrices, values, strict=True):
         if v.codes.shape != (m.rows, m.cols):
             raise ValueError(f"{m.name}: codes are {v.codes.shape}, not {(m.rows, m.cols)}")
     packed = [split_planes(v.codes, version.planes) for v in values]
-    for section in affine_sections(matrices, version):
+    for section in version.sections(matrices):
         v = values[section.matrix]
         if section.kind.startswith("plane"):
             array: npt.NDArray[np.generic] = packed[section.matrix][int(section.kind[5:])]
@@ -83,17 +76,17 @@ def encode_affine(
 
 
 def put_rows(matrix: Matrix, version: Version, rows: range, packed: Buffer, out: Buffer) -> None:
-    """Put some rows into the extent of one matrix.
+    """Copy some rows into the extent of one matrix.
 
     Args:
-        matrix: all of it.
+        matrix: the whole matrix.
         version: an affine version.
-        rows: which; they begin at a multiple of BLOCK_ROWS, and are whole blocks, or up to the last.
-        packed: the extent of these rows alone, as a matrix of their own.
-        out: the extent of the matrix, zeros where nothing was put yet.
+        rows: a range that begins at a multiple of BLOCK_ROWS and ends at one, or at the last row.
+        packed: the extent of these rows, as a matrix of their own.
+        out: the extent of the whole matrix, zeros where nothing was copied yet.
     """
-    whole = {s.kind: s for s in affine_sections((matrix,), version)}
-    for section in affine_sections((replace(matrix, rows=len(rows)),), version):
+    whole = {s.kind: s for s in version.sections((matrix,))}
+    for section in version.sections((replace(matrix, rows=len(rows)),)):
         before = rows.start if section.kind == "bias" else rows.start // BLOCK_ROWS
         at = whole[section.kind].offset + before * (section.size // section.shape[0])
         out[at : at + section.size] = packed[section.offset : section.end]
@@ -104,10 +97,10 @@ def section_array(extent: Buffer, section: Section) -> npt.NDArray[np.generic]:
     return extent[section.offset : section.end].view(f"<u{section.item}").reshape(section.shape)
 
 
-def decode_affine(matrices: tuple[Matrix, ...], version: Version, extent: Buffer) -> list[AffineMatrix]:
+def decode(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list[AffineMatrix]:
     """The matrices of one extent. Biases are views of it."""
     parts: list[dict[str, npt.NDArray[np.generic]]] = [{} for _ in matrices]
-    for section in affine_sections(matrices, version):
+    for section in version.sections(matrices):
         parts[section.matrix][section.kind] = section_array(extent, section)
     out = []
     for m, part in zip(matrices, parts, strict=True):

@@ -1,7 +1,4 @@
-"""Blocks of rows, and planes of packed codes: `bits` bits a code, rows filled up with zero bits to whole 32-bit words.
-
-Knows nothing of scales or of sections; FORMAT.md, "Affine extents", is what it implements.
-"""
+"""Blocks of rows, planes of packed codes, and BF16 bits as NumPy arrays (FORMAT.md, "Affine extents")."""
 
 from __future__ import annotations
 
@@ -11,13 +8,18 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..spec import BLOCK_ROWS, plane_words
+from ..sections import BLOCK_ROWS, plane_words
 
+Buffer = npt.NDArray[np.uint8]
+Bf16Bits = npt.NDArray[np.uint16]
 Codes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
-
-
 Number = TypeVar("Number", bound=np.generic)
+
+
+def bf16_to_float32(bits: Bf16Bits) -> npt.NDArray[np.float32]:
+    """BF16 bits as float32 values of the same shape."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def to_blocks(values: npt.NDArray[Number]) -> npt.NDArray[Number]:

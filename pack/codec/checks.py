@@ -1,19 +1,21 @@
 """Rules of the format that only reading every byte can check: for `verify`, not for loading.
 
-A digest says who wrote the bytes, not that they are what FORMAT.md allows. Nothing here makes a decoder safe (the codec
-does that itself); it makes two readers agree, and leaves no room for what nobody reads. Decides nothing about digests.
+A digest shows that bytes did not change since they were written, not that FORMAT.md allows them. These rules make all
+readers agree and leave no bytes unread. Decoders do not rely on them: they check what their safety needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ..encodings.base import Version
 from ..errors import Kind
-from ..spec import BLOCK_ROWS, PAGE, SECTION, Matrix, Version, affine_sections, align
-from .affine import Buffer, section_array
+from ..sections import BLOCK_ROWS, PAGE, SECTION, Matrix, align
+from .affine import section_array
+from .bits import Buffer
 from .exponent import CODED, ESCAPE, LANE_WORDS, TILE, Coded, parse
 from .lossless import directory
 
@@ -21,9 +23,9 @@ Wrong = tuple[Kind, str]
 _ENTRY = 16
 
 
-def check_affine(matrices: tuple[Matrix, ...], version: Version, extent: Buffer) -> Iterator[Wrong]:
+def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> Iterator[Wrong]:
     """What is wrong with an affine extent of the right size: scales that are no numbers, padding that is not zero."""
-    sections = affine_sections(matrices, version)
+    sections = version.sections(matrices)
     ends = [0, *(s.end for s in sections)]
     if _any(extent, zip(ends, [*(s.offset for s in sections), len(extent)], strict=True)):
         yield "padding", "bytes between its sections, or after them, are not zero"
@@ -45,7 +47,7 @@ def _any(extent: Buffer, gaps: Iterator[tuple[int, int]]) -> bool:
     return any(bool(extent[begin:end].any()) for begin, end in gaps)
 
 
-def check_lossless(matrices: tuple[Matrix, ...], extent: Buffer) -> Iterator[Wrong]:
+def check_lossless(matrices: Sequence[Matrix], extent: Buffer) -> Iterator[Wrong]:
     """What is wrong with a lossless extent that decodes: parts out of place, padding that is not zero, patches out of
     order."""
     table = extent[: _ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
@@ -69,12 +71,6 @@ def check_lossless(matrices: tuple[Matrix, ...], extent: Buffer) -> Iterator[Wro
     for m, (data, _) in zip(matrices, directory(matrices, extent), strict=True):
         for kind, message in check_coded(parse(data, m.weights)):
             yield kind, f"{m.name}: {message}"
-
-
-def lossless_payload(matrices: tuple[Matrix, ...], extent: Buffer) -> int:
-    """Bytes of a lossless extent that carry something: its directory's entries, coded matrices and biases."""
-    table = extent[: _ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
-    return table.nbytes + int(table[:, 1].sum(dtype=np.int64))
 
 
 def check_coded(coded: Coded) -> Iterator[Wrong]:

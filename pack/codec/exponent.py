@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CodecError
-from .affine import Bf16Bits, Buffer
-from .bits import Words
+from .bits import Bf16Bits, Buffer, Words
 
 TILE = 8192  # weights a tile: 64 quads of 4 weights for each of 32 lanes
 LANES = 32

@@ -18,8 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import CodecError
-from .affine import Bf16Bits, Buffer
-from .bits import Words
+from .bits import Bf16Bits, Buffer, Words
 from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, header, make_code, parse
 
 A = TypeVar("A")

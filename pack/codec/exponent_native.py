@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import isa
-from .affine import Bf16Bits, Buffer
-from .bits import Words
+from .bits import Bf16Bits, Buffer, Words
 from .exponent import TILE as TILE
 
 # One name for all Python versions that installing may have built it for; OSError where there is none.

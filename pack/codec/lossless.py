@@ -1,18 +1,18 @@
-"""Extents of the lossless version: each matrix through the exponent codec, biases as they are.
+"""Extents of the lossless version: matrices go through the exponent codec, biases stay as they are.
 
-FORMAT.md, "Lossless extents". The codec's fast path is used; exponent.py is its reference.
+FORMAT.md, "Lossless extents". exponent_fast.py does the work, and exponent.py is its reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import CodecError
-from ..spec import MAX_EXTENT, PAGE, SECTION, Matrix, align
-from .affine import Bf16Bits, Buffer
+from ..sections import MAX_EXTENT, PAGE, SECTION, Matrix, Section, align
+from .bits import Bf16Bits, Buffer
 
 _ENTRY = 16  # offset and size of the coded matrix, offset and size of its bias: four 32-bit numbers
 
@@ -25,16 +25,13 @@ class LosslessMatrix:
     bias: Bf16Bits | None = None
 
 
-def directory_size(matrices: tuple[Matrix, ...]) -> int:
+def directory_size(matrices: Sequence[Matrix]) -> int:
     """Bytes of the directory at the start of an extent."""
     return align(_ENTRY * len(matrices), SECTION)
 
 
-def encode_lossless(
-    matrices: tuple[Matrix, ...], values: Sequence[LosslessMatrix], threads: int | None = None
-) -> tuple[Buffer, int]:
-    """The extent of one expert, padding included, and its payload in bytes (without padding); coded by so many threads,
-    or by one a core."""
+def encode(matrices: Sequence[Matrix], values: Sequence[LosslessMatrix], threads: int | None) -> tuple[Buffer, int]:
+    """The extent of one expert, padding included, and its payload in bytes; one thread a core without `threads`."""
     from . import exponent_fast
 
     directory = np.zeros((len(matrices), 4), "<u4")
@@ -61,7 +58,7 @@ def encode_lossless(
     return out, directory.nbytes + sum(len(c) for _, c in parts)
 
 
-def directory(matrices: tuple[Matrix, ...], extent: Buffer) -> list[tuple[Buffer, Bf16Bits | None]]:
+def directory(matrices: Sequence[Matrix], extent: Buffer) -> list[tuple[Buffer, Bf16Bits | None]]:
     """The coded bytes and the bias of every matrix, as views of the extent.
 
     Raises:
@@ -84,23 +81,46 @@ def directory(matrices: tuple[Matrix, ...], extent: Buffer) -> list[tuple[Buffer
     return out
 
 
-def decode_lossless(
-    matrices: tuple[Matrix, ...], extent: Buffer, out: Sequence[Bf16Bits] | None = None
-) -> list[LosslessMatrix]:
-    """The matrices of one extent; biases are views of it.
+def payload(matrices: int, extent: Buffer) -> int:
+    """Bytes of an extent that carry something: its directory's entries, coded matrices and biases."""
+    table = extent[: _ENTRY * matrices].view("<u4").reshape(-1, 2)
+    return table.nbytes + int(table[:, 1].sum(dtype=np.int64))
 
-    Args:
-        matrices: the expert's matrices.
-        extent: its bytes.
-        out: where the weights go, one uint16 array [rows, cols] a matrix; new ones without it.
+
+def decode(matrices: Sequence[Matrix], extent: Buffer) -> list[LosslessMatrix]:
+    """The matrices of one extent; biases are views of it.
 
     Raises:
         CodecError: when the extent is not well formed.
     """
     from . import exponent_fast
 
-    parts = directory(matrices, extent)
-    room = [np.empty((m.rows, m.cols), np.uint16) for m in matrices] if out is None else out
-    for weight, (data, _) in zip(room, parts, strict=True):
+    out = []
+    for m, (data, bias) in zip(matrices, directory(matrices, extent), strict=True):
+        weight = np.empty((m.rows, m.cols), np.uint16)
         exponent_fast.decode_into(data, weight.reshape(-1))
-    return [LosslessMatrix(weight, bias) for weight, (_, bias) in zip(room, parts, strict=True)]
+        out.append(LosslessMatrix(weight, bias))
+    return out
+
+
+def restore(
+    matrices: Sequence[Matrix],
+    sections: Sequence[Section],
+    extent: Buffer,
+    out: Buffer,
+    threads: int | None,
+    before: Callable[[int], None],
+) -> None:
+    """Decode an extent to where its matrices and biases stand in memory, by `sections`; see Version.restore."""
+    from . import exponent_fast
+
+    parts = directory(matrices, extent)
+    for section in sections:
+        room = out[section.offset : section.end].view(np.uint16)
+        data, bias = parts[section.matrix]
+        if section.kind == "bias":
+            assert bias is not None
+            room[:] = bias
+        else:
+            before(section.matrix)
+            exponent_fast.decode_into(data, room, threads)

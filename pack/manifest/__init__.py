@@ -129,14 +129,14 @@ class Manifest:
             "format_version": self.format_version,
             "model": dict(self.model),
             "layers": [asdict(layer) for layer in self.layers],
-            "versions": [asdict(v) for v in self.versions],
+            "versions": [v.record() for v in self.versions],
             "files": files,
             "provenance": dict(self.provenance),
             "allocation": _document(self.allocation) if self.allocation else None,
         }
         if self.dense:
             matrices = [{"layer": d.layer, "module": d.module, **_shape(d.matrix)} for d in self.dense]
-            document["dense"] = {"matrices": matrices, "versions": [asdict(v) for v in self.dense_versions]}
+            document["dense"] = {"matrices": matrices, "versions": [v.record() for v in self.dense_versions]}
         document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
         return canonical(document)
 

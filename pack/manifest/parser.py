@@ -9,7 +9,6 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from ..errors import BundleError
@@ -29,8 +28,6 @@ from ..spec import (
     ExpertLayer,
     Matrix,
     Version,
-    affine_extent_size,
-    affine_payload,
     dense_file,
     dense_layers,
     encoding_of,
@@ -224,7 +221,7 @@ def _versions(check: Checker, where: str, value: Any, known: Sequence[str]) -> t
         name = check.text(f"{at}.name", item.get("name"), known)
         size, sizes = item.get("group_size"), encoding_of(name).group_sizes
         expected = Version.of(name, size if size in sizes else max(sizes, default=0))
-        if canonical(item) != canonical(asdict(expected)):  # true is 1, and no integer
+        if canonical(item) != canonical(expected.record()):  # true is 1, and no integer
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {show(item)}")
         out.append(expected)
     names = [v.name for v in out]
@@ -313,19 +310,20 @@ def _layer_files(
         check.wrong("files", "unexpected", f"{path} belongs to no version and layer")
     for path, (version, layer) in expected.items():
         entry = entries.get(path)
-        if entry is None or version.is_lossless:
+        if entry is None:
             continue
-        extents, payload = _affine_bytes(layer, version)
-        if entry.size - entry.header_size != extents or entry.payload != payload:
-            check.wrong(f"files[{show(path)}]", "size", f"not {layer.extents} extents of {extents} bytes in all")
+        sizes = _sizes(layer, version)
+        if sizes is not None and (entry.size - entry.header_size, entry.payload) != sizes:
+            check.wrong(f"files[{show(path)}]", "size", f"not {layer.extents} extents of {sizes[0]} bytes in all")
 
 
-def _affine_bytes(layer: ExpertLayer | DenseLayer, version: Version) -> tuple[int, ...]:
-    """Bytes of a layer's affine extents, and what of them is no padding."""
-    if isinstance(layer, ExpertLayer):  # of one shape
-        return tuple(layer.experts * size(layer.matrices, version) for size in (affine_extent_size, affine_payload))
-    each = [(m.matrix,) for m in layer.matrices]
-    return tuple(sum(size(m, version) for m in each) for size in (affine_extent_size, affine_payload))
+def _sizes(layer: ExpertLayer | DenseLayer, version: Version) -> tuple[int, int] | None:
+    """Bytes of a layer's extents, and of their payloads; None where they follow from the values."""
+    if isinstance(layer, ExpertLayer):  # all extents have one shape
+        sizes = version.stored_sizes(layer.matrices)
+        return None if sizes is None else (layer.experts * sizes[0], layer.experts * sizes[1])
+    each = [found for m in layer.matrices if (found := version.stored_sizes((m.matrix,))) is not None]
+    return (sum(s[0] for s in each), sum(s[1] for s in each)) if each else None
 
 
 def _allocation(

@@ -25,7 +25,9 @@ from moepack.pack.spec import LOSSLESS, SECTION, ExpertLayer, Matrix, Version, a
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels import by_torch
+from moepack.runtime.kernels.forms import compiled as has_kernels
 from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.kernels.reference import plain_weights, sections_of
 from moepack.runtime.store.files import DENSE, BackingStore
 
 from .find import groups, linears
@@ -89,7 +91,7 @@ class Products:
         matrices = []
         for part in (self._parts[i] for i in which):
             m, (form,) = part.matrix, make_forms((part.matrix,), part.version)
-            if part.version.is_lossless:
+            if part.version.plain:
                 weight, bias = _views(part.extent, m, part.version)
                 matrices.append(native.DenseMatrix(native.plain_form(), m.rows, m.cols, weight, bias))
             else:
@@ -218,7 +220,7 @@ def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> No
         shape = described.matrix
         if type(module) is not nn.Linear or (module.out_features, module.in_features) != (shape.rows, shape.cols):
             raise InputError(f"{bundle.path}: {type(model).__name__} has no linear map {described.module} of its shape")
-        if version.is_lossless:
+        if version.plain:
             module._parameters.update(weight=None, bias=None)
             module._is_hf_initialized = True  # type: ignore[assignment]
         else:
@@ -249,7 +251,7 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
     if not compiled:
         return
     most = most_tokens() if plain else 0
-    for names in groups(list(served)):
+    for names in groups([n for n, d in served.items() if has_kernels([d.version])]):
         group = Group([served[n] for n in names])
         for which, name in enumerate(names):
             module = model.get_submodule(name)
@@ -291,7 +293,7 @@ def _move(found: Mapping[str, nn.Linear]) -> dict[str, Dense]:
 def _views(extent: Tensor, matrix: Matrix, version: Version) -> tuple[Tensor, Tensor | None]:
     """The BF16 weight and bias of a decoded matrix."""
     (form,) = make_forms((matrix,), version)
-    weight = extent[form.low : form.low + 2 * matrix.weights].view(torch.bfloat16).view(matrix.rows, matrix.cols)
+    (weight,) = plain_weights(extent, sections_of((matrix,), version))
     bias = None if form.bias < 0 else extent[form.bias : form.bias + 2 * matrix.rows].view(torch.bfloat16)
     return weight, bias
 
@@ -301,13 +303,13 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
     described = bundle.manifest.dense
     shapes = {d.module: (d.matrix, v) for d, v in zip(described, versions, strict=True)}
     store, out = BackingStore(bundle), {}
-    sizes = [store.dense(v.name, i).size for i, v in enumerate(versions) if v.is_lossless]
+    sizes = [store.dense(v.name, i).size for i, v in enumerate(versions) if v.entropy_coded]
     host = CpuDevice(max(sizes, default=0), threads=None)
     dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.bfloat16
     try:
         with store.reading_ahead((v.name, DENSE, i) for i, v in enumerate(versions)):
-            rooms = _room({n: s for n, s in shapes.items() if s[1].is_lossless})
-            rooms |= _room({n: s for n, s in shapes.items() if not s[1].is_lossless})
+            rooms = _room({n: s for n, s in shapes.items() if s[1].plain})
+            rooms |= _room({n: s for n, s in shapes.items() if not s[1].plain})
             for i, name in enumerate(shapes):
                 extent = rooms.pop(name)
                 matrix, version = shapes[name]

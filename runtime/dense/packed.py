@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import Matrix, Section, Version, affine_sections
-from moepack.runtime.kernels.reference import dequantise, section
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.kernels.reference import dequantise, section, sections_of
 
 _numbers = itertools.count()
 _entered: weakref.WeakValueDictionary[int, PackedLinear] = weakref.WeakValueDictionary()
 
 
 class PackedLinear(nn.Module):
-    """y = W x + b with W in an affine version.
+    """y = W x + b with W packed.
 
     Attributes:
         in_features, out_features: columns and rows.
@@ -35,7 +35,7 @@ class PackedLinear(nn.Module):
         self.matrix, self.version = matrix, version
         self.in_features, self.out_features = matrix.cols, matrix.rows
         self.register_buffer("packed", torch.empty(0, dtype=torch.uint8), persistent=False)
-        self._sections: dict[str, Section] = {s.kind: s for s in affine_sections((matrix,), version)}
+        (self._sections,) = sections_of((matrix,), version)
         self.group: Any = None  # linears.Group, and which of it this map is
         self.which, self._number = 0, next(_numbers)
         _entered[self._number] = self

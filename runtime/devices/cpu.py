@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import Buffer
-from moepack.pack.codec.exponent_fast import decode_into
-from moepack.pack.codec.lossless import directory
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.kernels.forms import make_forms
@@ -129,13 +127,13 @@ class CpuDevice(Migration):
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> HostEvent:
-        """Read an extent into a block, and decode it where it is lossless and not to stay packed."""
+        """Read an extent into a block, and decode it where it is entropy-coded and not to stay packed."""
 
         def work(event: HostEvent) -> None:
             source = find()
             before = self.gate(event, source.size)
             block: Buffer = target.numpy()
-            if version.is_lossless and not packed:
+            if version.entropy_coded and not packed:
                 self._decode(source, block, layer, version, before)
             else:
                 source.read_into(block, before)
@@ -152,15 +150,11 @@ class CpuDevice(Migration):
     def _decode(
         self, source: Stored, block: Buffer, layer: ExpertLayer, version: Version, before: Callable[[int], None]
     ) -> None:
-        """A lossless extent: read in chunks, then decoded."""
+        """Read an entropy-coded extent in chunks, then decode it."""
         source.read_into(self._staging, before)
+        coded = self._staging[: source.size]
         try:
-            parts = directory(layer.matrices, self._staging[: source.size])
-            for m, form, (coded, bias) in zip(layer.matrices, _forms(layer.matrices, version), parts, strict=True):
-                before(0)
-                decode_into(coded, block[form.low : form.low + 2 * m.weights].view(np.uint16), self._threads)
-                if bias is not None:
-                    block[form.bias : form.bias + 2 * m.rows].view(np.uint16)[:] = bias
+            version.restore(layer.matrices, coded, block, self._threads, lambda matrix: before(0))
         except CodecError as error:
             raise BundleError.single(source.where, "codec", str(error)) from None
 

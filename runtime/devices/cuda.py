@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.exponent import HEADER, TILE
 from moepack.pack.codec.lossless import directory_size
 from moepack.pack.errors import BundleError, CodecError
@@ -190,7 +190,7 @@ class CudaDevice(Migration):
         version: Version,
         packed: bool,
     ) -> Going:
-        decodes = version.is_lossless and not packed
+        decodes = version.entropy_coded and not packed
         before = self.gate(event, source.size)
         held = self._host.hold(source.place) if self._host is not None else None
         if held is not None:

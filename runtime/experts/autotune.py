@@ -18,6 +18,7 @@ from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.affine_native import LayerForms, has_tiles, product, unpack
 from moepack.runtime.kernels.by_torch import multiply, of_matrix, of_packed
 from moepack.runtime.kernels.forms import handle, resident_size
+from moepack.runtime.kernels.reference import plain_weights, sections_of
 
 ROWS, COLS, EXPERTS, RUNS = 256, 2048, 4, 5
 ENOUGH = 0.12  # seconds after which what was found so far is the answer: slow machines have few tokens to gain by
@@ -73,8 +74,8 @@ def _ways(dtype: torch.dtype, name: str, threads: int) -> tuple[Callable[[int], 
 
     def by_torch(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
         for extent, mine, to in zip(extents, x.chunk(EXPERTS), out.chunk(EXPERTS), strict=True):
-            plain = extent[: 2 * m.weights].view(torch.bfloat16).view(ROWS, COLS) if version.is_lossless else None
-            weights = of_packed(COLS, partial(rows_of, extent)) if plain is None else of_matrix(plain)
+            plain = plain_weights(extent, sections_of((m,), version))
+            weights = of_matrix(plain[0]) if plain else of_packed(COLS, partial(rows_of, extent))
             multiply(mine, weights, to)
 
     def rows_of(extent: torch.Tensor, tile: torch.Tensor, first: int) -> None:

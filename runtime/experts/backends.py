@@ -24,17 +24,17 @@ import numpy.typing as npt
 import torch
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import LOSSLESS, ExpertLayer, Version
-from moepack.runtime.kernels.forms import KERNELS
+from moepack.pack.spec import ExpertLayer, Version, encoding_of
+from moepack.runtime.kernels.forms import compiled, compiled_names, kernel_of
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import LayerForms
 
 # Tokens up to which an expert runs from its own bytes, by the dtype of activations and the name of its encoding, used
 # where nothing that was measured could be kept.
-DEFAULTS = {f"float32 {name}": k.float32 for name, k in KERNELS.items()}
-DEFAULTS |= {f"bfloat16 {name}": k.bfloat16 for name, k in KERNELS.items()}
-BESIDE_AMX = {f"bfloat16 {name}": k.beside_amx for name, k in KERNELS.items()}
+DEFAULTS = {f"float32 {name}": kernel_of(name).float32 for name in compiled_names()}
+DEFAULTS |= {f"bfloat16 {name}": kernel_of(name).bfloat16 for name in compiled_names()}
+BESIDE_AMX = {f"bfloat16 {name}": kernel_of(name).beside_amx for name in compiled_names()}
 VARIABLE = "MOEPACK_LIMITS"
 AGAINST = "by_torch of normal numbers"  # what packed bytes were measured against: another name has limits measured anew
 TABLES = 15  # machines, levels and numbers of threads that the file holds besides the latest
@@ -64,8 +64,8 @@ def _native() -> Any:
 
 
 def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> LayerForms | None:
-    """What the compiled CPU kernels read of a layer; None elsewhere, or where they were not compiled."""
-    native = _native() if device.type == "cpu" else None
+    """What the compiled CPU kernels read of a layer; None elsewhere, or where there are none for a version."""
+    native = _native() if device.type == "cpu" and compiled(versions) else None
     return None if native is None else native.LayerForms(layer.matrices, versions)
 
 
@@ -79,8 +79,8 @@ def direct_limit(dtype: torch.dtype, version: Version, threads: int | None = Non
 
 def prepare(dtype: torch.dtype, versions: tuple[Version, ...], device: torch.device) -> None:
     """Have the limits at hand before the first pass asks for them: under a second where they are not known yet."""
-    if device.type == "cpu" and _native() is not None:
-        direct_limits(dtype if f"{_short(dtype)} {LOSSLESS}" in DEFAULTS else torch.float32, versions)
+    if device.type == "cpu" and _native() is not None and compiled(versions):
+        direct_limits(dtype if dtype == torch.bfloat16 else torch.float32, versions)
 
 
 def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
@@ -277,7 +277,7 @@ def table() -> list[dict[str, str]]:
         level = native.LEVELS[native.level]
         for name, limit in zip(DEFAULTS, _limits(list(DEFAULTS), torch.get_num_threads()), strict=True):
             dtype, version = name.split()
-            many = "torch matmul" if version == LOSSLESS else "unpack tiles, torch matmul"
+            many = "torch matmul" if encoding_of(version).plain else "unpack tiles, torch matmul"
             if native.has_tiles(getattr(torch, dtype)):
                 many = f"tiles, {level}"
             for tokens, kernel in ((f"1-{limit}", f"fused, {level}"), (f"{limit + 1}-", many)):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import ExpertLayer, Section, Version, affine_sections
-from moepack.runtime.kernels.forms import Form, handle, make_forms
-from moepack.runtime.kernels.reference import dequantise
+from moepack.pack.spec import ExpertLayer, Version
+from moepack.runtime.kernels.forms import Form, compiled, handle, make_forms
+from moepack.runtime.kernels.reference import dequantise, plain_weights, sections_of
 from moepack.runtime.policies.placements import PAGED, Placement, Where
 from moepack.runtime.step import StepOpener
 
@@ -37,9 +37,8 @@ class Handle:
 
     Attributes:
         version: its encoding; None where the expert is absent.
-        extent: uint8: an affine version's extent as it is stored, or the decoded matrices of the lossless one
-            (kernels/forms.py), beginning on a multiple of 64.
-        weights: BF16 views [rows, cols] of a lossless version's matrices; empty for an affine one.
+        extent: uint8, the expert as it is in memory (`Version.sections`), beginning on a multiple of 64.
+        weights: BF16 views [rows, cols] of a plain version's matrices; empty for others.
         biases: one BF16 view [rows] or None a matrix.
         packed: of a version that is on the device as it is stored: its bytes. `extent` is then, as for one in the
             backing store, where it is while its layer runs; nobody else may read it.
@@ -82,7 +81,7 @@ class ServedLayer:
 
     Attributes:
         layer, versions, device: the layer, those that handles may name by their numbers, where extents are.
-        sections: by an affine version's name, the sections of each matrix by kind.
+        sections: by a version's name, the sections of each matrix by kind.
         native, backend: what kernels read of the layer, and which run it.
         tier: what runs its experts on the host, beside the device's; None where none can be there.
         makes_up_for_absent: whether gate weights of absent experts go to those of a token's others (forward.py).
@@ -92,9 +91,9 @@ class ServedLayer:
         self.layer, self.device, self.versions = layer, device, tuple(versions)
         self._forms: dict[str, tuple[Form, ...]] = {v.name: make_forms(layer.matrices, v) for v in self.versions}
         self._number = {v.name: i for i, v in enumerate(self.versions)}
-        self.sections = {v.name: _sections(layer, v) for v in self.versions if not v.is_lossless}
+        self.sections = {v.name: sections_of(layer.matrices, v) for v in self.versions}
         self.native = backends.native_layer(layer, self.versions, device)
-        self.backend = backends.backend(device)
+        self.backend = backends.backend(device) if compiled(self.versions) else "reference"
         self.tier: HostTier | None = None
         self.makes_up_for_absent = False
         self._host: ServedLayer | None = None
@@ -104,11 +103,11 @@ class ServedLayer:
     ) -> Handle:
         """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64; of one in
         PAGED they are while its layer runs."""
-        parts = list(zip(self.layer.matrices, self._forms[version.name], strict=True))
-        weights: tuple[Tensor, ...] = ()
-        if version.is_lossless:
-            weights = tuple(_view(extent, f.low, m.weights).view(m.rows, m.cols) for m, f in parts)
-        biases = tuple(None if f.bias < 0 else _view(extent, f.bias, m.rows) for m, f in parts)
+        weights = plain_weights(extent, self.sections[version.name])
+        biases = tuple(
+            extent[s["bias"].offset : s["bias"].end].view(torch.bfloat16) if "bias" in s else None
+            for s in self.sections[version.name]
+        )
         return Handle(version, extent, weights, biases, where, packed)
 
     def lossless_forms(self, version: Version) -> tuple[Form, ...]:
@@ -266,14 +265,3 @@ class LayerExperts:
     def resident_bytes(self) -> int:
         """Bytes of all active versions."""
         return sum(h.resident_bytes for h in self.current.handles)
-
-
-def _sections(layer: ExpertLayer, version: Version) -> list[dict[str, Section]]:
-    by_matrix: list[dict[str, Section]] = [{} for _ in layer.matrices]
-    for s in affine_sections(layer.matrices, version):
-        by_matrix[s.matrix][s.kind] = s
-    return by_matrix
-
-
-def _view(extent: Tensor, at: int, count: int) -> Tensor:
-    return extent[at : at + 2 * count].view(torch.bfloat16)

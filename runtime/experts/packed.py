@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from moepack.pack.codec import exponent_fast
-from moepack.pack.codec.affine import Bf16Bits, Buffer
+from moepack.pack.codec.bits import Bf16Bits, Buffer
 from moepack.pack.codec.lossless import directory
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import ExpertLayer

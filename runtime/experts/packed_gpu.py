@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.exponent import HEADER, parse
 from moepack.pack.codec.lossless import directory
 from moepack.pack.errors import BundleError

@@ -12,9 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moepack.pack.spec import LOSSLESS, Version
+
 from .affine_native import DTYPES, POINTER, WORD, Unpack, has_tiles, library
 from .by_torch import multiply, of_matrix, of_packed
 from .forms import Form, kernel_of
+
+PLAIN = Version.of(LOSSLESS)  # in memory a BF16 matrix as it is
 
 
 class _Attend(ctypes.Structure):
@@ -61,7 +65,7 @@ class DenseMatrix:
 
 def plain_form() -> Form:
     """The form of a BF16 matrix [rows, cols] as it is."""
-    return Form("bf16", kernel_of("bf16").number, 0, 0, 0, 0, 0, 0, -1)
+    return Form(PLAIN.name, PLAIN.kernel, 0, 0, 0, 0, 0, 0, -1)
 
 
 class Dense:
@@ -84,7 +88,7 @@ class Dense:
         floats, shorts = [k.float32 for k in kernels], [k.bfloat16 for k in kernels]
         self.limits = {torch.float32: floats, torch.bfloat16: shorts, **(limits or {})}
         for m in matrices:
-            plain = m.form.bits == kernel_of("bf16").number
+            plain = m.form.bits == PLAIN.kernel
             fits = m.data.dtype == torch.bfloat16 and m.data.shape == (m.rows, m.cols) if plain else m.data.ndim == 1
             alike = m.data.is_contiguous() and m.data.device.type == "cpu" and m.cols == self.cols
             if m.bias is not None:

@@ -1,18 +1,16 @@
-"""What a kernel is told of a layer: where each part of a matrix begins in an extent of each version; handles.
+"""The kernels' table of encodings, and what kernels read of a layer: forms and handles. Pure arithmetic.
 
-KERNELS is what the kernels know of each encoding: one that is not in it is refused here, by name. The rest is pure
-arithmetic over `pack.spec`, plus the layout of a lossless expert once decoded: its own matter, for it is never a file.
-A handle is one 64-bit number, the extent's address with the version's number below it, so that publishing another
-version of an expert is one store.
+A form says where the parts of a matrix begin in an extent. A handle is one 64-bit number, an extent's address with the
+version's number in its low bits, so that publishing another version of an expert is one store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import LOSSLESS, PAGE, SECTION, Matrix, Version, affine_extent_size, affine_sections, align
+from moepack.pack.spec import Matrix, Version, encoding_of, version_names
 
 VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves these free
 FIELDS = ("bits", "group", "stored", "low", "high", "scale", "zero", "bias")
@@ -20,47 +18,65 @@ FIELDS = ("bits", "group", "stored", "low", "high", "scale", "zero", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What the kernels know of one encoding.
+    """How an encoding runs.
 
     Attributes:
-        number: by which C (c/gemm.h) and Triton know it: the bits of a code, 16 for BF16 weights.
-        float32, bfloat16: tokens up to which an expert runs straight from its bytes, by the dtype of activations.
+        float32, bfloat16: on a CPU, tokens up to which an expert runs straight from its bytes, by the dtype of
+            activations.
         beside_amx: the same of bfloat16 where AMX runs the others.
+        compiled: whether C and Triton have a case for it. A layer that has a version without one is dequantised by
+            torch (reference.py): slow, and right.
     """
 
-    number: int
-    float32: int
-    bfloat16: int
-    beside_amx: int
+    float32: int = 0
+    bfloat16: int = 0
+    beside_amx: int = 0
+    compiled: bool = True
 
 
-# Limits measured on one AVX-512 core: of BF16 beside torch, and beside AMX tiles.
+# By the number that `Version.kernel`, C and Triton name: the bits of a code, 16 for BF16 weights. Limits were measured
+# on one AVX-512 core, those of BF16 beside torch's product and beside AMX tiles.
 KERNELS = {
-    LOSSLESS: Kernel(16, 64, 4, 4),
-    "w8": Kernel(8, 128, 24, 4),
-    "w4": Kernel(4, 128, 16, 4),
-    "w3": Kernel(3, 128, 12, 2),
-    "w2": Kernel(2, 128, 24, 2),
-    "w1": Kernel(1, 128, 24, 4),
+    16: Kernel(64, 4, 4),
+    8: Kernel(128, 24, 4),
+    4: Kernel(128, 16, 4),
+    3: Kernel(128, 12, 2),
+    2: Kernel(128, 24, 2),
+    1: Kernel(128, 24, 4),
 }
 
 
 def kernel_of(name: str) -> Kernel:
-    """The entry of KERNELS of an encoding's name.
+    """How the encoding of a name runs.
 
     Raises:
-        InputError: for an encoding that the kernels do not know, with those they do.
+        InputError: for an encoding without an entry, or with a transform that no kernel applies.
     """
-    if name not in KERNELS:
-        raise InputError(f"no kernel knows the encoding {name}: the kernels know {', '.join(KERNELS)}")
-    return KERNELS[name]
+    encoding = encoding_of(name)
+    if encoding.transform is not None:
+        raise InputError(f"{name}: no kernel applies its transform {encoding.transform} to activations")
+    if encoding.kernel not in KERNELS:
+        known = ", ".join(n for n in version_names() if encoding_of(n).kernel in KERNELS)
+        raise InputError(f"no kernel knows the encoding {name}: the kernels know {known}")
+    return KERNELS[encoding.kernel]
+
+
+def compiled(versions: Iterable[Version]) -> bool:
+    """Whether C and Triton have a case for every one of these."""
+    return all(kernel_of(v.name).compiled for v in versions)
+
+
+def compiled_names() -> tuple[str, ...]:
+    """The names of all encodings for which C and Triton have a case."""
+    every = (encoding_of(n) for n in version_names())
+    return tuple(e.name for e in every if e.kernel in KERNELS and KERNELS[e.kernel].compiled)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """One matrix in one version: byte offsets into an extent, as the kernels read them; -1 where there is no bias.
 
-    Of the lossless version `low` is where the BF16 matrix [rows, cols] begins, row-major. `bits` is the encoding's
+    Where the version is plain, `low` is where the BF16 matrix [rows, cols] begins, row-major. `bits` is the encoding's
     number in KERNELS.
     """
 
@@ -80,53 +96,28 @@ class Form:
 
 
 def resident_size(matrices: Sequence[Matrix], version: Version) -> int:
-    """Bytes that an expert takes on its device: an extent as it is stored, or the lossless version decoded."""
-    if not version.is_lossless:
-        return affine_extent_size(tuple(matrices), version)
-    return _decoded(matrices)[1]
-
-
-def _decoded(matrices: Sequence[Matrix]) -> tuple[list[tuple[int, int]], int]:
-    """Of a lossless expert once decoded: where each matrix and its bias begin, -1 without one; and its bytes.
-
-    Matrices begin on pages of their own, so that each can be bound to memory, and given back, alone (paging/).
-    """
-    at, places = 0, []
-    for m in matrices:
-        weight = align(at, PAGE)
-        at = align(weight + 2 * m.weights, SECTION)
-        places.append((weight, at if m.bias else -1))
-        at = align(at + 2 * m.rows, SECTION) if m.bias else at
-    return places, at
+    """Bytes that an expert takes on its device."""
+    return version.resident_size(matrices)
 
 
 def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]:
     """The form of every matrix of an expert in one version.
 
     Raises:
-        InputError: for a version whose encoding the kernels do not know.
+        InputError: for a version that the kernels do not know.
     """
-    out, number = [], kernel_of(version.name).number
-    if version.is_lossless:
-        return tuple(Form(version.name, number, 0, 0, at, 0, 0, 0, bias) for at, bias in _decoded(matrices)[0])
-    by_matrix: list[dict[str, int]] = [{} for _ in matrices]
-    for s in affine_sections(tuple(matrices), version):
-        by_matrix[s.matrix][s.kind] = s.offset
-    for at_of in by_matrix:
-        out.append(
-            Form(
-                version.name,
-                number,
-                version.group_size,
-                int(version.stores_zeros),
-                at_of["plane0"],
-                at_of.get("plane1", 0),
-                at_of["scale"],
-                at_of.get("zero", 0),
-                at_of.get("bias", -1),
-            )
+    kernel_of(version.name)
+    at: list[dict[str, int]] = [{} for _ in matrices]
+    for s in version.sections(matrices):
+        at[s.matrix][s.kind] = s.offset
+    size, stored = version.group_size, int(version.stores_zeros)
+    return tuple(
+        Form(
+            version.name, version.kernel, size, stored, of.get("weight", of.get("plane0", 0)), of.get("plane1", 0),
+            of.get("scale", 0), of.get("zero", 0), of.get("bias", -1),
         )
-    return tuple(out)
+        for of in at
+    )  # fmt: skip
 
 
 def handle(address: int, version: int) -> int:

@@ -1,14 +1,32 @@
-"""Dequantisation in plain torch, on any device: the reference for every other kernel, and what serves without one.
+"""Weights of an extent in plain torch, on any device: the reference for other kernels, and what runs without them.
 
-Reads an extent's sections as they are stored. Equal, value for value, to `moepack.pack.codec.affine`.
+Values are equal to those of `Version.dequantise`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moepack.pack.spec import Matrix, Section, Version
+
+Sections = dict[str, Section]  # of one matrix, by kind
+
+
+def sections_of(matrices: Sequence[Matrix], version: Version) -> list[Sections]:
+    """Where each matrix of an extent has its sections."""
+    by_matrix: list[Sections] = [{} for _ in matrices]
+    for s in version.sections(matrices):
+        by_matrix[s.matrix][s.kind] = s
+    return by_matrix
+
+
+def plain_weights(extent: Tensor, sections: Sequence[Sections]) -> tuple[Tensor, ...]:
+    """BF16 views [rows, cols] of an extent's matrices; none of a version that is not plain."""
+    at = [s["weight"] for s in sections if "weight" in s]
+    return tuple(extent[s.offset : s.end].view(torch.bfloat16).view(s.shape) for s in at)
 
 
 def section(extent: Tensor, s: Section) -> Tensor:
@@ -34,14 +52,12 @@ def unpack(plane: Tensor, bits: int, cols: int) -> Tensor:
     return codes.flatten(1)[:, :cols]
 
 
-def dequantise(
-    extent: Tensor, sections: dict[str, Section], matrix: Matrix, version: Version, dtype: torch.dtype
-) -> Tensor:
+def dequantise(extent: Tensor, sections: Sections, matrix: Matrix, version: Version, dtype: torch.dtype) -> Tensor:
     """A matrix of an affine extent as [rows, cols] in `dtype`: exact in float32, rounded once in anything narrower.
 
     Args:
         extent: uint8, the whole extent.
-        sections: the matrix's sections by kind.
+        sections: the matrix's.
         matrix: its shape.
         version: its encoding.
         dtype: of the result.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError, CodecError, InputError
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.devices.cuda import CudaDevice, read_heads

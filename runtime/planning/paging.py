@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.exponent_fast import decode_into
 from moepack.pack.codec.lossless import directory
 from moepack.pack.reader import Bundle

@@ -291,7 +291,7 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
 
 def staging_bytes(bundle: Bundle, version: Version) -> int:
     """Bytes of the buffer that compressed extents are decoded from; other versions are read into their blocks."""
-    if not version.is_lossless:
+    if not version.entropy_coded:
         return 0
     files = [bundle.layer_file(version.name, p) for p in range(len(bundle.layers))]
     return align(max(f.extent_size(e) for f in files for e in range(f.layer.extents)), PAGE)

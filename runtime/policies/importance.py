@@ -84,7 +84,7 @@ class ImportanceOptions(LiveOptions):
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """High, low if there is one, and absent: one ladder."""
         names = [v.name for v in versions]
-        small = [v.name for v in versions if not v.is_lossless and v.bits <= 4]
+        small = [v.name for v in versions if v.bits <= 4]
         high = on_device(self.hi or (small or names)[0], versions)
         below = names[names.index(str(high)) + 1 :]
         lo = self.lo or ("w2" if "w2" in below else (below or [str(ABSENT)])[0])

@@ -59,7 +59,7 @@ class PagedOptions(LiveOptions):
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """One: the lossless version in its three places."""
-        found = next((v for v in versions if v.is_lossless), None)
+        found = next((v for v in versions if v.entropy_coded), None)
         if found is None:
             raise InputError(f"has no lossless version to page: here are {', '.join(v.name for v in versions)}")
         return [tuple(Placement(found, where) for where in (Where.DEVICE, Where.PACKED, Where.STORED))]

@@ -38,7 +38,7 @@ class Placement:
     def __post_init__(self) -> None:
         if (self.version is None) != (self.where is Where.ABSENT):
             raise ValueError("what is absent has no version, and nothing else lacks one")
-        if self.where in PAGED and self.version is not None and not self.version.is_lossless:
+        if self.where in PAGED and self.version is not None and not self.version.entropy_coded:
             raise ValueError(f"{self.version.name} is served as it is stored: it has no packed form")
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
     name, _, place = text.partition("@")
     found = next((v for v in versions if v.name == name), None)
     places = {"": Where.DEVICE, "host": Where.HOST}
-    if found is not None and found.is_lossless:
+    if found is not None and found.entropy_coded:
         places |= {where.value: where for where in PAGED}
     if found is None or place not in places:
         here = ", ".join(v.name for v in versions)

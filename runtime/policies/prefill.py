@@ -73,7 +73,7 @@ class PrefillOptions(LiveOptions):
         if self.hi and self.hi not in names:
             raise InputError(f"has no version {self.hi!r}: here are {', '.join(names)}")
         high = versions[names.index(self.hi) if self.hi else 0]
-        on_host = {v.bits: v for v in versions if not v.is_lossless and v.bits in WIDTHS and v.bits <= high.bits}
+        on_host = {v.bits: v for v in versions if v.bits in WIDTHS and v.bits <= high.bits}
         widths = sorted(on_host, reverse=True)
         here = ", ".join(map(str, widths))
         if not widths:

@@ -56,8 +56,8 @@ def open_device(
 
     staging, last = plan.staging // buffers, len(plan.ladder) - plan.keep
     on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
-    coded = [v for v in on_device if not version_of(plan, v).is_lossless]
-    largest = max([staging, *(row[v] for row in plan.sizes for v in coded)])
+    uncoded = [v for v in on_device if not version_of(plan, v).entropy_coded]
+    largest = max([staging, *(row[v] for row in plan.sizes for v in uncoded)])
     served = [version_of(plan, v).name for v in on_device if v < last]
     return open_cuda(store, served, device, largest, staging, buffers, on_event, host, plan.granule)
 

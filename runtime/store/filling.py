@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import PAGE
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moepack.pack.codec.affine import Buffer
+from moepack.pack.codec.bits import Buffer
 
 from .cudart import HOST_REGISTER_SUPPORTED, PORTABLE, READ_ONLY, READ_ONLY_SUPPORTED, CudaError, HostCalls
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moepack.pack.codec.affine import AffineMatrix, bf16_to_float32, encode_affine
+from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.bits import bf16_to_float32
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.forms import handle, make_forms, resident_size
 
@@ -51,7 +52,7 @@ def make_layer(m: Matrix, versions: list[Version], of_expert: list[int], seed: i
     for e, number in enumerate(of_expert):
         version = versions[number]
         room = torch.zeros(resident_size((m,), version), dtype=torch.uint8)
-        if version.is_lossless:
+        if version.plain:
             (form,) = make_forms((m,), version)
             w = bf16(np.random.default_rng(seed + e).normal(0, 0.02, (m.rows, m.cols)))
             room[form.low : form.low + 2 * m.weights] = torch.from_numpy(w.view(np.uint8).reshape(-1).copy())
@@ -62,7 +63,7 @@ def make_layer(m: Matrix, versions: list[Version], of_expert: list[int], seed: i
                 bias = b
         else:
             made = random_expert(m, version, seed + e)
-            encode_affine((m,), version, [made], room.numpy())
+            room.numpy()[:] = version.encode((m,), [made])[0]
             value, bias = made.dequantise(version), made.bias
         extents.append(room)
         weights.append(value.astype(np.float64))

@@ -10,8 +10,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from support import random_matrix
 
-from moepack.pack.codec.affine import AffineMatrix, encode_affine
-from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
+from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import Allocation, Manifest
 from moepack.pack.safetensors_file import make_header
@@ -20,7 +20,6 @@ from moepack.pack.spec import (
     ExpertLayer,
     Matrix,
     Version,
-    affine_payload,
     dense_file,
     dense_layers,
     expert_file,
@@ -64,9 +63,7 @@ def affine(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES)
 
 def extent(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> tuple[np.ndarray, int]:
     """An extent, and its payload."""
-    if version.is_lossless:
-        return encode_lossless(matrices, lossless(seed, matrices))
-    return encode_affine(matrices, version, affine(version, seed, matrices)), affine_payload(matrices, version)
+    return version.encode(matrices, (lossless(seed, matrices) if version.plain else affine(version, seed, matrices)))
 
 
 def statistics(index: int) -> dict[str, np.ndarray]:

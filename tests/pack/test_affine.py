@@ -8,16 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import random_matrix
 
-from moepack.pack.codec.affine import bf16_to_float32, decode_affine, encode_affine
-from moepack.pack.codec.bits import join_planes, pack_plane, split_planes, unpack_plane
+from moepack.pack.codec.bits import bf16_to_float32, join_planes, pack_plane, split_planes, unpack_plane
 from moepack.pack.spec import (
     PAGE,
     SECTION,
     Matrix,
     Version,
-    affine_extent_size,
-    affine_payload,
-    affine_sections,
 )
 
 SHAPES = [(1, 1), (3, 31), (3, 32), (3, 33), (5, 64), (2, 127), (2, 129), (7, 2880)]
@@ -73,17 +69,17 @@ def test_extent_round_trip(bits: int, group_size: int, bias: bool) -> None:
     version = Version.of(f"w{bits}", group_size)
     matrices = (Matrix("gate_up", 6, 100, bias), Matrix("down", 5, 33, bias))
     values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
-    extent = encode_affine(matrices, version, values)
-    assert len(extent) == affine_extent_size(matrices, version) and len(extent) % PAGE == 0
-    for ours, theirs in zip(decode_affine(matrices, version, extent), values, strict=True):
+    extent = version.encode(matrices, values)[0]
+    assert len(extent) == version.resident_size(matrices) and len(extent) % PAGE == 0
+    for ours, theirs in zip(version.decode(matrices, extent), values, strict=True):
         for field in ("codes", "scale", "zero", "bias"):
             a, b = getattr(ours, field), getattr(theirs, field)
             assert (a is None and b is None) or np.array_equal(a, b), field
     covered = np.zeros(len(extent), bool)
-    for s in affine_sections(matrices, version):
+    for s in version.sections(matrices):
         assert s.offset % SECTION == 0 and not covered[s.offset : s.end].any()
         covered[s.offset : s.end] = True
-    assert not extent[~covered].any() and covered.sum() == affine_payload(matrices, version)
+    assert not extent[~covered].any() and covered.sum() == version.stored_sizes(matrices)[1]
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
@@ -106,11 +102,11 @@ def test_bits_per_weight_are_what_the_format_says() -> None:
     matrices = (Matrix("gate_up", 128, 256), Matrix("down", 256, 64))
     weights = sum(m.weights for m in matrices)
     for bits, expected in ((8, 8.375), (4, 4.375), (3, 3.375), (2, 2.375), (1, 1.25)):
-        assert 8 * affine_payload(matrices, Version.of(f"w{bits}", 64)) / weights == expected
+        assert 8 * Version.of(f"w{bits}", 64).stored_sizes(matrices)[1] / weights == expected
 
 
 def test_wrong_shape_is_refused() -> None:
     version, matrices = Version.of("w4", 64), (Matrix("gate_up", 4, 64), Matrix("down", 4, 64))
     values = [random_matrix(Matrix("x", 4, 64), version, 0), random_matrix(Matrix("x", 5, 64), version, 0)]
     with pytest.raises(ValueError, match="down"):
-        encode_affine(matrices, version, values)
+        version.encode(matrices, values)[0]

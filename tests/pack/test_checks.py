@@ -10,17 +10,16 @@ from moepack.pack.errors import Problem, printable
 
 
 def test_checks_find_nothing_in_what_is_written() -> None:
-    from small_bundle import encode_affine, encode_lossless
 
     for seed in range(6):
-        extent, _ = encode_lossless(MATRICES, lossless(seed))
+        extent, _ = VERSIONS[0].encode(MATRICES, lossless(seed))
         assert list(check_lossless(MATRICES, extent)) == []
         for version in VERSIONS[1:]:
-            assert list(check_affine(MATRICES, version, encode_affine(MATRICES, version, affine(version, seed)))) == []
+            assert list(check_affine(MATRICES, version, version.encode(MATRICES, affine(version, seed))[0])) == []
 
 
 def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:
-    from moepack.pack.codec.lossless import LosslessMatrix, encode_lossless
+    from moepack.pack.codec.lossless import LosslessMatrix
     from moepack.pack.spec import Matrix
 
     rng = np.random.default_rng(0)
@@ -30,7 +29,7 @@ def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:
         bits = (rng.standard_cauchy((m.rows, m.cols)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         bits[: m.rows // 2] = rng.integers(0, 1 << 16, (m.rows // 2, m.cols))  # raw tiles beside coded ones
         values.append(LosslessMatrix(bits))
-    extent, _ = encode_lossless(matrices, values)
+    extent, _ = VERSIONS[0].encode(matrices, values)
     assert list(check_lossless(matrices, extent)) == []
 
 

@@ -11,8 +11,6 @@ from safetensors.numpy import load_file
 from small_bundle import LAYERS, VERSIONS
 from support import ROOT
 
-from moepack.pack.codec.affine import decode_affine
-from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import HINT, Version
 
@@ -25,7 +23,7 @@ def test_every_affine_version_at_odd_shapes(small: Path, version: Version) -> No
     extent = reader.read_extent(small, manifest, version.name, 1, 2)
     theirs = reader.affine_values(extent, manifest["layers"][0], described)
     opened = open_bundle(small)
-    ours = decode_affine(LAYERS[0].matrices, opened.manifest.version(version.name), opened.extent(version.name, 0, 2))
+    ours = opened.manifest.version(version.name).decode(LAYERS[0].matrices, opened.extent(version.name, 0, 2))
     for a, b in zip(ours, theirs, strict=True):
         assert np.array_equal(a.dequantise(version).astype(np.float64), np.array(b))
 
@@ -42,7 +40,8 @@ def test_lossless_version_is_the_checkpoint(bundle: Path, demo_model: Path) -> N
     for bits, weight in zip(theirs, (gate_up, tensors[prefix + "down_proj.weight"]), strict=True):
         assert bits == weight.contiguous().view(torch.uint16).flatten().tolist()
     opened = open_bundle(bundle)
-    for bits, m in zip(theirs, decode_lossless(opened.layers[2].matrices, opened.extent("bf16", 2, 3)), strict=True):
+    ours = Version.of("bf16").decode(opened.layers[2].matrices, opened.extent("bf16", 2, 3))
+    for bits, m in zip(theirs, ours, strict=True):
         assert bits == m.weight.reshape(-1).tolist()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from moepack.pack.layer_file import header_size
 from moepack.pack.manifest import Allocation, ExpertFileEntry, FileEntry, Manifest
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, affine_extent_size, affine_payload, expert_file
+from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, expert_file
 
 LAYERS, EXPERTS = 58, 256
 MATRICES = (Matrix("gate_up", 4096, 7168, False), Matrix("down", 7168, 2048, False))
@@ -23,8 +23,8 @@ def test_58_layers_of_256_experts_at_5_versions_open_within_a_second(tmp_path: P
     for version in versions:
         for layer in layers:
             head, size, payload = header_size(version.name, layer), 60 * PAGE, 59 * PAGE
-            if not version.is_lossless:
-                size, payload = affine_extent_size(MATRICES, version), affine_payload(MATRICES, version)
+            if not version.plain:
+                size, payload = version.resident_size(MATRICES), version.stored_sizes(MATRICES)[1]
             entry = ExpertFileEntry(head + EXPERTS * size, head, "0" * 64, EXPERTS * payload)
             experts[expert_file(version.name, layer.index)] = entry
     names = [v.name for v in versions]

@@ -13,11 +13,9 @@ from support import ROOT, random_matrix
 
 import moepack
 from moepack.generation import generate
-from moepack.pack.codec.affine import decode_affine, encode_affine
-from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import Matrix, Version, affine_sections
+from moepack.pack.spec import Matrix, Version
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise, unpack
@@ -34,13 +32,15 @@ def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: tor
     described = opened.manifest.version(version)
     for expert in (0, 15):
         if version == "bf16":
-            want = [m.weight for m in decode_lossless(opened.layers[1].matrices, opened.extent("bf16", 1, expert))]
+            want = [
+                m.weight for m in Version.of("bf16").decode(opened.layers[1].matrices, opened.extent("bf16", 1, expert))
+            ]
             for m in range(2):
                 assert torch.equal(
                     layer.current.weight(expert, m, torch.bfloat16).view(torch.uint16), torch.from_numpy(want[m])
                 )
         else:
-            decoded = decode_affine(opened.layers[1].matrices, described, opened.extent(version, 1, expert))
+            decoded = described.decode(opened.layers[1].matrices, opened.extent(version, 1, expert))
             for m in range(2):
                 exact = torch.from_numpy(decoded[m].dequantise(described))
                 assert torch.equal(layer.current.weight(expert, m, dtype), exact.to(dtype))
@@ -52,9 +52,9 @@ def test_reference_kernel_at_odd_shapes(bits: int, group_size: int) -> None:
     version = Version.of(f"w{bits}", group_size)
     matrices = (Matrix("gate_up", 6, 2880 // 8, True), Matrix("down", 5, 33, True))
     values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
-    extent = torch.from_numpy(encode_affine(matrices, version, values))
+    extent = torch.from_numpy(version.encode(matrices, values)[0])
     for i, m in enumerate(matrices):
-        sections = {s.kind: s for s in affine_sections(matrices, version) if s.matrix == i}
+        sections = {s.kind: s for s in version.sections(matrices) if s.matrix == i}
         got = dequantise(extent, sections, m, version, torch.float32)
         assert torch.equal(got, torch.from_numpy(values[i].dequantise(version)))
 

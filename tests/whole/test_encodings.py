@@ -1,8 +1,13 @@
-"""A new encoding is one line of pack's table: `w6`, through pack, recipes and a build, to kernels that refuse it."""
+"""A new encoding is one file and a line of the kernels' table: `w6` of docs/extending/encoding.md, built and served."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +16,13 @@ import torch
 from support import ROOT
 
 import moepack
-from moepack.pack import spec
-from moepack.pack.codec.affine import AffineMatrix, decode_affine, encode_affine
+from moepack.pack import encodings
+from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.encodings import base
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import ENCODINGS, GROUPS, Encoding, Matrix, Version, affine_sections, version_names
+from moepack.pack.sections import groups
+from moepack.pack.spec import Matrix, Version, version_names
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.quantize import rtn
@@ -31,20 +38,35 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 """
 
 
+def blocks() -> list[str]:
+    """The Python of the page: the new file, then the line of the kernels' table."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending" / "encoding.md").read_text(), re.DOTALL)
+
+
 @pytest.fixture
-def w6(monkeypatch: pytest.MonkeyPatch) -> Version:
-    document = (ROOT / "docs" / "extending" / "encoding.md").read_text()
-    line = eval(next(x for x in document.splitlines() if x.startswith("Encoding(")).rstrip(","), vars(spec))
-    assert line == Encoding("w6", "affine", 6, (4, 2), "stored", GROUPS)
-    monkeypatch.setattr(spec, "ENCODINGS", (*ENCODINGS[:2], line, *ENCODINGS[2:]))
-    return Version.of("w6", 64)
+def w6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Version]:
+    """The page's new file, in a folder that the encodings are looked for in."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "w6.py").write_text(blocks()[0])
+    monkeypatch.setattr(encodings, "__path__", [*encodings.__path__, str(tmp_path / "more")])
+    monkeypatch.setattr(base, "KNOWN", encodings.found(encodings.__path__))
+    assert version_names() == ("bf16", "w8", "w6", "w4", "w3", "w2", "w1")
+    yield Version.of("w6", 64)
+    del sys.modules["moepack.pack.encodings.w6"]
+
+
+@pytest.fixture
+def in_table(w6: Version, monkeypatch: pytest.MonkeyPatch) -> Version:
+    """The page's line in the kernels' table, too."""
+    monkeypatch.setattr(forms, "KERNELS", forms.KERNELS | eval(f"{{{blocks()[1]}}}", vars(forms)))
+    return w6
 
 
 def random(version: Version, seed: int = 0) -> list[AffineMatrix]:
     """Every code in every column's plane pair at least once over the matrices; every zero point; scales of one size."""
     rng, out = np.random.default_rng(seed), []
     for m in MATRICES:
-        shape = (m.rows, spec.groups(m, version.group_size))
+        shape = (m.rows, groups(m, version.group_size))
         codes = np.resize(np.arange(1 << version.bits), (m.rows, m.cols)).astype(np.uint8)
         scale = (rng.uniform(0.01, 0.03, shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         bias = rng.integers(0, 1 << 14, m.rows).astype(np.uint16) if m.bias else None
@@ -55,10 +77,15 @@ def random(version: Version, seed: int = 0) -> list[AffineMatrix]:
 def test_the_table() -> None:
     assert version_names() == ("bf16", "w8", "w4", "w3", "w2", "w1")
     assert version_names(2) == ("bf16", "w4", "w3", "w2", "w1"), "what the format had before"
-    for e in ENCODINGS:
+    for e in base.KNOWN:
         made = Version.of(e.name)
-        assert made.is_lossless == (not e.planes) and sum(made.planes) == (0 if made.is_lossless else e.bits)
-    assert asdict(Version.of("w3", 32)) == {
+        assert bool(made.holds) == (not e.planes) and sum(made.planes) == (0 if made.holds else e.bits)
+        assert made.since == (3 if made.name == "w8" else 2) and Version.read(made.record()) == made
+        assert pickle.loads(pickle.dumps(made)) == made and hash(made) == hash(Version.of(e.name))
+    assert Version.of("w4", 64) != Version.of("w4", 32)
+    with pytest.raises(ValueError, match="does not know this form of w4"):
+        Version.read(Version.of("w4").record() | {"bits": 5})
+    assert Version.of("w3", 32).record() == {
         "name": "w3", "encoding": "affine", "bits": 3, "group_size": 32, "zero": "stored"
     }  # fmt: skip
     assert Version.of("bf16", 64).group_size == 0
@@ -72,15 +99,15 @@ def test_pack_holds_it(w6: Version) -> None:
     """All 64 codes come back, and its weights are scale * (code - zero), by pack's reference and by torch's."""
     values = random(w6)
     assert set(np.unique(values[0].codes)) == set(range(64))
-    extent = encode_affine(MATRICES, w6, values)
-    for i, (m, v, got) in enumerate(zip(MATRICES, values, decode_affine(MATRICES, w6, extent), strict=True)):
+    extent = w6.encode(MATRICES, values)[0]
+    for i, (m, v, got) in enumerate(zip(MATRICES, values, w6.decode(MATRICES, extent), strict=True)):
         assert np.array_equal(got.codes, v.codes) and np.array_equal(got.scale, v.scale)
         assert v.zero is not None and got.zero is not None and np.array_equal(got.zero, v.zero)
         group = np.arange(m.cols) // 64
         scale = (v.scale.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         want = scale[:, group] * (v.codes.astype(np.float64) - v.zero.astype(np.float64)[:, group] / 4)
         assert np.array_equal(got.dequantise(w6).astype(np.float64), want)
-        sections = {s.kind: s for s in affine_sections(MATRICES, w6) if s.matrix == i}
+        sections = {s.kind: s for s in w6.sections(MATRICES) if s.matrix == i}
         torchs = reference.dequantise(torch.from_numpy(extent), sections, m, w6, torch.float32)
         assert np.array_equal(torchs.numpy().astype(np.float64), want)
 
@@ -91,10 +118,11 @@ def test_a_quantiser_takes_it(w6: Version) -> None:
     assert error[0] < error[1] / 3
 
 
-def test_a_bundle_holds_it_and_no_kernel_takes_it(
-    w6: Version, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From recipe to manifest without another line; who serves it is told which encoding it is, and which are known."""
+def test_a_bundle_holds_it_and_a_cpu_serves_it(
+    w6: Version, demo_model: Path, text: Path, tmp_path: Path, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """From recipe to logits by the page's two changes; without the table's line, a load says what the kernels know."""
     recipe = parse_recipe(RECIPE, "eight")
     assert [(v.name, v.bits, v.group_size) for v in recipe.version_specs()] == [
         ("bf16", 16, 0), ("w6", 6, 32), ("w2", 2, 64),
@@ -103,14 +131,38 @@ def test_a_bundle_holds_it_and_no_kernel_takes_it(
     assert verify(tmp_path / "bundle") == []
     opened = open_bundle(tmp_path / "bundle")
     assert opened.manifest.version("w6") == Version.of("w6", 32)
-    matrices = opened.layers[0].matrices
-    got = decode_affine(matrices, opened.manifest.version("w6"), opened.extent("w6", 0, 3))
-    assert len(np.unique(got[0].codes)) > 50
+    expert = opened.expert("w6", opened.layers[0].index, 3)
+    assert len(np.unique(expert.decode()[0].codes)) > 50
     with pytest.raises(InputError, match="no kernel knows the encoding w6: the kernels know bf16, w8, w4, w3, w2, w1"):
         moepack.load(tmp_path / "bundle", policy="static:w6")
-    monkeypatch.setattr(spec, "ENCODINGS", ENCODINGS)
+
+    request.getfixturevalue("in_table")
+    logits, ids = {}, torch.arange(40)[None]
+    for name in ("bf16", "w6", "w2"):
+        model = moepack.load(tmp_path / "bundle", policy=f"static:{name}")
+        with torch.no_grad():
+            logits[name] = model(ids).logits.float()
+        if name == "w6":
+            served = model.model.layers[opened.layers[0].index].mlp.experts._moepack.current
+            assert served.of.backend == "reference"
+            for m, (_, want) in enumerate(expert.numpy().items()):
+                assert np.array_equal(served.weight(3, m, torch.float32).numpy(), want)
+    error = [float((logits[name] - logits["bf16"]).norm()) for name in ("w6", "w2")]
+    assert 0 < error[0] < error[1] / 4, "four bits more: a step of a sixteenth"
+    monkeypatch.setattr(base, "KNOWN", tuple(e for e in base.KNOWN if e.name != "w6"))
     with pytest.raises(BundleError, match="not one of bf16, w8, w4"):
         open_bundle(tmp_path / "bundle")
+
+
+def test_a_transform_that_no_kernel_applies_is_refused(w6: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(w6), "transform", "hadamard")
+    with pytest.raises(InputError, match="w4: no kernel applies its transform hadamard"):
+        forms.make_forms(MATRICES, Version.of("w4"))
+
+
+def test_names_of_versions_need_no_numpy() -> None:
+    code = "import sys; from moepack.pack.spec import Version; Version.of('w4'); print('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_kernels_refuse_it_by_name(w6: Version) -> None:
@@ -131,7 +183,7 @@ def test_c_refuses_numbers_it_does_not_know(w6: Version, monkeypatch: pytest.Mon
     native = pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
     with pytest.raises(InputError, match="w6"):
         native.LayerForms(MATRICES, [w6])
-    monkeypatch.setitem(forms.KERNELS, "w6", forms.Kernel(6, 1, 1, 1))
+    monkeypatch.setitem(forms.KERNELS, 6, forms.Kernel(1, 1, 1))
     layer = native.LayerForms(MATRICES, [Version.of("w4", 64), w6])
     extents = [torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(2)]
     table = np.array([forms.handle(e.data_ptr(), i) for i, e in enumerate(extents)], np.uint64)

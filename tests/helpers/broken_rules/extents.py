@@ -9,11 +9,9 @@ import numpy as np
 from small_bundle import DENSE as DENSE_MATRICES
 from small_bundle import DENSE_VERSIONS, MATRICES, VERSIONS
 
-from moepack.pack.spec import affine_sections
-
 from .names import BF16, HEAD, Q1, Q8, W1, W3, W4, Do
 
-SECTIONS = {v.name: affine_sections(MATRICES, v) for v in VERSIONS if not v.is_lossless}
+SECTIONS = {v.name: v.sections(MATRICES) for v in VERSIONS if not v.plain}
 
 
 def at(name: str, place: int, value: int, expert: int = 0) -> Do:
@@ -94,7 +92,7 @@ def moved(part: int, by: int) -> Do:
     return lambda v: v.extent(BF16, 1, lambda room: room[8 * part : 8 * part + 4].view("<u4").__iadd__(by))
 
 
-Q8_SECTIONS = affine_sections((DENSE_MATRICES[0].matrix,), DENSE_VERSIONS[1])
+Q8_SECTIONS = DENSE_VERSIONS[1].sections((DENSE_MATRICES[0].matrix,))
 EXTENTS: dict[str, tuple[Do, str]] = {
     "a byte of a dense matrix that is not signed": (
         lambda v: v.write(Q8, (v.path / Q8).read_bytes()[:-1] + b"\x01"), "digest"

@@ -211,7 +211,7 @@ def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, 
 
 def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A matrix in slices: rows that are no whole slices or blocks, a bias, the same bytes as in one piece."""
-    from moepack.pack.codec.affine import decode_affine
+
     from moepack.pack.layer_file import LayerFile
     from moepack.pack.manifest import ExpertFileEntry
     from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix
@@ -246,11 +246,11 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     for extents, losses in made[1:]:
         for column, version in enumerate(versions):
             whole = made[0][0][version]
-            if version.is_lossless:
+            if version.plain:
                 assert np.array_equal(whole, extents[version])
                 continue
-            values = decode_affine((described.matrix,), version, extents[version])[0]
-            first = decode_affine((described.matrix,), version, whole)[0]
+            values = version.decode((described.matrix,), extents[version])[0]
+            first = version.decode((described.matrix,), whole)[0]
             # A weight halfway between two codes may round as its slice's products do.
             assert np.mean(values.codes != first.codes) < 0.01 and values.bias is not None
             assert torch.equal(torch.from_numpy(values.bias.view(np.int16).copy()), bias.view(torch.int16))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import affine_extent_size
 from moepack.pack.tables import DenseTables
 from moepack.pipeline.allocate import (
     DenseCosts,
@@ -186,8 +185,8 @@ def test_sizes_are_whole_extents(measured: tuple[Bundle, list[LayerCosts]]) -> N
             assert [row[v] for row in costs[position].sizes] == [
                 len(on_disk.extent(e, check_digest=False)) for e in range(layer.experts)
             ]
-            if not version.is_lossless:
-                assert {row[v] for row in costs[position].sizes} == {affine_extent_size(layer.matrices, version)}
+            if not version.plain:
+                assert {row[v] for row in costs[position].sizes} == {version.resident_size(layer.matrices)}
 
 
 def test_expected_losses(measured: tuple[Bundle, list[LayerCosts]]) -> None:

@@ -13,7 +13,6 @@ import torch
 from support import random_matrix
 from torch import Tensor, nn
 
-from moepack.pack.codec.affine import encode_affine
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense import linears as module_under_test
 from moepack.runtime.dense.find import groups, linears
@@ -46,7 +45,7 @@ def packed(matrix: Matrix, version: Version, seed: int) -> tuple[PackedLinear, T
     if made.bias is not None:
         made.bias[:] = torch.linspace(-1, 1, matrix.rows).bfloat16().view(torch.uint16).numpy()
     module = PackedLinear(matrix, version)
-    room = torch.from_numpy(encode_affine((matrix,), version, [made]))
+    room = torch.from_numpy(version.encode((matrix,), [made])[0])
     module.packed = torch.empty(len(room) + 64, dtype=torch.uint8)
     module.packed = module.packed[-module.packed.data_ptr() % 64 :][: len(room)].copy_(room)
     return module, torch.from_numpy(made.dequantise(version))

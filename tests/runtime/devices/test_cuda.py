@@ -18,7 +18,6 @@ import torch
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
 from support import at_once
 
-from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
 from moepack.runtime.devices.cuda import CudaDevice
@@ -68,11 +67,11 @@ class Bench:
         matrices = self.store.bundle.layers[position].matrices
         extent = self.store.bundle.extent(version, position, expert)
         got = target.numpy()
-        if not described.is_lossless:
+        if not described.plain:
             assert np.array_equal(got[: len(extent)], extent)
             return
         for m, form, want in zip(
-            matrices, make_forms(matrices, described), decode_lossless(matrices, extent), strict=True
+            matrices, make_forms(matrices, described), described.decode(matrices, extent), strict=True
         ):
             assert np.array_equal(got[form.low : form.low + 2 * m.weights].view(np.uint16), want.weight.reshape(-1))
 
@@ -352,11 +351,11 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for p, layer in enumerate(live.layers):
         for e, handle in enumerate(layer.current.handles):
             extent = live.store.bundle.extent(handle.version.name, p, e)
-            if not handle.version.is_lossless:
+            if not handle.version.plain:
                 assert np.array_equal(handle.extent.numpy(), extent)
                 continue
             lossless += 1
-            for m, want in enumerate(decode_lossless(layer.of.layer.matrices, extent)):
+            for m, want in enumerate(handle.version.decode(layer.of.layer.matrices, extent)):
                 assert np.array_equal(handle.weights[m].view(torch.uint16).numpy(), want.weight)
     assert lossless > 10 and before["transition_failures"] == 0 and not gpu.wrong
     assert not cuda.registered and live.tracker.peak <= 12_000_000
@@ -403,8 +402,8 @@ def test_every_way_on_a_gpu(bundle: Path) -> None:
             event.wait()
             assert event.error is None
             got, extent = target.cpu().numpy(), store.bundle.extent(version, position, expert)
-            if described.is_lossless:
-                wanted = decode_lossless(layer.matrices, extent)
+            if described.plain:
+                wanted = described.decode(layer.matrices, extent)
                 for m, form, want in zip(layer.matrices, make_forms(layer.matrices, described), wanted, strict=True):
                     mine = got[form.low : form.low + 2 * m.weights].view(np.uint16)
                     assert np.array_equal(mine, want.weight.reshape(-1))

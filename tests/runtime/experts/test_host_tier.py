@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from support import at_once
 
-from moepack.pack.codec.affine import AffineMatrix, encode_affine
+from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import forward as forward_module
@@ -64,7 +64,7 @@ def extent(version: Version, seed: int) -> torch.Tensor:
     def bf16(values: np.ndarray) -> np.ndarray:
         return torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.uint16).numpy()
 
-    if version.is_lossless:
+    if version.plain:
         for m, form in zip(MATRICES, make_forms(MATRICES, version), strict=True):
             w = bf16(rng.normal(0, 0.1, m.weights))
             room[form.low : form.low + 2 * m.weights] = torch.from_numpy(w.view(np.uint8))
@@ -75,7 +75,7 @@ def extent(version: Version, seed: int) -> torch.Tensor:
         zero = rng.integers(64, 192, shape).astype(np.uint8) if version.stores_zeros else None
         codes = rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
         parts.append(AffineMatrix(codes, bf16(rng.uniform(0.01, 0.03, shape)), zero, None))
-    encode_affine(MATRICES, version, parts, room.numpy())
+    room.numpy()[:] = version.encode(MATRICES, parts)[0]
     return room
 
 

@@ -139,7 +139,7 @@ def test_the_bytes_that_are_taken(bundle: Path) -> None:
     pool = sum(size for name, size in live.tracker.named().items() if name.startswith("bf16@packed"))
     assert pool == sum(row[1] * n for row, n in zip(live.plan.blocks, live.plan.experts, strict=True))
     assert at(model, "bf16@packed") == experts
-    version = next(v for v in opened.manifest.versions if v.is_lossless)
+    version = next(v for v in opened.manifest.versions if v.plain)
     size = window_size(opened.layers, version)
     assert size.blocks == 2 * opened.layers[0].experts and size.bytes == 2 * bf16 // len(opened.layers)
     assert live.plan.window == size.bytes + 2 * live.plan.staging == live.tracker.held("fixed") - (

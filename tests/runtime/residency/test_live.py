@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 import moepack
 from moepack.cli import app
-from moepack.pack.codec.lossless import decode_lossless
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
 from moepack.reports.evaluate import evaluate
@@ -41,9 +40,9 @@ def check_exact(model: Any, bundle: Path) -> int:
     for position, layer in enumerate(model.moepack.layers):
         for e, handle in enumerate(layer.current.handles):
             extent = opened.extent(handle.version.name, position, e)
-            if handle.version.is_lossless:
+            if handle.version.plain:
                 lossless += 1
-                for m, want in enumerate(decode_lossless(layer.of.layer.matrices, extent)):
+                for m, want in enumerate(handle.version.decode(layer.of.layer.matrices, extent)):
                     got = layer.current.weight(e, m, torch.bfloat16).view(torch.uint16)
                     assert torch.equal(got, torch.from_numpy(want.weight))
             else:

@@ -1,0 +1,73 @@
+"""Affine encodings: value = scale * (code - zero), a scale and a zero point for each group of columns of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import Kind
+from ..sections import BLOCK_ROWS, GROUPS, Matrix, groups, plane_words, row_blocks
+from .base import Part, Version
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ..codec.affine import AffineMatrix
+    from ..codec.bits import Buffer
+
+
+@dataclass(frozen=True, eq=False)
+class Affine(Version):
+    """An affine version (FORMAT.md, "Affine extents"): an extent is in memory as it is stored."""
+
+    def parts(self, matrix: Matrix) -> Iterator[Part]:
+        """Planes, scales, zero points where they are stored, and the bias if the matrix has one."""
+        blocks, by_group = row_blocks(matrix), groups(matrix, self.group_size)
+        for p, bits in enumerate(self.planes):
+            yield f"plane{p}", (blocks, plane_words(matrix.cols, bits), BLOCK_ROWS), 4
+        yield "scale", (blocks, by_group, BLOCK_ROWS), 2
+        if self.stores_zeros:
+            yield "zero", (blocks, by_group, BLOCK_ROWS), 1
+        if matrix.bias:
+            yield "bias", (matrix.rows,), 2
+
+    def encode(
+        self, matrices: Sequence[Matrix], values: Sequence[AffineMatrix], threads: int | None = None
+    ) -> tuple[Buffer, int]:
+        """See Version; one thread works, whatever `threads` says."""
+        from ..codec import affine
+
+        return affine.encode(matrices, self, values), sum(s.size for s in self.sections(matrices))
+
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> list[AffineMatrix]:
+        """See Version. Biases are views of the extent."""
+        from ..codec import affine
+
+        return affine.decode(matrices, self, extent)
+
+    def dequantise(self, value: AffineMatrix) -> npt.NDArray[np.float32]:
+        """See Version."""
+        return value.dequantise(self)
+
+    def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
+        """See Version."""
+        from ..codec import checks
+
+        return checks.check_affine(matrices, self, extent)
+
+
+def affine(name: str, bits: int, planes: tuple[int, ...], since: int, zero: str = "stored") -> Affine:
+    """An affine encoding that kernels know by its bits."""
+    return Affine(name, "affine", bits, bits, since, planes, zero, GROUPS)
+
+
+# One bit has no room for a zero point: its levels are -scale/2 and +scale/2.
+ENCODINGS = (
+    affine("w8", 8, (8,), 3),
+    affine("w4", 4, (4,), 2),
+    affine("w3", 3, (2, 1), 2),
+    affine("w2", 2, (2,), 2),
+    affine("w1", 1, (1,), 2, "midpoint"),
+)

@@ -1,0 +1,213 @@
+"""What every encoding answers: a version is an encoding with a size of groups. Standard library only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import Kind
+from ..sections import GROUPS, PAGE, SECTION, Matrix, Section, align
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ..codec.bits import Buffer
+
+Part = tuple[str, tuple[int, ...], int]  # a section without its place: kind, shape, bytes of an element
+
+
+@dataclass(frozen=True)
+class Version(ABC):
+    """One version of a bundle's experts: how codes become bytes, and bytes weights.
+
+    The manifest records `name`, `encoding`, `bits`, `group_size` and `zero`, and two versions are equal where these
+    are. The rest follows from the name.
+
+    Attributes:
+        name: the version's name, its folder in a bundle and its column in tables.
+        encoding: the manifest's word for the family of encodings.
+        bits: bits of a code, at most 8; 16 for BF16.
+        kernel: the number by which kernels know it (runtime/kernels/forms.py).
+        since: the first version of the format that has it.
+        planes: bits of a code (1, 2, 4 or 8) by plane, least significant first; none where codes have no planes.
+        zero: "stored", "midpoint" (half the greatest code, not stored) or "none".
+        group_sizes: how many columns may share a scale; none where there are no groups.
+        group_size: columns that share a scale; 0 without groups.
+        holds: of a lossless version, what it keeps of a checkpoint, by the checkpoint's dtype; empty of others.
+        entropy_coded: whether the stored bytes depend on the values. Such a version is decoded when it arrives on its
+            device, and may also stay there as it is stored.
+        plain: whether it is in memory as BF16 matrices, section "weight", which torch multiplies by as they are.
+        transform: what activations go through before a product, such as a rotation; None for nothing. No kernel
+            applies one yet: versions that have one are refused.
+        matrix_boundary, extent_boundary: multiples of which a matrix begins, and an extent ends, in memory.
+    """
+
+    name: str
+    encoding: str
+    bits: int
+    kernel: int = field(compare=False)
+    since: int = field(compare=False)
+    planes: tuple[int, ...] = field(default=(), compare=False)
+    zero: str = "none"
+    group_sizes: tuple[int, ...] = field(default=(), compare=False)
+    group_size: int = 0
+
+    holds: ClassVar[Mapping[str, str]] = {}
+    entropy_coded: ClassVar[bool] = False
+    plain: ClassVar[bool] = False
+    transform: ClassVar[str | None] = None
+    matrix_boundary: ClassVar[int] = SECTION
+    extent_boundary: ClassVar[int] = PAGE
+
+    @staticmethod
+    def of(name: str, group_size: int = GROUPS[0]) -> Version:
+        """The version of a name; where there are no groups, `group_size` does not matter.
+
+        Raises:
+            ValueError: for an unknown name, or a size of groups that the encoding does not have.
+        """
+        e = encoding_of(name)
+        if not e.group_sizes:
+            return e
+        if group_size not in e.group_sizes:
+            raise ValueError(f"{name}: groups are of {', '.join(map(str, e.group_sizes))}, not {group_size}")
+        return replace(e, group_size=group_size)
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> Version:
+        """The version that `record` wrote.
+
+        Raises:
+            ValueError: where no version has this record.
+        """
+        made = Version.of(str(record.get("name")), record.get("group_size") or GROUPS[0])
+        if made.record() != record:
+            raise ValueError(f"this moepack does not know this form of {made.name}")
+        return made
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
+
+    def described(self) -> str:
+        """How weights are stored, in words."""
+        return "lossless" if self.holds else f"{self.bits} bits, groups of {self.group_size}"
+
+    @property
+    def stores_zeros(self) -> bool:
+        """Whether groups have zero points of their own."""
+        return self.zero == "stored"
+
+    @abstractmethod
+    def parts(self, matrix: Matrix) -> Iterable[Part]:
+        """The sections of one matrix in memory, in order."""
+
+    def sections(self, matrices: Iterable[Matrix]) -> tuple[Section, ...]:
+        """Where everything stands in memory; the same for every expert of a layer, so an extent needs no header."""
+        out: list[Section] = []
+        at = 0
+        for i, matrix in enumerate(matrices):
+            for n, (kind, shape, item) in enumerate(self.parts(matrix)):
+                out.append(Section(i, kind, at if n else align(at, self.matrix_boundary), shape, item))
+                at = align(out[-1].end, SECTION)
+        return tuple(out)
+
+    def resident_size(self, matrices: Iterable[Matrix]) -> int:
+        """Bytes of an extent in memory."""
+        return align(self.sections(matrices)[-1].end, self.extent_boundary)
+
+    def stored_sizes(self, matrices: Sequence[Matrix]) -> tuple[int, int] | None:
+        """Bytes of an extent in its file, and of its payload, which is the extent without padding.
+
+        None where they follow from the values. The default holds where an extent is stored as it is in memory.
+        """
+        return self.resident_size(matrices), sum(s.size for s in self.sections(matrices))
+
+    @abstractmethod
+    def encode(
+        self, matrices: Sequence[Matrix], values: Sequence[Any], threads: int | None = None
+    ) -> tuple[Buffer, int]:
+        """The extent of an expert, padding included, and its payload in bytes.
+
+        Args:
+            matrices: the expert's.
+            values: one a matrix, of the type that `decode` gives.
+            threads: how many may work; all cores without it.
+        """
+
+    @abstractmethod
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[Any]:
+        """The matrices of a stored extent, each with `bias`: BF16 bits [rows] or None.
+
+        Raises:
+            CodecError: where the extent is not well formed.
+        """
+
+    @abstractmethod
+    def dequantise(self, value: Any) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+        """The reference for every kernel: the weights [rows, cols] of a matrix that `decode` gave.
+
+        Values are exact: float32, or the bits of BF16 (uint16) where that holds them.
+        """
+
+    def restore(
+        self,
+        matrices: Sequence[Matrix],
+        extent: Buffer,
+        out: Buffer,
+        threads: int | None = None,
+        before: Callable[[int], None] = lambda matrix: None,
+    ) -> None:
+        """Write a stored extent to `out` as it is in memory; `before` is called ahead of each matrix.
+
+        Raises:
+            CodecError: where the extent is not well formed.
+        """
+        out[: len(extent)] = extent
+
+    @abstractmethod
+    def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
+        """Every rule of the format that a stored extent of the right size breaks.
+
+        Raises:
+            CodecError: where the extent is not well formed.
+        """
+
+    def payload(self, matrices: Sequence[Matrix], extent: Buffer) -> int:
+        """The payload of a stored extent that passes `check`, in bytes."""
+        sizes = self.stored_sizes(matrices)
+        assert sizes is not None
+        return sizes[1]
+
+
+KNOWN: tuple[Version, ...] = ()  # from the most to the least precise; of those with groups, at no size yet
+
+
+def version_names(format_version: int | None = None) -> tuple[str, ...]:
+    """The names that a version of the format has, the latest without one, from the most to the least precise."""
+    return tuple(e.name for e in KNOWN if format_version is None or e.since <= format_version)
+
+
+def encoding_of(name: str) -> Version:
+    """The entry of KNOWN of a name.
+
+    Raises:
+        ValueError: for another name, with those there are.
+    """
+    for entry in KNOWN:
+        if entry.name == name:
+            return entry
+    raise ValueError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
+
+
+def lossless(versions: Iterable[Version]) -> Version | None:
+    """The version among these that holds the checkpoint's bits; None without one."""
+    return next((v for v in versions if v.holds), None)
+
+
+def lossy(versions: Iterable[Version]) -> tuple[Version, ...]:
+    """The versions among these that quantisers make, in order."""
+    return tuple(v for v in versions if not v.holds)

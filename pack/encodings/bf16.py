@@ -1,0 +1,98 @@
+"""Lossless BF16: exponents are Huffman-coded in the file, and matrices are plain in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import Kind
+from ..sections import PAGE, SECTION, Matrix
+from .base import Part, Version
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ..codec.bits import Buffer
+    from ..codec.lossless import LosslessMatrix
+
+# What the version holds of a checkpoint, by the dtype of the checkpoint's experts.
+EXPERT_DTYPES = {
+    "BF16": "the checkpoint's own bits",
+    "F16": "the checkpoint's FP16 weights rounded to BF16",
+    "F32": "the checkpoint's FP32 weights rounded to BF16",
+    "F8_E4M3": "the bits of the checkpoint's FP8 codes times their blocks' scales, rounded to BF16",
+    "MXFP4": "the checkpoint's MXFP4 values, which BF16 holds exactly",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LosslessBf16(Version):
+    """The checkpoint's weights as BF16 (FORMAT.md, "Lossless extents").
+
+    In memory, matrices begin on pages of their own, so that each can be bound to memory, and given back, alone
+    (runtime/paging).
+    """
+
+    holds = EXPERT_DTYPES
+    entropy_coded = True
+    plain = True
+    matrix_boundary = PAGE
+    extent_boundary = SECTION
+
+    def parts(self, matrix: Matrix) -> Iterator[Part]:
+        """The matrix row by row, and its bias if it has one."""
+        yield "weight", (matrix.rows, matrix.cols), 2
+        if matrix.bias:
+            yield "bias", (matrix.rows,), 2
+
+    def stored_sizes(self, matrices: Sequence[Matrix]) -> None:
+        """None: they follow from the values."""
+
+    def encode(
+        self, matrices: Sequence[Matrix], values: Sequence[LosslessMatrix], threads: int | None = None
+    ) -> tuple[Buffer, int]:
+        """See Version."""
+        from ..codec import lossless
+
+        return lossless.encode(matrices, values, threads)
+
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> list[LosslessMatrix]:
+        """See Version. Biases are views of the extent."""
+        from ..codec import lossless
+
+        return lossless.decode(matrices, extent)
+
+    def dequantise(self, value: LosslessMatrix) -> npt.NDArray[np.uint16]:
+        """See Version."""
+        return value.weight
+
+    def restore(
+        self,
+        matrices: Sequence[Matrix],
+        extent: Buffer,
+        out: Buffer,
+        threads: int | None = None,
+        before: Callable[[int], None] = lambda matrix: None,
+    ) -> None:
+        """See Version."""
+        from ..codec import lossless
+
+        lossless.restore(matrices, self.sections(matrices), extent, out, threads, before)
+
+    def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
+        """See Version."""
+        from ..codec import checks, lossless
+
+        lossless.decode(matrices, extent)
+        yield from checks.check_lossless(matrices, extent)
+
+    def payload(self, matrices: Sequence[Matrix], extent: Buffer) -> int:
+        """See Version."""
+        from ..codec import lossless
+
+        return lossless.payload(len(matrices), extent)
+
+
+ENCODINGS = (LosslessBf16("bf16", "exponent-huffman", 16, 16, 2),)

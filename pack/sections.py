@@ -1,0 +1,73 @@
+"""Matrices, and the sections of an extent that hold them. Standard library only; sizes and offsets are in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAGE = 4096  # extents start on it: direct I/O, host registration and file mapping all work in pages
+SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
+BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector there is
+GROUPS = (128, 64, 32)  # columns that may share a scale
+MAX_EXTENT = (1 << 32) - PAGE  # offsets inside an extent are 32 bits wide
+
+
+def align(value: int, to: int) -> int:
+    """The least multiple of `to` that is not below `value`."""
+    return -(-value // to) * to
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One weight matrix of an expert: y = W x + b, with W of shape [rows, cols].
+
+    Rows stand in the order in which the model's gate activation reads them (FORMAT.md, "Matrices").
+    """
+
+    name: str
+    rows: int
+    cols: int
+    bias: bool = False
+
+    @property
+    def weights(self) -> int:
+        """How many weights it has, its bias not counted."""
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A run of bytes inside an extent: an array of `shape` with elements of `item` bytes, row-major."""
+
+    matrix: int
+    kind: str
+    offset: int
+    shape: tuple[int, ...]
+    item: int
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        n = self.item
+        for d in self.shape:
+            n *= d
+        return n
+
+    @property
+    def end(self) -> int:
+        """The offset after its last byte."""
+        return self.offset + self.size
+
+
+def groups(matrix: Matrix, group_size: int) -> int:
+    """Groups of a row; the last one may be partial."""
+    return -(-matrix.cols // group_size)
+
+
+def row_blocks(matrix: Matrix) -> int:
+    """Blocks of BLOCK_ROWS rows; the last one may be filled up."""
+    return -(-matrix.rows // BLOCK_ROWS)
+
+
+def plane_words(cols: int, bits: int) -> int:
+    """32-bit words of one row of a plane that holds `bits` bits of every code."""
+    return -(-cols * bits // 32)

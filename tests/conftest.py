@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
+from filelock import FileLock
 from hostile_edits import signed
 
 os.environ.setdefault(
@@ -49,7 +50,7 @@ SLOW = (
     "moepack/pipeline/test_ray", "moepack/pipeline/test_resume", "moepack/pipeline/test_executors.py::test_batches",
     "moepack/reports/test_plan", "moepack/reports/test_evaluate", "moepack/reports/test_tasks",
     "moepack/server", "moepack/test_cli", "moepack/test_hub", "moepack/test_packaging",
-    "pack/test_random_edits.py::test_random", "moepack/reports/test_hostile_config",
+    "pack/test_hostile.py::test_some", "moepack/reports/test_hostile_config",
     "quantize/test_quantize.py::test_a_batch_is", "quantize/test_quantize.py::test_importing",
     "quantize/test_quantize.py::test_gptq_needs", "runtime/kernels/test_exponent_triton",
     "runtime/kernels/test_affine_triton.py::test_every_width", "runtime/kernels/test_isa",
@@ -72,9 +73,18 @@ ONCE = (
     "runtime/planning/test_choice.py::test_it_is_the_same_everywhere",
     "runtime/planning/test_fixed.py::test_plans_do_not_depend",
     "runtime/planning/test_fixed.py::test_the_process_takes",
-    "runtime/test_load.py::test_registers", "runtime/test_load.py::test_with_moepack",
+    "runtime/test_load.py::test_registers",
     "runtime/test_load.py::test_without_moepack",
 )  # fmt: skip
+
+
+def pytest_configure() -> None:
+    """Refuse a name above that no file or test begins with any more."""
+    for name in (*SLOW, *ONCE):
+        path, _, test = name.partition("::")
+        files = [*(ROOT / "tests").glob(f"{path}*")]
+        if not any(file.is_dir() or f"def {test}" in file.read_text() for file in files):
+            raise pytest.UsageError(f"tests/conftest.py names {name}, and nothing begins so")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -130,12 +140,29 @@ def evaluation() -> Path:
     return ROOT / "examples" / "text" / "evaluation.jsonl"
 
 
+MadeOnce = Callable[[str, Callable[[Path], object]], Path]
+
+
 @pytest.fixture(scope="session")
-def bundle(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of the demo model, rounded to nearest. Read only."""
-    path = tmp_path_factory.mktemp("bundles") / "mini"
-    build(demo_model, path, parse_recipe(QUICK, "quick"), [text])
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """Makes a directory once a run: the first of its processes that needs it does, and the others wait. Read only."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    shared.mkdir(exist_ok=True)
+
+    def path(name: str, make: Callable[[Path], object]) -> Path:
+        with FileLock(shared / f"{name}.lock"):
+            if not (shared / name).exists():
+                make(shared / name)
+        return shared / name
+
     return path
+
+
+@pytest.fixture(scope="session")
+def bundle(demo_model: Path, text: Path, made_once: MadeOnce) -> Path:
+    """A bundle of the demo model, rounded to nearest. Read only, and shared by all processes of the run."""
+    return made_once("mini", lambda path: build(demo_model, path, parse_recipe(QUICK, "quick"), [text]))
 
 
 @pytest.fixture

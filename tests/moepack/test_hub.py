@@ -86,11 +86,11 @@ def test_pull_versions_of_dense_matrices(client: Client, demo_model: Path, text:
     assert out.returncode == 2 and "no version w3 of dense matrices: it has bf16, w8, w4" in out.stderr
 
 
-def test_load_by_hub_id(client: Client, bundle: Path) -> None:
+def test_load_by_hub_id(client: Client, bundle: Path, tmp_path: Path) -> None:
     """transformers fetches config and dense tensors; the plug-in what the policy needs, at the same commit."""
     assert client("push", bundle, "someone/mini", "-q").returncode == 0
     begin = "import moepack\nfrom transformers import AutoModelForCausalLM\n"
-    table = bundle.parent / "map.json"
+    table = tmp_path / "map.json"
     table.write_text(json.dumps({"versions": [["w4"] * 16] * 3 + [["w3"] * 16]}))
     asked: dict[str, set[str]] = {}
     for call in (
@@ -105,7 +105,6 @@ def test_load_by_hub_id(client: Client, bundle: Path) -> None:
         assert out.returncode == 0, out.stderr
         got = {p.split("/")[-2] for m, p in client.hub.requests if m == "GET" and "/experts/" in p}
         asked[out.stdout.strip()] = got
-    table.unlink()
     assert asked == {
         "static:w2": {"w2"}, "static:w1": {"w1"}, f"static:{table}": {"w4", "w3"},
         "hotness:hi=w4,lo=w2": set(), "static": {"bf16"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,6 @@ from moepack.pipeline.recipe import parse_recipe
 
 
 @pytest.fixture(scope="session")
-def whole(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def whole(short_model: Path, text: Path, made_once: Callable[..., Path]) -> dict[str, bytes]:
     """The files of an undisturbed build of the short model."""
-    path = tmp_path_factory.mktemp("whole") / "bundle"
-    build(short_model, path, parse_recipe(RTN, "test"), [text])
-    return tree(path)
+    return tree(made_once("whole", lambda path: build(short_model, path, parse_recipe(RTN, "test"), [text])))

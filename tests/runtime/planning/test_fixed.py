@@ -357,7 +357,7 @@ SHAPES = [  # hidden, intermediate, experts, top_k
 ]
 
 
-@pytest.mark.parametrize("threads", [1, 3, 48])
+@pytest.mark.parametrize("threads", [1, 48])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int) -> None:
     """At every level, whatever versions and limits: never more, and on some path as much but for what is rounded up."""
@@ -368,7 +368,7 @@ def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int
     for m, each in zip(matrices, (top_k, 1), strict=True):
         layer = make_layer(m, VERSIONS, [(0, 1, 2, 2, 3, 4)[e % 6] for e in range(experts)])
         all_w3 = make_layer(m, [VERSIONS[2]], [0] * experts)
-        for tokens in (1, 7, 40, 300):
+        for tokens in (1, 40, 300):
             generator, seen = torch.Generator().manual_seed(tokens), 0
             index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
             slots = index.numel()

@@ -1,0 +1,186 @@
+"""Options that work alone work together: tied or not, dense versions, policies, budgets, by every way to a model.
+
+The model has 60,000 weights and a tokenizer of one token a character. Values are compared in float32 with plain
+transformers on the bundle's own dequantised weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+
+import moepack
+from moepack.calibrate.data import document_windows, load_tokenizer
+from moepack.generation import generate
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate
+from moepack.reports.plan import plan
+from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.policies.registry import ENTRIES
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("uvicorn")
+
+from moepack.server.command import Serve, opened, options_of
+
+RECIPE = """
+versions: [bf16, w4, w2]
+dense: [w8, w4]
+quantize: {method: rtn, group_size: 32, loss_tokens: 32}
+calibration: {samples: 4, length: 32, batch_size: 4}
+allocation: {average_bits: 14}
+"""
+SIZE = {"vocab_size": 256, "num_experts": 4, "moe_intermediate_size": 16, "eos_token_id": None}
+AMPLE = 3_000_000  # bytes: enough for every expert at bf16
+# Every policy as it is, and where its values then depend on the requests, with options by which they do not.
+BUDGETED = [*(e.name for e in ENTRIES if e.needs_budget), "importance:hi=bf16,lo=w4,r=1"]
+CASES = [(policy, budget) for policy in ("static", "static:allocation") for budget in (None, "least")]
+CASES += [(policy, AMPLE) for policy in BUDGETED]
+DENSE = (None, "w8", "w4")
+# Sums of at most 96 products in float32, added up in another order by kernels and by torch: sqrt(96) roundings of 2^-24
+# each, in 8 products one after another.
+CLOSE = 2.0**-18
+PROMPT, NEW, LENGTH, SAMPLES = "The town", 8, 16, 4
+WORK = {"kv_tokens": 128, "prefill_tokens": LENGTH, "all_logits": False}  # one for all: measuring one takes a second
+Make = Callable[[bool], Path]
+
+
+def save_tokenizer(path: Path) -> Path:
+    """A tokenizer of one token a byte; its text has one character and a space a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The bundle of a model whose output projection is tied to its embeddings, or is not."""
+    folder = tmp_path_factory.mktemp("combined")
+    tokenizer = save_tokenizer(folder / "tokenizer")
+
+    @functools.cache
+    def make(tied: bool) -> Path:
+        source, path = folder / f"checkpoint-{tied}", folder / f"bundle-{tied}"
+        tiny_models.save_tiny("qwen3_moe", source, tokenizer, tie_word_embeddings=tied, **SIZE)
+        build(source, path, parse_recipe(RECIPE, "tiny"), [text])
+        return path
+
+    return make
+
+
+@functools.cache
+def reference(bundle: Path, dense: str | None, versions: tuple[tuple[str, ...], ...]) -> Any:
+    """Plain transformers in float32, its weights those of these versions dequantised."""
+    from transformers import AutoModelForCausalLM
+
+    opened, source = moepack.open(bundle), bundle.with_name(bundle.name.replace("bundle", "checkpoint"))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for described in opened.manifest.dense if dense else ():
+            weight = opened.dense_matrix(dense, described.module).torch()["weight"]
+            model.get_submodule(described.module).weight.copy_(weight)
+        for layer, row in zip(opened.layers, versions, strict=True):
+            experts = model.get_submodule(layer.module)
+            for i, version in enumerate(row):
+                made = opened.expert(version, layer.index, i).torch()
+                experts.gate_up_proj[i], experts.down_proj[i] = made["gate_up"], made["down"]
+    return model
+
+
+def ask(server: Any, body: dict[str, Any]) -> Any:
+    """The JSON that a server's application answers a completion with."""
+    sent: list[dict[str, Any]] = []
+
+    async def talk() -> None:
+        server.start()
+        unread = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive() -> Any:
+            return unread.pop() if unread else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "raw_path": b"/v1/completions",
+        }
+        scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]}
+        scope |= {"http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 80), "root_path": ""}
+        await server.app(scope, receive, send)
+        server.stop()
+
+    asyncio.run(talk())
+    server.close()
+    answer = json.loads(b"".join(m.get("body", b"") for m in sent))
+    assert sent[0]["status"] == 200, answer
+    return answer
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dense", DENSE)
+@pytest.mark.parametrize("policy, budget", CASES)
+def test_every_way_gives_the_same(
+    tiny: Make, tied: bool, dense: str | None, policy: str, budget: int | str | None, evaluation: Path
+) -> None:
+    bundle, tokenizer = tiny(tied), load_tokenizer(tiny(tied))
+    asked: dict[str, Any] = {"policy": policy, "dense": dense}
+    if budget is not None:
+        if budget == "least":
+            with pytest.raises(TooSmallError) as refused:
+                moepack.load(bundle, device_memory=1000, dtype=torch.float32, **asked, **WORK)
+            budget = refused.value.least
+        asked["device_memory"] = budget
+        planned = plan(bundle, **asked, **WORK)  # in the checkpoint's BF16
+        with moepack.load(bundle, **asked, **WORK).moepack as serving:
+            assert planned.feasible and planned.fixed == serving.fixed
+            if serving.live is None:
+                assert planned.used_bytes == serving.resident_bytes()
+            assert planned.used_bytes <= budget and serving.resident_bytes_peak <= budget
+
+    model = moepack.load(bundle, dtype=torch.float32, **asked, **WORK)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    with model.moepack as serving, torch.inference_mode():
+        versions, live, logits = serving.versions, serving.live is not None, model(ids, logits_to_keep=1).logits
+        assert torch.isfinite(logits).all() and (budget is None or serving.resident_bytes_peak <= budget)
+    files = [str(evaluation)]
+    scored = evaluate(bundle, files, dtype="float32", length=LENGTH, samples=SAMPLES, batch=1, **asked, **WORK)
+    told = generate(bundle, PROMPT, dtype="float32", max_new_tokens=NEW, **asked, **WORK)
+    asked["device_memory"] = None if budget is None else str(asked["device_memory"])
+    command = Serve(str(bundle), dtype="float32", step_tokens=LENGTH, kv_tokens=128, **asked)
+    with opened(command, options_of(command)) as server:
+        body = {"model": bundle.name, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+        served = ask(server, body)["choices"][0]["text"]
+    assert budget is None or scored.resident_bytes_peak <= budget
+    assert scored.tokens == SAMPLES * (LENGTH - 1) and len(told.split()) == len(served.split()) == NEW
+    if policy == "importance":
+        return  # versions follow the requests
+    if live:
+        versions = (("bf16",) * 4,) * 2  # `lru` and `paged` bring it when an expert is needed
+    plain = reference(bundle, dense, versions)
+    with torch.inference_mode():
+        wanted = plain(ids, logits_to_keep=1).logits
+        assert (logits - wanted).abs().max() <= CLOSE * wanted.abs().max()
+        greedy = plain.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        windows, _ = document_windows(files[0], tokenizer, LENGTH, SAMPLES)
+        losses = torch.nn.functional.cross_entropy(plain(windows).logits[:, :-1].transpose(1, 2), windows[:, 1:])
+    assert told.split() == served.split() == tokenizer.decode(greedy).split()
+    assert scored.perplexity == pytest.approx(float(np.exp(losses)), rel=1e-5)  # logits within CLOSE of some 10

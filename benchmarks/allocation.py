@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Target, arguments, finish
+from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import Version, lossy
 from moepack.pipeline.allocate import (
@@ -43,7 +43,6 @@ from moepack.reports.intervals import clustered
 from moepack.runtime.allocation.knapsack import greedy, milp, spent, uniform
 from moepack.runtime.policies.contract import Versions
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RANDOM_PREFIX = "prefix, random order"
 
 

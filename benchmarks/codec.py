@@ -25,10 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Target, arguments, finish
+from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.pack.codec import exponent_fast
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHAPES = {"Qwen3-30B-A3B gate and up": (1536, 2048), "Qwen3-30B-A3B down": (2048, 768), "Mixtral down": (4096, 14336)}
 DF11_WEIGHTS = 1 << 18  # its encoder is a Python loop
 

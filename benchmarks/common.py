@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
 
 @dataclass(frozen=True)
 class Target:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import Target, arguments, finish
+from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.data import calibration_windows, load_tokenizer
 from moepack.calibrate.experts import ExpertWeights
@@ -33,7 +33,6 @@ from moepack.quantize.expert_batch import ExpertBatch, Settings, expert_batches,
 from moepack.quantize.grid import dequantise
 from moepack.quantize.pooling import MEASURED, measured_row, pooled
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 COUNTS = (64, 256, 1024, 4096)
 BITS = (4, 3, 2, 1)
 VERSIONS = tuple(Version.of(f"w{b}", 64) for b in BITS)

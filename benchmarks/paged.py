@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Target, arguments, finish
-from benchmarks.kernels import SHAPES, Module
+from benchmarks.kernels.layers import SHAPES, Module
 from moepack.pack.codec.exponent_fast import decode_into
 from moepack.pack.codec.lossless import LosslessMatrix, directory
 from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align

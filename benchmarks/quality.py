@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Target, arguments, finish
+from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.progress import RichReporter, quiet_libraries
@@ -22,7 +22,6 @@ from moepack.quantize import methods
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LIMITS = {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6.0}  # per cent above the plain model, on each file
 
 

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import Target, arguments, finish
+from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.pack.spec import Version
 from moepack.quantize.gptq import SWEEPS
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
 from moepack.quantize.moments import NEGLIGIBLE, PRIOR, second_moments, shrink
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 METHODS = ("gptq", "gptqmodel", "hqq", "rtn")
 WIDTHS = ("w4", "w3", "w2", "w1")
 GROUP = 64

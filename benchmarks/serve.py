@@ -1,6 +1,6 @@
 """Throughput, TTFT and TPOT of `moepack serve` by clients and policies, with plain `transformers serve` beside it.
 
-    python -m benchmarks.serve --bundle BUNDLE [--checkpoint MODEL] [--device-memory SIZE] [--data FILE...]
+    python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] [--device-memory SIZE] [--data FILE...]
     python -m benchmarks.serve --bundle BUNDLE --soak 480
 
 Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
@@ -24,14 +24,13 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Target, arguments, finish
-from benchmarks.load import Reply, clients, percentile, stream
+from benchmarks.clients import Reply, clients, percentile, stream
+from benchmarks.common import EXAMPLES, Target, arguments, finish
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 POLICIES = ("hotness", "uniform", "lru")
 CLIENTS = (1, 4, 16, 32)
 
@@ -204,26 +203,36 @@ def compare(
     ]
 
 
-def built(work: Path) -> Path:
-    """A bundle of the model in examples/."""
+def built(work: Path, checkpoint: Path) -> Path:
+    """A bundle of a checkpoint, rounded to nearest."""
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import parse_recipe
 
     recipe = "versions: [bf16, w4, w3, w2]\nquantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 16}\n"
-    build(
-        EXAMPLES / "mini-qwen3-moe",
-        work / "mini",
-        parse_recipe(recipe, "quick"),
-        [EXAMPLES / "text" / "calibration.jsonl"],
-    )
-    return work / "mini"
+    build(checkpoint, work / "bundle", parse_recipe(recipe, "quick"), [EXAMPLES / "text" / "calibration.jsonl"])
+    return work / "bundle"
+
+
+def enough(bundle: Path, policies: Sequence[str]) -> str:
+    """A budget of twice the largest least of these policies, which the server's refusals name."""
+    least = 0
+    for policy in policies:
+        try:
+            with moepack_serve(bundle, "--policy", policy, "--device-memory", "1"):
+                raise AssertionError("a byte does not suffice")
+        except SystemExit as refused:
+            found = re.search(r"least that would do is (\d+) bytes", str(refused))
+            if found is None:
+                raise
+            least = max(least, int(found[1]))
+    return str(2 * least)
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--bundle", type=Path, help="what is served; a small one is built without it")
-    parser.add_argument("--checkpoint", type=Path, help="for transformers serve")
-    parser.add_argument("--device-memory", default="5MB", help="the budget")
+    parser.add_argument("--checkpoint", type=Path, help="for transformers serve, and for a bundle where none is named")
+    parser.add_argument("--device-memory", help="the budget; without it twice the least that the policies need")
     parser.add_argument("--data", type=Path, nargs="+", default=[EXAMPLES / "text" / "evaluation.jsonl"])
     parser.add_argument("--seconds", type=float, default=15.0, help="of a row")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -233,8 +242,10 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prompts = [texts(path) for path in options.data]
     with tempfile.TemporaryDirectory() as work:
-        bundle = options.bundle or built(Path(work))
         checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
+        bundle = options.bundle or built(Path(work), checkpoint or EXAMPLES / "mini-qwen3-moe")
+        policies = POLICIES[: 1 if options.quick or options.soak else None]
+        options.device_memory = options.device_memory or enough(bundle, policies)
         if options.soak:
             rows, targets = soak(bundle, options.device_memory, prompts, options.soak)
             columns = ["minutes", "MB", "answers", "errors", "left", "promotions", "waits", "peak"]

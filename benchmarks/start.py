@@ -1,6 +1,6 @@
 """How long it takes from the start of a command to its first token, and what of that is importing.
 
-    python -m benchmarks.start BUNDLE [--repeat N]
+    python -m benchmarks.start [BUNDLE] [--repeat N]
 
 `moepack generate` of one token, in a process of its own each time that finds its bytecode, beside a process that
 imports torch and the model's class from transformers and does nothing else, with and without the libraries that
@@ -14,12 +14,16 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Target, arguments, finish
+from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.serve import built
 
 IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
+COMMAND = "moepack generate, one token"
 BOUND = 5.0  # seconds to the first token
 
 
@@ -35,30 +39,36 @@ def timed(command: list[str]) -> tuple[float, float]:
 def main() -> None:
     """Parse arguments, measure, print."""
     parser = arguments(__doc__)
-    parser.add_argument("bundle")
+    parser.add_argument("bundle", nargs="?", help="without it a small one is built")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        bundle = args.bundle or str(built(Path(work), EXAMPLES / "mini-qwen3-moe"))
+        rows = measured(bundle, 2 if args.quick else args.repeat)
+    first = next(row["s"] for row in rows if row["what"] == COMMAND)
+    target = Target("seconds to the first token", first, BOUND, "lower")
+    finish(f"from start to token, {os.cpu_count()} processors", ["what", "s", "processor s"], rows, [target], args.json)
+
+
+def measured(bundle: str, repeat: int) -> list[dict[str, Any]]:
+    """Medians of each way, in turns."""
     left_out = f"from moepack.startup import leave_out; leave_out('serve'); {IMPORTS}"
-    generate = [sys.executable, "-m", "moepack", "generate", args.bundle, "--prompt", "The", "--max-new-tokens", "1"]
+    generate = [sys.executable, "-m", "moepack", "generate", bundle, "--prompt", "The", "--max-new-tokens", "1"]
     ways = {
         "importing torch and the model's class": [sys.executable, "-c", IMPORTS],
         "the same, without what serving leaves out": [sys.executable, "-c", left_out],
-        "moepack generate, one token": generate,
+        COMMAND: generate,
         "the same under hotness in a budget": [*generate, "--device-memory", "40MB"],
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for turn in range(1 + (2 if args.quick else args.repeat)):
+    for turn in range(1 + repeat):
         for name, command in ways.items():
             row = timed(command)
             found[name] += [row] * (turn > 0)  # the first writes bytecode, and fills the system's cache
-    rows: list[dict[str, Any]] = [
+    return [
         {"what": name, "s": statistics.median(s for s, _ in of), "processor s": statistics.median(c for _, c in of)}
         for name, of in found.items()
     ]
-    target = Target(
-        "seconds to the first token", min(s for s, _ in found["moepack generate, one token"]), BOUND, "lower"
-    )
-    finish(f"from start to token, {os.cpu_count()} processors", ["what", "s", "processor s"], rows, [target], args.json)
 
 
 if __name__ == "__main__":

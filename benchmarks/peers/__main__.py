@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import arguments, finish, show
+from benchmarks.common import EXAMPLES, arguments, finish, show
 
 from . import environments
 from .generated import FULL, QUICK, VERSIONS, prepare
@@ -36,7 +36,6 @@ from .gguf_layout import MIXES
 from .judge import judged
 from .worker import PeerError, Worker
 
-EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 LAYERS = ("Qwen3-30B-A3B", "gpt-oss-20b", "Mixtral-8x7B")
 PARTS = ("layers", "models", "quality")
 COLUMNS = {
@@ -148,7 +147,7 @@ def main() -> None:
 
 
 def _layers(workers: dict[str, Worker], args: Any, threads: int, scratch: Path) -> list[dict[str, Any]]:
-    from benchmarks.kernels import SHAPES
+    from benchmarks.kernels.layers import SHAPES
 
     from . import layers
 

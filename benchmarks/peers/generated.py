@@ -15,12 +15,12 @@ from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.common import EXAMPLES
 from moepack.pack.spec import version_names
 
 from .gguf_layout import MIXES
 from .worker import PeerError, Worker
 
-EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 KINDS = 4
 VERSIONS = ("bf16", "w8", "w4", "w2")
 

@@ -60,7 +60,7 @@ def routing(tokens: int, experts: int, top_k: int) -> tuple[list[list[int]], int
     so that no expert comes again before all others."""
     if tokens == 1:
         return [list(range(top_k))], top_k
-    from benchmarks.kernels import routed
+    from benchmarks.kernels.layers import routed
 
     return routed(tokens, experts, top_k).tolist(), experts
 

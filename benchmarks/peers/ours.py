@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kernels import Module, Pool
+from benchmarks.kernels.layers import Module, Pool
 from moepack.pack.spec import ExpertLayer, Matrix, Version, version_names
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.cpu import forward

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from .building import (
     allocation,
-    before,
     bounded,
     build,
     clusters,
@@ -21,13 +21,11 @@ from .building import (
     pieces,
     quality,
     quantisers,
-    reuse,
     scale,
     summary,
     weighting,
-    widened,
 )
-from .common import RESULTS, machine, results, table
+from .common import RESULTS, ROOT, machine, results, table
 from .kernels import codec, kernels, shapes, whole_model
 from .peers import peer_layers, peer_models, peer_quality, peer_versions
 from .serving import (
@@ -63,18 +61,17 @@ def missed() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time, before,
-        reuse, widened,
+        summary, quality, allocation, weighting, losses, quantisers, build, bounded, layer_time,
         estimates, scale, pieces, clusters, codec, kernels, whole_model, shapes, residency, tpot, overlap, missed,
         policies, similarity, selector, retention, on_demand, prediction, alpha, paged, hostile, soak, serving,
         start, families, peer_layers, peer_models, peer_quality, peer_versions,
     )
 }  # fmt: skip
 _TABLE = re.compile(r"<!-- table: ([a-z_]+) -->\n.*?<!-- end of table -->", re.S)
-_MACHINE = re.compile(r"<!-- machine: ([a-z0-9-]+) -->\n.*?<!-- end of machine -->", re.S)
+_MACHINE = re.compile(r"<!-- machine: ([a-z0-9- ]+) -->\n.*?<!-- end of machine -->", re.S)
 
 
-def with_tables(text: str) -> str:
-    """A document with its tables, and the lines that name machines, made anew."""
+def with_tables(text: str, page: Path = ROOT / "README.md") -> str:
+    """The text of a page with its tables, and its lines that name machines, made anew."""
     text = _TABLE.sub(lambda m: f"<!-- table: {m[1]} -->\n{TABLES[m[1]]()}\n<!-- end of table -->", text)
-    return _MACHINE.sub(lambda m: f"<!-- machine: {m[1]} -->\n{machine(m[1])}\n<!-- end of machine -->", text)
+    return _MACHINE.sub(lambda m: f"<!-- machine: {m[1]} -->\n{machine(m[1], page)}\n<!-- end of machine -->", text)

@@ -142,36 +142,6 @@ def layer_time() -> str:
     return table([f"a layer of {row['layer']}, {row['tokens']:,} tokens", "time"], out)
 
 
-def before() -> str:
-    """A layer of Qwen3-30B-A3B by an earlier revision, and by this one."""
-    out = []
-    for row in results("before")["rows"]:
-        times = [_duration(row["calibrate s"]), _duration(row["quantise s"]), f"{row['layer min']:.1f} min"]
-        made = f"{row['experts made']} of {row['of']}"
-        out.append([row["revision"], times[0], f"{times[1]} ({made})", times[2], f"{row['peak MiB']:,.0f} MiB"])
-    return table(["revision", "calibrating", "quantising", "all of the layer, by these", "peak"], out)
-
-
-def reuse() -> str:
-    """A batch of calibration in memory that is cleared, and in memory that is used again."""
-    out = []
-    for row in results("reuse")["rows"]:
-        times = [f"{row[k]:.1f} s" for k in ("a batch, cleared s", "a batch, reused s")]
-        sizes = [f"{row[k]:,.0f} MiB" for k in ("forward MiB", "holes MiB")]
-        out.append([row["layer"], *times, f"{row['ratio']:.2f}", *sizes])
-    return table(["layer", "a batch, cleared", "used again", "ratio", "a forward takes", "holes"], out)
-
-
-def widened() -> str:
-    """BF16 products by torch's emulation, and in float32."""
-    out = []
-    for row in results("widened")["rows"]:
-        times = [f"{row[k]:.2f} s" for k in ("torch, s", "float32, s")]
-        ratios = [f"{row[k]:.2f}" for k in ("float32 over torch", "served over torch")]
-        out.append([row["product"], row["torch keeps to"], *times, *ratios])
-    return table(["product", "instructions", "torch in BF16", "in float32", "ratio", "serving's ratio"], out)
-
-
 def _duration(seconds: float) -> str:
     """Minutes."""
     return f"{seconds / 60:.1f} min"

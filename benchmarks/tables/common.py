@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    ROOT / "docs" / "benchmarks.md",
+    *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
     ROOT / "docs" / "families.md",
     ROOT / "docs" / "papers.md",
     ROOT / "docs" / "policies.md",
@@ -32,15 +33,21 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
 
 
-def machine(name: str) -> str:
-    """What a file of results was measured on, in one line."""
-    m = results(name)["machine"]
-    libraries = ", ".join(f"{k} {v}" for k, v in m["libraries"].items() if k != "moepack")
-    simd = f" ({', '.join(m['simd'])})" if m["simd"] else ""
-    gpu = m["gpu"] or "no GPU"
-    threads = f"{m['torch_threads']} torch thread{'s' * (m['torch_threads'] != 1)}"
-    where = f"{m['cpu']}{simd}, {m['cores']} cores, {m['memory_gib']} GiB, {gpu}; {threads}; Python {m['python']}"
-    return f"Machine: {where}, {libraries}. [As JSON](../benchmarks/results/{name}.json)."
+def machine(names: str, page: Path) -> str:
+    """What files of results were measured on: each machine once, with the files and their threads."""
+    files: dict[str, list[str]] = {}
+    libraries: dict[str, str] = {}
+    for name in names.split():
+        m = results(name)["machine"]
+        simd = f" ({', '.join(m['simd'])})" if m["simd"] else ""
+        where = f"{m['cpu']}{simd}, {m['cores']} cores, {m['memory_gib']} GiB, {m['gpu'] or 'no GPU'}"
+        path = os.path.relpath(RESULTS / f"{name}.json", page.parent)
+        threads = f"{m['torch_threads']} thread{'s' * (m['torch_threads'] != 1)}"
+        files.setdefault(where, []).append(f"[{name}]({path}), {threads}")
+        libraries |= {"Python": m["python"]} | m["libraries"]
+    libraries.pop("moepack", None)
+    shown = [f"{where}: {'; '.join(of)}." for where, of in files.items()]
+    return " ".join(["Machine:", *shown, f"With {', '.join(f'{k} {v}' for k, v in libraries.items())}."])
 
 
 def texts(row: dict[str, Any]) -> list[str]:

@@ -16,23 +16,17 @@ def _own(side: str) -> str:
 
 
 def peer_layers() -> str:
-    """A layer's experts on every side: milliseconds and GB/s by tokens."""
-    rows = _peers("layers")
-    counts = sorted({row["tokens"] for row in rows if "tokens" in row})
+    """A layer's experts on every side: milliseconds by tokens, of each number of threads."""
+    rows = [row for row in _peers("layers") if "ms" in row]
+    counts, threads = (sorted({row[name] for row in rows}) for name in ("tokens", "threads"))
     out = []
-    for key in dict.fromkeys((row["shape"], row["threads"], row["side"]) for row in rows):
-        mine = [row for row in rows if (row["shape"], row["threads"], row["side"]) == key]
-        by = {row["tokens"]: row for row in mine if "ms" in row}
-        cells = [f"{by[n]['ms']:.3g} ({by[n]['GB/s']:.3g})" if n in by else "" for n in counts]
-        floor = f"{by[counts[0]]['floor ms']:.3g}" if counts[0] in by else ""
-        bits = f"{next(iter(by.values()))['bits/weight']:.4g}" if by else ""
-        why = next((row["not measured"] for row in mine if "not measured" in row), "")
-        out.append([key[0], str(key[1]), _own(key[2]), bits, *cells, floor, why])
-    columns = [f"{n} token{'s' * (n > 1)}, ms (GB/s)" for n in counts]
-    return table(
-        ["experts of", "threads", "side", "bits", *columns, f"floor of {counts[0]}, ms", "not measured"],
-        out,
-    )
+    for shape, side in dict.fromkeys((row["shape"], row["side"]) for row in rows):
+        by = {(r["tokens"], r["threads"]): r for r in rows if (r["shape"], r["side"]) == (shape, side)}
+        cells = ["/".join(f"{by[n, t]['ms']:.3g}" if (n, t) in by else "-" for t in threads) for n in counts]
+        floor = "/".join(f"{by[1, t]['floor ms']:.3g}" for t in threads if (1, t) in by)
+        out.append([shape, _own(side), f"{next(iter(by.values()))['bits/weight']:.4g}", *cells, floor])
+    columns = [f"{n:,} token{'s' * (n > 1)}, ms" for n in counts]
+    return table(["experts of", "side", "bits", *columns, "floor of 1 token, ms"], out)
 
 
 def peer_models() -> str:

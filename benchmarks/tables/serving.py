@@ -44,18 +44,13 @@ def tpot() -> str:
 
 def overlap() -> str:
     """Promotions by the number of threads."""
-    rows = [r for r in results("residency-tiny-qwen3-moe")["rows"] if " threads, " in r["policy"]]
-    return table(
-        ["threads", "passes a second", "promotions", "waits"],
-        [
-            [
-                *r["policy"].removesuffix(" passes a second").split(" threads, "),
-                f"{r['promotions']:,}",
-                f"{r['waits']:,}",
-            ]
-            for r in rows
-        ],
-    )
+    out = []
+    for row in results("overlap-tiny-qwen3-moe")["rows"]:
+        counts = [f"{row[name]:,}" for name in ("promotions", "demotions", "waits")]
+        times = [f"{row[name]:.1f}" for name in ("processor ms a pass", "and for promotions")]
+        out.append([row["policy"], f"{row['passes a second']:.0f}", *counts, *times])
+    columns = ["passes on", "passes a second", "promotions", "demotions", "waits"]
+    return table([*columns, "processor, ms a pass", "for promotions, ms a pass"], out)
 
 
 def policies() -> str:

@@ -1,7 +1,7 @@
 """Products of many tokens by torch on a CPU, some rows of the weights at a time: for processors without BF16 tiles.
 
 Where a processor has no BF16 instructions at all, torch emulates them: several times slower than float32
-(`benchmarks/widened.py`), and in memory that no budget sees. There both sides are converted, and sums rounded once.
+(docs/design/build.md), and in memory that no budget sees. There both sides are converted, and sums rounded once.
 """
 
 from __future__ import annotations

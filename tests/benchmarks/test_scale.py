@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.scale_simulation import AHEAD, Cluster, Job, simulate
+from benchmarks.scale.simulation import AHEAD, Cluster, Job, simulate
 
 assert AHEAD == 2  # what the cases count with
 

@@ -6,21 +6,18 @@ Rows for `benchmarks.policies`, which has the command line. Every row names its 
 from __future__ import annotations
 
 import gc
-import re
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from benchmarks.common import Target
 from benchmarks.decoding import Decoded, decode
-from moepack.pack.errors import InputError
 from moepack.runtime.allocation.prefix_split import activation_similarity
 from moepack.runtime.trace import read_trace
 
-if TYPE_CHECKING:
-    from benchmarks.policies import Session
+from .session import Session
 
 Rows = list[dict[str, Any]]
 LINK = 16_000  # megabytes a second of PCIe 3.0 with 16 lanes, dymoe's testbed
@@ -137,15 +134,3 @@ def _table(session: Session, best: Decoded, name: str, policies: dict[str, str],
         rows.append({"table": name, "what": shown, **row, "NLL, all texts": nll})
         gc.collect()
     return rows
-
-
-def least_budget(session: Session, policy: str) -> int:
-    """The smallest budget that would do, which a refusal names."""
-    try:
-        session.load(policy, 1)
-    except InputError as error:
-        found = re.search(r"the least that would do is (\d+) bytes", str(error))
-        if found:
-            return int(found[1])
-        raise
-    raise AssertionError("a byte does not suffice")

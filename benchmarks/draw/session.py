@@ -1,14 +1,7 @@
-"""The recorded session of the documentation: real commands on the model in examples/, as they were answered.
-
-    python -m benchmarks.record [--out docs/images]
-
-Writes session.cast, which asciinema plays, and session.svg, the same on one picture. Builds the bundle first, unless
-`--bundle` names one. Measures nothing.
-"""
+"""The recorded session of the documentation: real commands on the model in examples/, as they were answered."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -24,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, WIDTH, HEIGHT = ROOT / "examples", 100, 40
 BUILD = (
     "moepack build {root}/examples/mini-qwen3-moe -o my-bundle --recipe {root}/examples/demo.yaml "
@@ -133,25 +126,17 @@ def picture(session: list[tuple[str, str, float]]) -> str:
     return console.export_svg(title="moepack", code_format=FORM, unique_id="session")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
-    parser.add_argument("--bundle", type=Path, help="that is there already")
-    parser.add_argument("--port", type=int, default=PORT)
-    options = parser.parse_args()
+def write(out: Path, bundle: Path | None) -> None:
+    """Record session.cast, which asciinema plays, and session.svg, with a bundle that is built where none is given."""
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        if options.bundle is None:
+        if bundle is None:
             text, process = answered(BUILD.format(root=ROOT), folder)
             if process.wait():
                 raise SystemExit(text)
         else:
-            (folder / "my-bundle").symlink_to(options.bundle.resolve())
-        session = record(folder, options.port)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "session.cast").write_text(cast(session))
-    (options.out / "session.svg").write_text(picture(session))
-
-
-if __name__ == "__main__":
-    main()
+            (folder / "my-bundle").symlink_to(bundle.resolve())
+        session = record(folder, PORT)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "session.cast").write_text(cast(session))
+    (out / "session.svg").write_text(picture(session))

@@ -1,35 +1,29 @@
 """All policies on one model, one bundle and the same bytes of device memory, in one run.
 
-    python -m benchmarks.policies --checkpoint MODEL --calibration FILE... --data FILE... [--plot FILE]
+    python -m benchmarks.policies --checkpoint MODEL --calibration FILE... --data FILE...
 
 Builds one bundle with `bf16`, `w4`, `w3`, `w2` and `w1`. The texts of `--data` are read one after another in one
 session: of each window a prompt at once, and then token by token, its own tokens being put in, so that all policies
 decode the same tokens. At each of three budgets, between all experts at `w2` and all at `bf16`: perplexity; divergence
 from the model served all at `bf16`, with the 95 % interval of its mean over windows; time to first token and time per
 output token; bytes copied while serving, those that a pass waited for and those fetched ahead; and the peak of device
-memory. Then the tables of the policies' own papers (benchmarks/claims.py). Without arguments: the model and texts in
+memory. Then the tables of the policies' own papers (claims.py). Without arguments: the model and texts in
 examples/.
 """
 
 from __future__ import annotations
 
-import gc
 import json
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import moepack
-from benchmarks.claims import least_budget, prefetch, residency, retention, selector, similarity
-from benchmarks.common import arguments, finish, show
-from benchmarks.decoding import Decoded, Text, decode
+from benchmarks.common import EXAMPLES, arguments, finish, show
+from benchmarks.decoding import Decoded, Text
 from moepack.calibrate.data import load_tokenizer, windows
 from moepack.pack.reader import open_bundle
-from moepack.pack.spec import PAGE, align
 from moepack.pipeline.allocate import bundle_costs, expected_losses, named
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
@@ -37,8 +31,9 @@ from moepack.progress import RichReporter, quiet_libraries
 from moepack.runtime.allocation.knapsack import milp
 from moepack.runtime.kernels.forms import resident_size
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-PLENTY = 1 << 40  # bytes: a budget that nothing comes near
+from .claims import prefetch, residency, retention, selector, similarity
+from .session import Session
+
 SHARES = (0.05, 0.3, 0.6)  # of the way from all w2 to all bf16
 CLAIMS = (
     "own",
@@ -52,7 +47,6 @@ CLAIMS = (
     "MB late",
     "foretold",
 )
-FLOOR = 0.01  # thousandths of a nat: what is drawn for a policy that serves bf16 itself
 POLICIES = {
     "uniform": "uniform",
     "random": "random",
@@ -65,71 +59,6 @@ POLICIES = {
     "importance, 4/0": "importance:hi=w4,lo=absent",
     "paged": "paged",
 }
-
-
-class Session:
-    """One bundle and its texts; loads it under one policy after another."""
-
-    def __init__(self, bundle: Path, texts: Sequence[Text], prompt: int, dtype: str) -> None:
-        self.bundle, self.texts, self.prompt = bundle, texts, prompt
-        self.length = texts[0].ids.shape[1]
-        self._dtype = getattr(torch, dtype)
-        self._opened = open_bundle(bundle)
-        self.experts = max(layer.experts for layer in self._opened.layers)
-
-    def bytes_at(self, version: str) -> int:
-        """Of all experts at a version."""
-        return sum(self._layers(version))
-
-    def layer_bytes(self, version: str) -> int:
-        """Of the largest layer's."""
-        return max(self._layers(version))
-
-    def _layers(self, version: str) -> list[int]:
-        described = self._opened.manifest.version(version)
-        return [align(resident_size(x.matrices, described), PAGE) * x.experts for x in self._opened.layers]
-
-    def least(self, policy: str) -> int:
-        """The smallest budget that holds a policy."""
-        return least_budget(self, policy)
-
-    def load(self, policy: str, budget: int | None = PLENTY, **options: Any) -> Any:
-        """The model, with room for one window."""
-        options |= {"kv_tokens": self.length, "prefill_tokens": self.prompt, "all_logits": False} if budget else {}
-        return moepack.load(self.bundle, policy=policy, device_memory=budget, dtype=self._dtype, **options)
-
-    def run(
-        self, policy: str, budget: int | None = PLENTY, reference: Decoded | None = None, **options: Any
-    ) -> tuple[Decoded, dict[str, Any]]:
-        """What a session under a policy gave, and what it counted, loading apart."""
-        model = self.load(policy, budget, **options)
-        try:
-            served = model.moepack
-            decode(model, [Text("warm", self.texts[0].ids[:1])], self.prompt)
-            before = served.counters()
-            got = decode(model, self.texts, self.prompt, reference)
-            counted = {name: n - before[name] for name, n in served.counters().items()}
-            counted["peak"], counted["fixed"] = served.resident_bytes_peak, served.fixed.total
-            return got, counted
-        finally:
-            model.moepack.close()
-            del model
-            gc.collect()
-
-    def row(self, share: str, policy: str, got: Decoded, counted: dict[str, Any], best: Decoded) -> dict[str, Any]:
-        """One line of the table."""
-        out: dict[str, Any] = {"budget": share, "policy": policy}
-        out |= {text.name: got.perplexity(text.name) for text in self.texts}
-        if got is not best:
-            kl, rise = got.divergence(), got.rise(best)
-            out |= {"KL, mnat": 1000 * kl.value, "+-": 1000 * kl.half}
-            out |= {"NLL rise, mnat": 1000 * rise.value, "rise +-": 1000 * rise.half}
-        out["TTFT ms"] = 1000 * statistics.median(got.ttft)
-        out["TPOT p50 ms"] = 1000 * statistics.median(got.tpot)
-        out["TPOT p99 ms"] = 1000 * statistics.quantiles(got.tpot, n=100)[98]
-        out |= {"MB copied": counted["bytes_moved"] / 1e6, "MB demand": counted.get("demand_bytes", 0) / 1e6}
-        out |= {"MB ahead": counted.get("prefetch_bytes", 0) / 1e6, "waits": counted["forward_waits"]}
-        return out | {"MB host": counted.get("host_bytes", 0) / 1e6, "peak MB": counted["peak"] / 1e6}
 
 
 def best_map(bundle: Path, room: int, work: Path) -> str:
@@ -169,29 +98,6 @@ def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: P
     return rows
 
 
-def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Divergence by time per output token, a panel a budget."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shares = [f"{share:.0%}" for share in SHARES]
-    figure, axes = plt.subplots(1, len(shares), figsize=(5 * len(shares), 4.2), layout="constrained", sharey=True)
-    names = list(dict.fromkeys(r["policy"] for r in rows if r["budget"]))
-    colours = plt.get_cmap("tab20")
-    for axis, share in zip(axes, shares, strict=True):
-        for row in (r for r in rows if r["budget"] == share and "KL, mnat" in r):
-            colour = colours(names.index(row["policy"]))
-            kl = max(row["KL, mnat"], FLOOR)
-            error = min(row["+-"], 0.9 * kl)
-            axis.errorbar(row["TPOT p50 ms"], kl, yerr=error, fmt="o", color=colour, label=row["policy"])
-        axis.set(title=f"budget: {share}", xlabel="TPOT, median, ms", yscale="log", xscale="log")
-    axes[0].set_ylabel("KL from all bf16, mnat a token")
-    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.savefig(file, dpi=80)
-
-
 def main() -> None:
     """Parse arguments, build, serve, print."""
     parser = arguments(__doc__)
@@ -199,7 +105,6 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="one that is built already, with bf16, w4, w3, w2 and w1")
     parser.add_argument("--calibration", action="append", help="text to calibrate on")
     parser.add_argument("--data", action="append", help="text to serve, in this order")
-    parser.add_argument("--plot", type=Path, help="draw divergence by TPOT into this file")
     parser.add_argument("--method", default="gptq", help="the recipe's quantize.method")
     parser.add_argument("--samples", type=int, default=192, help="calibration windows of 256 tokens")
     parser.add_argument("--windows", type=int, default=12, help="windows to serve, a file")
@@ -231,8 +136,6 @@ def main() -> None:
         for measure in () if args.quick else (selector, retention, prefetch, residency):
             more, others = measure(session, best)
             claims, targets = [*claims, *more], [*targets, *others]
-    if args.plot is not None:
-        plot(rows, args.plot)
     columns = ["budget", "policy", *(t.name for t in texts), "KL, mnat", "+-", "TTFT ms", "TPOT p50 ms", "TPOT p99 ms"]
     columns += ["MB copied", "MB demand", "MB ahead", "waits", "peak MB", "least MB"]
     name = args.checkpoint.name if args.bundle is None else args.bundle.name

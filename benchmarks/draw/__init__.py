@@ -1,27 +1,21 @@
-"""The pictures and tables of the documentation, from benchmarks/results/*.json.
+"""The pictures of the documentation, drawn by matplotlib from benchmarks/results/*.json.
 
-    python -m benchmarks.draw [--out DIR] [--png]    the pictures, into docs/images/ as SVG, or elsewhere
-    python -m benchmarks.draw --tables               the tables, into the documents (benchmarks/tables/)
-
-Measures nothing: after a benchmark has written its JSON file, both commands bring the documents up to date. Pictures
-have a background of their own, so that they read the same on a light and on a dark page, and letters that are still
-legible at half the width.
+Pictures have a background of their own, so that they read the same on a light and on a dark page, and letters that are
+still legible at half the width.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import with_tables
-from benchmarks.tables.common import DOCUMENTS, ROOT, TEXTS, mean_rise, results
+from benchmarks.tables.common import ROOT, TEXTS, mean_rise, results
 
 IMAGES = ROOT / "docs" / "images"
 PAPER, INK, GREY = "#fcfbf8", "#1d1d1f", "#6d6d72"
 VERSIONS = {"bf16": "#0b4f8a", "w4": "#1f7fc4", "w3": "#5fb0de", "w2": "#f2a65a", "w1": "#d9730d"}
+FLOOR = 0.01  # thousandths of a nat: drawn for a policy that serves bf16 itself
 OURS, THEIRS, THIRD, FOURTH = "#0b6bcb", "#c25700", "#3a8a3e", "#8a4fb0"
 
 
@@ -194,15 +188,43 @@ def budgets() -> Any:
 
 
 def peers() -> Any:
-    """Speed against divergence: moepack's versions and llama.cpp's types, tokens a second of the generated model by the
-    divergence that the same bits cost on a trained one."""
+    """Speed against divergence: moepack's versions and llama.cpp's types. Speed is of the generated model in tokens a
+    second, divergence what the same bits cost on a trained one."""
     import matplotlib.pyplot as plt
 
+    divergence, best, threads = _speeds()
+    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
+    _plain(axis)
+    axis.set_xscale("log")
+    axis.set(ylim=(0, 1.2 * max(best.values())), xlim=(0.3, 60))
+    points = []
+    for (who, rest), (mark, filled) in SIDES.items():
+        colour = OURS if who == "moepack" else THEIRS
+        mine = [(divergence[e], rate, e) for (w, r, e), rate in best.items() if (w, r) == (who, rest)]
+        label = f"{who}, BF16 beside experts" if rest == "BF16" else f"{who}, all quantised"
+        face = colour if filled else PAPER
+        axis.plot(*zip(*((x, y) for x, y, _ in mine), strict=True), mark, color=colour, markerfacecolor=face,
+                  markeredgewidth=2, markersize=10, label=label)  # fmt: skip
+        points += [(*point, colour) for point in mine]
+    axis.set_xlabel("divergence (KL) that its bits cost, thousandths of a nat", fontsize=15, color=INK)
+    title = f"Decoding, tokens a second, {threads} thread{'s' * (threads > 1)}"
+    axis.set_title(title, fontsize=16, color=INK, loc="left", weight="bold")
+    axis.legend(fontsize=12, frameon=False, labelcolor=INK, loc="lower right")
+    _label(figure, axis, points)
+    return figure
+
+
+SIDES = {
+    ("moepack", "BF16"): ("o", True), ("moepack", "as served"): ("o", False),
+    ("llama.cpp", "BF16"): ("s", True), ("llama.cpp", "as served"): ("s", False),
+}  # fmt: skip
+
+
+def _speeds() -> tuple[dict[str, float], dict[tuple[str, str, str], float], int]:
+    """Divergence by encoding; the best rate by program, what stands beside the experts and encoding; the threads."""
     rows = results("peers")["rows"]
     measured = [r for r in rows if r["part"] == "quality" and "KL, mnat" in r]
     divergence = {r["encoding"]: r["KL, mnat"] for r in measured if r["model"] == measured[0]["model"]}
-    figure, axis = plt.subplots(figsize=(7.6, 4.9), facecolor=PAPER, layout="constrained")
-    _plain(axis)
     models = [r for r in rows if r["part"] == "models" and "decode tokens/s" in r]
     threads = min(r["threads"] for r in models)
     best: dict[tuple[str, str, str], float] = {}
@@ -215,29 +237,55 @@ def peers() -> Any:
         if row["threads"] == threads and encoding in divergence and not plain:
             key = who, row["rest"], encoding
             best[key] = max(best.get(key, 0.0), row["decode tokens/s"])
-    shown = {"BF16": "-", "as served": ":"}
-    for (who, colour, mark), (rest, line) in product(
-        (("moepack", OURS, "o"), ("llama.cpp", THEIRS, "s")), shown.items()
-    ):
-        points = sorted((divergence[e], rate, e) for (w, r, e), rate in best.items() if (w, r) == (who, rest))
-        if points:
-            label = f"{who}, BF16 beside experts" if rest == "BF16" else f"{who}, all quantised"
-            axis.plot([p[0] for p in points], [p[1] for p in points], mark + line, color=colour, linewidth=2.5,
-                      markersize=10, label=label)  # fmt: skip
-        for x, y, name in points:
-            side = (8, 8) if who == "moepack" else (8, -18)
-            axis.annotate(name, (x, y), side, textcoords="offset points", fontsize=12, color=colour, weight="bold")
-    axis.set_xscale("log")
-    axis.margins(x=0.2)
-    axis.set(ylim=(0, 1.2 * max(best.values())))
-    axis.set_xlabel("divergence (KL) that its bits cost, thousandths of a nat", fontsize=15, color=INK)
-    title = f"Decoding, tokens a second, {threads} thread{'s' * (threads > 1)}"
-    axis.set_title(title, fontsize=16, color=INK, loc="left", weight="bold")
-    axis.legend(fontsize=14, frameon=False, labelcolor=INK)
+    return divergence, best, threads
+
+
+def _label(figure: Any, axis: Any, points: list[tuple[float, float, str, str]]) -> None:
+    """Write each point's name beside it, where it covers no point and no other name."""
+    figure.canvas.draw()
+    marks = [axis.transData.transform(p[:2]) for p in points]
+    legend = axis.get_legend().get_window_extent()
+    taken: list[Any] = [legend]
+    for x, y, name, colour in points:
+        for dx, dy, side in ((0, 12, "center"), (0, -24, "center"), (12, -4, "left"), (-12, -4, "right")):
+            text = axis.annotate(name, (x, y), (dx, dy), textcoords="offset points", ha=side, fontsize=12,
+                                 color=colour, weight="bold")  # fmt: skip
+            box = text.get_window_extent()
+            inside = axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1
+            if inside and not any(box.overlaps(t) for t in taken) and not any(box.contains(*m) for m in marks):
+                taken.append(box)
+                break
+            text.remove()
+        else:
+            raise ValueError(f"no room for the name of {name}")
+
+
+def policies() -> Any:
+    """Divergence from all-bf16 by time per output token, a panel a budget."""
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in results("policies-tiny-qwen3-moe")["rows"] if r["budget"] and "KL, mnat" in r]
+    shares = list(dict.fromkeys(r["budget"] for r in rows))
+    names = list(dict.fromkeys(r["policy"] for r in rows))
+    figure, axes = plt.subplots(
+        1, len(shares), figsize=(4 * len(shares), 4.2), facecolor=PAPER, layout="constrained", sharey=True
+    )
+    colours = plt.get_cmap("tab20")
+    for axis, share in zip(axes, shares, strict=True):
+        _plain(axis)
+        for row in (r for r in rows if r["budget"] == share):
+            kl = max(row["KL, mnat"], FLOOR)
+            axis.errorbar(row["TPOT p50 ms"], kl, yerr=min(row["+-"], 0.9 * kl), fmt="o", label=row["policy"],
+                          color=colours(names.index(row["policy"])), markersize=8)  # fmt: skip
+        axis.set(xlabel="TPOT, median, ms", yscale="log")
+        axis.set_title(f"budget: {share}", fontsize=14, color=INK, loc="left", weight="bold")
+    axes[0].set_ylabel("KL from all bf16, mnat a token", fontsize=13)
+    handles = {label: h for a in axes for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=11, frameon=False)
     return figure
 
 
-PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets, peers)}
+PICTURES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bundle, bits, budgets, peers, policies)}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:
@@ -256,22 +304,3 @@ def draw(out: Path, png: bool = False) -> list[Path]:
             figure.savefig(files[-1], dpi=100, facecolor=PAPER, metadata={"Software" if png else "Date": None})
             plt.close(figure)
     return files
-
-
-def main() -> None:
-    """Parse arguments, draw or write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=IMAGES, help="where pictures go")
-    parser.add_argument("--png", action="store_true", help="PNG, to look at")
-    parser.add_argument("--tables", action="store_true", help="write the tables instead")
-    args = parser.parse_args()
-    if args.tables:
-        for path in DOCUMENTS:
-            path.write_text(with_tables(path.read_text()))
-        return
-    for path in draw(args.out, args.png):
-        print(path)
-
-
-if __name__ == "__main__":
-    main()

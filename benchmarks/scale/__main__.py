@@ -7,7 +7,7 @@ The first builds a generated checkpoint of 8 layers by GPTQ on clusters of one a
 in a process of its own; Ray's start and the workers' imports, the same for every build, are not counted. The second
 measures one batch of each shape on one core, with the recipe's tokens, and a BF16 product as large as an expert's, in
 seconds of the processor, so that a busy machine tells the same. What is simulated with them, and so assumed, stands in
-scale_simulation.py. There: nodes of 64 such cores, 25 Gb/s links, a filesystem of 2 GB/s, 75 GB for tokens.
+simulation.py. There: nodes of 64 such cores, 25 Gb/s links, a filesystem of 2 GB/s, 75 GB for tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.build import EXAMPLES, generate
-from benchmarks.common import Target, arguments, finish
-from benchmarks.scale_simulation import Cluster, Job, simulate
+from benchmarks.build import generate
+from benchmarks.common import EXAMPLES, Target, arguments, finish
+
+from .simulation import Cluster, Job, simulate
 
 LAYERS = 8
 _RECIPE = "quantize: {{method: gptq, loss_tokens: 512}}\ncalibration: {{samples: {}, length: 256, batch_size: 8}}"

@@ -14,139 +14,26 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import mmap
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import Target, arguments, finish
-from moepack.pack.codec.affine import AffineMatrix
-from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.runtime.kernels.forms import handle, resident_size
-from moepack.runtime.kernels.reference import plain_weights, sections_of
+from benchmarks.common import EXAMPLES, Target, arguments, finish
+from moepack.pack.spec import Matrix
+from moepack.runtime.kernels.forms import resident_size
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-SHAPES = {  # hidden, intermediate, experts, top_k
-    "Qwen3-30B-A3B": (2048, 768, 128, 8),
-    "DeepSeek-V2-Lite": (2048, 1408, 64, 6),
-    "Phi-3.5-MoE": (4096, 6400, 16, 2),
-    "gpt-oss-20b": (2880, 2880, 32, 4),
-    "Mixtral-8x7B": (4096, 14336, 8, 2),
-}
-VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4, 3, 2, 1)))
-HUGE = 2 << 20
+from .layers import SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
+
 CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
 # must hold, ambition
 SPEEDUP = {"w8": (1.2, 1.8), "w4": (1.5, 2.5), "w3": (1.5, 2.5), "w2": (2.0, 4.0), "w1": (2.0, 4.0)}
-
-
-def paged(count: int, size: int, pages: str) -> torch.Tensor:
-    """Memory of its own for `count` extents, uint8 [count, size], in huge pages or of 4 KiB."""
-    room = mmap.mmap(-1, -(-count * size // HUGE) * HUGE + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        room.madvise(mmap.MADV_HUGEPAGE if pages == "huge" else mmap.MADV_NOHUGEPAGE)
-    flat = torch.frombuffer(room, dtype=torch.uint8)  # which keeps the mapping
-    begin = -flat.data_ptr() % HUGE
-    return flat[begin : begin + count * size].view(count, size)
-
-
-class Pool:
-    """Many experts of one version: copies of one, each in its own memory."""
-
-    def __init__(self, matrices: tuple[Matrix, ...], version: Version, count: int, pages: str) -> None:
-        self.version, self.size = version, resident_size(matrices, version)
-        self.memory = paged(count, -(-self.size // 64) * 64, pages)
-        rng = np.random.default_rng(0)
-        one = np.zeros(self.memory.shape[1], np.uint8)
-        plain = plain_weights(torch.from_numpy(one), sections_of(matrices, version))
-        for weights in plain:
-            weights.copy_(torch.from_numpy(rng.standard_normal(weights.shape, np.float32) * np.float32(0.02)))
-        if not plain:
-            one[: self.size] = version.encode(matrices, [_random(m, version, rng) for m in matrices])[0]
-        self.memory.copy_(torch.from_numpy(one))
-        self.addresses = np.array([row.data_ptr() for row in self.memory], np.uint64)
-
-    def __len__(self) -> int:
-        return len(self.memory)
-
-
-def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix:
-    shape = (m.rows, -(-m.cols // version.group_size))
-    scale = torch.from_numpy(rng.uniform(0.005, 0.01, shape)).bfloat16().view(torch.uint16).numpy()
-    zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
-    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero)
-
-
-class Layer:
-    """What the forward reads of a layer and its snapshot: handles that a benchmark moves from expert to expert."""
-
-    def __init__(self, matrices: tuple[Matrix, ...], experts: int) -> None:
-        from moepack.runtime.kernels.affine_native import LayerForms
-
-        self.of = self
-        self.layer = ExpertLayer(0, "experts", experts, matrices)
-        self.device = torch.device("cpu")
-        self.native = LayerForms(matrices, VERSIONS)
-        self.versions = VERSIONS
-        self.table = np.zeros(experts, np.uint64)
-        self.handles: list[Any] = [None] * experts
-        self._made: dict[tuple[str, int], Any] = {}
-
-    def use(self, expert: int, pool: Pool, which: int) -> None:
-        """Let an expert be the pool's number `which`."""
-        key = (pool.version.name, which)
-        if key not in self._made:
-            extent = pool.memory[which][: pool.size]
-            weights = plain_weights(extent, sections_of(self.layer.matrices, pool.version))
-            address = handle(int(pool.addresses[which]), self.native.numbers[pool.version.name])
-            self._made[key] = (address, SimpleNamespace(version=pool.version, extent=extent, weights=weights))
-        self.table[expert], self.handles[expert] = self._made[key]
-
-    def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> None:
-        """None: these experts have no biases."""
-
-
-class Module:
-    """The part of a transformers experts module that the forward calls."""
-
-    has_gate = True
-
-    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
-
-
-def torch_forward(weights: list[Any], x: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """BF16 experts as plain torch runs them: sorted once, two F.linear an expert."""
-    tokens, top_k = index.shape
-    flat = index.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=len(weights)).tolist()
-    out = x.new_empty(tokens * top_k, x.shape[-1])
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            slots = order[start : start + count]
-            h = torch.nn.functional.linear(x[slots // top_k], weights[expert][0])
-            gate, up = h.chunk(2, dim=-1)
-            out[slots] = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weights[expert][1])
-            start += count
-    return (out * gates.reshape(-1, 1)).view(tokens, top_k, -1).sum(dim=1).to(x.dtype)
-
-
-def routed(tokens: int, experts: int, top_k: int) -> torch.Tensor:
-    """Distinct experts for every token."""
-    generator = torch.Generator().manual_seed(tokens)
-    return torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
 
 
 def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages: str) -> list[dict[str, Any]]:
@@ -245,7 +132,7 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages:
 
 def dequantised(matrices: tuple[Matrix, ...], pool: Pool) -> float:
     """Seconds that torch takes to dequantise one expert to BF16."""
-    from moepack.runtime.kernels.reference import dequantise
+    from moepack.runtime.kernels.reference import dequantise, sections_of
 
     times, sections = [], sections_of(matrices, pool.version)
     for which in range(3):
@@ -370,10 +257,10 @@ def main() -> None:
             rows += measure(shape, tokens, runs, CACHES // 8 if args.quick else CACHES, True, args.pages)
     targets = judged(rows)
     if torch.cuda.is_available():
-        from benchmarks import kernels_gpu
+        from . import gpu
 
         for shape in args.shape or ["Qwen3-30B-A3B"]:
-            on_gpu, wanted = kernels_gpu.measure(shape, SHAPES[shape], VERSIONS, 5 if args.quick else 30)
+            on_gpu, wanted = gpu.measure(shape, SHAPES[shape], VERSIONS, 5 if args.quick else 30)
             rows, targets = rows + on_gpu, targets + wanted
     more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
     columns = ["shape", "version", "tokens", "MB", "ours us", "torch BF16 us", "bytes floor us", "speed-up",

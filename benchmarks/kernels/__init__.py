@@ -1,0 +1,1 @@
+"""Experts from their packed bytes: layers, the GPU, the whole model."""

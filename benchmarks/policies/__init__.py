@@ -1,0 +1,1 @@
+"""All policies side by side, and what their papers claim."""

@@ -1,0 +1,98 @@
+"""One bundle and its texts, served under one policy after another."""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moepack
+from benchmarks.decoding import Decoded, Text, decode
+from moepack.pack.errors import InputError
+from moepack.pack.reader import open_bundle
+from moepack.pack.spec import PAGE, align
+from moepack.runtime.kernels.forms import resident_size
+
+PLENTY = 1 << 40  # bytes: a budget that nothing comes near
+
+
+class Session:
+    """One bundle and its texts; loads it under one policy after another."""
+
+    def __init__(self, bundle: Path, texts: Sequence[Text], prompt: int, dtype: str) -> None:
+        self.bundle, self.texts, self.prompt = bundle, texts, prompt
+        self.length = texts[0].ids.shape[1]
+        self._dtype = getattr(torch, dtype)
+        self._opened = open_bundle(bundle)
+        self.experts = max(layer.experts for layer in self._opened.layers)
+
+    def bytes_at(self, version: str) -> int:
+        """Of all experts at a version."""
+        return sum(self._layers(version))
+
+    def layer_bytes(self, version: str) -> int:
+        """Of the largest layer's."""
+        return max(self._layers(version))
+
+    def _layers(self, version: str) -> list[int]:
+        described = self._opened.manifest.version(version)
+        return [align(resident_size(x.matrices, described), PAGE) * x.experts for x in self._opened.layers]
+
+    def least(self, policy: str) -> int:
+        """The smallest budget that holds a policy."""
+        return least_budget(self, policy)
+
+    def load(self, policy: str, budget: int | None = PLENTY, **options: Any) -> Any:
+        """The model, with room for one window."""
+        options |= {"kv_tokens": self.length, "prefill_tokens": self.prompt, "all_logits": False} if budget else {}
+        return moepack.load(self.bundle, policy=policy, device_memory=budget, dtype=self._dtype, **options)
+
+    def run(
+        self, policy: str, budget: int | None = PLENTY, reference: Decoded | None = None, **options: Any
+    ) -> tuple[Decoded, dict[str, Any]]:
+        """What a session under a policy gave, and what it counted, loading apart."""
+        model = self.load(policy, budget, **options)
+        try:
+            served = model.moepack
+            decode(model, [Text("warm", self.texts[0].ids[:1])], self.prompt)
+            before = served.counters()
+            got = decode(model, self.texts, self.prompt, reference)
+            counted = {name: n - before[name] for name, n in served.counters().items()}
+            counted["peak"], counted["fixed"] = served.resident_bytes_peak, served.fixed.total
+            return got, counted
+        finally:
+            model.moepack.close()
+            del model
+            gc.collect()
+
+    def row(self, share: str, policy: str, got: Decoded, counted: dict[str, Any], best: Decoded) -> dict[str, Any]:
+        """One line of the table."""
+        out: dict[str, Any] = {"budget": share, "policy": policy}
+        out |= {text.name: got.perplexity(text.name) for text in self.texts}
+        if got is not best:
+            kl, rise = got.divergence(), got.rise(best)
+            out |= {"KL, mnat": 1000 * kl.value, "+-": 1000 * kl.half}
+            out |= {"NLL rise, mnat": 1000 * rise.value, "rise +-": 1000 * rise.half}
+        out["TTFT ms"] = 1000 * statistics.median(got.ttft)
+        out["TPOT p50 ms"] = 1000 * statistics.median(got.tpot)
+        out["TPOT p99 ms"] = 1000 * statistics.quantiles(got.tpot, n=100)[98]
+        out |= {"MB copied": counted["bytes_moved"] / 1e6, "MB demand": counted.get("demand_bytes", 0) / 1e6}
+        out |= {"MB ahead": counted.get("prefetch_bytes", 0) / 1e6, "waits": counted["forward_waits"]}
+        return out | {"MB host": counted.get("host_bytes", 0) / 1e6, "peak MB": counted["peak"] / 1e6}
+
+
+def least_budget(session: Session, policy: str) -> int:
+    """The smallest budget that would do, which a refusal names."""
+    try:
+        session.load(policy, 1)
+    except InputError as error:
+        found = re.search(r"the least that would do is (\d+) bytes", str(error))
+        if found:
+            return int(found[1])
+        raise
+    raise AssertionError("a byte does not suffice")

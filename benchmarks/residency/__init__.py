@@ -1,0 +1,1 @@
+"""What changing versions while serving is worth, and what it costs."""

@@ -1,0 +1,87 @@
+"""What changing versions while serving is worth, and what it costs: quality in a budget, and TPOT, in one run.
+
+    python -m benchmarks.residency --checkpoint MODEL --calibration FILE... --data FILE...
+    python -m benchmarks.residency --overlap     promotions while passes overlap, on 1, 2, 4 and 8 threads
+
+Builds one bundle with `bf16`, `w4`, `w3` and `--low`. One session reads the files of `--data` one after another, so the
+workload shifts twice where there are three. At each of three budgets between all-low and all-bf16 it serves them under:
+
+- all-low;
+- two static maps for the first file: the experts that the router chose most there, and those that save most loss there.
+  Each has all the room there is, as a map needs no reserve;
+- `hotness` with bf16 and low alone, with two versions of its own choice, and with all versions;
+- `lru`, which loads what a pass needs and waits.
+
+Then it decodes token by token, with and without swaps at the rate limit, in turns. Last, passes overlap while a policy
+wants other experts all the time. Without arguments: the model and texts in examples/.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import EXAMPLES, Target, arguments, finish
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.progress import RichReporter, quiet_libraries
+
+from .decoding import tpot
+from .overlap import overlap
+from .quality import quality
+
+
+def main() -> None:
+    """Parse arguments, build, serve, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    parser.add_argument("--bundle", type=Path, help="one that is built already, with bf16 and the low version")
+    parser.add_argument("--calibration", action="append", help="text to calibrate on")
+    parser.add_argument("--data", action="append", help="text to serve, in this order")
+    parser.add_argument("--low", default="w2", help="the low version")
+    parser.add_argument("--method", default="gptq", help="the recipe's quantize.method")
+    parser.add_argument("--samples", type=int, default=192, help="calibration windows of 256 tokens")
+    parser.add_argument("--windows", type=int, default=128, help="windows to serve, a file")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a window")
+    parser.add_argument("--dtype", default="bfloat16", help="of activations")
+    parser.add_argument("--interval", type=float, default=0.1, help="T_u in seconds: these sessions are short")
+    parser.add_argument("--rate", type=float, default=200.0, help="megabytes a second for promotions")
+    parser.add_argument("--turns", type=int, default=16, help="of decoding, half of them with promotions")
+    parser.add_argument("--steps", type=int, default=100, help="tokens a turn")
+    parser.add_argument("--overlap", action="store_true", help="only the passes that overlap")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of passes that overlap, a number of threads")
+    parser.add_argument("--tokens", type=int, default=192, help="of a pass that overlaps others")
+    args = parser.parse_args()
+    quiet_libraries()
+    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
+    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    if args.quick:
+        args.windows, args.samples, args.turns, args.steps, args.seconds = 32, 32, 4, 40, 2.0
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        bundle = args.bundle
+        if bundle is None:
+            bundle = work / "bundle"
+            shown = f"calibration: {{samples: {args.samples}, length: 256, batch_size: 16}}"
+            versions = ", ".join(dict.fromkeys(["bf16", "w4", "w3", args.low]))
+            text = f"versions: [{versions}]\nquantize: {{method: {args.method}}}\n{shown}"
+            with RichReporter() as reporter:
+                build(args.checkpoint, bundle, parse_recipe(text, "benchmark"), calibration, reporter=reporter)
+        rows: list[dict[str, Any]] = []
+        targets: list[Target] = []
+        if not args.overlap:
+            rows, targets = quality(bundle, args.low, data, args, work)
+            more, others = tpot(bundle, args.low, args)
+            rows, targets = [*rows, *more], [*targets, *others]
+        more, others = overlap(bundle, args.low, data, args)
+    names = [Path(f).stem for f in data]
+    columns = ["budget", "policy", *names, "promotions", "demotions", "MB copied", "waits", "tokens/s", "peak MB"]
+    columns += ["TPOT median ms", "TPOT p99 ms", "MB/s"]
+    if args.overlap:
+        columns = list(more[0])
+    finish(f"residency of {args.checkpoint.name}", columns, [*rows, *more], [*targets, *others], args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Quality in a budget, by policy, in one session whose workload shifts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import moepack
+from benchmarks.common import Target
+from moepack.reports.evaluate import Evaluation, evaluate
+from moepack.runtime.planning.capacity import even_room
+from moepack.runtime.planning.plan import Plan
+from moepack.runtime.trace import read_trace
+
+PLENTY = 1 << 40  # bytes: a budget that nothing comes near
+SHARES = (0.2, 0.4, 0.6)  # of the way from all-low to all-bf16
+
+
+def first_file_maps(trace: Path, plan: Plan, room: int) -> dict[str, list[list[str]]]:
+    """Maps from a trace's router counts: as many experts at bf16 as fit `room` bytes beyond all-low, by two rules."""
+    totals = np.sum([np.array(record.counts, dtype=float) for record in read_trace(trace).records], axis=0)
+    rooms = even_room([row[0] - row[plan.base] for row in plan.sizes], plan.experts, room)
+    high, low = str(plan.ladder[0]), str(plan.ladder[plan.base])
+    maps = {}
+    for name, values in (
+        ("most used", totals),
+        ("by loss", totals * np.array([x[:, plan.base] - x[:, 0] for x in plan.losses])),
+    ):
+        best = [set(np.argsort(-row, kind="stable")[:n].tolist()) for row, n in zip(values, rooms, strict=True)]
+        maps[name] = [[high if e in top else low for e in range(n)] for top, n in zip(best, plan.experts, strict=True)]
+    return maps
+
+
+def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -> tuple[list[Any], list[Target]]:
+    """Rows by budget and policy, and whether hotness wins where the workload has shifted."""
+    names = [Path(f).stem for f in data]
+
+    def score(policy: str, memory: int | None = None, files: list[str] = data, trace: Path | None = None) -> Evaluation:
+        return evaluate(
+            bundle, files, policy, device_memory=memory, dtype=options.dtype, length=options.length,
+            samples=options.windows, trace=trace,
+        )  # fmt: skip
+
+    def row(share: str, policy: str, got: Evaluation) -> dict[str, Any]:
+        out: dict[str, Any] = {"budget": share, "policy": policy}
+        out |= {n: f.perplexity for n, f in zip(names, got.files, strict=True)}
+        out |= {"promotions": got.promotions, "demotions": got.demotions, "MB copied": got.bytes_moved / 1e6}
+        out |= {"waits": got.forward_waits, "tokens/s": got.tokens_per_second}
+        return out | {"peak MB": got.resident_bytes_peak / 1e6}
+
+    first = work / "first.jsonl"
+    all_low, all_high = score(f"static:{low}", PLENTY), score("static:bf16", PLENTY)
+    score(f"static:{low}", files=data[:1], trace=first)
+    rows = [row("", f"all {low}", all_low), row("", "all bf16", all_high)]
+    targets = []
+    span = all_high.resident_bytes_peak - all_low.resident_bytes_peak
+    timing = f"interval={options.interval},rate={options.rate}"
+    hot = f"hotness:hi=bf16,lo={low},between=no,{timing}"
+    model = moepack.load(bundle, policy=hot, device_memory=PLENTY, dtype=getattr(torch, options.dtype))
+    plan = model.moepack.live.plan
+    model.moepack.close()
+    for share in SHARES:
+        budget, shown = all_low.resident_bytes_peak + int(share * span), f"{share:.0%}"
+        statics = []
+        for name, table in first_file_maps(first, plan, int(share * span)).items():
+            file = work / "map.json"
+            file.write_text(json.dumps({"versions": table}))
+            statics.append(score(f"static:{file}", budget))
+            rows.append(row(shown, f"static, first file, {name}", statics[-1]))
+        live, own = score(hot, budget), score(f"hotness:between=no,{timing}", budget)
+        ladder = score(f"hotness:{timing}", budget)
+        rows += [row(shown, "hotness, the two", live), row(shown, "hotness, two of its choice", own)]
+        rows.append(row(shown, "hotness", ladder))
+        rows.append(row(shown, "lru", score(f"lru:hi=bf16,lo={low}", budget)))
+        for i, name in enumerate(names[1:], start=1):
+            against = live.files[i].perplexity
+            ratio = against / all_low.files[i].perplexity
+            targets.append(Target(f"{shown}, {name}: the two over all {low}", ratio, 1, "lower"))
+            ratio = against / min(s.files[i].perplexity for s in statics)
+            targets.append(Target(f"{shown}, {name}: the two over the better static map", ratio, 1, "lower"))
+        for i, name in enumerate(names):
+            best = all_high.files[i].perplexity
+            off = [100 * abs(run.files[i].perplexity / best - 1) for run in (ladder, live, own)]
+            label = f"{shown}, {name}: % between all bf16 and the ladder, beyond the better two"
+            targets.append(Target(label, off[0] - min(off[1:]), 0.05, "lower"))
+        targets.append(Target(f"{shown}: times a forward pass waited under hotness", live.forward_waits, 0, "lower"))
+        targets.append(Target(f"{shown}: peak over the budget", live.resident_bytes_peak / budget, 1, "lower"))
+    return rows, targets

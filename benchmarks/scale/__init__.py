@@ -1,0 +1,1 @@
+"""Builds on a cluster: measured pieces, and a simulation."""

@@ -40,7 +40,8 @@ def overlap(bundle: Path, low: str, data: list[str], options: Any) -> tuple[list
             bundle, policy=policy, dtype=dtype, device_memory=memory, prefill_tokens=tokens, batch=threads
         )
 
-    budgets, sums = {}, {}
+    budgets: dict[int, int] = {}
+    sums: dict[int, dict[str, float]] = {}
     for threads in THREADS:
         model = load(threads, PLENTY)
         plan = model.moepack.live.plan

@@ -276,6 +276,7 @@ def test_tables_and_the_picture_of_results(monkeypatch: pytest.MonkeyPatch) -> N
     rows = [
         {**layer, "side": "moepack w4", "tokens": 1, "ms": 2.0, "GB/s": 10.0},
         {**layer, "side": "moepack w4", "tokens": 16, "ms": 20.0, "GB/s": 8.0},
+        {**layer, "side": "moepack w4", "tokens": 1, "ms": 1.25, "GB/s": 16.0, "threads": 2},
         {"part": "layers", "shape": "S", "threads": 1, "side": "llama.cpp Q8_0 repacked", "not measured": "none here"},
         {**model, "side": "moepack w4", "decode tokens/s": 90.2, "prefill tokens/s": 500.0,
          "decode over llama.cpp's best": 1.25, "prefill over llama.cpp's best": 1.5},
@@ -290,8 +291,7 @@ def test_tables_and_the_picture_of_results(monkeypatch: pytest.MonkeyPatch) -> N
     for module in (tables.peers, draw):
         monkeypatch.setattr(module, "results", lambda name: {"rows": rows, "peers": {"llama.cpp": "0.1"}})
     assert tables.peer_layers().splitlines()[2:] == [
-        "| S | 1 | **moepack** w4 | 4.375 | 2 (10) | 20 (8) | 1.5 |  |",
-        "| S | 1 | llama.cpp Q8_0 repacked |  |  |  |  | none here |",
+        "| S | **moepack** w4 | 4.375 | 2/1.25 | 20/- | 1.5/1.5 |",
     ]
     assert tables.peer_models().splitlines()[2:] == [
         "| BF16 | 1 | **moepack** w4 | 90 | 500 | 1.25 | 1.50 |  |",

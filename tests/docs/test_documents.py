@@ -109,4 +109,5 @@ def test_words(page: Path) -> None:
     text = re.sub(r"(`+).+?\1(?!`)|\[[^\]]*\]\(https?:", "", prose(page))
     text = re.sub(r"\]\([^)]*\)|<!--.*?-->", "", text)
     assert not re.search(r"\b[Qq]uantiz(e|ed|es|er|ers|ing|ation)\b", text), "quantise, in prose"
+    assert not re.search(r"\b([Ss]omebody|[Nn]obody|[Ww]hoever|foretold|decides nothing)\b", text), "a person for code"
     assert not re.search(r"/work/|/tmp/|/home/|shared folder", page.read_text())

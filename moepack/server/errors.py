@@ -1,4 +1,4 @@
-"""What a client is told when its request is refused, in OpenAI's shape."""
+"""Errors that clients see, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A request that is refused.
+    """A refused request.
 
     Attributes:
         status: the HTTP status.
@@ -20,12 +20,12 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """The JSON of it."""
+        """The error as JSON."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad(param: str, message: str, code: str | None = None) -> ApiError:
-    """A field that cannot be served as it is."""
+    """Make the error for an invalid field."""
     return ApiError(400, f"{param}: {message}", param, code)

@@ -1,4 +1,4 @@
-"""A request while it is answered: its jobs, what they tell, and a client that may vanish meanwhile."""
+"""The answer to one request: its jobs, their events, and the client's disconnection."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from moepack.server.errors import ApiError
 
 from .replies import sse
 
-PATIENCE = 60.0  # seconds for which a client may take nothing of a stream
+PATIENCE = 60.0  # seconds a client may stop reading a stream
 
 
 class Gone(Exception):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class Answer:
-    """Events of several jobs, in the order they come. It lives on the event loop."""
+    """The events of several jobs, in order of arrival. Used on the event loop only."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         self._events: asyncio.Queue[tuple[int, JobEvent] | None] = asyncio.Queue()
 
     def listener(self, index: int) -> Callable[[JobEvent], None]:
-        """What a job tells its events, on the event loop."""
+        """Make the function that receives a job's events, on the event loop."""
         return lambda event: self._events.put_nowait((index, event))
 
     def cancel(self) -> None:
-        """Nobody waits any more: its jobs leave before the next step."""
+        """Cancel the jobs: they leave before the next step."""
         for job in self.jobs:
             job.cancelled = True
 
@@ -44,7 +44,7 @@ class Answer:
         self._events.put_nowait(None)
 
     async def batches(self, receive: Receive) -> AsyncIterator[list[tuple[int, JobEvent]]]:
-        """Events as they come, those that are there together, until every job has ended.
+        """Yield events as they arrive, in batches, until every job has ended.
 
         Raises:
             Gone: when the client has left. Its jobs are cancelled, as they are however this ends.
@@ -80,17 +80,17 @@ class Answer:
 
 
 class Streamed(Response):
-    """Server-sent events; an error is the last of them."""
+    """A response of server-sent events. An error is sent as the last one."""
 
     media_type = "text/event-stream"
 
     def __init__(self, pieces: AsyncIterator[list[Any]]) -> None:
-        """`pieces` are what goes out together: values as JSON."""
+        """Each item of `pieces` is sent at once: a list of values, as JSON."""
         super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Send the response (ASGI)."""
         headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
@@ -109,7 +109,7 @@ async def _sent(send: Send, message: Message) -> None:
 
 
 async def collected(answer: Answer, receive: Receive, hear: Sequence[Any]) -> None:
-    """Every event of an answer to the choice that it belongs to."""
+    """Add every event of an answer to its choice."""
     async for batch in answer.batches(receive):
         for index, event in batch:
             hear[index].hear(event)

@@ -37,12 +37,12 @@ from .metrics import Metrics
 from .replies import Choice, Head
 from .templates import Templates
 
-HELPERS = 2  # threads beside the event loop: the C library keeps memory for every one that there ever was
+HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
 Found = TypeVar("Found")
 
 
 class Server:
-    """A model and who answers for it. `start` it on the event loop that serves `app`."""
+    """The application: a model, its scheduler and the routes. Call `start` on the event loop that serves `app`."""
 
     def __init__(self, model: Any, tokenizer: Any, options: Options) -> None:
         self._options = options
@@ -74,26 +74,26 @@ class Server:
         self.app = Guard(self._counted(inner), options.key, options.host)
 
     def start(self) -> None:
-        """Begin to answer, from the event loop."""
+        """Start answering. Call it on the event loop."""
         self._loop = asyncio.get_running_loop()
         self.scheduler.start()
 
     def stop(self) -> None:
-        """Take nothing on any more."""
+        """Refuse new requests."""
         self.scheduler.stop()
 
     def close(self) -> None:
-        """End, whatever still runs."""
+        """Stop at once, and drop what still runs."""
         self.scheduler.close(0.0)
 
     def check(self) -> None:
-        """Raises RuntimeError, with the reason, when answers fail."""
+        """Raise RuntimeError with the reason if answers fail."""
         found = self.scheduler.health()
         if not found["ok"]:
             raise RuntimeError(f"answers fail: {found['error']}")
 
     async def _aside(self, work: Callable[[], Found]) -> Found:
-        """What takes too long for the event loop: reading large bodies, templates, tokenising, the page's numbers."""
+        """Run slow work off the event loop: large bodies, templates, tokenising, the page's numbers."""
         return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
 
     # --- from the scheduler's thread to the loop
@@ -123,7 +123,7 @@ class Server:
 
         return counting
 
-    # --- what is no generation
+    # --- other routes
 
     async def _page(self, request: Request) -> Response:
         page, policy = _page()
@@ -176,7 +176,7 @@ class Server:
         return found
 
     def _jobs(self, asked: parse.RequestOptions, prompts: list[list[int]], answer: Answer, echo: bool = False) -> None:
-        """A job for every answer to every prompt. Not for the event loop: a grammar may take seconds."""
+        """Make a job for each answer to each prompt. Not on the event loop: a grammar may take seconds."""
         grammar = None if asked.schema is None else self._grammars.check(asked.schema)
         limits, index = [], 0
         for prompt in prompts:
@@ -263,7 +263,7 @@ class Server:
 
     @staticmethod
     def _usage_field(asked: parse.RequestOptions) -> Any:
-        """Every piece of a stream that ends with its usage has the field, empty."""
+        """Give each chunk an empty usage field if the stream ends with its usage."""
         return None if asked.usage else "none"
 
     async def _chat(self, request: Request) -> Response:
@@ -303,7 +303,7 @@ class Server:
                 choice.hear(event)
                 logprobs = replies.chat_logprobs(self.tokens, event.scored) if wants else None
                 text, finish, more = event.text, event.finish, {}
-                if asked.tools:  # what may be a call is not shown before it is whole
+                if asked.tools:  # a possible tool call is sent only once it is whole
                     text, calls = self.templates.calls(choice.text) if finish else ("", [])
                     if calls:
                         finish = "tool_calls" if finish == "stop" else finish
@@ -320,13 +320,13 @@ class Server:
 
 
 def _mixed(seed: int, n: int) -> int:
-    """Another seed for every answer to a prompt; the first has the one that was given."""
+    """Derive the seed of the n-th answer to a prompt; the first keeps the given seed."""
     return (seed + n * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
 @functools.cache
 def _page() -> tuple[bytes, str]:
-    """The page, and a policy under which its one script and its one style run, and nothing else."""
+    """The page, and a content security policy that allows its one script and one style only."""
     page = files(__package__).joinpath("page.html").read_bytes()
     allowed = {}
     for tag in (b"script", b"style"):

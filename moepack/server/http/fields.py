@@ -1,4 +1,4 @@
-"""The fields of a request, checked one by one: what is not known, or not served, is refused by its name."""
+"""Check a request's fields one by one; an unknown or unsupported field is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moepack.server.errors import ApiError, bad
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """A body as a JSON object.
+    """Parse a body as a JSON object.
 
     Raises:
         ApiError: for what is none.
@@ -34,17 +34,17 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class Fields:
-    """A request's fields: each is taken once, and what is left at the end is refused. null is as good as absent."""
+    """A request's fields. Each is taken once; `end` refuses the rest. null means absent."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._left = {name: value for name, value in given.items() if value is not None}
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A field as it is."""
+        """Take a field unchecked."""
         return self._left.pop(name, default)
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
-        """A finite number between two, both included."""
+        """Take a finite number within bounds, inclusive."""
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
             raise bad(name, "is to be a number")
@@ -53,7 +53,7 @@ class Fields:
         return float(value)
 
     def whole(self, name: str, default: int | None, least: int, most: int = 1 << 31) -> int | None:
-        """A whole number between two, both included."""
+        """Take an integer within bounds, inclusive."""
         value = self.take(name, default)
         if value is None or value is default:
             return default
@@ -64,42 +64,42 @@ class Fields:
         return int(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
+        """Take a boolean."""
         value = self.take(name, default)
         if not isinstance(value, bool):
             raise bad(name, "is to be true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """A string."""
+        """Take a string."""
         value = self.take(name, default)
         if value is not None and not isinstance(value, str):
             raise bad(name, "is to be a string")
         return value
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """An object."""
+        """Take an object."""
         value = self.take(name)
         if value is not None and not isinstance(value, dict):
             raise bad(name, "is to be an object")
         return value
 
     def only(self, name: str, *allowed: Any) -> None:
-        """A field of which nothing but these is served."""
+        """Take a field that must have one of these values."""
         value = self.take(name)
         if value is not None and not any(value == a and type(value) is type(a) for a in allowed):
             shown = " or ".join(json.dumps(a) for a in allowed)
             raise bad(name, f"is not served{f' but as {shown}' if allowed else ''}", "unsupported")
 
     def check(self, name: str, rule: Callable[[Any], bool], what: str) -> Any:
-        """A field that keeps to a rule, or None."""
+        """Take a field that must pass a check; None if absent."""
         value = self.take(name)
         if value is not None and not rule(value):
             raise bad(name, what)
         return value
 
     def end(self) -> None:
-        """Refuse what was not taken."""
+        """Refuse fields that were not taken."""
         if self._left:
             raise bad(min(self._left), "is not served here", "unsupported")
 

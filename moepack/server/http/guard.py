@@ -1,4 +1,4 @@
-"""What stands before every request: who may ask, for which host, and how much may be sent how slowly."""
+"""Checks before every request: the API key, the host name, and limits on size and time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moepack.server.errors import ApiError
 
-OPEN = frozenset({"/", "/health"})  # without a key: the page asks for it, and watchdogs have none
-HEADERS = 10.0  # seconds in which a request's headers are to come
-BODY = 30.0  # and its body
-LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of an address, headers, bytes of those
+OPEN = frozenset({"/", "/health"})  # need no key: the page asks for one, and health checks have none
+HEADERS = 10.0  # seconds to receive a request's headers
+BODY = 30.0  # seconds to receive its body
+LONGEST, MANY, LONG = 4096, 100, 32 << 10  # bytes of a URL; number of headers; bytes of all headers
 
 
 class Guard:
-    """ASGI middleware: the key, compared in constant time, and the names under which a local server answers."""
+    """ASGI middleware: check the API key, in constant time, and the host name of a local server."""
 
     def __init__(self, app: ASGIApp, key: str | None, host: str) -> None:
-        """`host` is what the server listens on: if only this machine reaches that, no other name is answered, so that
-        a web page cannot come in by a name of its own that leads here."""
+        """Set up for a server that listens on `host`.
+
+        If only this machine can reach `host`, requests for other names are refused: otherwise a web page could reach
+        the server through a name of its own that resolves here (DNS rebinding)."""
         self._app, self._key = app, None if key is None else key.encode()
         self._names = frozenset({"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}) if is_local(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Check one request and pass it on (ASGI)."""
         if scope["type"] == "http" and (error := self._refused(scope)) is not None:
             await JSONResponse(error.body(), error.status)(scope, receive, send)
             return
@@ -57,7 +59,7 @@ class Guard:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -70,13 +72,13 @@ def _without_port(name: str) -> str:
 
 
 async def body(request: Request, most: int) -> bytes:
-    """A request's body.
+    """Read a request's body.
 
     Raises:
         ApiError: when it is no JSON by its own word, longer than `most` bytes, or takes too long.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a form of a web page could be sent here without asking
+    if kind != "application/json":  # a browser sends a web page's form without a preflight request
         raise ApiError(415, "send JSON, as Content-Type: application/json")
     told = request.headers.get("content-length", "0")
     if told.isdigit() and int(told[:20]) > most:
@@ -94,17 +96,17 @@ async def body(request: Request, most: int) -> bytes:
 
 
 class Patient(H11Protocol):
-    """uvicorn's protocol, which gives up on headers that do not come."""
+    """uvicorn's protocol with a time limit for headers."""
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client is there: its first request is to come."""
+        """Start the time limit for a new connection."""
         super().connection_made(transport)
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Some of it came."""
+        """Handle received bytes, and stop the time limit once the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._heard()
@@ -112,7 +114,7 @@ class Patient(H11Protocol):
             self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Stop the time limit of a closed connection."""
         self._heard()
         super().connection_lost(exc)
 

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: where every expert is, how busy, what the budget's bytes are."""
+"""The JSON behind the page: placements of experts, their use, and the budget's bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moepack.server.batching.scheduler import Scheduler
 
 
 class Heat:
-    """Counts how often every expert was chosen since the start (`RoutingCounter`)."""
+    """Count how often each expert was chosen since the start (`RoutingCounter`)."""
 
     def __init__(self, layers: list[LayerExperts]) -> None:
         most = max((layer.of.layer.experts for layer in layers), default=0)
@@ -30,14 +30,14 @@ class Heat:
         self._counts[position].scatter_add_(0, flat, torch.ones_like(flat))
 
     def counts(self) -> list[list[int]]:
-        """By layer and expert."""
+        """Counts by layer and expert."""
         return [row[:n] for row, n in zip(self._counts.cpu().tolist(), self._experts, strict=True)]
 
 
 class LiveView:
-    """Makes the page's JSON, at most some times a second however many pages there are."""
+    """Make the page's JSON, at most once every `FRESH` seconds for all open pages."""
 
-    FRESH = 0.25  # seconds for which one answer serves all
+    FRESH = 0.25  # seconds for which one answer is reused
 
     def __init__(self, model: Any, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._name, self._engine, self._scheduler = model.moepack, name, engine, scheduler
@@ -48,7 +48,7 @@ class LiveView:
         self._made: tuple[float, dict[str, Any]] = (-1.0, {})
 
     def __call__(self) -> dict[str, Any]:
-        """Everything."""
+        """The page's state, ready for JSON."""
         with self._lock:
             at, made = self._made
             if time.monotonic() - at > self.FRESH:
@@ -104,6 +104,6 @@ class LiveView:
 
 
 def _rank(kind: str, versions: list[str]) -> tuple[int, str]:
-    """Placements in the manifest's order of versions, what is elsewhere behind what is here."""
+    """Sort key of placements: versions in the manifest's order, those off the device last."""
     at = next((n for n, version in enumerate(versions) if kind.startswith(version)), len(versions))
     return 2 * at + (kind not in versions), kind

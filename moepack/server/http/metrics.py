@@ -1,4 +1,4 @@
-"""/metrics: what Prometheus reads, in a registry of the server's own."""
+"""Prometheus metrics, in a registry of the server's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
 class Metrics:
-    """What is counted as it happens, and what is read off when somebody asks."""
+    """Counters that are updated as requests end, and gauges that are read on each request for /metrics."""
 
     def __init__(self, model: Any, engine: Engine, scheduler: Scheduler) -> None:
         self._registry = CollectorRegistry()
@@ -33,14 +33,14 @@ class Metrics:
         self._registry.register(_Read(model.moepack, engine, scheduler))
 
     def ended(self, job: Job, generated: int) -> None:
-        """A sequence was answered."""
+        """Count a finished sequence."""
         if generated:
             self._first.observe(job.first - job.submitted)
         if generated > 1:
             self._each.observe((job.last - job.first) / (generated - 1))
 
     def text(self) -> bytes:
-        """In Prometheus's format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
@@ -49,7 +49,7 @@ class _Read(Collector):
         self._serving, self._engine, self._scheduler = serving, engine, scheduler
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus's client calls it."""
+        """Yield the gauges (called by prometheus_client)."""
         serving, scheduler = self._serving, self._scheduler
         for name, what in _WHAT.items():
             value = getattr(scheduler.totals, name.removeprefix("sequences_"))

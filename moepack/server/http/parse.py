@@ -1,4 +1,4 @@
-"""Requests of the OpenAI interface as what they ask for. Fields that are not served are refused, none is ignored."""
+"""Parse requests of the OpenAI interface. Unknown and unsupported fields are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What both kinds of requests have in common.
+    """The options that completions and chats share.
 
     Attributes:
         model: the name of the model; None for the one that is served.
@@ -59,7 +59,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request for an answer in a conversation.
+    """A request for a chat completion.
 
     Attributes:
         messages: as templates read them.
@@ -74,7 +74,7 @@ class ChatRequest:
 
 
 def completion(given: dict[str, Any], vocabulary: int) -> CompletionRequest:
-    """A request to /v1/completions.
+    """Parse a request to /v1/completions.
 
     Raises:
         ApiError: naming the field that is wrong or not served.
@@ -95,7 +95,7 @@ def completion(given: dict[str, Any], vocabulary: int) -> CompletionRequest:
 
 
 def chat(given: dict[str, Any], vocabulary: int) -> ChatRequest:
-    """A request to /v1/chat/completions.
+    """Parse a request to /v1/chat/completions.
 
     Raises:
         ApiError: naming the field that is wrong or not served.
@@ -181,7 +181,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 
 def _schema(fields: Fields) -> dict[str, Any] | None:
-    """The JSON schema that an answer is to have; {"type": "object"} for any object."""
+    """The JSON schema for the answer; {"type": "object"} for any object; None without one."""
     given = fields.record("response_format")
     if given is None:
         return None
@@ -256,7 +256,7 @@ def _message(where: str, given: Any) -> dict[str, Any]:
         out["tool_call_id"] = fields.text("tool_call_id") or ""
     if (name := fields.text("name")) is not None:
         out["name"] = name
-    if role == "assistant":  # what answers of this interface carry, and clients send back
+    if role == "assistant":  # fields of our answers that clients send back
         fields.only("refusal")
         fields.only("annotations", [])
         fields.only("audio")
@@ -284,7 +284,7 @@ def _content(where: str, given: Any) -> str | None:
 
 
 def _calls(where: str, given: Any) -> list[dict[str, Any]]:
-    """Calls of an earlier answer, with their arguments as an object: so templates read them."""
+    """Parse the tool calls of an earlier answer; templates need their arguments as objects."""
     from .fields import parse_json
 
     out = []

@@ -1,4 +1,4 @@
-"""Answers in the shapes of the OpenAI interface: whole ones, and the pieces of streams. Pure."""
+"""Build answers in the OpenAI interface's shapes: whole ones, and chunks of streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .templates import Templates
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as far as it came."""
+    """One choice of an answer, as far as it was generated."""
 
     prompt: Sequence[int]
     text: str = ""
@@ -28,7 +28,7 @@ class Choice:
     generated: int = 0
 
     def hear(self, event: JobEvent) -> None:
-        """More of it."""
+        """Append an event."""
         self.text += event.text
         self.scored += event.scored
         self.of_prompt = event.prompt or self.of_prompt
@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all pieces of an answer begin with."""
+    """The fields that all chunks of an answer share."""
 
     kind: str
     model: str
@@ -47,23 +47,23 @@ class Head:
 
     @classmethod
     def of(cls, kind: str, model: str, prefix: str) -> Head:
-        """A new one."""
+        """Make the fields of a new answer."""
         return cls(kind, model, prefix, f"{prefix}-{secrets.token_hex(16)}", int(time.time()))
 
     def __call__(self, choices: list[dict[str, Any]], usage: Any = "none") -> dict[str, Any]:
-        """An answer, or a piece of one, of these choices; with its usage where that is not "none"."""
+        """An answer or chunk with these choices, and its usage unless that is "none"."""
         out = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
         return out if usage == "none" else {**out, "usage": usage}
 
 
 def usage(prompts: Sequence[int], choices: Sequence[Choice]) -> dict[str, int]:
-    """How many tokens were read and made; a prompt counts once, however many answers it has."""
+    """Count the tokens read and generated; a prompt counts once for all its answers."""
     made = sum(choice.generated for choice in choices)
     return {"prompt_tokens": sum(prompts), "completion_tokens": made, "total_tokens": sum(prompts) + made}
 
 
 def sse(value: Any) -> bytes:
-    """One event of a stream."""
+    """Format one server-sent event."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode(errors="replace")
 
@@ -72,7 +72,7 @@ def sse(value: Any) -> bytes:
 
 
 def chat_logprobs(tokens: Tokens, scored: Sequence[Scored]) -> dict[str, Any]:
-    """Tokens of an answer with their logarithmic probabilities."""
+    """Log probabilities of an answer's tokens, as chat completions list them."""
 
     def one(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": tokens.shown(token), "logprob": logprob, "bytes": list(tokens.raw(token))}
@@ -82,7 +82,7 @@ def chat_logprobs(tokens: Tokens, scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def chat_choice(index: int, choice: Choice, tokens: Tokens, wants_scores: bool, has_tools: bool) -> dict[str, Any]:
-    """One whole answer in a conversation."""
+    """One whole choice of a chat completion."""
     text, calls = Templates.calls(choice.text) if has_tools else (choice.text, [])
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
     if calls:
@@ -98,7 +98,7 @@ def chat_choice(index: int, choice: Choice, tokens: Tokens, wants_scores: bool, 
 def chat_piece(
     index: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A piece of one."""
+    """One chunk of a chat completion's choice."""
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -106,7 +106,7 @@ def chat_piece(
 
 
 def completion_logprobs(tokens: Tokens, scored: Sequence[Scored], start: int = 0) -> dict[str, Any]:
-    """Tokens with their logarithmic probabilities, as completions list them; `start` characters stand before them."""
+    """Log probabilities of tokens, as completions list them; `start` is the offset of their text."""
     shown = [tokens.shown(s.token) for s in scored]
     offsets, at = [], start
     for text in shown:
@@ -115,7 +115,7 @@ def completion_logprobs(tokens: Tokens, scored: Sequence[Scored], start: int = 0
     top: list[dict[str, float] | None] = []
     for s in scored:
         best: dict[str, float] = {}
-        for token, logprob in s.top:  # the likeliest first: of two that look alike, it stays
+        for token, logprob in s.top:  # likeliest first; of two tokens with equal text the likelier stays
             best.setdefault(tokens.shown(token), logprob)
         if s.logprob is not None:
             best.setdefault(tokens.shown(s.token), s.logprob)
@@ -126,5 +126,5 @@ def completion_logprobs(tokens: Tokens, scored: Sequence[Scored], start: int = 0
 
 
 def completion_choice(index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """One answer to a prompt, or a piece of it."""
+    """One choice of a completion, or a chunk of it."""
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}

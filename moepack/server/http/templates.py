@@ -1,4 +1,4 @@
-"""Conversations as prompts, through the model's own chat template, and tool calls out of what it answers."""
+"""Render conversations with the model's chat template, and parse tool calls from its answers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from moepack.server.errors import ApiError, bad
 
 from .parse import ChatRequest
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # Hermes, Qwen and those who follow them
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # the form of Hermes, Qwen and others
 
 
 class Templates:
     """A model's chat template."""
 
     def __init__(self, tokens: Tokens, template: str | None = None) -> None:
-        """`template` takes the place of the tokenizer's own."""
+        """`template` replaces the tokenizer's own."""
         self._tokens = tokens
         if template is not None:
             tokens.tokenizer.chat_template = template
 
     @property
     def is_there(self) -> bool:
-        """Whether there is one."""
+        """Whether the model has a chat template."""
         return bool(self._tokens.tokenizer.chat_template)
 
     def render(self, asked: ChatRequest) -> list[int]:
-        """A conversation as the tokens of a prompt.
+        """Render a conversation as prompt tokens.
 
         Raises:
             ApiError: when there is no template, or it refuses.
@@ -49,7 +49,7 @@ class Templates:
             text = tokenizer.apply_chat_template(
                 asked.messages, tools=asked.tools or None, tokenize=False, add_generation_prompt=True, **asked.template
             )
-        except Exception as error:  # whatever a template raises: it is a program
+        except Exception as error:  # a template is a program and may raise anything
             why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
             raise bad("messages", f"the chat template refuses them: {why}") from None
         return self._tokens.encode(str(text), False, "messages")
@@ -60,7 +60,7 @@ class Templates:
 
     @staticmethod
     def calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-        """An answer's text without its tool calls, and those; what cannot be read as one stays text."""
+        """Split an answer into text and tool calls; a call that cannot be parsed stays text."""
         calls: list[dict[str, Any]] = []
 
         def found(match: re.Match[str]) -> str:

@@ -203,8 +203,9 @@ def peers() -> Any:
         mine = [(divergence[e], rate, e) for (w, r, e), rate in best.items() if (w, r) == (who, rest)]
         label = f"{who}, BF16 beside experts" if rest == "BF16" else f"{who}, all quantised"
         face = colour if filled else PAPER
-        axis.plot(*zip(*((x, y) for x, y, _ in mine), strict=True), mark, color=colour, markerfacecolor=face,
-                  markeredgewidth=2, markersize=10, label=label)  # fmt: skip
+        if mine:
+            axis.plot([m[0] for m in mine], [m[1] for m in mine], mark, color=colour, markerfacecolor=face,
+                      markeredgewidth=2, markersize=10, label=label)  # fmt: skip
         points += [(*point, colour) for point in mine]
     axis.set_xlabel("divergence (KL) that its bits cost, thousandths of a nat", fontsize=15, color=INK)
     title = f"Decoding, tokens a second, {threads} thread{'s' * (threads > 1)}"

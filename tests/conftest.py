@@ -63,7 +63,7 @@ SLOW = (
     "runtime/downstream", "runtime/test_compile", "runtime/test_downstream", "runtime/test_generation",
     "runtime/test_load", "runtime/test_passes", "whole/test_encodings", "whole/test_examples", "whole/test_families",
     "whole/test_every_family", "whole/test_extending", "families/test_mtp", "families/test_llama4.py::test_the_whole",
-    "whole/test_quality", "whole/test_imports.py::test_the_runtime",
+    "whole/test_quality",
 )  # fmt: skip
 
 # Of what `.ci/run` repeats at every instruction set, what is the same at each, or goes through all of them itself.

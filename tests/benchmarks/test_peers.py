@@ -181,14 +181,6 @@ def test_why_an_install_failed_is_one_line() -> None:
     assert reason("") == "it said nothing"
 
 
-def test_an_install_without_an_index_says_so(tmp_path: Path) -> None:
-    """pip itself, offline: no half-made environment is taken for a whole one."""
-    peer = Peer("none", ("no-such-package-here==1",), ("--no-index",), imports="nothing")
-    with pytest.raises(PeerError, match="no-such-package-here==1 cannot be had: ERROR: "):
-        environment(peer, tmp_path)
-    assert not (tmp_path / "none" / "installed.json").exists()
-
-
 SIDE = """
 import os
 from benchmarks.peers.worker import answer, threads

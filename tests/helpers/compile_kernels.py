@@ -16,7 +16,8 @@ def products(capability: int) -> None:
     pointers |= {f"block_{name}": "*i32" for name in ("expert", "first", "count")}
     numbers = ("rows", "cols", "share", "version", "low", "high", "scale", "zero", "bias")
     signature = {**pointers, **dict.fromkeys(numbers, "i32")}
-    for bits in (16, 8, 4, 3, 2, 1):
+    # What differs in code: plain BF16, one plane, two planes, one bit without zeros; all of them on the newer.
+    for bits in (16, 8, 4, 3, 2, 1) if capability == 90 else (3,):
         for tiling, gated in ((affine_triton.DECODE, True), (affine_triton.PREFILL, False)):
             chosen = {"BITS": bits, "GROUP": 64, "STORED": 1 < bits < 16, "BIAS": gated, "GATED": gated, "WIDEN": False}
             chosen |= {"TOKENS": tiling.tokens, "ROWS": tiling.rows}

@@ -1,6 +1,6 @@
 """Run in a process of its own: what it takes at its peak, as one line of JSON.
 
-python peak_memory.py build CHECKPOINT TEXT BUNDLE BOUND [--violate]   peak and bound of a bounded build
+python peak_memory.py build CHECKPOINT TEXT BUNDLE BOUND               peak and bound of a bounded build
 python peak_memory.py held FOLDER [--violate]                          growth by activations that lie in a file
 python peak_memory.py batch METHOD                                     growth by an expert batch, and what was said
 python peak_memory.py dense METHOD                                     by a slice of a dense matrix
@@ -18,16 +18,14 @@ import torch
 from moepack.memory import peak_memory, resident_memory
 
 RECIPE = "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, length: 64, batch_size: 2}}"
-PLANTED = 512 << 20
 MORE = 16  # MiB that the process takes since it was refused
 
 
 def build(checkpoint: str, text: str, bundle: str, bound: str) -> dict[str, int]:
-    """A build in `bound` bytes; "least" is the least that it says it needs. --violate holds 512 MiB in secret."""
+    """A build in `bound` bytes; "least" is the least that it says it needs."""
     from moepack.calibrate import stream
     from moepack.pack.errors import InputError
     from moepack.pipeline import build as pipeline
-    from moepack.pipeline import run
     from moepack.pipeline.recipe import parse_recipe
 
     stream.AT_ONCE = 1 << 18  # bytes: a third of a layer's experts, so that these go to disk for the least
@@ -39,14 +37,6 @@ def build(checkpoint: str, text: str, bundle: str, bound: str) -> dict[str, int]
             size = int(str(error).split("the least is ")[1].split("MiB")[0]) + MORE << 20
     else:
         size = int(bound)
-    if "--violate" in sys.argv:
-        digest, held = run.observation_digest, []
-
-        def wasteful(observation: Any) -> str:
-            held.append(torch.ones(PLANTED, dtype=torch.uint8))
-            return digest(observation)
-
-        run.observation_digest = wasteful  # type: ignore[attr-defined]
     pipeline.build(checkpoint, bundle, recipe, [text], memory=size)
     return {"peak": peak_memory(), "bound": size}
 

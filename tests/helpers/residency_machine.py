@@ -136,7 +136,7 @@ class Machine(RuleBasedStateMachine):
 
 
 LIMITS = settings(
-    max_examples=250,
+    max_examples=150,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),

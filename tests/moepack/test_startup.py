@@ -22,10 +22,12 @@ def test_a_budget_is_served_without_them(bundle: Path) -> None:
         "import atexit, sys; sys.argv = ['moepack', 'generate', *sys.argv[1:]]\n"
         "atexit.register(lambda: print([n for n in ('hqq', 'torchao') if sys.modules.get(n)]))\n"
         "from moepack.cli import main\n"
-        "main()\n"
+        "for policy in ('hotness', 'uniform'):\n"
+        "    sys.argv[-1] = policy\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
     )
     command = [sys.executable, "-c", code, str(bundle), "--prompt", "The", "--max-new-tokens", "2"]
-    for more in (["--device-memory", "30MB"], ["--policy", "uniform", "--device-memory", "30MB"]):
-        run = subprocess.run([*command, *more], capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.endswith("[]\n"), run.stdout
+    run = subprocess.run([*command, "--device-memory", "30MB", "--policy", "x"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("The") == 2 and run.stdout.endswith("[]\n"), run.stdout

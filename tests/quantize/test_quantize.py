@@ -192,7 +192,7 @@ def test_sweeps_never_raise_the_error_they_minimise() -> None:
     assert (before.sum() < 0.9 * first.sum()) and (work.codes.float().amax() <= 15)
 
 
-@pytest.mark.parametrize("cols", [192, 200, 2880])
+@pytest.mark.parametrize("cols", [192, 200, 1100])
 def test_a_batch_is_its_experts_and_widths_one_at_a_time(cols: int) -> None:
     """Batches, widths together and repeats give the same bundle: matrix products may differ in their last bit only."""
     experts = 3 if cols < 1000 else 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import HELPERS, Notes, tree
+from support import HELPERS, ROOT, Notes, tree
 
 import moepack
 from moepack.cli import main
@@ -337,7 +337,7 @@ def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch
 def test_killed_at_every_step(kept: Path, tmp_path: Path) -> None:
     """At any moment the directory is the old bundle or the new one; run again, it is the new one and nothing else."""
     script = HELPERS / "kill_while_adding.py"
-    environment = {**os.environ, "PYTHONPATH": str(script.parent)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}
     command = [sys.executable, str(script), str(kept), str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr

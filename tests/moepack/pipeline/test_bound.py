@@ -55,12 +55,9 @@ def alone(*arguments: object) -> dict[str, int]:
 
 
 def test_a_build_stays_in_the_least_that_it_asks_for(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """And one that holds 512 MiB in secret does not: the peak is seen."""
+    """And takes most of it: a peak that is not seen would be far below."""
     kept = alone("build", demo_model, text, tmp_path / "kept", "least")
     assert kept["peak"] <= kept["bound"] <= 1.25 * kept["peak"]
-    broken = alone("build", demo_model, text, tmp_path / "broken", kept["bound"], "--violate")
-    assert broken["peak"] > broken["bound"] == kept["bound"]
-    assert tree(tmp_path / "kept") == tree(tmp_path / "broken")
 
 
 def test_activations_in_a_file_are_not_in_memory(tmp_path: Path) -> None:
@@ -69,8 +66,7 @@ def test_activations_in_a_file_are_not_in_memory(tmp_path: Path) -> None:
     assert on_disk["files"] == 0, "the file has no name: nothing is left of a process that is killed"
 
 
-@pytest.mark.parametrize("what", ["batch", "dense"])
-@pytest.mark.parametrize("method", ["gptq", "rtn"])
+@pytest.mark.parametrize(("what", "method"), [("batch", "gptq"), ("dense", "rtn")])
 def test_what_a_piece_takes_is_said(what: str, method: str) -> None:
     found = alone(what, method)
     assert 0.5 * found["said"] < found["took"] < found["said"]

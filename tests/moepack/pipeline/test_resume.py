@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import HELPERS, tree
+from support import HELPERS, ROOT, tree
 
 from moepack.pack.errors import InputError
 from moepack.pipeline.build import build, quantize
@@ -24,7 +24,9 @@ def test_kills_at_random_moments(short_model: Path, text: Path, tmp_path: Path) 
     """By hand the same script made twenty of each of its kinds. test_identity.py stops stages at their seams."""
     script = HELPERS / "kill_and_resume.py"
     command = [sys.executable, str(script), str(short_model), str(text), str(tmp_path), "--kills", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(script.parent)})
+    run = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}
+    )
     assert run.returncode == 0, run.stderr
     assert "2 kills" in run.stdout
 

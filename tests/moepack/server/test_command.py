@@ -61,8 +61,6 @@ def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
     """From the start to the first tokens it takes no more than twice the processor time of importing what any model of
     this family needs; then a stop signal comes within an answer, which is whole; new ones are refused; it exits with 0.
     """
-    imports = "import moepack.server.http.app, transformers.models.qwen3_moe.modeling_qwen3_moe"
-    subprocess.run([sys.executable, "-c", imports], check=True)  # bytecode is there, as after any first start
     imports = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe, time; print(time.process_time())"
     bare = float(subprocess.run([sys.executable, "-c", imports], check=True, capture_output=True, text=True).stdout)
     process, port = start("--policy", "hotness", "--device-memory", "5MB", "--step-tokens", "64")

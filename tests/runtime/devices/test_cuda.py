@@ -110,17 +110,6 @@ def test_blocks_are_the_bundles_bytes(bundle: Path, way: str, benches: Callable[
     assert bench.device.host()["mode"] == way
 
 
-def test_decoding_waits_for_the_copy(bundle: Path, benches: Callable[..., Bench]) -> None:
-    """Planted: a decoder that does not wait reads what was in the buffer before."""
-    bench = benches(bundle, "registered")
-    bench.gpu.decoding = lambda: bench.gpu._on("decoder")  # type: ignore[method-assign]
-    event, target = bench.fetch("bf16", 0, 0)
-    event.wait()
-    with pytest.raises(AssertionError):
-        assert event.error is None
-        bench.check("bf16", 0, 0, target)
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 def test_with_one_buffer_or_two(bundle: Path, slots: int, benches: Callable[..., Bench]) -> None:
     bench = benches(bundle, "registered", slots=slots)
@@ -295,18 +284,6 @@ def test_a_fetch_does_not_wait_for_the_filling(
     assert event.error is None and bench.device.host()["filling"]
     bench.check("bf16", 3, 3, target)
     gate.set()
-
-
-def test_planted_buffers_used_too_early_are_found(bundle: Path, benches: Callable[..., Bench]) -> None:
-    """Were there one more copy going than there are buffers, bytes would be wrong."""
-    bench = benches(bundle)
-    slot = bench.device._free[0]
-    bench.device._free = [slot] * 2
-    fetched = [(e, *bench.fetch("w4", 0, e)) for e in range(8)]
-    with pytest.raises(AssertionError):
-        for e, event, target in itertools.islice(fetched, 8):
-            event.wait()
-            bench.check("w4", 0, e, target)
 
 
 def test_marks(bundle: Path, benches: Callable[..., Bench]) -> None:

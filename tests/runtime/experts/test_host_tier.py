@@ -168,19 +168,6 @@ def test_the_bits_are_the_same_at_every_level_and_on_several_threads() -> None:
         native.use_level(before)
 
 
-def test_planted_order_is_found(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the host's rows added after the device's, as on a GPU, bits would differ from one call's."""
-    x, index, gates = routed(50, 4, torch.bfloat16)
-    module = layer_of([Where.HOST if e % 2 else Where.DEVICE for e in range(EXPERTS)], tier)
-    want = experts_forward(layer_of([Where.DEVICE] * EXPERTS, None), x, index, gates)
-    assert torch.equal(experts_forward(module, x, index, gates), want)
-    tier.link = DirectLink()
-    monkeypatch.setattr(forward_module, "beside", across)
-    other = experts_forward(module, x, index, gates)
-    assert not torch.equal(other, want)
-    torch.testing.assert_close(other, want, rtol=0.05, atol=0.05)
-
-
 def test_bytes_are_counted_and_the_rate_holds() -> None:
     """What a call reads of host experts takes bytes / rate at the least: those that are active, each once."""
     places = [Where.HOST] * 4 + [Where.DEVICE] * 4
@@ -296,16 +283,6 @@ def test_nothing_is_left_behind(tier: HostTier) -> None:
 
 
 # --- another device
-
-
-class DirectLink:
-    """Nothing has to travel."""
-
-    def fetch(self, *tensors: torch.Tensor) -> Any:
-        return lambda: tensors
-
-    def send(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return made
 
 
 class LateLink:

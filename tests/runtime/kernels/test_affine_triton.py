@@ -30,12 +30,11 @@ def run(
     return out.cpu()
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (4, 128), (3, 32), (2, 64), (1, 32), (1, 128)])
 def test_every_width_and_group(bits: int, group_size: int) -> None:
     versions = [Version.of(f"w{bits}", group_size)]
     index = torch.tensor([[0], [2], [2]])  # expert 1 has no tokens
-    for k, (rows, cols) in enumerate([(40, 100), (17, 257), (1, 1), (33, 180)]):
+    for k, (rows, cols) in enumerate([(40, 100), (17, 257), (1, 1)]):
         m = Matrix("m", rows, cols, bias=bool(k % 2))
         layer = make_layer(m, versions, [0, 0, 0], seed=k)
         for dtype in TOLERANCE:

@@ -34,9 +34,9 @@ def test_many_matrices_in_one_launch() -> None:
     """Sizes that divide nothing beside whole tiles, raw tiles beside coded ones, patches, an empty matrix."""
     from moepack.runtime.kernels.exponent_triton import decode
 
-    sizes = [0, 1, 3, 127, 128, 130, TILE - 1, TILE, TILE + 1, 5 * TILE + 77]
+    sizes = [0, 1, 3, 127, 128, 130, TILE - 1, TILE, TILE + 1]
     bits = [draw(KINDS[i % len(KINDS)], n, i) for i, n in enumerate(sizes)]
-    bits += [draw(kind, 9001, 9) for kind in KINDS]
+    bits += [draw(kind, 2001, 9) for kind in KINDS]
     made = jobs_of([(b.size, exponent.encode(b)) for b in bits])
     status = decode([job for job, _ in made])
     assert status.tolist() == [0] * len(bits)

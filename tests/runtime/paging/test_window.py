@@ -1,10 +1,9 @@
-"""The window's protocol under a state machine, planted violations of each order, and each state of a page alone."""
+"""The window's protocol under a state machine, and each state of a page alone."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -143,13 +142,10 @@ class Machine(RuleBasedStateMachine):
     """Runs, loads, failures and computations that go on, in every order."""
 
     steps = 0
-    plant: Callable[[Simulation], None] | None = None
 
     @initialize(keeps=st.booleans())
     def load(self, keeps: bool) -> None:
         self.sim = Simulation(keeps)
-        if type(self).plant is not None:
-            type(self).plant(self.sim)
 
     @rule(layer=st.integers(0, LAYERS - 1), experts=st.sets(st.integers(0, EXPERTS - 1), min_size=1))
     @precondition(lambda self: len(self.sim.running) < 4)
@@ -226,7 +222,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Left alone every block comes back, and a whole layer can always be had: nothing waits for ever."""
-        if type(self).plant is not None or not hasattr(self, "sim"):
+        if not hasattr(self, "sim"):
             return
         for run in list(self.sim.running):
             self.sim.interrupt(run)
@@ -248,101 +244,6 @@ def test_both_orders_and_the_bound_hold_whatever_happens() -> None:
     Machine.steps = 0
     run_state_machine_as_test(Machine, settings=LIMITS)
     assert Machine.steps >= 4000
-
-
-def _no_waiting_for_readers(sim: Simulation) -> None:
-    """A block is moved whatever still reads its page."""
-    bind = sim.window._bind
-
-    def at_once(d: int, page: Page) -> Mapped:
-        made = bind(d, page)
-        made.after = ()
-        return made
-
-    sim.window._bind = at_once  # type: ignore[method-assign]
-
-
-def _taken_from_a_run(sim: Simulation) -> None:
-    """A run lets go of a page as soon as it is complete, and not when its computation was issued."""
-    loaded = sim.window.loaded
-
-    def lets_go(mapped: Mapped) -> None:
-        loaded(mapped)
-        if mapped.pins:
-            mapped.pins = 1
-            sim.window._unpin(mapped, ())
-
-    sim.window.loaded = lets_go  # type: ignore[method-assign]
-    sim.window.release = lambda run, compute=(): None  # type: ignore[method-assign]
-
-
-def _read_at_once(sim: Simulation) -> None:
-    """A computation does not wait for its loads."""
-    sim.window.is_ready = lambda run, d: True  # type: ignore[method-assign]
-
-
-def _ready_when_bound(sim: Simulation) -> None:
-    """A page counts as complete when its block stands there."""
-    moved = sim.window.moved
-
-    def early(mapped: Mapped) -> None:
-        moved(mapped)
-        mapped.state = State.RESIDENT
-
-    sim.window.moved = early  # type: ignore[method-assign]
-
-
-def _block_of_two(sim: Simulation) -> None:
-    """A free block that is taken stays free."""
-    bind = sim.window._bind
-
-    def twice(d: int, page: Page) -> Mapped:
-        made = bind(d, page)
-        if made.at is None:
-            sim.window._of[d].free[made.block] = Mapped((d, 0, 0), made.block, None, ())
-        return made
-
-    sim.window._bind = twice  # type: ignore[method-assign]
-
-
-def _one_block_more(sim: Simulation) -> None:
-    """The window has a block that nobody counted."""
-    for d, of in enumerate(sim.window._of):
-        of.free[BLOCKS] = Mapped((d, 0, 0), BLOCKS, None, ())
-
-
-def _bound_over(sim: Simulation) -> None:
-    """A page gets any free block, though another one's memory still stands at its address."""
-    bind = sim.window._bind
-
-    def any_block(d: int, page: Page) -> Mapped:
-        free = sim.window._of[d].free
-        mine = free.pop(page, None)
-        made = bind(d, page)
-        if mine is not None:
-            free[page] = mine
-        return made
-
-    sim.window._bind = any_block  # type: ignore[method-assign]
-
-
-PLANTS = {
-    _no_waiting_for_readers: "WAR|RAW",
-    _taken_from_a_run: "WAR|RAW|binding",
-    _read_at_once: "RAW",
-    _ready_when_bound: "RAW",
-    _block_of_two: "binding",
-    _one_block_more: "bound|binding",
-    _bound_over: "binding|WAR|RAW",
-}
-
-
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__.strip("_"))
-def test_planted_violations_are_found(plant: Callable[[Simulation], None]) -> None:
-    broken = type("Broken", (Machine,), {"plant": staticmethod(plant)})
-    limits = settings(LIMITS, max_examples=400, report_multiple_bugs=False, derandomize=True, database=None)
-    with pytest.raises(Violation, match=f"^({PLANTS[plant]}):"):
-        run_state_machine_as_test(broken, settings=limits)
 
 
 # --- the states of one page

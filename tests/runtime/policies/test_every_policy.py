@@ -20,10 +20,12 @@ from moepack.runtime.policies.registry import ENTRIES
 RECIPE = "quantize: {method: rtn, group_size: 32, loss_tokens: 64}\n"
 RECIPE += "calibration: {samples: 4, length: 64, batch_size: 2}"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "all experts chosen": ("mixtral", {"num_experts_per_tok": 4}),
+    "all experts chosen, a dense layer between": (
+        "qwen3_moe",
+        {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts_per_tok": 8},
+    ),
     "a dense layer, shared experts": ("deepseek_v3", {}),
     "windows, sinks, biases": ("gpt_oss", {}),
-    "a dense layer between": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "linear attention": ("qwen3_next", {}),
 }
 POLICIES = [entry.name for entry in ENTRIES]

@@ -217,14 +217,6 @@ def test_it_comes_to_rest(compute: float, together: bool, stagger: str) -> None:
         assert rho >= 0.9 or at_best, "memory that would help"
 
 
-def test_planted_a_planner_without_foresight_goes_to_and_fro() -> None:
-    """What a step across the dead zone does where nobody looks ahead: the rule is what ends it."""
-    policy = made(together=False)
-    policy._moved = lambda loads, changes: [[0.0, 0.0]] * LAYERS  # type: ignore[method-assign]
-    seen = Plant(policy, 0.52, False).run()
-    assert len({tuple(row) for row in seen[-4:]}) > 1
-
-
 def test_kv_comes_and_goes_on_a_machine() -> None:
     policy = made(together=False)
     plant = Plant(policy, 1e-6, False)

@@ -15,14 +15,12 @@ from gpu_stand_in import StandIn, install
 from live_models import ids, least, load
 from tiny_models import save_tiny
 
-from moepack.pack.errors import InputError
 from moepack.pack.spec import PAGE
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.devices.registered import Refusal, RegisteredMemory
 from moepack.runtime.experts import host_tier
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.policies import mixed_cache
 from moepack.runtime.residency import live
 from moepack.runtime.residency.pools import Pool
 from moepack.runtime.store.cudart import Cudart
@@ -125,18 +123,3 @@ def test_caches_on_demand_keep_within_their_blocks(
             names = [name for row in model.moepack.versions for name in row]
             assert names.count("w4") <= most[0] and names.count("w2") <= (most[1] if len(most) == 3 else 0)
         close(model)
-
-
-@pytest.mark.parametrize("gpu", [False], ids=["zeros"], indirect=True)
-def test_planted_a_cache_that_knows_bytes_alone_finds_no_block(
-    small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = mixed_cache.MixedCache.__init__
-    monkeypatch.setattr(mixed_cache.MixedCache, "__init__", lambda self, *of: real(self, *of[:2]))
-    policy = "importance:hi=w4,lo=w2,prefetch=no"
-    model = load(small, policy, least(small, policy, **ALL), **ALL)
-    with pytest.raises(InputError, match="no block of memory"):
-        for seed in range(6):
-            logits(model, 9, seed)
-            logits(model, 1, seed)
-    close(model)

@@ -45,7 +45,7 @@ def machine() -> dict[str, Any]:
     except OSError:
         pass
     libraries = {}
-    for name in ("moepack", "torch", "transformers", "numba", "numpy", "gptqmodel", "hqq", "zipnn"):
+    for name in ("moepack", "torch", "transformers", "numpy", "gptqmodel", "hqq", "zipnn"):
         try:
             libraries[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

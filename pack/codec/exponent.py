@@ -4,7 +4,7 @@ A trained matrix uses few of BF16's 256 exponents, and those unevenly (about 2.6
 mantissa are noise: the exponents are Huffman-coded, the other eight bits stored as they are. DFloat11 (Zhang et al.,
 2025) showed that this holds for LLMs; the layout here differs from theirs so that a GPU warp, SIMD and a plain loop
 all decode it without a search: 32 independent lanes a tile, code lengths of at most 8 bits, escapes patched afterwards.
-FORMAT.md, "Coded matrices", is what this implements; exponent_fast.py is the compiled path, tested against it.
+FORMAT.md, "Coded matrices", is what this implements. exponent_fast.py runs it where the C form was not compiled.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LANE_WORDS = 9  # a coded tile begins with its base length and mode, then 32 one
 CODED, RAW = 0, 1
 SAMPLED = 1 << 16  # of this many weights on, a quarter makes the code
 BLOCK = 128  # weights a block of the sample
+ABREAST = 128  # tiles that `decode` decodes at a time: its arrays then stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,52 +202,46 @@ def encode(bits: Bf16Bits) -> Buffer:
     exponents, plane = split(bits.reshape(-1))
     seen = split(sample(bits.reshape(-1)))[0]
     code = make_code(np.bincount(seen, minlength=256), len(seen) < len(exponents))
-    words_of = code.codewords().astype(np.int64)
     symbol_of = np.full(256, ESCAPE, np.uint8)
     for s in range(SYMBOLS - 2, -1, -1):
         if code.length[s]:
             symbol_of[code.exponent[s]] = s
-    fill = int(np.argmax(code.length == code.length[code.length > 0].min())) if len(bits) else 0
-    stream: list[Words] = []
-    patches: list[Words] = []
-    tile_start, patch_start = [0], [0]
-    for at in range(0, len(exponents), TILE):
-        tile = exponents[at : at + TILE]
-        symbols = symbol_of[tile]
-        escaped = np.flatnonzero(symbols == ESCAPE)
-        by_lane = lanes(symbols, fill)
-        length = code.length[by_lane].astype(np.int64)
-        lane_bits = length.sum(axis=1)
-        base, deltas = int(lane_bits.min()), lane_bits - lane_bits.min()
-        coded_words = LANE_WORDS + -(-int(lane_bits.sum()) // 32)
-        raw_words = 1 + -(-len(tile) // 4)
-        if deltas.max() > 255 or coded_words + len(escaped) >= raw_words:
-            raw = np.zeros(4 * (raw_words - 1), np.uint8)
-            raw[: len(tile)] = tile
-            stream.append(np.concatenate([np.array([RAW << 16], "<u4"), raw.view("<u4")]))
-            escaped = escaped[:0]
-        else:
-            run = length.reshape(-1)
-            index = np.arange(run.sum()) - np.repeat(np.cumsum(run) - run, run)
-            word = np.repeat(words_of[by_lane.reshape(-1)], run)
-            bit = word >> (np.repeat(run, run) - 1 - index) & 1
-            packed = np.zeros(4 * (coded_words - LANE_WORDS), np.uint8)
-            packed[: -(-len(bit) // 8)] = np.packbits(bit.astype(np.uint8))
-            head = np.concatenate([np.array([base], "<u4").view(np.uint8), deltas.astype(np.uint8)]).view("<u4")
-            stream.append(np.concatenate([head, packed.view(">u4").astype("<u4")]))
-        patches.append((escaped | tile[escaped].astype(np.int64) << 16).astype(np.uint32))
-        tile_start.append(tile_start[-1] + len(stream[-1]))
-        patch_start.append(patch_start[-1] + len(patches[-1]))
-    none = [np.zeros(0, np.uint32)]
-    return Coded(
-        len(exponents),
-        code,
-        np.array(tile_start, np.uint32),
-        np.array(patch_start, np.uint32),
-        np.concatenate(patches or none),
-        np.concatenate(stream or none),
-        plane,
-    ).to_bytes()
+    made = [
+        _encode_tile(exponents[at : at + TILE], symbol_of, code, code.codewords().astype(np.int64))
+        for at in range(0, len(exponents), TILE)
+    ]
+    none = np.zeros(0, np.uint32)
+    ends = [np.cumsum([0, *(len(parts[k]) for parts in made)]).astype(np.uint32) for k in range(2)]
+    stream, patches = (np.concatenate([none, *(parts[k] for parts in made)]) for k in range(2))
+    return Coded(len(exponents), code, ends[0], ends[1], patches, stream, plane).to_bytes()
+
+
+def _encode_tile(tile: Buffer, symbol_of: Buffer, code: Code, words_of: npt.NDArray[np.int64]) -> tuple[Words, Words]:
+    """The stream words and the patches of one tile's exponents."""
+    symbols = symbol_of[tile]
+    escaped = np.flatnonzero(symbols == ESCAPE)
+    by_lane = lanes(symbols, int(np.argmax(code.length == code.length[code.length > 0].min())))
+    length = code.length[by_lane].astype(np.int64)
+    lane_bits = length.sum(axis=1)
+    base, deltas = int(lane_bits.min()), lane_bits - lane_bits.min()
+    coded_words = LANE_WORDS + -(-int(lane_bits.sum()) // 32)
+    raw_words = 1 + -(-len(tile) // 4)
+    if deltas.max() > 255 or coded_words + len(escaped) >= raw_words:
+        raw = np.zeros(4 * (raw_words - 1), np.uint8)
+        raw[: len(tile)] = tile
+        return np.concatenate([np.array([RAW << 16], "<u4"), raw.view("<u4")]), np.zeros(0, np.uint32)
+    # Four code words of at most 8 bits make one number, which lies in two words of the stream.
+    word, run = words_of[by_lane].reshape(-1, 4).T, length.reshape(-1, 4).T
+    value = ((word[0] << run[1] | word[1]) << run[2] | word[2]) << run[3] | word[3]
+    bits = run.sum(axis=0)
+    at = np.cumsum(bits) - bits
+    value = value.astype(np.uint64) << (64 - (at & 31) - bits).astype(np.uint64)
+    room = coded_words - LANE_WORDS + 1
+    packed = np.bincount(at >> 5, value >> np.uint64(32), room)
+    packed += np.bincount((at >> 5) + 1, value & np.uint64(0xFFFFFFFF), room)
+    head = np.concatenate([np.array([base], "<u4").view(np.uint8), deltas.astype(np.uint8)]).view("<u4")
+    stream = np.concatenate([head, packed[:-1].astype(np.uint32)])
+    return stream, (escaped | tile[escaped].astype(np.int64) << 16).astype(np.uint32)
 
 
 def decode(data: Buffer, weights: int) -> Bf16Bits:
@@ -256,32 +251,55 @@ def decode(data: Buffer, weights: int) -> Bf16Bits:
         CodecError: when `data` is not a well-formed coded matrix of that many weights.
     """
     coded = parse(data, weights)
-    table = coded.code.table()
     exponents = np.zeros(weights, np.uint8)
+    full, together = [], []
     for t in range(coded.tiles):
         tile = exponents[t * TILE : (t + 1) * TILE]
         words = coded.stream[coded.tile_start[t] : coded.tile_start[t + 1]]
-        patches = coded.patches[coded.patch_start[t] : coded.patch_start[t + 1]]
-        check_tile(t, words, len(tile), patches)
+        check_tile(t, words, len(tile), coded.patches[coded.patch_start[t] : coded.patch_start[t + 1]])
         if words[0] >> 16 == RAW:
             tile[:] = words[1:].view(np.uint8)[: len(tile)]
-            continue
-        lane_bits = int(words[0] & 0xFFFF) + words[1:LANE_WORDS].view(np.uint8).astype(np.int64)
-        end = np.cumsum(lane_bits)
-        position = end - lane_bits
-        payload = words[LANE_WORDS:].astype(">u4").view(np.uint8)
-        bit = np.concatenate([np.unpackbits(payload), np.zeros(MAX_CODE * (TILE // LANES + 1), np.uint8)])
-        symbols = np.empty((LANES, -(-len(tile) // (4 * LANES)) * 4), np.uint8)
-        for i in range(symbols.shape[1]):
-            window = np.packbits(bit[position[:, None] + np.arange(MAX_CODE)], axis=1)[:, 0]
-            symbols[:, i] = table[window] >> 4
-            position += table[window] & 15
-        if (position != end).any():
-            raise CodecError(f"tile {t}: lanes do not end where their lengths say")
-        in_order = symbols.reshape(LANES, -1, 4).transpose(1, 0, 2).reshape(-1)[: len(tile)]
-        tile[:] = coded.code.exponent[in_order]
-        tile[patches & 0xFFFF] = patches >> 16
+        elif len(tile) == TILE:
+            full.append(t)
+        else:
+            together.append([t])
+    together += [full[at : at + ABREAST] for at in range(0, len(full), ABREAST)]
+    padded = np.concatenate([coded.stream, np.zeros(MAX_CODE * TILE // LANES // 32 + 2, np.uint32)]).astype(np.uint64)
+    pairs = padded[:-1] << np.uint64(32) | padded[1:]  # every 64-bit window that begins with a word
+    for tiles in together:
+        _decode_tiles(coded, pairs, np.array(tiles), exponents)
+    ends = coded.patch_start.astype(np.int64)
+    tile_of = np.repeat(np.arange(coded.tiles) * TILE, ends[1:] - ends[:-1])
+    exponents[tile_of + (coded.patches & 0xFFFF)] = coded.patches >> 16
     return merge(exponents, coded.plane)
+
+
+def _decode_tiles(coded: Coded, pairs: npt.NDArray[np.uint64], tiles: npt.NDArray[np.int64], exponents: Buffer) -> None:
+    """Decode coded tiles of one size abreast, a step for each symbol of a lane."""
+    size = min(TILE, len(exponents) - int(tiles[0]) * TILE)
+    quads = -(-size // (4 * LANES))
+    table = coded.code.table()
+    length_of, exponent_of = (table & 15).astype(np.uint64), coded.code.exponent[table >> 4]
+    first = coded.tile_start[tiles].astype(np.int64)
+    deltas = coded.stream[first[:, None] + np.arange(1, LANE_WORDS)].view(np.uint8)
+    lane_bits = (coded.stream[first] & 0xFFFF).astype(np.int64)[:, None] + deltas
+    end = np.cumsum(lane_bits, axis=1) + 32 * (first + LANE_WORDS)[:, None]
+    position = (end - lane_bits).astype(np.uint64)
+    out = np.empty((len(tiles), quads, LANES, 4), np.uint8)
+    for q in range(quads):
+        begin = position & np.uint64(31)
+        window = pairs.take((position >> np.uint64(5)).view(np.int64)) << begin
+        for k in range(4):  # four code words of at most 8 bits, from 32 bits or more
+            top = (window >> np.uint64(56)).view(np.int64)
+            out[:, q, :, k] = exponent_of.take(top)
+            length = length_of.take(top)
+            window <<= length
+            position += length
+    wrong = (position != end.astype(np.uint64)).any(axis=1)
+    if wrong.any():
+        raise CodecError(f"tile {tiles[wrong][0]}: lanes do not end where their lengths say")
+    for t, decoded in zip(tiles.tolist(), out.reshape(len(tiles), -1), strict=True):
+        exponents[t * TILE : t * TILE + size] = decoded[:size]
 
 
 def check_tile(t: int, words: Words, weights: int, patches: Words) -> None:

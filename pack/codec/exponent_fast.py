@@ -1,7 +1,7 @@
 """The exponent codec, fast form: the same bytes as exponent.py, on all cores, straight into the caller's buffer.
 
-The loops are C where installing found a compiler (exponent_native.py), numba's otherwise (exponent_jit.py); both
-release the GIL. This module prepares tables, checks bounds, and shares tiles among threads.
+The loops are C where installing found a compiler (exponent_native.py); they release the GIL. This module prepares
+tables, checks bounds, and shares tiles among threads. Without the loops, exponent.py does all of it with NumPy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import CodecError
+from . import exponent
 from .bits import Bf16Bits, Buffer, Words
 from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, header, make_code, parse
 
@@ -32,24 +33,21 @@ _SHARE = 64  # tiles a thread takes at least: 1 MiB of weights, some 200 microse
 
 
 @functools.cache
-def engine() -> ModuleType:
-    """The module with the compiled loops: C, or numba where the C form is not there."""
+def engine() -> ModuleType | None:
+    """The module with the compiled loops; None where they were not compiled."""
     try:
         from . import exponent_native
     except OSError:
-        from . import exponent_jit
-
-        return exponent_jit
+        return None
     return exponent_native
 
 
-@functools.cache
 def engine_name() -> str:
     """What `engine` found, for reports."""
-    module = engine()
-    if module.__name__.endswith("_jit"):
-        return "numba"
-    return "C, AVX-512" if module.level else "C"
+    loops = engine()
+    if loops is None:
+        return "NumPy"
+    return "C, AVX-512" if loops.level else "C"
 
 
 def _cores() -> int:
@@ -76,9 +74,12 @@ def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
         threads: how many to use; all cores without it.
     """
     bits = np.ascontiguousarray(bits).reshape(-1)
+    loops = engine()
+    if loops is None:
+        return exponent.encode(bits)
     shares = _shares(-(-bits.size // TILE), threads)
     counts = np.zeros(256, np.int64)
-    engine().count(bits, counts)
+    loops.count(bits, counts)
     code = make_code(counts, bits.size >= SAMPLED)
     codewords = code.codewords().astype(np.uint16)
     entry = np.full(256, 1 << 12 | int(codewords[ESCAPE]) << 4 | int(code.length[ESCAPE]), np.uint16)
@@ -100,7 +101,7 @@ def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
         tile_end, patch_end = np.zeros(b - a, np.uint32), np.zeros(b - a, np.uint32)
         s, p = stream[bound * a : bound * b], patches[bound * a + TILE * i : bound * b + TILE * (i + 1)]
         o = plane[a * TILE : b * TILE]
-        engine().encode(bits[a * TILE : b * TILE], entry, np.uint16(fill), s, tile_end, patch_end, p, o)
+        loops.encode(bits[a * TILE : b * TILE], entry, np.uint16(fill), s, tile_end, patch_end, p, o)
         return s[: tile_end[-1] if b > a else 0], p[: patch_end[-1] if b > a else 0], tile_end, patch_end
 
     coded = _map(part, range(len(shares)))
@@ -128,7 +129,7 @@ def _room(name: str, size: int) -> Words:
 
 
 def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None:
-    """Decode a coded matrix into `out`, uint16 [n], contiguous; nothing else of its size is allocated.
+    """Decode a coded matrix into `out`, uint16 [n], contiguous; C allocates nothing of its size.
 
     Args:
         data: exactly the coded matrix.
@@ -142,6 +143,10 @@ def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None
         raise ValueError("decode_into needs a contiguous, writeable uint16 array")
     if not data.flags.c_contiguous or data.ctypes.data % 4:
         data = data.copy()  # the engines read words
+    loops = engine()
+    if loops is None:
+        out[:] = exponent.decode(data, out.size)
+        return
     coded = parse(data, out.size)
     stream = coded.stream
     after = data[len(data) - out.size - 4 * len(stream) :]
@@ -155,7 +160,7 @@ def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None
 
     def part(share: tuple[int, int]) -> int:
         return int(
-            engine().decode(
+            loops.decode(
                 length_of, exponent_of, coded.tile_start, coded.patch_start, coded.patches, stream, coded.plane, out,
                 *share,
             )

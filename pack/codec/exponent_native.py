@@ -1,4 +1,4 @@
-"""The exponent codec's loops in C (exponent_*.c), where installing could compile them. The calls are exponent_jit.py's.
+"""The exponent codec's loops in C (exponent_*.c), where installing could compile them.
 
 Called through ctypes, which releases the GIL. `level` is 1 where AVX-512 with VBMI is used, else 0: where the processor
 does not have it, or MOEPACK_ISA (isa.py) does not allow it.

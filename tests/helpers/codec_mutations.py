@@ -83,8 +83,6 @@ def attack(count: int, seed: int = 0, overrun: int = 0) -> tuple[int, int]:
     room_in, room_out = Fenced(max(len(c) for _, c in whole)), Fenced(2 * max(SIZES))
     others = [c for _, c in whole]
     refused = 0
-    for n, coded in whole:
-        exponent_fast.decode(coded, n)  # numba loads what it compiled
     tracemalloc.start()
     for _ in range(count):
         n, coded = whole[rng.integers(len(whole))]
@@ -109,13 +107,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", choices=["C", "numba"], default="C")
     options = parser.parse_args()
-    if options.engine == "numba":
-        from moepack.pack.codec import exponent_jit
-
-        exponent_fast.engine = lambda: exponent_jit  # type: ignore[assignment]
     bad, decoded = attack(options.count, options.seed)
-    print(
-        f"{options.count} streams, {bad} refused, {decoded} decoded, nothing read or written outside ({options.engine})"
-    )
+    print(f"{options.count} streams, {bad} refused, {decoded} decoded, nothing read or written outside")

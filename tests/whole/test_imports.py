@@ -181,7 +181,7 @@ def test_the_rules_can_fail(tmp_path: Path) -> None:
 
 
 def test_import_moepack_is_light() -> None:
-    heavy = "{'torch', 'transformers', 'numpy', 'numba', 'datasets', 'gptqmodel', 'rich', 'typer'}"
+    heavy = "{'torch', 'transformers', 'numpy', 'datasets', 'gptqmodel', 'rich', 'typer'}"
     code = f"import moepack, sys; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

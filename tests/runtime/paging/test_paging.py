@@ -82,7 +82,7 @@ def test_the_same_bits_as_all_resident(bundle: Path, plain: Any, options: str) -
 
 @pytest.mark.parametrize("way", ["reference", "no codec in C", "small matrices", "float32"])
 def test_other_kernels(bundle: Path, plain: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where experts are run by torch, decoded by numba, or multiplied by tiles: bytes come first, then products."""
+    """Where experts are run by torch, decoded by NumPy, or multiplied by tiles: bytes come first, then products."""
     dtype = torch.float32 if way == "float32" else "auto"
     if way == "reference":
         monkeypatch.setattr(backends, "_native", lambda: None)

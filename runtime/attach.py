@@ -29,7 +29,7 @@ from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
 from moepack.runtime.planning.sizes import Bound
 from moepack.runtime.planning.token_cost import dense_read, within
 from moepack.runtime.policies.contract import Versions
-from moepack.runtime.residency.live import Live
+from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.store.files import BackingStore
 
 from .serving import Serving
@@ -85,15 +85,15 @@ def attach(
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
         fixed, needs = _held_back(model, bundle, devices[0], workload, fixed)
-    live: Live | None = None
+    manager: ResidencyManager | None = None
     tracker: BudgetTracker | None = None
     if policy.is_live:
         assert device_memory is not None
         plan = make_plan(bundle, policy.options, fixed.total, device_memory, torch_cuda.is_gpu(devices[0]))
-        live = Live(bundle, policy, plan, devices, host_memory, host_rate, host_threads)
-        activations = fixed.activations + live.plan.workspace
-        fixed = replace(fixed, staging=live.plan.staging, activations=activations, window=live.plan.window)
-        layers, tracker = live.layers, live.tracker
+        manager = ResidencyManager(bundle, policy, plan, devices, host_memory, host_rate, host_threads)
+        activations = fixed.activations + manager.plan.workspace
+        fixed = replace(fixed, staging=manager.plan.staging, activations=activations, window=manager.plan.window)
+        layers, tracker = manager.layers, manager.tracker
     else:
         table, needed = unchanging(bundle, policy, fixed, device_memory)
         if device_memory is not None:
@@ -101,12 +101,12 @@ def attach(
             tracker.try_reserve("experts", needed)
         layers = load_map(bundle, table, devices)
     try:
-        serving = Serving(bundle, str(policy), layers, fixed, device_memory, live, tracker)
+        serving = Serving(bundle, str(policy), layers, fixed, device_memory, manager, tracker)
         serving.replaced = replaced
         _hand_over(model, bundle, serving, needs, dense)
     except BaseException:
-        if live is not None:
-            live.close()
+        if manager is not None:
+            manager.close()
         raise
 
 

@@ -29,8 +29,8 @@ from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.residency.arguments import bound, cache_of, inputs, without_self
-from moepack.runtime.residency.kv_reserve import KvWatch
-from moepack.runtime.residency.live import Live
+from moepack.runtime.residency.kv_reserve import KvBudget
+from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.step import (
     RoutingCounter,
     Step,
@@ -86,26 +86,26 @@ class ForwardWrapper:
         watchers: count routing beside the residency manager.
     """
 
-    def __init__(self, model: Any, layers: Sequence[LayerExperts], live: Live | None) -> None:
+    def __init__(self, model: Any, layers: Sequence[LayerExperts], manager: ResidencyManager | None) -> None:
         """Wrap the forward of a model and of its decoder."""
-        self.caches: KvWatch | None = None
+        self.caches: KvBudget | None = None
         self.watchers: tuple[RoutingCounter, ...] = ()
         self._closed, self._process = False, os.getpid()
-        self._layers, self._live = tuple(layers), live
-        self._key = object() if live is None else live.key
+        self._layers, self._manager = tuple(layers), manager
+        self._key = object() if manager is None else manager.key
         self._trace: TraceWriter | None = None
         self._resident: Callable[[], int] = lambda: 0
         self._written, self._began = 0, time.monotonic()
         self._lock = threading.Lock()
         self._importance: TokenImportance | None = None
-        if live is not None:
-            needs, described = live.policy.needs, [layer.of.layer for layer in self._layers]
+        if manager is not None:
+            needs, described = manager.policy.needs, [layer.of.layer for layer in self._layers]
             if needs.importance:
                 from moepack.runtime.experts.token_importance import TokenImportance
 
-                self._importance = TokenImportance(model, described, needs.importance, live.plan.workspace)
+                self._importance = TokenImportance(model, described, needs.importance, manager.plan.workspace)
             if needs.prediction:
-                live.prediction = Prediction(model, described)
+                manager.prediction = Prediction(model, described)
         for position, layer in enumerate(self._layers):
             layer.model, layer.position, layer.steps = self._key, position, self
         decoder = getattr(model, model.base_model_prefix, model)
@@ -138,25 +138,25 @@ class ForwardWrapper:
             yield _ignore
             return
         self._check()
-        traced, live, text = self._trace is not None, self._live, _text(given)
+        traced, manager, text = self._trace is not None, self._manager, _text(given)
         counts: list[list[int]] = []
         with contextlib.ExitStack() as stack:
-            if live is not None:
-                stack.enter_context(live.turn())
+            if manager is not None:
+                stack.enter_context(manager.pass_lock())
             done: Callable[[Any], None] = _ignore
             told: Callable[[Any], None] = _ignore
             if self.caches is not None:
                 done = stack.enter_context(self.caches.room(given))
-            if live is None:
+            if manager is None:
                 step = stack.enter_context(opened(self._unchanging()))
                 if traced:
                     experts, device = [x.of.layer.experts for x in self._layers], self._layers[0].of.device
                     step.counters = Counters(experts, False, device)
                     step.counters.mask = text
             else:
-                prompt, told = stack.enter_context(live.sequence(given))
-                step = stack.enter_context(live.step(prompt, text))
-                step.prediction = live.prediction
+                prompt, told = stack.enter_context(manager.sequence(given))
+                step = stack.enter_context(manager.step(prompt, text))
+                step.prediction = manager.prediction
                 if prompt.several and self._importance is not None:
                     stack.enter_context(self._observed(self._importance, step, given, text))
             step.watchers = self.watchers
@@ -186,9 +186,9 @@ class ForwardWrapper:
 
         Its routing does not count as traffic: only a policy that blocks sees it, to load what the call needs.
         """
-        if self._live is None:
+        if self._manager is None:
             return opened(self._unchanging())
-        return self._live.step(counted=self._live.policy.needs.layers)
+        return self._manager.step(counted=self._manager.policy.needs.layers)
 
     # --- compiled passes
 
@@ -240,13 +240,13 @@ class ForwardWrapper:
     def _check(self) -> None:
         if self._closed:
             raise InputError("this model was closed: load the bundle again")
-        if self._process != os.getpid() and (self._live is not None or self.caches is not None):
+        if self._process != os.getpid() and (self._manager is not None or self.caches is not None):
             raise InputError("a bundle served in a budget stays with the process that loaded it: load it in the child")
 
     @property
     def in_budget(self) -> bool:
         """Whether the model is served in a memory budget."""
-        return self._live is not None or self.caches is not None
+        return self._manager is not None or self.caches is not None
 
     def expert_bytes(self) -> int:
         """Bytes of all active versions."""
@@ -271,8 +271,8 @@ class ForwardWrapper:
         self._trace = TraceWriter(Path(path), policy, layers, [v.name for v in bundle.manifest.versions])
 
     def _write(self, counts: list[list[int]], seen: Sequence[Snapshot]) -> None:
-        live, now = self._live, time.monotonic()
-        queues = live.transitions.queues() if live is not None else None
+        manager, now = self._manager, time.monotonic()
+        queues = manager.transitions.queues() if manager is not None else None
         with self._lock:
             if self._trace is None:
                 return
@@ -285,10 +285,10 @@ class ForwardWrapper:
                 queues.updates if queues else 0,
                 queues.evictions if queues else 0,
                 queues.in_flight if queues else 0,
-                live.moved if live is not None else 0,
+                manager.moved if manager is not None else 0,
                 self._resident(),
-                live.transitions.refusals if live is not None else 0,
-                live.waits if live is not None else 0,
+                manager.transitions.refusals if manager is not None else 0,
+                manager.waits if manager is not None else 0,
             )
             try:
                 self._trace.write(record)

@@ -14,10 +14,10 @@ from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, Needs
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.policies.contract import Versions
-from moepack.runtime.residency.demand import MOVED
-from moepack.runtime.residency.kv_reserve import KvWatch
-from moepack.runtime.residency.live import Live
-from moepack.runtime.residency.reserves import FreeReserve, LiveReserve
+from moepack.runtime.residency.kv_reserve import KvBudget
+from moepack.runtime.residency.manager import ResidencyManager
+from moepack.runtime.residency.on_demand import MOVED
+from moepack.runtime.residency.reserves import EvictionReserve, FreeReserve
 from moepack.runtime.step import RoutingCounter
 
 from .forward_wrapper import ForwardWrapper
@@ -55,32 +55,32 @@ class Serving:
         layers: list[LayerExperts],
         fixed: Fixed,
         budget: int | None,
-        live: Live | None = None,
+        manager: ResidencyManager | None = None,
         tracker: BudgetTracker | None = None,
     ) -> None:
-        self.bundle, self.policy, self.layers, self.live = bundle, policy, layers, live
+        self.bundle, self.policy, self.layers, self.manager = bundle, policy, layers, manager
         self.fixed, self.budget_bytes, self.tracker = fixed, budget, tracker
-        self.caches: KvWatch | None = None
+        self.caches: KvBudget | None = None
         self.replaced: dict[str, int] = {}
         self._wrapper: ForwardWrapper | None = None
 
     def watch(self, model: Any) -> None:
         """Watch the model's forward passes, from now on."""
-        self._wrapper = ForwardWrapper(model, self.layers, self.live)
-        weakref.finalize(model, _let_go, list(self.layers), self.live)
+        self._wrapper = ForwardWrapper(model, self.layers, self.manager)
+        weakref.finalize(model, _let_go, list(self.layers), self.manager)
 
     def watch_caches(self, model: Any, needs: Needs) -> None:
         """Keep the caches of the model's forward passes inside the budget, from now on."""
         assert self.tracker is not None and self.budget_bytes is not None
-        reserve = FreeReserve(self.tracker) if self.live is None else LiveReserve(self.live)
+        reserve = FreeReserve(self.tracker) if self.manager is None else EvictionReserve(self.manager)
         assert self._wrapper is not None
         for layer in self.layers:
             layer.no_gradients = layer.no_gradients or UNCOUNTED_GRADIENTS
         routed = sum(layer.of.layer.experts for layer in self.layers)
         outputs = Outputs.of(model, routed, needs.workload.all_logits)
-        self.caches = self._wrapper.caches = KvWatch(model.config, needs, reserve, self.budget_bytes, outputs)
-        if self.live is not None:
-            self.live.each_round = self.caches.settle
+        self.caches = self._wrapper.caches = KvBudget(model.config, needs, reserve, self.budget_bytes, outputs)
+        if self.manager is not None:
+            self.manager.each_round = self.caches.settle
 
     def count_routing(self, counter: RoutingCounter) -> None:
         """Let another counter see every layer's routing, from now on."""
@@ -98,8 +98,8 @@ class Serving:
             if self._wrapper is not None:
                 self._wrapper.close()
         finally:
-            if self.live is not None:
-                self.live.close()
+            if self.manager is not None:
+                self.manager.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied, as the model is."""
@@ -131,22 +131,22 @@ class Serving:
     def counters(self) -> dict[str, int]:
         """What transitions did since loading, and the bytes of weights that the host tier read; all zero under a policy
         that changes nothing."""
-        live, kv_waits = self.live, self.caches.waits if self.caches is not None else 0
-        if live is None:
+        manager, kv_waits = self.manager, self.caches.waits if self.caches is not None else 0
+        if manager is None:
             return {**dict.fromkeys(COUNTERS, 0), "kv_waits": kv_waits}
-        counts = live.residency.counts
+        counts = manager.residency.counts
         values = (
             counts.promotions,
             counts.demotions,
-            live.waits,
+            manager.waits,
             counts.cancelled,
-            live.transitions.failures,
-            live.transitions.refusals,
-            live.moved,
+            manager.transitions.failures,
+            manager.transitions.refusals,
+            manager.moved,
             kv_waits,
-            live.worker.failures,
-            live.tier.bytes if live.tier is not None else 0,
-            *astuple(live.loading.moved),
+            manager.worker.failures,
+            manager.tier.bytes if manager.tier is not None else 0,
+            *astuple(manager.on_demand.moved),
         )
         return dict(zip(COUNTERS, values, strict=True))
 
@@ -156,14 +156,14 @@ class Serving:
         `ok`; `worker`, "none" where nothing changes, else "running", "failing" (its rounds raise `error`, and are
         tried again), "stuck" (a round has not ended for long) or "stopped"; `failed_rounds`; `last_round_seconds_ago`.
         """
-        if self.live is None:
+        if self.manager is None:
             return {"ok": True, "worker": "none", "error": None, "failed_rounds": 0, "last_round_seconds_ago": 0.0}
-        return self.live.worker.health()
+        return self.manager.worker.health()
 
 
-def _let_go(layers: list[LayerExperts], live: Live | None) -> None:
+def _let_go(layers: list[LayerExperts], manager: ResidencyManager | None) -> None:
     """The model has gone: its experts' memory goes too, whenever the last step has ended."""
-    if live is not None:
-        live.abandon()
+    if manager is not None:
+        manager.abandon()
     for layer in layers:
         layer.let_go()

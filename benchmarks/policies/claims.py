@@ -105,7 +105,7 @@ def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
         targets.append(Target(f"{label}: in time, of what was fetched ahead and needed", hidden, 0.8, "higher"))
     model = session.load("importance:hi=w4,lo=w2")
     decode(model, session.texts, session.prompt, best)
-    rates = model.moepack.live.prediction.rates()
+    rates = model.moepack.manager.prediction.rates()
     model.moepack.close()
     rows += [
         {"table": "importance: prediction", "what": f"layer {p}", "foretold": rate}

@@ -44,7 +44,7 @@ def overlap(bundle: Path, low: str, data: list[str], options: Any) -> tuple[list
     sums: dict[int, dict[str, float]] = {}
     for threads in THREADS:
         model = load(threads, PLENTY)
-        plan = model.moepack.live.plan
+        plan = model.moepack.manager.plan
         half = (base_bytes(plan.sizes, plan.experts, 0) + base_bytes(plan.sizes, plan.experts)) // 2
         beside = _session(model, texts, threads, 1.0)["kv"]
         budgets[threads] = plan.fixed + half + plan.reserve + int(beside)
@@ -52,7 +52,7 @@ def overlap(bundle: Path, low: str, data: list[str], options: Any) -> tuple[list
     for threads in (*THREADS, *reversed(THREADS)):
         model = load(threads, budgets[threads])
         for second in range(WARM[1]):
-            if second >= WARM[0] and not model.moepack.live.transitions.kv_asked:
+            if second >= WARM[0] and not model.moepack.manager.transitions.kv_asked:
                 break
             _session(model, texts, threads, 1.0)
         found = _session(model, texts, threads, options.seconds / 2)
@@ -84,7 +84,7 @@ def _session(model: Any, texts: list[Any], threads: int, seconds: float) -> dict
         thread.start()
     while time.monotonic() < until:
         time.sleep(0.02)
-        reserved = max(reserved, model.moepack.live.transitions.kv_bytes)
+        reserved = max(reserved, model.moepack.manager.transitions.kv_bytes)
     for thread in running:
         thread.join()
     after = model.moepack.counters()

@@ -61,7 +61,7 @@ def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -
     timing = f"interval={options.interval},rate={options.rate}"
     hot = f"hotness:hi=bf16,lo={low},between=no,{timing}"
     model = moepack.load(bundle, policy=hot, device_memory=PLENTY, dtype=getattr(torch, options.dtype))
-    plan = model.moepack.live.plan
+    plan = model.moepack.manager.plan
     model.moepack.close()
     for share in SHARES:
         budget, shown = all_low.resident_bytes_peak + int(share * span), f"{share:.0%}"

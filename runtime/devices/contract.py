@@ -35,7 +35,7 @@ class Memory(Protocol):
         """Let the device have what was taken, until it is again; contents are lost. Returns the bytes it has back."""
 
 
-class Event(Protocol):
+class Completion(Protocol):
     """That some work on a stream has ended.
 
     Attributes:
@@ -71,14 +71,14 @@ class Device(Protocol):
 
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
-    ) -> Event:
+    ) -> Completion:
         """Bring an extent into a block on the migration stream; a lossless one is decoded there, unless `packed`.
 
         `find` says where it stands, and is called there too: it may open a file, and nobody else is to wait for that.
         The event ends without an error only after every byte of the block is in place and the digest was checked.
         """
 
-    def mark(self) -> Event:
+    def mark(self) -> Completion:
         """An event that ends when the compute that was issued until now has."""
 
     def limit(self, bytes_per_second: float | None, least: int = ...) -> None:

@@ -23,14 +23,14 @@ from moepack.pack.codec.exponent import HEADER, TILE
 from moepack.pack.codec.lossless import directory_size
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
-from moepack.runtime.experts.packed_gpu import GpuPacked, Part, parts_of
+from moepack.runtime.experts.packed_gpu import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.store.cudart import Cudart, HostCalls
 from moepack.runtime.store.files import BackingStore, Stored
 from moepack.runtime.store.host_limit import host_limits
 from moepack.runtime.store.pinned import Held, HostStore
 
-from .contract import Event, Memory
+from .contract import Completion, Memory
 from .cpu import CpuMemory
 from .driver import Driver, MappingCalls
 from .mapped import MappedMemory
@@ -140,7 +140,7 @@ class CudaDevice(Migration):
         self._mapped: list[MappedMemory] = []
         self._pins, self._refusal = pins, Refusal()
         self._registered: list[RegisteredMemory] = []
-        self._parts: dict[int, tuple[Part, ...]] = {}
+        self._parts: dict[int, tuple[CodedPart, ...]] = {}
         self._free = [
             _Slot(gpu.pinned(size), gpu.memory(staging), gpu.pinned(4 * MATRICES).view(torch.int32))
             for _ in range(slots)
@@ -163,7 +163,7 @@ class CudaDevice(Migration):
 
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
-    ) -> Event:
+    ) -> Completion:
         """Copy an extent, and decode a lossless one on the device unless it is to stay packed: `parts` then tells
         what it is made of."""
 
@@ -250,7 +250,7 @@ class CudaDevice(Migration):
             with self._host.fetching():
                 source.read_into(slot.host.numpy(), before, None, after)
 
-    def _look(self, source: Stored, layer: ExpertLayer, slot: _Slot, held: Held | None) -> tuple[Part, ...]:
+    def _look(self, source: Stored, layer: ExpertLayer, slot: _Slot, held: Held | None) -> tuple[CodedPart, ...]:
         """What a lossless extent is made of: its heads are on the host, or read there."""
         host: Buffer = slot.host.numpy()[: source.size] if held is None or held.mapped else held.bytes.numpy()
         if held is not None and held.mapped:
@@ -260,7 +260,7 @@ class CudaDevice(Migration):
         except CodecError as error:
             raise BundleError.single(source.where, "codec", str(error)) from None
 
-    def parts(self, extent: Tensor) -> tuple[Part, ...]:
+    def parts(self, extent: Tensor) -> tuple[CodedPart, ...]:
         """What the extent is made of that was fetched to where this one begins, to stay packed."""
         return self._parts[extent.data_ptr()]
 
@@ -269,7 +269,7 @@ class CudaDevice(Migration):
     ) -> Tensor:
         """Issue the decoder, and the copies of biases beside it; returns where it will report on the host."""
         parts = self._look(source, layer, slot, held)
-        packed = GpuPacked(slot.device, parts, layer, make_forms(layer.matrices, version), target, source.where)
+        packed = GpuPackedExtent(slot.device, parts, layer, make_forms(layer.matrices, version), target, source.where)
         try:
             found = self._gpu.decode([packed.job(i, self._gpu.copy) for i in range(len(layer.matrices))])
         except ValueError as error:
@@ -278,7 +278,7 @@ class CudaDevice(Migration):
         self._gpu.copy(status, found)
         return status
 
-    def mark(self) -> Event:
+    def mark(self) -> Completion:
         """An event on the compute stream."""
         return ComputeMark(self._gpu.mark())
 

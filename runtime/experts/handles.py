@@ -24,8 +24,8 @@ from moepack.runtime.step import StepOpener
 
 from . import backends
 from .host_tier import HostTier
-from .packed import Packed
-from .packed_gpu import GpuPacked
+from .packed import PackedExtent
+from .packed_gpu import GpuPackedExtent
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import Coded
@@ -49,7 +49,7 @@ class Handle:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
     where: Where = Where.DEVICE
-    packed: Packed | GpuPacked | None = None
+    packed: PackedExtent | GpuPackedExtent | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -99,7 +99,11 @@ class ServedLayer:
         self._host: ServedLayer | None = None
 
     def over(
-        self, version: Version, extent: Tensor, where: Where = Where.DEVICE, packed: Packed | GpuPacked | None = None
+        self,
+        version: Version,
+        extent: Tensor,
+        where: Where = Where.DEVICE,
+        packed: PackedExtent | GpuPackedExtent | None = None,
     ) -> Handle:
         """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64; of one in
         PAGED they are while its layer runs."""

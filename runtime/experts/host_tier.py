@@ -54,7 +54,7 @@ class CudaLink:
         return pinned.copy_(made).to(device, non_blocking=True)
 
 
-class Job:
+class HostCall:
     """A layer's call of the tier: a context that ends when the call has.
 
     What runs inside it runs beside the call. However it is left, the call has ended then: it reads what the pass's step
@@ -98,7 +98,7 @@ class Job:
             self._work = self._arrive = None  # they know the model
             self._ended.set()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> HostCall:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -132,16 +132,16 @@ class HostTier:
         self.closed = self._ended = False
         self._counting = threading.Lock()
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # a finalizer may put into it anywhere
+        self._jobs: queue.SimpleQueue[HostCall | None] = queue.SimpleQueue()  # a finalizer may put into it anywhere
         self._thread = threading.Thread(target=self._run, name="moepack-host", daemon=True)
         self._thread.start()
 
-    def beside(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]] = tuple) -> Job:
+    def beside(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]] = tuple) -> HostCall:
         """Begin a call: `work` of what `arrive` waits for. The result is there when the job's context has ended.
 
         Raises, there: whatever either raised.
         """
-        job = Job(work, arrive)
+        job = HostCall(work, arrive)
         if self.closed:
             job.run(self)
             return job

@@ -20,7 +20,7 @@ from moepack.pack.spec import ExpertLayer
 from moepack.runtime.kernels.forms import Form
 
 
-class Packed:
+class PackedExtent:
     """One expert's extent in memory.
 
     Attributes:

@@ -23,7 +23,7 @@ Copy = Callable[[Tensor, Tensor], None]  # to, from: on the current stream
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CodedPart:
     """One coded matrix inside an extent.
 
     Attributes:
@@ -38,7 +38,7 @@ class Part:
     bias: int
 
 
-def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[Part, ...]:
+def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[CodedPart, ...]:
     """The parts of an extent whose directory and whose matrices' heads are on the host.
 
     Raises:
@@ -49,11 +49,11 @@ def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[Part, ...]:
         parse(coded, m.weights)
         start = extent.ctypes.data
         place = -1 if bias is None else bias.ctypes.data - start
-        out.append(Part(coded.ctypes.data - start, len(coded), coded[:HEADER].copy(), place))
+        out.append(CodedPart(coded.ctypes.data - start, len(coded), coded[:HEADER].copy(), place))
     return tuple(out)
 
 
-class GpuPacked:
+class GpuPackedExtent:
     """One expert's extent in device memory.
 
     Attributes:
@@ -62,7 +62,7 @@ class GpuPacked:
     """
 
     def __init__(
-        self, extent: Tensor, parts: Sequence[Part], layer: ExpertLayer, forms: Sequence[Form], target: Tensor,
+        self, extent: Tensor, parts: Sequence[CodedPart], layer: ExpertLayer, forms: Sequence[Form], target: Tensor,
         where: str,
     ) -> None:  # fmt: skip
         """Read nothing.

@@ -17,14 +17,14 @@ from torch import Tensor
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.experts.handles import Snapshot
-from moepack.runtime.experts.packed import Packed
+from moepack.runtime.experts.packed import PackedExtent
 from moepack.runtime.kernels.forms import Form
 from moepack.runtime.planning.paging import LOADERS
 from moepack.runtime.store.files import Stored
 
 from .address_space import CpuAddressSpace, Page
-from .paging import Pages, Paging
-from .window import Compute, Filled, Run
+from .paging import Paging, RunPages
+from .window import Compute, Filled, LayerRun
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import Coded
@@ -33,7 +33,7 @@ ReadInto = Callable[[int, int], Stored]  # layer position, expert
 
 
 class CpuFiller:
-    """`Filler` of a CPU: loaders' work is done when their calls return."""
+    """`PageFiller` of a CPU: loaders' work is done when their calls return."""
 
     def __init__(
         self,
@@ -60,23 +60,23 @@ class CpuFiller:
         return out
 
     def pages(
-        self, paging: Paging, run: Run, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
-    ) -> Pages:
+        self, paging: Paging, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
+    ) -> RunPages:
         """Of a run."""
-        return CpuPages(paging, run, snapshot, position, active, step)
+        return CpuRunPages(paging, run, snapshot, position, active, step)
 
-    def over(self, position: int, expert: int, extent: Tensor, where: str) -> Packed:
+    def over(self, position: int, expert: int, extent: Tensor, where: str) -> PackedExtent:
         """What decodes an extent."""
         layer, forms = self._layers[position]
-        return Packed(extent, layer, forms, self.space.extent(position, expert), where)
+        return PackedExtent(extent, layer, forms, self.space.extent(position, expert), where)
 
-    def read(self, loader: int, position: int, expert: int) -> tuple[Packed, int]:
+    def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent, int]:
         """Into the loader's buffer; it is digested every time."""
         stored, staging = self._stored(position, expert), self._staging[loader]
         stored.read_into(staging)
         return self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where), stored.size
 
-    def fill(self, loader: int, packed: Packed, page: Page) -> Filled | None:
+    def fill(self, loader: int, packed: PackedExtent, page: Page) -> Filled | None:
         """On the loader's own core."""
         packed.decode(page[0], 1)
         return None
@@ -95,7 +95,7 @@ class CpuFiller:
         """Memory goes with what refers to it."""
 
 
-class CpuPages(Pages):
+class CpuRunPages(RunPages):
     """A run's pages on a CPU."""
 
     @contextlib.contextmanager

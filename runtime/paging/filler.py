@@ -12,10 +12,10 @@ from torch import Tensor
 from moepack.runtime.experts.handles import Snapshot
 
 from .address_space import AddressSpace, Page
-from .window import Compute, Filled, Run
+from .window import Compute, Filled, LayerRun
 
 
-class Filler(Protocol):
+class PageFiller(Protocol):
     """One device's. What is packed is whatever `over` or `read` made; other code only hands it on."""
 
     @property
@@ -25,8 +25,10 @@ class Filler(Protocol):
     def chosen(self, index: Tensor) -> npt.NDArray[np.int64]:
         """The router's choice on the host. Where it has to come there, whatever this thread issued before has ended."""
 
-    def pages(self, paging: Any, run: Run, snapshot: Snapshot, position: int, active: Sequence[int], step: Any) -> Any:
-        """One run's `Pages` (paging.py), as the forward pass asks for them."""
+    def pages(
+        self, paging: Any, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
+    ) -> Any:
+        """One run's `RunPages` (paging.py), as the forward pass asks for them."""
 
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> Any:
         """What decodes an expert's extent to its pages."""

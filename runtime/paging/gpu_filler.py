@@ -26,7 +26,7 @@ from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.devices.cuda import CudaDevice, read_heads
 from moepack.runtime.devices.torch_cuda import LOADS, Gpu, GpuEvent
 from moepack.runtime.experts.handles import Snapshot
-from moepack.runtime.experts.packed_gpu import GpuPacked, Part, parts_of
+from moepack.runtime.experts.packed_gpu import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import Form
 from moepack.runtime.planning.paging import LOADERS
 from moepack.runtime.store.files import Stored
@@ -34,8 +34,8 @@ from moepack.runtime.store.pinned import Held
 
 from .address_space import Page
 from .cuda_space import CudaAddressSpace
-from .paging import Pages, Paging
-from .window import Filled, Mapped, Run
+from .paging import Paging, RunPages
+from .window import Filled, LayerRun, Mapped
 
 
 class Reached:
@@ -58,7 +58,7 @@ class GpuFilled:
     """A page's load as it was issued: its events by matrix, and what the decoder will have reported."""
 
     events: tuple[Reached, ...]
-    packed: GpuPacked
+    packed: GpuPackedExtent
     reports: tuple[Tensor, ...]
 
     def error(self) -> BundleError | None:
@@ -118,7 +118,7 @@ class _Slot:
 
 
 class GpuFiller:
-    """`Filler` of a GPU."""
+    """`PageFiller` of a GPU."""
 
     space: CudaAddressSpace
 
@@ -161,20 +161,22 @@ class GpuFiller:
         return out
 
     def pages(
-        self, paging: Paging, run: Run, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
-    ) -> Pages:
+        self, paging: Paging, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
+    ) -> RunPages:
         """Of a run."""
-        return GpuPages(self, paging, run, snapshot, position, active, step)
+        return GpuRunPages(self, paging, run, snapshot, position, active, step)
 
-    def over(self, position: int, expert: int, extent: Tensor, where: str) -> GpuPacked:
+    def over(self, position: int, expert: int, extent: Tensor, where: str) -> GpuPackedExtent:
         """What decodes an extent that the device fetched."""
         return self._packed(position, expert, extent, self._device.parts(extent), where)
 
-    def _packed(self, position: int, expert: int, extent: Tensor, parts: Sequence[Part], where: str) -> GpuPacked:
+    def _packed(
+        self, position: int, expert: int, extent: Tensor, parts: Sequence[CodedPart], where: str
+    ) -> GpuPackedExtent:
         layer, forms = self._layers[position]
-        return GpuPacked(extent, parts, layer, forms, self.space.extent(position, expert), where)
+        return GpuPackedExtent(extent, parts, layer, forms, self.space.extent(position, expert), where)
 
-    def read(self, loader: int, position: int, expert: int) -> tuple[GpuPacked, int]:
+    def read(self, loader: int, position: int, expert: int) -> tuple[GpuPackedExtent, int]:
         """To the loader's buffer on the device: from pinned memory in one copy, else through the file and the loader's
         own pinned buffer, where it is digested."""
         slot, gpu, host = self._slots[loader], self.gpu, self._device.pinned
@@ -202,7 +204,7 @@ class GpuFiller:
             raise BundleError.single(stored.where, "codec", str(error)) from None
         return self._packed(position, expert, slot.device[: stored.size], parts, stored.where), stored.size
 
-    def fill(self, loader: int, packed: GpuPacked, page: Page) -> GpuFilled:
+    def fill(self, loader: int, packed: GpuPackedExtent, page: Page) -> GpuFilled:
         """Each matrix on its stream, behind the copy of what was read for it."""
         slot, gpu = self._slots[loader], self.gpu
         is_read = packed.extent.data_ptr() == slot.device.data_ptr()
@@ -218,7 +220,7 @@ class GpuFiller:
                     slot.busy = (*slot.busy, events[-1]) if is_read else slot.busy
         return GpuFilled(tuple(events), packed, tuple(reports))
 
-    def decode(self, all_packed: Sequence[GpuPacked], matrices: Sequence[int]) -> Tensor:
+    def decode(self, all_packed: Sequence[GpuPackedExtent], matrices: Sequence[int]) -> Tensor:
         """Decode matrices of some experts in one launch on the current stream; nothing waits.
 
         Returns:
@@ -267,7 +269,7 @@ class GpuFiller:
         self._device.unmap()
 
 
-class GpuPages(Pages):
+class GpuRunPages(RunPages):
     """A run's pages on a GPU; a page is all matrices of an expert."""
 
     def __init__(self, filler: GpuFiller, *of: Any) -> None:

@@ -17,7 +17,7 @@ from moepack.runtime.store.files import Stored
 
 from .address_space import CpuAddressSpace
 from .cpu_filler import CpuFiller
-from .filler import Filler
+from .filler import PageFiller
 
 
 def open_filler(
@@ -26,7 +26,7 @@ def open_filler(
     version: Version,
     stored: Callable[[int, int], Stored],
     staging: int,
-) -> Filler:
+) -> PageFiller:
     """A device's, with addresses for every expert.
 
     Args:

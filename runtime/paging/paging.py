@@ -22,13 +22,13 @@ import numpy as np
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.runtime.devices.contract import Event
+from moepack.runtime.devices.contract import Completion
 from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.planning.paging import LOADERS
 
 from .address_space import Page
-from .filler import Filler
-from .window import Compute, Filled, Mapped, Run, State, Window
+from .filler import PageFiller
+from .window import Compute, Filled, LayerRun, Mapped, State, Window
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import Coded
@@ -37,7 +37,7 @@ MOST = 0.5  # of a layer's experts: from that share on, a step is taken to need 
 
 
 @dataclass(slots=True)
-class Counts:
+class PagingCounts:
     """What has happened since loading.
 
     Attributes:
@@ -73,11 +73,11 @@ class Load:
 
 
 @dataclass(slots=True, eq=False)
-class Ahead:
+class PrefetchedPages:
     """The next layer's pages, taken for a step before it gets there."""
 
     position: int
-    run: Run
+    run: LayerRun
 
 
 class Issued(Protocol):
@@ -105,7 +105,7 @@ class Paging:
     """The window, its memory and its threads. Every method may be called from any thread."""
 
     def __init__(
-        self, filler: Filler, window: Window, layers: int, mark: Callable[[], Event], ahead: bool = True
+        self, filler: PageFiller, window: Window, layers: int, mark: Callable[[], Completion], ahead: bool = True
     ) -> None:
         """Start no thread yet.
 
@@ -116,7 +116,7 @@ class Paging:
             mark: an event that ends with the compute issued until now.
             ahead: whether the next layer's experts are loaded while one runs.
         """
-        self.filler, self.window, self.counts = filler, window, Counts()
+        self.filler, self.window, self.counts = filler, window, PagingCounts()
         self.space = filler.space
         self._layers, self._mark, self._ahead = layers, mark, ahead
         self._lock = threading.RLock()  # taken by itself: an interruption inside Condition.__enter__ would keep it
@@ -130,7 +130,7 @@ class Paging:
     # --- a layer's run
 
     @contextlib.contextmanager
-    def run(self, position: int, snapshot: Snapshot, index: Tensor, step: Any) -> Iterator[Pages]:
+    def run(self, position: int, snapshot: Snapshot, index: Tensor, step: Any) -> Iterator[RunPages]:
         """Around one layer's experts of one step: their pages are its own until the end, however it ends.
 
         Args:
@@ -191,7 +191,7 @@ class Paging:
         if wrong is not None:
             raise wrong
 
-    def _acquire(self, position: int, experts: Sequence[int]) -> Run:
+    def _acquire(self, position: int, experts: Sequence[int]) -> LayerRun:
         """Pages of these experts: in turn, and without holding any while it waits."""
         pages = self._pages(position, experts)
         ticket = object()
@@ -221,7 +221,7 @@ class Paging:
             run = self.window.acquire(self._pages(position, experts))
             if run is None:
                 return
-            step.ahead = Ahead(position, run)
+            step.ahead = PrefetchedPages(position, run)
             self._submit(run.loads, snapshot, step, True)
             run.loads = ()
 
@@ -261,7 +261,7 @@ class Paging:
                 self._change.wait()
         self.filler.follow()
 
-    def let_go(self, ahead: Ahead) -> None:
+    def let_go(self, ahead: PrefetchedPages) -> None:
         """A step ends, or goes elsewhere, without what was taken ahead for it."""
         with self._lock:
             for mapped in [m for pages in ahead.run.pages for m in pages]:
@@ -277,7 +277,7 @@ class Paging:
             for m in load.pages:
                 self.window.gave_up(m)
 
-    def _count(self, pages: Pages, step: Any) -> None:
+    def _count(self, pages: RunPages, step: Any) -> None:
         counts = self.counts
         counts.waits += pages.waits
         counts.waited += pages.waited
@@ -439,7 +439,7 @@ class Paging:
                 thread.join()
 
 
-class Pages:
+class RunPages:
     """One run's pages, as the forward pass asks for them; a device's own kind says how they get ready.
 
     Attributes:
@@ -451,7 +451,7 @@ class Pages:
     """
 
     def __init__(
-        self, paging: Paging, run: Run, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
+        self, paging: Paging, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> None:
         self.position, self.waits, self.waited, self.demanded = position, 0, 0.0, [0, 0]
         self.issued: list[Issued] = []

@@ -91,7 +91,7 @@ class Mapped:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class LayerRun:
     """The pages that one layer's computation of one step needs, by matrix; of them, those that it is to load: each is
     `moved`, filled, and then `loaded`, or `gave_up` on."""
 
@@ -133,7 +133,7 @@ class Window:
         self._stale, self._keeps = STALE * layers, keeps
         self.taken = self.hits = self.misses = 0
 
-    def acquire(self, pages: Sequence[Sequence[Page]]) -> Run | None:
+    def acquire(self, pages: Sequence[Sequence[Page]]) -> LayerRun | None:
         """Take pages for a run: all of them, or None where not enough blocks are to be had now.
 
         Args:
@@ -142,7 +142,7 @@ class Window:
         if not all(self._obtainable(d, wanted) for d, wanted in enumerate(pages)):
             return None
         self.taken += 1
-        run = Run(tuple([] for _ in pages), tuple([] for _ in pages))
+        run = LayerRun(tuple([] for _ in pages), tuple([] for _ in pages))
         for d, wanted in enumerate(pages):
             of = self._of[d]
             for page in wanted:
@@ -239,11 +239,11 @@ class Window:
         mapped.pins += 1
         return True
 
-    def is_ready(self, run: Run, d: int) -> bool:
+    def is_ready(self, run: LayerRun, d: int) -> bool:
         """Whether a run's computation may read its pages of one type (RAW)."""
         return all(mapped.state is State.RESIDENT for mapped in run.pages[d])
 
-    def release(self, run: Run, compute: Iterable[Compute] = ()) -> None:
+    def release(self, run: LayerRun, compute: Iterable[Compute] = ()) -> None:
         """A run's computation was issued, and `compute` tells when it will have ended."""
         for pages in run.pages:
             for mapped in pages:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from moepack.runtime.devices.contract import Event
+from moepack.runtime.devices.contract import Completion
 
 from .pools import Block
 
@@ -22,7 +22,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class Complete:
     """A complete version: its block, if it takes any memory, and what the forward pass reads it through."""
 
     block: Block | None
@@ -30,16 +30,16 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class Flying:
+class Copying:
     """A version being copied."""
 
     version: int
     block: Block
-    event: Event
+    event: Completion
 
 
 @dataclass(slots=True)
-class Entry:
+class ExpertState:
     """One expert.
 
     Attributes:
@@ -53,8 +53,8 @@ class Entry:
 
     base: int
     active: int
-    complete: dict[int, Resident]
-    flying: Flying | None = None
+    complete: dict[int, Complete]
+    flying: Copying | None = None
     ready: int | None = None
     leaving: set[int] = field(default_factory=set)
 
@@ -67,7 +67,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Counts:
+class TransitionCounts:
     """What has happened since loading."""
 
     promotions: int = 0
@@ -78,12 +78,12 @@ class Counts:
 
 
 @dataclass
-class Steps:
+class RunningSteps:
     """Steps that are running, and those whose compute has not ended on the device."""
 
     begun: int = 0
     open: set[int] = field(default_factory=set)
-    ended: dict[int, Event] = field(default_factory=dict)
+    ended: dict[int, Completion] = field(default_factory=dict)
 
     def oldest(self) -> int:
         """The number of the oldest step that may still read."""

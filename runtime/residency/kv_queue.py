@@ -1,6 +1,6 @@
 """The queue of forward passes that wait for room: first come, first served, but for those that cannot be served now.
 
-Knows no bytes and takes no lock: its owner's is held, but around `ring`, which anybody may call anywhere.
+Knows no bytes and takes no lock: its owner's is held, but around `wake`, which anybody may call anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
+class PassClaim:
     """A forward pass that runs, or waits.
 
     Attributes:
@@ -31,27 +31,27 @@ class Pass:
     returned: int = 0
     began: float | None = None
     first: float | None = None
-    _bell: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    _wakeups: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Let it look again. From anywhere, a weak reference's callback included: no lock is taken."""
-        self._bell.put(None)
+        self._wakeups.put(None)
 
     def wait(self, seconds: float) -> None:
         """Until it is rung, or for so long."""
         with contextlib.suppress(queue.Empty):
-            self._bell.get(timeout=seconds)
+            self._wakeups.get(timeout=seconds)
             while True:
-                self._bell.get_nowait()
+                self._wakeups.get_nowait()
 
 
-class Queue:
+class PassQueue:
     """Passes that wait, the first come first."""
 
     def __init__(self) -> None:
-        self.waiting: list[Pass] = []
+        self.waiting: list[PassClaim] = []
 
-    def enter(self, mine: Pass) -> bool:
+    def enter(self, mine: PassClaim) -> bool:
         """Wait; whether it did not yet."""
         if mine.began is not None:
             return False
@@ -60,18 +60,18 @@ class Queue:
         self._first()
         return True
 
-    def leave(self, mine: Pass) -> None:
+    def leave(self, mine: PassClaim) -> None:
         """Wait no longer."""
         if mine in self.waiting:
             self.waiting.remove(mine)
             self._first()
-            self.ring()
+            self.wake()
 
     def _first(self) -> None:
         if self.waiting and self.waiting[0].first is None:
             self.waiting[0].first = time.perf_counter()
 
-    def is_turn(self, mine: Pass, blocked: Callable[[Pass], bool], patience: float) -> bool:
+    def is_next(self, mine: PassClaim, blocked: Callable[[PassClaim], bool], patience: float) -> bool:
         """Whether a pass may run before those that wait: the first; any while the first is blocked by what lives.
 
         Such a first one is passed for `patience` seconds, and then no longer: else a large pass would wait for ever
@@ -83,7 +83,7 @@ class Queue:
         assert first.first is not None
         return time.perf_counter() - first.first <= patience and blocked(first)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Let all of them look again."""
         for one in tuple(self.waiting):
-            one.ring()
+            one.wake()

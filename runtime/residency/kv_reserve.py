@@ -25,7 +25,7 @@ from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.step import PackedCache
 
 from .arguments import cache_of, caches_in, inputs, uses_cache
-from .kv_queue import Pass, Queue
+from .kv_queue import PassClaim, PassQueue
 from .reserves import Reserve
 
 STEP = 128  # tokens of every sequence by which the reserve grows at a time: seconds of decoding
@@ -35,7 +35,7 @@ LOOK = 0.005, 0.05  # seconds after which one that waits looks again unasked: th
 UNCOUNTED = "the cache of continuous batching is not counted in a budget: load the bundle without one"
 
 
-class KvWatch:
+class KvBudget:
     """Watches a model's caches, and what its passes take at once.
 
     Attributes:
@@ -60,8 +60,8 @@ class KvWatch:
         self._outputs = outputs if needs.workload.prefill_tokens else None
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._dead: deque[int] = deque()  # a weak reference's callback may run anywhere: it takes no lock
-        self._passes: set[Pass] = set()
-        self._queue = Queue()
+        self._passes: set[PassClaim] = set()
+        self._queue = PassQueue()
         self.closed = False
         self._lock = threading.RLock()
         self._needed_at = 0.0
@@ -88,7 +88,7 @@ class KvWatch:
         with self._lock:
             return self._used(self._passes)
 
-    def _used(self, passes: Iterable[Pass]) -> int:
+    def _used(self, passes: Iterable[PassClaim]) -> int:
         self._bury()
         ahead = {p.cache for p in passes}
         held = sum(size for key, (_, size) in self._caches.items() if key not in ahead)
@@ -104,7 +104,7 @@ class KvWatch:
                 self._needed_at = now
             elif now - self._needed_at > LINGER:
                 self._reserve.shrink(total - keep)
-            self._queue.ring()
+            self._queue.wake()
 
     def _bury(self) -> None:
         while self._dead:
@@ -112,7 +112,7 @@ class KvWatch:
             if key in self._caches and self._caches[key][0]() is None:
                 del self._caches[key]
 
-    def _beyond(self, also: Pass | None = None) -> int:
+    def _beyond(self, also: PassClaim | None = None) -> int:
         """Bytes needed beyond those asked for while loading, with all passes that run and one more.
 
         One pass within the workload finds its activations held back. Of several at once, what all of them take counts.
@@ -142,12 +142,12 @@ class KvWatch:
         batch, tokens = (int(n) for n in ids.shape[:2]) if ids is not None else (1, 0)
         cache, length, size = cache_of(given), tokens, 0
         if cache is not None:
-            size, length = self._foretold(cache, tokens, batch)
+            size, length = self._after_pass(cache, tokens, batch)
         elif uses_cache(self._config, given):
             size = self._needs.kv.bytes(tokens, batch)
         returned = self._outputs.bytes(self._config, given, tokens, length, batch) if self._outputs else 0
         beside = self._needs.beside(tokens, length, batch) + returned
-        mine = Pass(None if cache is None else id(cache), size, beside, returned)
+        mine = PassClaim(None if cache is None else id(cache), size, beside, returned)
         try:
             self._provide(mine, tokens, length, batch)
         finally:
@@ -175,7 +175,7 @@ class KvWatch:
         self._bury()
         self._caches[key] = reference, cache_bytes(cache)
 
-    def _foretold(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
+    def _after_pass(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
         """Bytes and tokens of a cache after a pass; a cache of many sequences knows them itself."""
         if isinstance(cache, PackedCache):
             return cache.needed()
@@ -189,7 +189,7 @@ class KvWatch:
 
     # --- growing
 
-    def _provide(self, mine: Pass, tokens: int, length: int, batch: int) -> None:
+    def _provide(self, mine: PassClaim, tokens: int, length: int, batch: int) -> None:
         """See that what a pass needs is reserved, and ask for more where that comes near; then it counts as running.
 
         Where it is not, the pass waits: for experts to leave, or for passes and caches of others to end.
@@ -209,11 +209,11 @@ class KvWatch:
                 self.waits += self._queue.enter(mine)
             if mine.first is not None:
                 self._reserve.advance()
-            mine.wait(LOOK[mine.first is None] if not self._reserve.in_turns else 0.001)
+            mine.wait(LOOK[mine.first is None] if not self._reserve.one_at_a_time else 0.001)
         if mine.began is not None:
             self.waited += time.perf_counter() - mine.began
 
-    def _may_run(self, mine: Pass, batch: int) -> bool:
+    def _may_run(self, mine: PassClaim, batch: int) -> bool:
         """Whether what a pass needs is reserved, and it is its turn. A cache can only die if its passes go on: those
         wait for nobody's turn."""
         reserve, step = self._reserve, self._step(batch)
@@ -226,23 +226,23 @@ class KvWatch:
             self._needed_at = time.monotonic()
         if needed > reserve.held:
             return False
-        return mine.cache in self._caches or self._queue.is_turn(mine, self._is_blocked, PATIENCE / 2)
+        return mine.cache in self._caches or self._queue.is_next(mine, self._is_blocked, PATIENCE / 2)
 
-    def _is_blocked(self, mine: Pass) -> bool:
+    def _is_blocked(self, mine: PassClaim) -> bool:
         """Whether a pass cannot run beside the passes and caches that there are, whatever experts do."""
         return self._beyond(mine) > self._reserve.most
 
-    def _is_hopeless(self, mine: Pass) -> bool:
+    def _is_hopeless(self, mine: PassClaim) -> bool:
         """Whether a pass is refused: too large by itself, or blocked by what can never end, or waiting for too long."""
         needs, late = self._needs, mine.first is not None and time.perf_counter() - mine.first > PATIENCE
         if late or mine.size - needs.kv_bytes + max(0, mine.beside - needs.activations) > self._reserve.most:
             return True
         return self._is_blocked(mine) and not self._passes and not self._may_end(mine)
 
-    def _may_end(self, mine: Pass) -> bool:
+    def _may_end(self, mine: PassClaim) -> bool:
         """Whether caches of others may die while a pass waits: not if only its own thread could let them go. One that
         goes on with a cache does not wait for passes that wait for that."""
-        if self._reserve.in_turns or all(_is_own(thread) for thread in threading.enumerate()):
+        if self._reserve.one_at_a_time or all(_is_own(thread) for thread in threading.enumerate()):
             return False
         goes_on = mine.cache in self._caches
         stuck = {p.cache for p in self._queue.waiting if self._is_blocked(p)} if goes_on else set()
@@ -257,7 +257,7 @@ class KvWatch:
             except MemoryError:
                 continue
 
-    def _refused(self, mine: Pass, tokens: int, length: int, batch: int) -> BudgetExceeded:
+    def _refused(self, mine: PassClaim, tokens: int, length: int, batch: int) -> BudgetExceeded:
         kv, needs = self._needs.kv, self._needs
         sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
         if mine.began is not None and not self._is_blocked(mine):
@@ -290,9 +290,9 @@ class KvWatch:
         )
 
 
-def _died(dead: deque[int], waiting: Queue, key: int, _: object) -> None:
+def _died(dead: deque[int], waiting: PassQueue, key: int, _: object) -> None:
     dead.append(key)
-    waiting.ring()
+    waiting.wake()
 
 
 def _is_own(thread: threading.Thread) -> bool:

@@ -9,17 +9,17 @@ from typing import Protocol
 
 from moepack.runtime.planning.budget import BudgetTracker
 
-from .live import Live
+from .manager import ResidencyManager
 
 
 class Reserve(Protocol):
     """Bytes of the budget for caches beyond those asked for while loading.
 
     Attributes:
-        in_turns: whether one pass runs at a time, and no other while it waits for room.
+        one_at_a_time: whether one pass runs at a time, and no other while it waits for room.
     """
 
-    in_turns: bool
+    one_at_a_time: bool
 
     @property
     def held(self) -> int:
@@ -48,7 +48,7 @@ class FreeReserve:
 
     def __init__(self, tracker: BudgetTracker) -> None:
         self._tracker = tracker
-        self.most, self.coming, self.in_turns = tracker.free, 0, False
+        self.most, self.coming, self.one_at_a_time = tracker.free, 0, False
 
     @property
     def held(self) -> int:
@@ -69,35 +69,35 @@ class FreeReserve:
         """Nothing is ever under way."""
 
 
-class LiveReserve:
+class EvictionReserve:
     """What experts can be pushed out of."""
 
-    def __init__(self, live: Live) -> None:
-        self._live, self.in_turns = live, live.policy.needs.layers
+    def __init__(self, manager: ResidencyManager) -> None:
+        self._manager, self.one_at_a_time = manager, manager.policy.needs.layers
 
     @property
     def most(self) -> int:
         """Bytes that the experts leave at their least."""
-        return self._live.transitions.headroom.most_kv()
+        return self._manager.transitions.headroom.most_kv()
 
     @property
     def held(self) -> int:
         """Bytes reserved."""
-        return self._live.transitions.kv_bytes
+        return self._manager.transitions.kv_bytes
 
     @property
     def coming(self) -> int:
         """Bytes that experts have still to leave."""
-        return self._live.transitions.kv_asked
+        return self._manager.transitions.kv_asked
 
     def grow(self, size: int) -> bool:
         """Push experts out, the least wanted first."""
-        return self._live.grow_kv(size)
+        return self._manager.grow_kv(size)
 
     def shrink(self, size: int) -> None:
         """Give bytes back to the experts."""
-        self._live.transitions.shrink_kv(size)
+        self._manager.transitions.shrink_kv(size)
 
     def advance(self) -> None:
         """A round of transitions, as the worker does them: a policy that blocks has no worker."""
-        self._live.transitions.tick()
+        self._manager.transitions.tick()

@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.runtime.devices.contract import Event
+from moepack.runtime.devices.contract import Completion
 from moepack.runtime.policies.contract import Key
 from moepack.runtime.store.files import Cancelled
 
-from .entries import Counts, Entry, Flying, Outcome, Resident, Steps
+from .entries import Complete, Copying, ExpertState, Outcome, RunningSteps, TransitionCounts
 from .pools import Pool
 
 
@@ -48,10 +48,10 @@ class Residency:
         experts: Sequence[int],
         base: int,
         pool: Callable[[int, int], Pool | None],
-        fetch: Callable[[Key, int, Tensor], Event],
+        fetch: Callable[[Key, int, Tensor], Completion],
         make: Callable[[Key, int, Tensor | None], Any],
         publish: Callable[[Key, Any], None],
-        mark: Callable[[], Event],
+        mark: Callable[[], Completion],
         keeps_base: bool = False,
         snapshot: Callable[[], Any] = lambda: None,
     ) -> None:
@@ -59,16 +59,16 @@ class Residency:
         self.pool, self._fetch, self._make, self._publish, self._mark = pool, fetch, make, publish, mark
         self._snapshot = snapshot
         self._lock = threading.RLock()
-        self.entries: dict[Key, Entry] = {}
+        self.entries: dict[Key, ExpertState] = {}
         self._flying: dict[Key, None] = {}
         self._ready: dict[Key, None] = {}
         self._above: set[Key] = set()
         self._leaving: dict[tuple[Key, int], int] = {}  # the last step that may read it
         self._spare: dict[tuple[Key, int], None] = {}  # complete, and nobody reads it; the longest so first
         self._spare_bytes = 0
-        self._steps = Steps()
+        self._steps = RunningSteps()
         self._waiting_to_go: tuple[Callable[[], None], ...] = ()
-        self.counts = Counts()
+        self.counts = TransitionCounts()
 
     # --- loading
 
@@ -83,7 +83,7 @@ class Residency:
         """
         pool = self.pool(key[0], version)
         if pool is None:
-            made = Resident(None, self._make(key, version, None))
+            made = Complete(None, self._make(key, version, None))
         else:
             block = pool.allocate()
             if block is None:
@@ -93,8 +93,8 @@ class Residency:
             if event.error is not None:
                 pool.free(block)
                 raise event.error
-            made = Resident(block, self._make(key, version, block.tensor))
-        self.entries[key] = Entry(self.base, version, {version: made})
+            made = Complete(block, self._make(key, version, block.tensor))
+        self.entries[key] = ExpertState(self.base, version, {version: made})
         if version != self.base:
             self._above.add(key)
         return made.handle
@@ -116,7 +116,7 @@ class Residency:
 
     def end(self, step: int) -> None:
         """End a step: what only it could read may go once its compute has ended."""
-        mark: Event | None = None
+        mark: Completion | None = None
         try:
             mark = self._mark()
         finally:
@@ -216,7 +216,7 @@ class Residency:
                 return Outcome.READY
             pool = self.pool(key[0], version)
             if pool is None:
-                entry.complete[version] = Resident(None, self._make(key, version, None))
+                entry.complete[version] = Complete(None, self._make(key, version, None))
                 self._make_ready(key, version)
                 return Outcome.READY
             block = pool.allocate()
@@ -227,7 +227,7 @@ class Residency:
             except Exception:
                 block.pool.free(block)
                 raise
-            entry.flying = Flying(version, block, event)
+            entry.flying = Copying(version, block, event)
             self._flying[key] = None
             return Outcome.STARTED
 
@@ -285,7 +285,7 @@ class Residency:
                         failed.append((key, flying.version, error))
                     continue
                 handle = self._make(key, flying.version, flying.block.tensor)
-                entry.complete[flying.version] = Resident(flying.block, handle)
+                entry.complete[flying.version] = Complete(flying.block, handle)
                 if coming is not None and wanted(key, coming):
                     self._make_ready(key, coming)
                 else:

@@ -30,7 +30,7 @@ class Worker:
         """`shut` is called on the thread once it was told to stop."""
         self._round, self._shut, self._interval = round_, shut, max(interval, 0.01)
         # Not an Event: its lock is taken by whoever sets it, and a finalizer that sets it may run on this very thread.
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._in_a_row, self._ended_at = 0, time.monotonic()
         self.failures, self.closing = 0, False
@@ -42,13 +42,13 @@ class Worker:
 
     def wake(self) -> None:
         """Let a round come at once. Any thread may call it, at any point."""
-        if self._thread.is_alive() and self._bell.empty():
-            self._bell.put(None)
+        if self._thread.is_alive() and self._wakeups.empty():
+            self._wakeups.put(None)
 
     def stop(self) -> bool:
         """Tell it to stop, without waiting; whether it runs, and will call `shut` itself."""
         self.closing = True
-        self._bell.put(None)
+        self._wakeups.put(None)
         if not self._thread.is_alive():
             self._round = self._shut = _nothing  # their owner knows this: a circle would keep its memory
             return False
@@ -78,9 +78,9 @@ class Worker:
         until = time.monotonic() + min(LONGEST, 2.0**self._in_a_row) if self._in_a_row else 0.0
         while not self.closing:
             with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=max(self._interval, until - time.monotonic()))
-                for _ in range(self._bell.qsize()):
-                    self._bell.get_nowait()
+                self._wakeups.get(timeout=max(self._interval, until - time.monotonic()))
+                for _ in range(self._wakeups.qsize()):
+                    self._wakeups.get_nowait()
             if time.monotonic() >= until:
                 return
 

@@ -26,7 +26,7 @@ from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import dense_file, expert_file
 
-from .read_ahead import Ahead, Place, Report
+from .read_ahead import Place, ReadAhead, Report
 
 DENSE = -1  # stands for a layer's position in the place of a dense matrix
 CHUNK = 1 << 20  # bytes read, and added to the digest, at a time: they are still in cache when they are digested
@@ -79,7 +79,7 @@ class Stored:
     sha256: str
     where: str
     place: Place = ("", 0, 0)
-    ahead: Ahead | None = field(default=None, compare=False, repr=False)
+    ahead: ReadAhead | None = field(default=None, compare=False, repr=False)
     checked: Checked | None = field(default=None, compare=False, repr=False)
 
     def read_into(
@@ -161,7 +161,7 @@ class BackingStore:
         self._lock = threading.RLock()  # a finalizer may close on the thread that is inside
         self._closed = False
         self._files: dict[str, int] = {}
-        self._ahead: Ahead | None = None
+        self._ahead: ReadAhead | None = None
         weakref.finalize(self, _close, self._files)
 
     def stored(self, version: str, position: int, expert: int) -> Stored:
@@ -218,7 +218,7 @@ class BackingStore:
         for place in wanted:
             with contextlib.suppress(BundleError):  # who asks for it will see
                 sizes.append((place, self._at(place).size))
-        ahead = Ahead(sizes, lambda place: self._at(place).load(), report)
+        ahead = ReadAhead(sizes, lambda place: self._at(place).load(), report)
         self._ahead = ahead
         ahead.start()
         try:

@@ -71,7 +71,7 @@ def page_file(path: Path, plain: int) -> Iterator[PageFile]:
         file.close()
 
 
-class Filler:
+class PinnedFiller:
     """Fills regions of pinned memory, one after another, on one thread and its readers."""
 
     def __init__(

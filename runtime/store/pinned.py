@@ -22,7 +22,7 @@ from moepack.pack.spec import expert_file
 
 from .cudart import CudaError, HostCalls
 from .files import BackingStore, Cancelled, Stored
-from .filling import Filler
+from .filling import PinnedFiller
 from .pinning import Chain, Mode, Pinned
 from .read_ahead import Place, Report, readers
 from .regions import PIECE, File, Piece, plan_pieces
@@ -88,7 +88,9 @@ class HostStore:
         self._store, self._versions, self._limit = store, tuple(versions), limit
         self._wanted, self._progress, self._piece = wanted, progress, piece
         self._chain = Chain(calls)
-        self._filler = Filler(calls, self._chain, threads or readers(), self._give_way, self._one_more, self._note)
+        self._filler = PinnedFiller(
+            calls, self._chain, threads or readers(), self._give_way, self._one_more, self._note
+        )
         self._lock = threading.Lock()
         self._regions: dict[Place, _Region] = {}
         self._damaged: dict[str, str] = {}

@@ -45,7 +45,7 @@ class _Run:
         self.read: dict[Place, Tensor | BaseException] = {}
 
 
-class Ahead:
+class ReadAhead:
     """Reads in threads of its own. `take` may be called from any thread."""
 
     def __init__(

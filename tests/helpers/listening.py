@@ -60,7 +60,7 @@ def listened_to(bundle: Path) -> Iterator[Any]:
 
 def heard(model: Any, until: Callable[[list[Event]], bool] = lambda events: True) -> list[Event]:
     """Of one sequence or several, once everything has been heard."""
-    hearing = model.moepack.live.hearing
-    wait_for(lambda: until(Listener.heard) and not hearing._told and not hearing._ended)
+    statistics = model.moepack.manager.statistics
+    wait_for(lambda: until(Listener.heard) and not statistics._told and not statistics._ended)
     time.sleep(0.05)
     return list(Listener.heard)

@@ -36,7 +36,7 @@ def model(bundle: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
     """Under every policy, also after versions have changed: what was compiled reads handles when it runs."""
-    compiled, live = torch.compile(model, fullgraph=True, backend="aot_eager"), model.moepack.live
+    compiled, live = torch.compile(model, fullgraph=True, backend="aot_eager"), model.moepack.manager
     compared = 0
     with torch.no_grad():
         for seed in (0, 1, 2, 3, 4, 5, 5, 5, 5):  # the same again: by then there is nothing to change
@@ -79,7 +79,7 @@ def test_the_operator_is_the_forward_to_the_bit(model: Any) -> None:
 
 def test_an_interrupted_pass_leaves_no_step(bundle: Path) -> None:
     model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
-    steps = model.moepack.live.residency._steps
+    steps = model.moepack.manager.residency._steps
     x = torch.zeros(4, 128, dtype=torch.bfloat16)
     index, gates = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
     numbers = [layer.number for layer in model.moepack.layers]
@@ -115,7 +115,7 @@ def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None
     """Between two of its operators nothing of it can be told; the next pass, compiled or not, is a step and counted."""
     torch.compiler.reset()
     model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
-    residency, third = model.moepack.live.residency, model.moepack.layers[2]
+    residency, third = model.moepack.manager.residency, model.moepack.layers[2]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         compiled(ids(), use_cache=False)

@@ -35,7 +35,7 @@ def model(bundle: Path) -> Any:
 def busy(model: Any, threads: int, seconds: float) -> int:
     """Promotions while so many threads run passes that overlap all the time, and what is hot keeps changing."""
     stop, wrong = time.monotonic() + seconds, []
-    live = model.moepack.live
+    live = model.moepack.manager
     before = live.residency.counts.promotions
 
     def work(number: int) -> None:
@@ -57,7 +57,7 @@ def busy(model: Any, threads: int, seconds: float) -> int:
 
 def test_passes_that_overlap_do_not_starve_promotions(model: Any) -> None:
     """With publication between steps only, 319 passes that overlapped gave none; the rest is the machine's cores."""
-    live = model.moepack.live
+    live = model.moepack.manager
     done = threading.Event()
 
     def always() -> None:
@@ -85,7 +85,7 @@ def test_passes_that_overlap_do_not_starve_promotions(model: Any) -> None:
 
 
 def open_steps(model: Any) -> int:
-    residency = model.moepack.live.residency
+    residency = model.moepack.manager.residency
     return len(residency._steps.open)
 
 
@@ -119,7 +119,7 @@ def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str, error: typ
 
 def test_every_way_to_run_a_pass_is_a_step(model: Any) -> None:
     """One number for the model, its decoder, and their `forward`; one for each layer where experts are called alone."""
-    residency = model.moepack.live.residency
+    residency = model.moepack.manager.residency
     x, expert = ids(8), model.model.layers[1].mlp.experts
     with torch.inference_mode():
         for call in (model, model.forward, model.model, model.model.forward):
@@ -129,14 +129,14 @@ def test_every_way_to_run_a_pass_is_a_step(model: Any) -> None:
         before = residency.counts.steps
         expert(torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
         assert residency.counts.steps == before + 1
-        with model.moepack.live.step():
+        with model.moepack.manager.step():
             model(x)
             assert residency.counts.steps == before + 2, "what runs inside a step belongs to it"
 
 
 def test_a_step_sees_one_epoch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two layers of a pass all experts are switched: the pass goes on with what it began with."""
-    live = model.moepack.live
+    live = model.moepack.manager
     live.device.limit(None)
     seen: list[set[str]] = []
 
@@ -315,7 +315,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
             assert torch.isfinite(model(ids(8, seed), use_cache=False).logits).all()
     model.moepack.close()
     assert caplog.text.count("the trace ends early, it cannot be written: No space left on device") == 1
-    assert not model.moepack.live.worker._thread.is_alive()
+    assert not model.moepack.manager.worker._thread.is_alive()
 
 
 def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,5 +325,5 @@ def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(model.moepack._wrapper, "end_trace", fail)
     with pytest.raises(ValueError, match="planted"):
         model.moepack.close()
-    assert not model.moepack.live.worker._thread.is_alive()
+    assert not model.moepack.manager.worker._thread.is_alive()
     monkeypatch.undo()

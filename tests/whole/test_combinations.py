@@ -152,14 +152,14 @@ def test_every_way_gives_the_same(
         planned = plan(bundle, **asked, **WORK)  # in the checkpoint's BF16
         with moepack.load(bundle, **asked, **WORK).moepack as serving:
             assert planned.feasible and planned.fixed == serving.fixed
-            if serving.live is None:
+            if serving.manager is None:
                 assert planned.used_bytes == serving.resident_bytes()
             assert planned.used_bytes <= budget and serving.resident_bytes_peak <= budget
 
     model = moepack.load(bundle, dtype=torch.float32, **asked, **WORK)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     with model.moepack as serving, torch.inference_mode():
-        versions, live, logits = serving.versions, serving.live is not None, model(ids, logits_to_keep=1).logits
+        versions, live, logits = serving.versions, serving.manager is not None, model(ids, logits_to_keep=1).logits
         assert torch.isfinite(logits).all() and (budget is None or serving.resident_bytes_peak <= budget)
     files = [str(evaluation)]
     scored = evaluate(bundle, files, dtype="float32", length=LENGTH, samples=SAMPLES, batch=1, **asked, **WORK)

@@ -90,7 +90,7 @@ def test_a_device(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ids = torch.randint(1, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
     model = moepack.load(bundle, policy=policy, device_memory=budget, prefill_tokens=16)
     with model.moepack as served:
-        assert type(served.live.device) is slow and served.live.device.host()["latency"] == slow.latency
+        assert type(served.manager.device) is slow and served.manager.device.host()["latency"] == slow.latency
         began, end = time.monotonic(), time.monotonic() + 30
         while served.counters()["promotions"] < 3:
             assert time.monotonic() < end, served.counters()

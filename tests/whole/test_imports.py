@@ -159,8 +159,8 @@ def test_standard_library_only(found: Imports, name: str) -> None:
 def test_the_rules_can_fail(tmp_path: Path) -> None:
     """Planted: an arrow upward, one where a server may not go, a circle of two files, a relative way out of a room."""
     texts = {
-        "runtime/store/a.py": "def f():\n    from moepack.runtime.residency import live\n",
-        "runtime/residency/live.py": "from ..planning import plan\n",
+        "runtime/store/a.py": "def f():\n    from moepack.runtime.residency import manager\n",
+        "runtime/residency/manager.py": "from ..planning import plan\n",
         "runtime/planning/plan.py": "import moepack.quantize.grid\nfrom . import other\n",
         "runtime/planning/other.py": "from .plan import x\n",
         "quantize/grid.py": "",
@@ -174,10 +174,10 @@ def test_the_rules_can_fail(tmp_path: Path) -> None:
     assert wrong(planted) == [
         "pack.spec (pack) imports calibrate (calibrate)",
         "runtime.planning.plan (runtime.planning) imports quantize.grid (quantize)",
-        "runtime.store.a (runtime.store) imports runtime.residency.live (runtime.residency)",
+        "runtime.store.a (runtime.store) imports runtime.residency.manager (runtime.residency)",
     ]
     assert set(circle(planted)) == {"runtime.planning.plan", "runtime.planning.other"}
-    assert planted["runtime.residency.live"] == {"runtime.planning.plan"} and ".torch" in planted["pack.spec"]
+    assert planted["runtime.residency.manager"] == {"runtime.planning.plan"} and ".torch" in planted["pack.spec"]
 
 
 def test_import_moepack_is_light() -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moepack.runtime.devices import glibc
-from moepack.runtime.residency.kv_reserve import KvWatch
+from moepack.runtime.residency.kv_reserve import KvBudget
 
-from .packed_cache import NAME, NotPackable, Row, Rows, Shape, windows_of
+from .packed_cache import NAME, CacheShape, NotPackable, PackedKvCache, SequenceCache, windows_of
 
 log = logging.getLogger("moepack.server")
 # Passes of many lengths on one thread fragment the heap: 800 passes of up to 256 tokens left 200 MB of free holes.
@@ -34,7 +34,7 @@ class CacheSlot:
         length: cached tokens.
     """
 
-    row: Row | None = None
+    row: SequenceCache | None = None
     cache: Any = None
     length: int = 0
 
@@ -73,12 +73,12 @@ class Engine:
         self._only_last = bool(model._supports_logits_to_keep())
         self.why_not_packed: str | None = None
         self._windows: list[int | None] = []
-        self._rows: Rows | None = None
+        self._rows: PackedKvCache | None = None
         serving = getattr(model, "moepack", None)
-        self._watch: KvWatch | None = None if serving is None else serving.caches
-        live = None if serving is None else serving.live
+        self._watch: KvBudget | None = None if serving is None else serving.caches
+        manager = None if serving is None else serving.manager
         try:
-            if live is not None and getattr(live.policy.needs, "importance", False):
+            if manager is not None and getattr(manager.policy.needs, "importance", False):
                 raise NotPackable("its policy reads attention weights")
             self._windows = windows_of(model.config)
         except NotPackable as error:
@@ -106,7 +106,7 @@ class Engine:
         if not self.is_packed:
             return CacheSlot()
         if self._rows is None:
-            self._rows = Rows(self._windows, self._shape(), self._step)
+            self._rows = PackedKvCache(self._windows, self._shape(), self._step)
         return CacheSlot(self._rows.add(wanted))
 
     def remove(self, slot: CacheSlot) -> None:
@@ -118,7 +118,7 @@ class Engine:
         slot.row = slot.cache = None
         slot.length = 0
 
-    def _shape(self) -> Shape | None:
+    def _shape(self) -> CacheShape | None:
         if self._watch is None:
             return None
         full = 0
@@ -129,7 +129,7 @@ class Engine:
             else:
                 window = cap // slope + 1
                 windowed[window] = windowed.get(window, 0) + slope
-        return Shape(full, tuple((size, window) for window, size in windowed.items()))
+        return CacheShape(full, tuple((size, window) for window, size in windowed.items()))
 
     # --- room
 
@@ -158,7 +158,7 @@ class Engine:
         shape = self._shape()
         if not self.is_packed or shape is None:
             return self._watch.shape.bytes(tokens)
-        room = Row([]).room_for(tokens)
+        room = SequenceCache([]).room_for(tokens)
         return shape.bytes(room + room // 4, self._step)  # room ahead of need, and one layer's copy while it grows
 
     def holds(self, tokens: int) -> bool:

@@ -52,7 +52,7 @@ class NotPackable(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _LayerCache:
     """What a row holds of one layer: keys and values (or a latent's two parts) [1, heads, room, dim], up to `end`."""
 
     keys: Tensor | None = None
@@ -61,17 +61,17 @@ class _Part:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Row:
+class SequenceCache:
     """A sequence's cache.
 
     Attributes:
-        parts: by layer.
+        layers: what it holds of each layer.
         wanted: tokens of room that it takes with its first pass, at the least.
         length: tokens in it.
         room: tokens for which its full layers have memory.
     """
 
-    parts: list[_Part]
+    layers: list[_LayerCache]
     wanted: int = 0
     length: int = 0
     room: int = 0
@@ -89,7 +89,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CacheShape:
     """What tokens of a row take, in bytes.
 
     Attributes:
@@ -106,18 +106,18 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PassPart:
     """A row's part in a pass: `count` tokens of it, from `start` on of those of the pass, after which it has `room`;
     whether they are of its prompt."""
 
-    row: Row
+    row: SequenceCache
     start: int
     count: int
     room: int
     is_prompt: bool
 
 
-class Rows(Cache, PackedCache):
+class PackedKvCache(Cache, PackedCache):
     """The caches of all packed sequences, as one cache that models know how to call.
 
     The budget's watch (runtime/residency/kv_reserve.py) asks it for its bytes: `held_bytes` now, and `needed` for the
@@ -128,7 +128,7 @@ class Rows(Cache, PackedCache):
         began: whether the last pass got as far as writing into rows.
     """
 
-    def __init__(self, windows: Sequence[int | None], shape: Shape | None, step: int) -> None:
+    def __init__(self, windows: Sequence[int | None], shape: CacheShape | None, step: int) -> None:
         """For a model.
 
         Args:
@@ -139,23 +139,23 @@ class Rows(Cache, PackedCache):
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
         self.windows, self.shape, self.step = tuple(windows), shape, step
-        self.rows: list[Row] = []
+        self.rows: list[SequenceCache] = []
         self.began = False
-        self._turns: list[Turn] = []
+        self._parts: list[PassPart] = []
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
 
     # --- rows
 
-    def add(self, wanted: int) -> Row:
+    def add(self, wanted: int) -> SequenceCache:
         """A sequence joins, without tokens yet; its first pass makes room for `wanted`."""
-        row = Row([_Part() for _ in self.windows], wanted)
+        row = SequenceCache([_LayerCache() for _ in self.windows], wanted)
         self.rows.append(row)
         return row
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: SequenceCache) -> None:
         """A sequence leaves; its memory goes at once."""
         self.rows.remove(row)
-        row.parts = []
+        row.layers = []
 
     def row_bytes(self, room: int) -> int:
         """Bytes of a row of so much room."""
@@ -166,7 +166,7 @@ class Rows(Cache, PackedCache):
         """Bytes that all rows hold."""
         return sum(self.row_bytes(row.room) for row in self.rows)
 
-    def after(self, parts: Sequence[tuple[Row, int]]) -> int:
+    def after(self, parts: Sequence[tuple[SequenceCache, int]]) -> int:
         """The most bytes that rows hold while a pass reads so many tokens of each of these."""
         grown = [(row.room, row.room_for(row.length + count)) for row, count in parts]
         more = sum(self.row_bytes(room) - self.row_bytes(before) for before, room in grown)
@@ -175,56 +175,56 @@ class Rows(Cache, PackedCache):
 
     def needed(self) -> tuple[int, int]:
         """Bytes while the pass that is about to begin runs, and tokens of its longest row after it."""
-        parts = [(turn.row, turn.count) for turn in self._turns]
+        parts = [(part.row, part.count) for part in self._parts]
         return self.after(parts), max((row.length + count for row, count in parts), default=0)
 
-    def sequences(self) -> list[tuple[Row, int, bool]]:
+    def sequences(self) -> list[tuple[SequenceCache, int, bool]]:
         """Who is in the pass that is about to begin: rows, their tokens, and whether those are of prompts."""
-        return [(turn.row, turn.count, turn.is_prompt) for turn in self._turns]
+        return [(part.row, part.count, part.is_prompt) for part in self._parts]
 
     @contextmanager
-    def passing(self, parts: Sequence[tuple[Row, int, bool]]) -> Iterator[None]:
+    def passing(self, parts: Sequence[tuple[SequenceCache, int, bool]]) -> Iterator[None]:
         """Around a pass that reads so many tokens of each of these rows, of a prompt or not, in this order.
 
         Where it fails after it began, its rows are worth nothing: `began` says so.
         """
         start, self.began = 0, False
         for row, count, is_prompt in parts:
-            self._turns.append(Turn(row, start, count, row.room_for(row.length + count), is_prompt))
+            self._parts.append(PassPart(row, start, count, row.room_for(row.length + count), is_prompt))
             start += count
         try:
             with opened(Step(packed=self)):
                 yield
-            for turn in self._turns:
-                turn.row.length += turn.count
-                turn.row.room = turn.room
+            for part in self._parts:
+                part.row.length += part.count
+                part.row.room = part.room
         finally:
-            self._turns, self._passed = [], [None] * len(self.windows)
+            self._parts, self._passed = [], [None] * len(self.windows)
 
     # --- what models call
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take a layer's new states [1, heads, tokens, dim] apart, each row's behind what it has."""
         self.began = True
-        for turn in self._turns:
-            self._append(turn, layer, keys, values)
+        for part in self._parts:
+            self._append(part, layer, keys, values)
         self._passed[layer] = keys, values
         return keys, values
 
-    def _append(self, turn: Turn, layer: int, keys: Tensor, values: Tensor) -> None:
-        row, count, window = turn.row, turn.count, self.windows[layer]
-        part, span = row.parts[layer], slice(turn.start, turn.start + turn.count)
-        end = part.end + count
-        if part.keys is None or end > part.keys.shape[2]:
-            size = turn.room if window is None else min(turn.room, window - 1 + self.step)
-            keep = part.end if window is None else min(part.end, window - 1)
-            part.keys = _moved(part.keys, part.end, keep, size, keys)
-            part.values = _moved(part.values, part.end, keep, size, values)
-            end = keep + count
-        assert part.values is not None
-        part.keys[:, :, end - count : end] = keys[:, :, span]
-        part.values[:, :, end - count : end] = values[:, :, span]
-        part.end = end
+    def _append(self, part: PassPart, layer: int, keys: Tensor, values: Tensor) -> None:
+        window, span = self.windows[layer], slice(part.start, part.start + part.count)
+        held = part.row.layers[layer]
+        end = held.end + part.count
+        if held.keys is None or end > held.keys.shape[2]:
+            size = part.room if window is None else min(part.room, window - 1 + self.step)
+            keep = held.end if window is None else min(held.end, window - 1)
+            held.keys = _moved(held.keys, held.end, keep, size, keys)
+            held.values = _moved(held.values, held.end, keep, size, values)
+            end = keep + part.count
+        assert held.values is not None
+        held.keys[:, :, end - part.count : end] = keys[:, :, span]
+        held.values[:, :, end - part.count : end] = values[:, :, span]
+        held.end = end
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
         """Every row's queries over its own keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
@@ -233,13 +233,13 @@ class Rows(Cache, PackedCache):
         if passed is None or (expand is None and key is not passed[0]):
             raise NotPackable(f"{type(module).__name__} changes what its cache returns")
         out = []
-        for turn in self._turns:
-            part = turn.row.parts[layer]
-            assert part.keys is not None and part.values is not None
-            k, v = part.keys[:, :, : part.end], part.values[:, :, : part.end]
+        for part in self._parts:
+            held = part.row.layers[layer]
+            assert held.keys is not None and held.values is not None
+            k, v = held.keys[:, :, : held.end], held.values[:, :, : held.end]
             if expand is not None:
                 k, v = expand(k, v)
-            q = query[:, :, turn.start : turn.start + turn.count]
+            q = query[:, :, part.start : part.start + part.count]
             out.append(_attend(q, k, v, scaling, self.windows[layer], sinks))
         return torch.cat(out, dim=1)
 
@@ -253,15 +253,15 @@ class Rows(Cache, PackedCache):
 
 
 class _Layer:
-    """A layer of `Rows`, where models ask for one."""
+    """A layer of `PackedKvCache`, where models ask for one."""
 
     is_sliding = is_linear = is_dummy = False
     is_compileable = False
 
-    def __init__(self, rows: Rows, number: int) -> None:
+    def __init__(self, rows: PackedKvCache, number: int) -> None:
         self._rows, self._number = weakref.ref(rows), number  # a circle would keep the rows' memory
 
-    def _of(self) -> Rows:
+    def _of(self) -> PackedKvCache:
         rows = self._rows()
         assert rows is not None
         return rows
@@ -329,7 +329,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention of a packed pass, as transformers calls it."""
     step = current()
-    if step is None or step.packed is None:  # set by Rows.passing
+    if step is None or step.packed is None:  # set by PackedKvCache.passing
         raise NotPackable("a pass that is not packed came to the attention of packed ones")
     scaling, sinks = given.pop("scaling", None), given.pop("s_aux", None)
     unknown = [n for n, value in given.items() if n not in IGNORED and value is not None and value is not False]
@@ -339,7 +339,7 @@ def _attention(
 
 
 def _no_mask(**_: Any) -> None:
-    """Rows need none."""
+    """Make no mask: each sequence reads its own cache."""
 
 
 AttentionInterface.register(NAME, _attention)

@@ -46,7 +46,7 @@ def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
     assert [x.versions for x in planned.per_layer] == [
         {n: row.count(n) for n in x.versions} for x, row in zip(planned.per_layer, serving.versions, strict=True)
     ]
-    if serving.live is None:
+    if serving.manager is None:
         assert planned.used_bytes == serving.resident_bytes()
     else:
         assert planned.used_bytes <= budget
@@ -188,7 +188,7 @@ def test_the_bytes_used_are_those_reserved(bundle: Path, policy: str) -> None:
     budget = enough(bundle, 900_000, policy=policy)
     planned = plan(bundle, budget, policy=policy)
     model = moepack.load(bundle, policy=policy, device_memory=budget)
-    model.moepack.live.device.limit(None)
+    model.moepack.manager.device.limit(None)
     end = time.monotonic() + 20
     while model.moepack.resident_bytes() != planned.used_bytes:
         assert time.monotonic() < end, (model.moepack.resident_bytes(), planned.used_bytes)

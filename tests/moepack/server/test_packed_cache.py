@@ -12,7 +12,7 @@ from tiny_models import save_tiny
 from moepack.runtime.planning.kv_cache import KvShape, storages
 from moepack.server.batching import packed_cache as rows_module
 from moepack.server.batching.engine import CacheSlot, Engine, StepInput
-from moepack.server.batching.packed_cache import NotPackable, Rows, Shape, windows_of
+from moepack.server.batching.packed_cache import CacheShape, NotPackable, PackedKvCache, windows_of
 
 NEW, STEP = 12, 16
 LENGTHS = (3, 40, 17, 1)
@@ -144,16 +144,16 @@ def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_pat
     assert windows_of(model.config) == windows
     heads, dim = 2, 16
     token = 2 * heads * dim * 4  # keys and values in float32
-    shape = Shape(token, ((token, 32),)) if family == "gpt_oss" else Shape(2 * token)
+    shape = CacheShape(token, ((token, 32),)) if family == "gpt_oss" else CacheShape(2 * token)
     engine = Engine(model, STEP)
-    engine._rows = rows = Rows(windows, shape, STEP)
+    engine._rows = rows = PackedKvCache(windows, shape, STEP)
     slots = [rows.add(n) for n in (20, 3)]
     places = [CacheSlot(row) for row in slots]
     for step in range(90):
         items = [StepInput(place, [5] * (STEP if n == 0 and step < 2 else 1)) for n, place in enumerate(places)]
         after = rows.after([(i.slot.row, len(i.tokens)) for i in items])
         engine.run(items)
-        held = sum(storages([(p.keys, p.values) for row in slots for p in row.parts]).values())
+        held = sum(storages([(p.keys, p.values) for row in slots for p in row.layers]).values())
         assert held <= rows.held_bytes <= after
         assert held == rows.held_bytes or family == "gpt_oss"  # a window's memory grows when it is full
         assert all(row.length <= row.room < row.length + 160 for row in slots)
@@ -162,9 +162,9 @@ def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_pat
 
 
 def test_bytes_by_hand() -> None:
-    assert Shape(10).bytes(100, 8) == 1000
-    assert Shape(10, ((4, 32),)).bytes(20, 8) == 280  # the window is not full yet
-    assert Shape(10, ((4, 32),)).bytes(100, 8) == 1000 + 4 * (31 + 8)
+    assert CacheShape(10).bytes(100, 8) == 1000
+    assert CacheShape(10, ((4, 32),)).bytes(20, 8) == 280  # the window is not full yet
+    assert CacheShape(10, ((4, 32),)).bytes(100, 8) == 1000 + 4 * (31 + 8)
 
 
 def test_the_shape_is_read_from_what_was_measured(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_shape_is_read_from_what_was_measured(tmp_path: Path) -> None:
         shape = KvShape(((0, 64, 64 * 31), (0, 64, 64 * 31), (8, 0, None), (0, 64, None), (0, 64, None)))
 
     engine._watch = Watch()
-    assert engine._shape() == Shape(128, ((128, 32),))
+    assert engine._shape() == CacheShape(128, ((128, 32),))
 
 
 def test_a_cache_is_gone_when_its_last_row_is(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from moepack.runtime.policies.contract import (
 from moepack.runtime.policies.prefill import Prefill
 from moepack.runtime.residency.sequences import Sequences
 from moepack.server.batching.engine import Engine, StepInput
-from moepack.server.batching.packed_cache import Rows
+from moepack.server.batching.packed_cache import PackedKvCache
 from moepack.server.command import HELD, Serve, serve
 
 PROMPTS = ("The history of the town", "def f(x):", "Tom has 3 apples and", "In the year")
@@ -82,8 +82,8 @@ def test_requests_at_once_are_answered_as_alone(
         assert server.server.engine.is_packed == (policy != ATTENTION)
         if serving.budget_bytes is not None:
             assert serving.resident_bytes_peak <= serving.budget_bytes
-        if serving.live is not None:
-            wait_for(lambda: not any(read() for read, _ in serving.live.hearing.sequences._followed.values()))
+        if serving.manager is not None:
+            wait_for(lambda: not any(read() for read, _ in serving.manager.statistics.sequences._followed.values()))
 
 
 # --- what policies are told
@@ -135,7 +135,7 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
 
 def test_a_row_that_is_read_again_is_a_sequence_of_its_own() -> None:
     """Its cache was given up: all that was known of it went with it."""
-    rows, sequences = Rows([None], None, 8), Sequences()
+    rows, sequences = PackedKvCache([None], None, 8), Sequences()
 
     def reads(*parts: tuple[Any, int, bool]) -> list[tuple[int, int, bool, bool]]:
         with rows.passing(parts), sequences.reading({"input_ids": torch.zeros(1, 4), "past_key_values": rows}) as found:
@@ -167,7 +167,7 @@ def test_prefill_places_by_the_prompts_of_those_who_decode(
     with served(bundle, tokenizer, options, "prefill:hi=bf16,k=4,bits=3") as server:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda prompt: answer(server, prompt, 60), PROMPTS[:2]))
-        policy = server.model.moepack.live.policy
+        policy = server.model.moepack.manager.policy
         wait_for(lambda: not policy._sequences)
     assert seen == [1, 2] or seen[0] == 2
 

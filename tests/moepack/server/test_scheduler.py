@@ -183,7 +183,7 @@ def test_the_youngest_gives_way_and_is_read_again(bench: Any) -> None:
     b.machine.gate.set()
     b.ended()
     assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(3)]
-    assert b.machine.most_held <= 60 and b.scheduler.totals.preempted == 0  # they wait for their turn
+    assert b.machine.most_held <= 60 and b.scheduler.totals.preempted == 0  # they wait for their part
     b = bench(Machine(room=100, gate=threading.Event()), step_tokens=16)
     told = [b.ask([n + 1] * 5, 80) for n in range(2)]
     b.machine.gate.set()

@@ -56,7 +56,7 @@ def test_live(running: Running) -> None:
 
 def test_heat_is_beside_the_policys_own_counts(running: Running) -> None:
     """The policy still hears of every token."""
-    live = running.model.moepack.live
+    live = running.model.moepack.manager
     heard: list[int] = []
     decide = live._decide
 

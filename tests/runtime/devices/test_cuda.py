@@ -296,7 +296,7 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model served in a budget: experts are promoted while host memory fills, and are the bundle's to the bit."""
     import moepack
     from moepack.runtime.devices.cpu import CpuMemory
-    from moepack.runtime.residency import live as live_module
+    from moepack.runtime.residency import manager as manager_module
 
     cuda = FakeCudart(WAYS["registered"])
     gpu = FakeGpu(cuda)
@@ -308,10 +308,10 @@ def test_serving_over_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(made, "memory", CpuMemory)  # the model is on a CPU, whose pools give blocks back
         return made
 
-    monkeypatch.setattr(live_module, "open_device", device)
+    monkeypatch.setattr(manager_module, "open_device", device)
     policy = "hotness:lo=w2,between=no,interval=0.02,rate=0,margin=0,slack=0"
     model = moepack.load(bundle, policy=policy, device_memory=12_000_000, host_memory=1 << 30)
-    live, rng = model.moepack.live, torch.Generator().manual_seed(0)
+    live, rng = model.moepack.manager, torch.Generator().manual_seed(0)
     end = time.monotonic() + 20
     while time.monotonic() < end and live.device.host()["filling"]:
         with torch.inference_mode():

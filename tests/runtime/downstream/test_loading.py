@@ -30,7 +30,7 @@ def test_load(row: Any, bundle: Path, free: Any, hot: Any, same: Same) -> None:
 def test_keywords(row: Any, bundle: Path, same: Same) -> None:
     assert from_path(bundle, policy="static:w2").moepack.versions[0][0] == "w2"
     with from_path(bundle, **HOT).moepack as serving:
-        assert serving.budget_bytes == 30_000_000 and serving.live is not None
+        assert serving.budget_bytes == 30_000_000 and serving.manager is not None
 
 
 @pytest.mark.row("`from_pretrained(bundle, quantization_config=MoepackConfig(...))`")

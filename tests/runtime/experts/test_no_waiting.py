@@ -11,11 +11,11 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward, reference_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.kernels.forms import resident_size
-from moepack.runtime.residency.tables import DeviceTables
 from moepack.runtime.step import Step, opened
 
 if not torch.cuda.is_available():

@@ -223,8 +223,8 @@ def test_served_models(bundle: Path) -> None:
         plain = moepack.load(bundle, policy="static:w4", attn_implementation=attention)
         model = moepack.load(bundle, policy=policy, device_memory=budget, attn_implementation=attention)
         told: list[Any] = []
-        decide = model.moepack.live.policy.decide
-        model.moepack.live.policy.decide = lambda event: told.append(event) or decide(event)  # noqa: B023
+        decide = model.moepack.manager.policy.decide
+        model.moepack.manager.policy.decide = lambda event: told.append(event) or decide(event)  # noqa: B023
         with torch.inference_mode():
             for tokens in (ids(1, 64), ids(2, 40), ids(1, 1)):
                 assert torch.equal(model(tokens).logits, plain(tokens).logits)

@@ -49,9 +49,9 @@ def at(model: Any, name: str) -> int:
 
 
 def nothing_is_held(model: Any) -> None:
-    window = model.moepack.live.paging.window  # a load that nobody wants any more still ends, on its own thread
+    window = model.moepack.manager.paging.window  # a load that nobody wants any more still ends, on its own thread
     wait_for(lambda: not any(m.pins or m.state is not State.RESIDENT or m.at != m.page for m in window.mapped()))
-    assert not any(of.evicting for of in window._of) and not model.moepack.live.paging._line
+    assert not any(of.evicting for of in window._of) and not model.moepack.manager.paging._line
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_the_bytes_that_are_taken(bundle: Path) -> None:
 
     smallest = least(bundle, "paged:alpha=1")
     model = load(bundle, "paged:alpha=1", smallest + ROOM)
-    live, opened = model.moepack.live, open_bundle(bundle)
+    live, opened = model.moepack.manager, open_bundle(bundle)
     experts = sum(x.experts for x in opened.layers)
     bf16 = sum(row[0] * n for row, n in zip(live.plan.blocks, live.plan.experts, strict=True))
     pool = sum(size for name, size in live.tracker.named().items() if name.startswith("bf16@packed"))
@@ -181,7 +181,7 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs goes back when this test says so
     monkeypatch.setattr(plan_module, "measure_rates", lambda *args: (float("inf"), 2e6, 1e6))
     model = paged(bundle, "alpha=1,interval=0.02,theta=1,rate=0", room=4_000_000)
-    live, whole = model.moepack.live, at(model, "bf16@packed")
+    live, whole = model.moepack.manager, at(model, "bf16@packed")
     live.paging.window._keeps = False  # else all that is asked for is soon there
     size = live.tracker.held("bf16@packed/" + str(live.plan.sizes[0][1])) or live.tracker.free
     assert whole > 0 and live.policy.alpha > 0.9
@@ -247,7 +247,7 @@ def test_an_interrupted_pass_lets_go(
 ) -> None:
     """However far it had come with its pages: the next pass finds them whole, or loads them anew."""
     model = paged(bundle, "alpha=1")
-    paging, calls = model.moepack.live.paging, 0
+    paging, calls = model.moepack.manager.paging, 0
     holder, name = {
         "place": (paging, "place"), "loaded": (paging, "loaded"), "bind": (paging.space, "bind"),
         "decode": (paging_module.Pages, "_packed"),
@@ -277,7 +277,7 @@ def test_an_interrupted_pass_lets_go(
 def test_an_interruption_while_another_pass_has_the_lock_does_not_keep_it(bundle: Path) -> None:
     """Ctrl-C is seen on the way out of waiting for the lock."""
     model = paged(bundle, "alpha=1")
-    paging = model.moepack.live.paging
+    paging = model.moepack.manager.paging
     stopped: list[type[BaseException]] = []
 
     def serve() -> None:
@@ -329,7 +329,7 @@ def test_a_pass_that_is_closed_between_taking_pages_and_loading_them_ends(
 
 
 def paging_version(model: Any) -> Any:
-    return model.moepack.live.plan.ladder[0].version
+    return model.moepack.manager.plan.ladder[0].version
 
 
 def test_damage_is_named_and_not_served(damaged: Path, plain: Any) -> None:
@@ -346,7 +346,7 @@ def test_damage_is_named_and_not_served(damaged: Path, plain: Any) -> None:
     file.write_bytes(whole[:at_byte] + bytes([whole[at_byte] ^ 1]) + whole[at_byte + 1 :])
     model = load(damaged, "paged", least(damaged, "paged"))
     for ahead in (True, False):
-        model.moepack.live.paging._ahead = ahead
+        model.moepack.manager.paging._ahead = ahead
         with pytest.raises(BundleError, match=rf"layer 1, expert {chosen[0]}, version bf16: its bytes do not match"):
             logits(model, ids(0, 512))
     file.write_bytes(whole)
@@ -390,7 +390,7 @@ def test_prompts_look_ahead_and_tokens_do_not(bundle: Path) -> None:
     for ahead in ("yes", "no"):
         model = paged(bundle, f"alpha=0.5,ahead={ahead}")
         logits(model, ids(0, 512))
-        made = counts[ahead] = model.moepack.live.paging.counts
+        made = counts[ahead] = model.moepack.manager.paging.counts
         assert made.waits == model.moepack.counters()["forward_waits"] > 0 and made.waited > 0
         assert model.moepack.counters()["bytes_moved"] > 0 and all(made.demanded)
         brought = sum(made.ahead)

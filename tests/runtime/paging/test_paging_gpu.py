@@ -25,7 +25,7 @@ from moepack.runtime.paging import gpu_rates
 from moepack.runtime.paging.window import State
 from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.residency import kv_reserve
-from moepack.runtime.residency import live as live_module
+from moepack.runtime.residency import manager as manager_module
 
 ROOT = Path(__file__).resolve().parents[3]
 ONLY = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\nallocation: {average_bits: 16}\n"
@@ -84,10 +84,10 @@ def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, opt
     model = paged(small, options)
     for n in (9, 1, 9):
         assert torch.equal(logits(model, n), want[n]), n
-    window = model.moepack.live.paging.window
+    window = model.moepack.manager.paging.window
     assert not any(m.pins or m.state is not State.RESIDENT or m.at != m.page for m in window.mapped())
-    counters = model.moepack.counters()
-    assert (counters["forward_waits"] > 0 and "ahead=no" in options) or sum(model.moepack.live.paging.counts.ahead) > 0
+    counters, counts = model.moepack.counters(), model.moepack.manager.paging.counts
+    assert (counters["forward_waits"] > 0 and "ahead=no" in options) or sum(counts.ahead) > 0
     assert gpu.bindings.held <= model.moepack.budget_bytes
     close(model)
 
@@ -117,9 +117,9 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
 ) -> None:
     """Packed experts leave, their pieces go back to the device, and come again; the bits stay the same throughout."""
     monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs goes back when this test says so
-    monkeypatch.setattr(live_module, "gpu_rates", lambda *args: (float("inf"), 2e4, 1e4))
+    monkeypatch.setattr(manager_module, "gpu_rates", lambda *args: (float("inf"), 2e4, 1e4))
     model = paged(small, "alpha=1,interval=0.02,theta=1,rate=0", room=520_000)
-    live, whole = model.moepack.live, at(model, "bf16@packed")
+    live, whole = model.moepack.manager, at(model, "bf16@packed")
     live.paging.window._keeps = False  # else all that is asked for is soon there
     assert whole == 24 and live.policy.alpha == 1
     memory, window = gpu.bindings.held, live.plan.window
@@ -161,9 +161,9 @@ def test_rates_are_measured_and_add_up_side_by_side(small: Path, monkeypatch: py
     rates = gpu_rates.measure_rates(bundle, ladder, made.gpu)
     assert rates[0] == float("inf") and all(0 < rate < 1e12 for rate in rates[1:]) and made.gpu.wrong == []
     model = paged(small, "alpha=0.5")
-    setting = model.moepack.live.policy._setting
-    assert setting.together and setting.rates == RATES and model.moepack.live.plan.granule == GRANULE
-    assert model.moepack.live.policy._seconds([[4e9, 3e9]]) == pytest.approx(3.0)
+    setting = model.moepack.manager.policy._setting
+    assert setting.together and setting.rates == RATES and model.moepack.manager.plan.granule == GRANULE
+    assert model.moepack.manager.policy._seconds([[4e9, 3e9]]) == pytest.approx(3.0)
     close(model)
 
 
@@ -225,7 +225,7 @@ def test_an_interrupted_pass_lets_go(
     small: Path, want: Any, gpu: StandIn, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = paged(small, "alpha=1,ahead=no")
-    paging, calls = model.moepack.live.paging, 0
+    paging, calls = model.moepack.manager.paging, 0
     holder: Any = {"loaded": paging, "bind": paging.space, "decode": paging.filler}[where]
     original = getattr(holder, where)
 

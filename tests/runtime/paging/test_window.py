@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from moepack.runtime.paging.address_space import Page
-from moepack.runtime.paging.window import STALE, Mapped, Run, State, Window
+from moepack.runtime.paging.window import STALE, LayerRun, Mapped, State, Window
 
 LAYERS, EXPERTS, BLOCKS = 4, 3, 6
 
@@ -47,8 +47,8 @@ class Simulation:
     def __init__(self, keeps: bool) -> None:
         self.window = Window([BLOCKS, BLOCKS], LAYERS, keeps)
         self.memory: dict[Page, dict[str, Any]] = {}  # what stands at a page's address: a block's memory
-        self.running: list[Run] = []
-        self.read: list[tuple[Run, Ended]] = []  # computations that were issued and have not ended
+        self.running: list[LayerRun] = []
+        self.read: list[tuple[LayerRun, Ended]] = []  # computations that were issued and have not ended
         self.loads: list[Mapped] = []
 
     def acquire(self, layer: int, experts: set[int]) -> bool:
@@ -94,7 +94,7 @@ class Simulation:
             self.loads.remove(mapped)
             self.window.loaded(mapped)
 
-    def compute(self, run: Run) -> bool:
+    def compute(self, run: LayerRun) -> bool:
         """Issue a run's products, if it may."""
         if not all(self.window.is_ready(run, d) for d in (0, 1)):
             return False
@@ -105,7 +105,7 @@ class Simulation:
         self.window.release(run, [event])
         return True
 
-    def look(self, run: Run) -> None:
+    def look(self, run: LayerRun) -> None:
         for mapped in (m for pages in run.pages for m in pages):
             if self.memory.get(mapped.page, {}).get("bytes") != mapped.page:
                 raise Violation(f"RAW: {mapped.page} is read before its bytes are complete")
@@ -118,7 +118,7 @@ class Simulation:
             self.window.lost(mapped)
         self.window.gave_up(mapped)
 
-    def interrupt(self, run: Run) -> None:
+    def interrupt(self, run: LayerRun) -> None:
         for mapped in [m for pages in run.pages for m in pages if m in self.loads]:
             self.give_up(mapped)
         self.running.remove(run)
@@ -249,7 +249,7 @@ def test_both_orders_and_the_bound_hold_whatever_happens() -> None:
 # --- the states of one page
 
 
-def _serve(window: Window, layer: int, experts: range = range(EXPERTS), event: Ended | None = None) -> Run:
+def _serve(window: Window, layer: int, experts: range = range(EXPERTS), event: Ended | None = None) -> LayerRun:
     run = window.acquire([[(d, layer, e) for e in experts] for d in (0, 1)])
     assert run is not None
     for mapped in [m for pages in run.loads for m in pages]:

@@ -74,7 +74,7 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
     planned = plan(bundle, least + room, policy="tiers")
     assert planned.feasible and planned.per_layer[0].versions == {"absent": 16}
     model = moepack.load(bundle, policy="tiers", device_memory=least + room)
-    live = model.moepack.live
+    live = model.moepack.manager
     assert set(model.moepack.versions[0]) == {"absent"}
     ids = torch.randint(1, 4000, (1, 24), generator=torch.Generator().manual_seed(0))
 
@@ -89,7 +89,7 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
     while not kinds <= {name for row in model.moepack.versions for name in row} or live.residency.in_flight():
         assert time.monotonic() < end, model.moepack.versions
         time.sleep(0.01)
-    model.moepack.live.round(time.monotonic())
+    model.moepack.manager.round(time.monotonic())
     for layer, module in zip(live.layers, plain, strict=True):
         x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
         index = torch.tensor([[e, (e + 5) % 16] for e in range(5)])

@@ -16,7 +16,7 @@ from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Activations, Needs, Workload
 from moepack.runtime.planning.kv_cache import KvShape
 from moepack.runtime.residency import kv_reserve
-from moepack.runtime.residency.kv_reserve import KvWatch
+from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.reserves import FreeReserve
 
 MOST = 1000  # bytes for caches, and so tokens; a token takes one more of activations, ten are held back
@@ -33,17 +33,17 @@ class Cache:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> KvWatch:
+def watch(monkeypatch: pytest.MonkeyPatch) -> KvBudget:
     monkeypatch.setattr(kv_reserve, "PATIENCE", 1.0)
     monkeypatch.setattr(kv_reserve, "LINGER", 0.0)
     monkeypatch.setattr(kv_reserve, "STEP", 1)
     passes = Activations((1, 2), (1, 2), (1.0, 1.0, 2.0, 2.0))
     needs = Needs(Workload(prefill_tokens=10), KvShape(((0, 1, None),)), 10, passes)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(use_cache=True))
-    return KvWatch(config, needs, FreeReserve(BudgetTracker(MOST, 0)), MOST)
+    return KvBudget(config, needs, FreeReserve(BudgetTracker(MOST, 0)), MOST)
 
 
-def run(watch: KvWatch, tokens: int, cache: Cache | None = None, inside: Callable[[], Any] = lambda: None) -> Cache:
+def run(watch: KvBudget, tokens: int, cache: Cache | None = None, inside: Callable[[], Any] = lambda: None) -> Cache:
     """A pass of so many tokens; what it leaves."""
     with watch.room({"input_ids": torch.zeros(1, tokens), "past_key_values": cache}) as done:
         inside()
@@ -53,7 +53,7 @@ def run(watch: KvWatch, tokens: int, cache: Cache | None = None, inside: Callabl
     return left
 
 
-def made(watch: KvWatch, tokens: int) -> Cache:
+def made(watch: KvBudget, tokens: int) -> Cache:
     """A cache of so many tokens, by passes whose activations are held back."""
     cache = Cache()
     for _ in range(0, tokens, 10):
@@ -61,7 +61,7 @@ def made(watch: KvWatch, tokens: int) -> Cache:
     return cache
 
 
-def bare(watch: KvWatch, tokens: int = 5, inside: Callable[[], Any] = lambda: None) -> None:
+def bare(watch: KvBudget, tokens: int = 5, inside: Callable[[], Any] = lambda: None) -> None:
     """A pass without a cache."""
     with watch.room({"input_ids": torch.zeros(1, tokens), "use_cache": False}):
         inside()
@@ -99,14 +99,14 @@ def somebody() -> Iterator[None]:
     other.end()
 
 
-def queued(watch: KvWatch, count: int) -> None:
+def queued(watch: KvBudget, count: int) -> None:
     end = time.monotonic() + 5
     while len(watch._queue.waiting) < count:
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvWatch) -> None:
+def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvBudget) -> None:
     gate = threading.Event()
     other = Beside(lambda: run(watch, 10, inside=gate.wait))
     while not watch._passes:
@@ -120,7 +120,7 @@ def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvWatch) 
     assert other.end() is None
 
 
-def test_what_fits_passes_one_that_cannot_run_now(watch: KvWatch, somebody: None) -> None:
+def test_what_fits_passes_one_that_cannot_run_now(watch: KvBudget, somebody: None) -> None:
     held = made(watch, 600)
     large = Beside(lambda: run(watch, 450))
     queued(watch, 1)
@@ -132,7 +132,7 @@ def test_what_fits_passes_one_that_cannot_run_now(watch: KvWatch, somebody: None
     assert large.end() is None and large.seconds < 0.9
 
 
-def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads whose passes overlap all the time: each ends once the next has begun, or cannot begin."""
     monkeypatch.setattr(kv_reserve, "PATIENCE", 2.0)
     stop, begun, passes = threading.Event(), threading.Condition(), [0]
@@ -157,7 +157,7 @@ def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvWatch, monkeypa
     assert [other.end() for other in others] == [None, None]
 
 
-def test_patience_begins_when_nobody_waits_before(watch: KvWatch, somebody: None) -> None:
+def test_patience_begins_when_nobody_waits_before(watch: KvBudget, somebody: None) -> None:
     held = made(watch, 600)
     first = Beside(lambda: run(watch, 450))
     queued(watch, 1)
@@ -170,7 +170,7 @@ def test_patience_begins_when_nobody_waits_before(watch: KvWatch, somebody: None
     assert second.end() is None
 
 
-def test_a_wait_that_was_in_vain_says_what_for(watch: KvWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_was_in_vain_says_what_for(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that could be reserved, and never are: experts that do not leave."""
     monkeypatch.setattr(FreeReserve, "grow", lambda self, size: False)
     with pytest.raises(InputError, match="over 8 tokens of 1 sequence waited 1 s for experts or other passes"):
@@ -178,7 +178,7 @@ def test_a_wait_that_was_in_vain_says_what_for(watch: KvWatch, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvWatch, inside: bool) -> None:
+def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvBudget, inside: bool) -> None:
     """Whether it comes while a token is decoded or between two: the tokens do not wait for it, and it waits."""
     began, prompts = threading.Event(), []
 
@@ -197,7 +197,7 @@ def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvWatch, inside: bo
     assert prompts[0].end() is None and watch.waits == 1
 
 
-def test_two_generations_that_wait_for_each_other(watch: KvWatch) -> None:
+def test_two_generations_that_wait_for_each_other(watch: KvBudget) -> None:
     """The one that closes the circle is refused at once, and the other goes on."""
     both = threading.Barrier(2, timeout=5)
 
@@ -211,7 +211,7 @@ def test_two_generations_that_wait_for_each_other(watch: KvWatch) -> None:
     assert one.end() is None and isinstance(two.end(), InputError) and one.seconds < 0.9
 
 
-def test_who_is_alone_is_refused_at_once(watch: KvWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_alone_is_refused_at_once(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
     held = made(watch, 600)
     began = time.monotonic()
@@ -220,7 +220,7 @@ def test_who_is_alone_is_refused_at_once(watch: KvWatch, monkeypatch: pytest.Mon
     assert time.monotonic() - began < 0.3 and len(held.held) == 600
 
 
-def test_those_that_wait_sleep_until_something_happens(watch: KvWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_wait_sleep_until_something_happens(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_reserve, "PATIENCE", 30.0)
     looks: list[float] = []
     used = watch._may_run

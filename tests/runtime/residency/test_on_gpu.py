@@ -95,12 +95,12 @@ def test_a_host_tier_beside_a_gpu(small: Path, gpu: StandIn, monkeypatch: pytest
         if refused:
             monkeypatch.setattr(gpu.cudart, "fails", lambda name, size, flags: 2 if name == "register" else 0)
         model = load(small, policy, least(small, policy, **ALL) + 60_000, **ALL)
-        memory = model.moepack.live.device._registered
+        memory = model.moepack.manager.device._registered
         pinned = sum(m.pinned for m in memory)
         names = [name for row in model.moepack.versions for name in row]
         on_host = sum(name.endswith("@host") for name in names)
         assert on_host and (pinned >= on_host * PAGE) == (not refused)
-        assert pinned == model.moepack.live.host.reserved * (not refused)
+        assert pinned == model.moepack.manager.host.reserved * (not refused)
         seen.append(logits(model, 5, 1))
         close(model)
         assert not gpu.cudart.registered
@@ -116,7 +116,7 @@ def test_caches_on_demand_keep_within_their_blocks(
     smallest = least(small, policy, **ALL)
     for more in (0, 9_000) if policy.endswith("w2") else (0,):
         model = load(small, policy, smallest + more, **ALL)
-        most = [sum(column) for column in zip(*model.moepack.live.plan.most, strict=True)]
+        most = [sum(column) for column in zip(*model.moepack.manager.plan.most, strict=True)]
         assert most[0] >= 8
         for seed, n in enumerate((9, 1, 5)):
             logits(model, n, seed)

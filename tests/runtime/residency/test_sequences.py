@@ -254,4 +254,4 @@ def test_sequences_on_several_threads(model: Any) -> None:
     for number in {e.sequence for e in events if isinstance(e, DecodingBegan)}:
         mine = [e for e in events if getattr(e, "sequence", 0) == number]
         assert kinds(mine) == ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
-    assert len(events) == 48 and not model.moepack.live.hearing.sequences._followed
+    assert len(events) == 48 and not model.moepack.manager.statistics.sequences._followed

@@ -23,12 +23,12 @@ from residency_simulation import (
 
 from moepack.pack.spec import PAGE
 from moepack.runtime.residency import transitions
-from moepack.runtime.residency.entries import Entry, Outcome
+from moepack.runtime.residency.entries import ExpertState, Outcome
 
 BASE = DROPS.base
 
 
-def phase(entry: Entry) -> str:
+def phase(entry: ExpertState) -> str:
     """What is happening to an expert (dynaexq, section 3.2); of several things at once the way to a new version."""
     if entry.coming not in (None, entry.active):
         return "promoting" if entry.coming < entry.active else "demoting"

@@ -35,7 +35,7 @@ from moepack.runtime.policies.contract import (
 )
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import parse_policy
-from moepack.runtime.residency.demand import Demand
+from moepack.runtime.residency.on_demand import OnDemandLoader
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))
 PAGES = {"bf16": 5, "bf16@packed": 3, "w4": 4, "w3": 3, "w2": 2, "w1": 1}
@@ -165,7 +165,7 @@ def test_invariants_hold_under_policies_that_block(text: str, silent: None) -> N
         sim = Waited(kind)
         sim.rng, sim.failing = rng, 0.1 if seed % 4 == 0 else 0.0
         sim.transitions.headroom.kept = best * max(EXPERTS) * PAGE
-        demand = Demand(
+        demand = OnDemandLoader(
             sim.residency, sim.transitions, lambda key, version: 100, lambda key, version: f"{key} {version}"
         )
         resident = kind.pages[-1] > 0

@@ -30,7 +30,7 @@ def test_the_threads_end_with_the_model(bundle: Path) -> None:
 
 def test_a_round_that_fails_is_seen_and_tried_again(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(bundle)
-    live = model.moepack.live
+    live = model.moepack.manager
     assert model.moepack.health()["worker"] == "running" and model.moepack.health()["ok"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live.policy, "decide", lambda event: 1 / 0)
@@ -49,7 +49,7 @@ def test_a_round_that_fails_is_seen_and_tried_again(bundle: Path, caplog: pytest
 def test_closing_while_rounds_fail_ends_the_threads(bundle: Path) -> None:
     before = ours()
     model = load(bundle)
-    live = model.moepack.live
+    live = model.moepack.manager
     live.policy.decide = lambda event: 1 / 0
     wait_for(lambda: live.worker.failures > 0, model)
     model.moepack.close()
@@ -61,24 +61,24 @@ def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
     """The collector may end a model on its own worker, between any two of its instructions."""
     before = ours()
     model = load(bundle)
-    live = model.moepack.live
+    live = model.moepack.manager
     wait_for(lambda: live.residency.counts.promotions > 0, model)
-    bell, ended = live.worker._bell, threading.Event()
+    wakeups, ended = live.worker._wakeups, threading.Event()
 
-    class Bell:
+    class Wakeups:
         """The queue, with the model's finalizer run inside `get`."""
 
-        put, empty, qsize, get_nowait = bell.put, bell.empty, bell.qsize, bell.get_nowait
+        put, empty, qsize, get_nowait = wakeups.put, wakeups.empty, wakeups.qsize, wakeups.get_nowait
 
         @staticmethod
         def get(timeout: float) -> None:
             live.abandon()
             ended.set()
-            bell.get(timeout=timeout)
+            wakeups.get(timeout=timeout)
 
-    live.worker._bell = Bell
+    live.worker._wakeups = Wakeups
     live.worker.wake()
-    bell.put(None)
+    wakeups.put(None)
     assert ended.wait(5)
     live.worker.join()
     assert model.moepack.health()["worker"] == "stopped" and not live.store._files
@@ -88,7 +88,7 @@ def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
 def test_a_slow_file_holds_no_pass_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of the high version are opened when it is first asked for: a file system that hangs then hangs no pass."""
     model = load(bundle)
-    live, gate = model.moepack.live, threading.Event()
+    live, gate = model.moepack.manager, threading.Event()
     stored = live.store.stored
     monkeypatch.setattr(live.store, "stored", lambda *place: (gate.wait(20), stored(*place))[1])
     wait_for(lambda: live.residency.in_flight() > 0, model)
@@ -104,7 +104,7 @@ def test_a_slow_file_holds_no_pass_up(bundle: Path, monkeypatch: pytest.MonkeyPa
 def test_a_pass_that_runs_while_the_model_is_closed(bundle: Path) -> None:
     """It goes on with its epoch to its end; one that begins afterwards is told in one line."""
     model = load(bundle, FAST.replace("0.02", "1e9"))
-    live = model.moepack.live
+    live = model.moepack.manager
     want = run(model, 3)
     keys = list(live.residency.entries)
     assert {name for row in model.moepack.versions for name in row} == {"w2"}
@@ -126,7 +126,7 @@ def test_a_pass_that_runs_while_the_model_is_closed(bundle: Path) -> None:
 
 def test_a_step_ends_though_the_device_fails(bundle: Path) -> None:
     model = load(bundle)
-    live = model.moepack.live
+    live = model.moepack.manager
     with pytest.raises(RuntimeError, match="planted"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(live.residency, "_mark", lambda: (_ for _ in ()).throw(RuntimeError("planted")))
         run(model, 1)
@@ -134,7 +134,7 @@ def test_a_step_ends_though_the_device_fails(bundle: Path) -> None:
     model.moepack.close()
 
 
-@pytest.mark.parametrize("where", ["moepack.runtime.residency.live.make_pools", "moepack.runtime.devices.glibc.own"])
+@pytest.mark.parametrize("where", ["moepack.runtime.residency.manager.make_pools", "moepack.runtime.devices.glibc.own"])
 def test_a_load_that_fails_leaves_no_thread(bundle: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = ours()
     enough = least(bundle) + ROOM

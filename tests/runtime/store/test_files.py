@@ -22,7 +22,7 @@ from moepack.pack.reader import open_bundle
 from moepack.runtime.store import files as store_module
 from moepack.runtime.store import read_ahead as ahead_module
 from moepack.runtime.store.files import DENSE, BackingStore
-from moepack.runtime.store.read_ahead import Ahead, loading_report
+from moepack.runtime.store.read_ahead import ReadAhead, loading_report
 
 PLACES = [("w4", p, e) for p in range(4) for e in range(16)]
 
@@ -70,7 +70,7 @@ def test_threads_do_read_ahead_and_stay_in_bounds(store: BackingStore, monkeypat
         read.append(threading.current_thread().name)
         return store.stored(*place).load()
 
-    ahead = Ahead(sizes, load, threads=3)
+    ahead = ReadAhead(sizes, load, threads=3)
     ahead.start()
     end = time.monotonic() + 10
     while len(read) < 5 and time.monotonic() < end:

@@ -23,6 +23,7 @@ from moepack.pack.errors import BundleError, InputError, MoepackError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
+from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
@@ -38,11 +39,10 @@ from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
 
-from .demand import Demand
-from .hearing import Hearing
+from .on_demand import OnDemandLoader
 from .opening import check_host, make_pools, open_device, open_paging, second_buffer, version_of
 from .residency import Residency
-from .tables import DeviceTables
+from .routing_statistics import RoutingStatistics
 from .transitions import Transitions
 from .worker import Worker
 
@@ -60,7 +60,7 @@ def _name(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
     return f"{bundle.path}: layer {bundle.layers[key[0]].index}, expert {key[1]}, version {plan.ladder[version]}"
 
 
-class Live:
+class ResidencyManager:
     """Serves a bundle while its experts' versions change. Every method may be called from any thread.
 
     Attributes:
@@ -163,14 +163,14 @@ class Live:
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
         self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand)
         named = partial(_name, bundle, plan) if plan.ladder[plan.base].where is Where.ABSENT else None
-        self.loading = Demand(self.residency, self.transitions, partial(_stored_bytes, bundle, plan), named)
+        self.on_demand = OnDemandLoader(self.residency, self.transitions, partial(_stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None
         if plan.window:
             self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
         self._load(wanted)
         self.device.limit(self._rate, 0 if self._blocking else FLOOR)
         self.each_round: Callable[[], None] = lambda: None
-        self.hearing = Hearing(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
+        self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
         self._one_at_a_time = threading.RLock()
@@ -227,7 +227,7 @@ class Live:
 
     # --- steps
 
-    def turn(self) -> contextlib.AbstractContextManager[Any]:
+    def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
         """Around all of a pass, its waiting for room too: under a policy that blocks, one runs at a time."""
         return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
@@ -240,7 +240,7 @@ class Live:
             yield NO_PROMPT, lambda out: None
             return
         try:
-            with self.hearing.sequences.reading(given) as found:
+            with self.statistics.sequences.reading(given) as found:
                 yield found
         finally:
             self._soon()
@@ -259,8 +259,8 @@ class Live:
         if (running := step_of(self.key)) is not None:
             yield running
             return
-        with self.turn():
-            if self.hearing.begins(prompt):
+        with self.pass_lock():
+            if self.statistics.begins(prompt):
                 self._soon()
             step = self._begin(prompt, mask, counted)
             try:
@@ -277,7 +277,7 @@ class Live:
                 table = self._tables.take(epoch, snapshots)
                 snapshots = tuple(s.over(row) for s, row in zip(snapshots, table.words, strict=True))
             return Step(
-                self.key, snapshots, self.hearing.counters(prompt, mask) if counted else None, prompt=prompt,
+                self.key, snapshots, self.statistics.counters(prompt, mask) if counted else None, prompt=prompt,
                 loader=self if self._blocking else None, paging=self.paging, number=number, table=table,
                 began=time.perf_counter(),
             )  # fmt: skip
@@ -294,25 +294,25 @@ class Live:
         self.residency.end(step.number)
         if step.counters is not None:
             step.counters.send()
-            self.hearing.ended(step)
+            self.statistics.ended(step)
         self._soon()
 
     def _soon(self) -> None:
         """Let what was noted be heard: by the worker, or at once where there is none."""
         if self._blocking:
-            self.hearing.hear(self._decide, self.capacity)
+            self.statistics.deliver(self._decide, self.capacity)
         else:
             self.worker.wake()
 
     @property
     def waits(self) -> int:
         """How often a forward pass waited for an expert."""
-        return self.loading.waits + (self.paging.counts.waits if self.paging is not None else 0)
+        return self.on_demand.waits + (self.paging.counts.waits if self.paging is not None else 0)
 
     @property
     def waited(self) -> float:
         """Seconds it did."""
-        return self.loading.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
+        return self.on_demand.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
 
     def load(self, step: Step, position: int, hidden: Tensor, index: Tensor) -> None:
         """Load what a policy that blocks wants before a layer's experts run, and wait for it (`LayerLoader`).
@@ -333,7 +333,7 @@ class Live:
         if self._upset:
             self._start_over()
         self._upset = True
-        placed, coming = self.loading.where(position)
+        placed, coming = self.on_demand.where(position)
         event = LayerReached(
             time.monotonic(), self.capacity(), position, step.counters.layer(position), step.counters.gates(position),
             step.prompt.several, important, predicted, gates, placed, coming,
@@ -341,7 +341,7 @@ class Live:
         wanted = self.policy.decide(event)
         try:
             if wanted is not None:
-                self.loading.reach(position, wanted)
+                self.on_demand.reach(position, wanted)
         except BundleError:  # the other experts are where the policy has them
             self._upset = False
             raise
@@ -353,7 +353,7 @@ class Live:
         The one before was interrupted while it decided, or before all of its answer was carried out: what it takes to
         be in memory may not be there, or more is.
         """
-        self.loading.drop_all()
+        self.on_demand.drop_all()
         self.policy, wanted = self.plan.policy(self._named)
         self.transitions.want(wanted, self.policy.worth)
         self._upset = False
@@ -379,11 +379,11 @@ class Live:
         """One round: let the policy see what was counted, then carry transitions on, whatever becomes of the former."""
         try:
             self.each_round()
-            self.hearing.hear(self._decide, self.capacity)
+            self.statistics.deliver(self._decide, self.capacity)
             capacity = self.capacity()
             if now - self._decided_at >= self.policy.needs.interval or capacity != self._capacity:
                 self._decided_at, self._capacity = now, capacity
-                self._decide(self.hearing.interval(now, capacity))
+                self._decide(self.statistics.interval(now, capacity))
         finally:
             self.transitions.tick()
 

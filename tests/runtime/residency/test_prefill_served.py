@@ -34,11 +34,11 @@ def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
 
 def settle(model: Any) -> None:
     """Let what is wanted come about."""
-    live = model.moepack.live
+    live = model.moepack.manager
 
     def done() -> bool:
         idle = not live.transitions.waiting() and not live.residency.in_flight()
-        return idle and not live.hearing._told and not live.hearing._ended and not live.hearing.sequences._over
+        return idle and not live.statistics._told and not live.statistics._ended and not live.statistics.sequences._over
 
     wait_for(done)
     time.sleep(0.05)
@@ -50,7 +50,7 @@ def decoded(model: Any, prompt: torch.Tensor, steps: int = 3) -> torch.Tensor:
     cache = DynamicCache(config=model.config)
     out = [logits(model, prompt, past_key_values=cache, use_cache=True)[:, -1]]
     for n in range(steps):
-        settle(model) if model.moepack.live is not None else None
+        settle(model) if model.moepack.manager is not None else None
         out.append(logits(model, prompt[:, n : n + 1], past_key_values=cache, use_cache=True)[:, -1])
     return torch.stack(out)
 
@@ -97,7 +97,7 @@ def test_with_k_all_it_is_the_checkpoint(bundle: Path) -> None:
 def test_one_migration_a_sequence(bundle: Path) -> None:
     """A prompt in chunks and many steps after it: one answer, when decoding begins, and none while it goes on."""
     model = load(bundle, "prefill", least(bundle, "prefill", kv_tokens=96) + ROOM, kv_tokens=96)
-    live, decide, answers = model.moepack.live, model.moepack.live.policy.decide, []
+    live, decide, answers = model.moepack.manager, model.moepack.manager.policy.decide, []
 
     def listening(event: Any) -> Any:
         wanted = decide(event)
@@ -130,15 +130,15 @@ def test_one_migration_a_sequence(bundle: Path) -> None:
 def test_the_prompts_experts_are_on_the_device(bundle: Path) -> None:
     """What the placement is, recomputed from the routing of a prompt: the top K by tokens and weights."""
     model = load(bundle, "prefill:k=4,alpha=1", least(bundle, "prefill", kv_tokens=64) + ROOM, kv_tokens=64)
-    live, prompt = model.moepack.live, ids(5, 60)
+    live, prompt = model.moepack.manager, ids(5, 60)
     counts = []
-    add = live.hearing._add
+    add = live.statistics._add
 
     def noted(step: Any, capacity: Any) -> Any:
         counts.append([row.copy() for row in step.counters.take()[0]])
         return add(step, capacity)
 
-    live.hearing._add = noted
+    live.statistics._add = noted
     decoded(model, prompt, 1)
     settle(model)
     for row, versions, prior in zip(counts[0], model.moepack.versions, live.plan.traffic, strict=True):
@@ -150,7 +150,7 @@ def test_the_prompts_experts_are_on_the_device(bundle: Path) -> None:
 def test_a_growing_cache_lessens_k(bundle: Path) -> None:
     """The budget's bytes go to the cache; the experts that leave get a width on the host, not the least there is."""
     model = load(bundle, "prefill:bits=3,selector=no", least(bundle, "prefill") + ROOM)
-    live = model.moepack.live
+    live = model.moepack.manager
     high = sum(row.count("bf16") for row in model.moepack.versions)
     live.each_round = lambda: None  # nobody gives back what no cache needs
     live.grow_kv(800_000)
@@ -166,7 +166,7 @@ def test_a_budget_one_byte_above_the_least(bundle: Path) -> None:
     """All experts are the host's; a prompt of one token, and one of two lengths with padding."""
     model = load(bundle, "prefill:bits=2", least(bundle, "prefill:bits=2") + 1, kv_tokens=0)
     assert not any(name == "bf16" for row in model.moepack.versions for name in row)
-    assert model.moepack.live.plan.capacity() == [0] * 4
+    assert model.moepack.manager.plan.capacity() == [0] * 4
     logits(model, ids(0, 1))
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, :4] = 0
@@ -189,7 +189,7 @@ def test_too_little_host_memory_is_refused_with_the_least(bundle: Path) -> None:
     for seed in range(4):
         logits(model, ids(seed, 50))
         settle(model)
-    live = model.moepack.live
+    live = model.moepack.manager
     assert live.host.peak <= enough and live.residency.counts.failures == 0 and not live.transitions.waiting()
     model.moepack.close()
     assert not ours() - before
@@ -202,7 +202,7 @@ def test_the_rate_holds_a_pass(bundle: Path) -> None:
         with pytest.raises(InputError, match=message):
             load(bundle, "prefill", budget, **given)
     model = load(bundle, "prefill:k=0", budget, host_rate="2MB", host_threads=1)
-    tier = model.moepack.live.tier
+    tier = model.moepack.manager.tier
     assert (tier.rate, tier.threads) == (2_000_000, 1)
     began = time.perf_counter()
     logits(model, ids(0, 8))
@@ -216,7 +216,7 @@ def test_the_rate_holds_a_pass(bundle: Path) -> None:
 def test_passes_at_once_share_the_tier(bundle: Path) -> None:
     """Two threads generate at once; rows are not mixed: each gives what it gives alone, as nothing migrates."""
     model = load(bundle, "prefill:bits=2", least(bundle, "prefill") + ROOM)
-    model.moepack.live.policy.decide = lambda event: None
+    model.moepack.manager.policy.decide = lambda event: None
     want = [logits(model, ids(seed, 20 + seed)) for seed in range(2)]
     wrong: list[str] = []
 
@@ -242,7 +242,7 @@ def test_what_fails_on_the_tier_fails_the_pass(bundle: Path, monkeypatch: pytest
     monkeypatch.setattr(forward_module, "_rows", failing)
     with pytest.raises(MemoryError, match="planted"):
         logits(model, ids(0, 8))
-    assert not model.moepack.live.residency._steps.open
+    assert not model.moepack.manager.residency._steps.open
     monkeypatch.undo()
     assert torch.isfinite(logits(model, ids(0, 8))).all()
     model.moepack.close()
@@ -257,7 +257,7 @@ def test_threads_end_with_the_model(bundle: Path) -> None:
     out: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: out.append(logits(model, ids(0, 8))))
     thread.start()
-    wait_for(lambda: model.moepack.live.residency._steps.open != set())
+    wait_for(lambda: model.moepack.manager.residency._steps.open != set())
     model.moepack.close()
     thread.join(20)
     assert out and torch.isfinite(out[0]).all() and not ours() - before
@@ -299,7 +299,7 @@ def test_shared_experts_dense_layers_and_all_experts_for_every_token(
     model = moepack.load(made, policy="prefill:bits=2", device_memory=budget, prefill_tokens=64, kv_tokens=64)
     decoded(model, ids(0, 12))
     settle(model)
-    model.moepack.live.policy.decide = lambda event: None
+    model.moepack.manager.policy.decide = lambda event: None
     here = {name for row in model.moepack.versions for name in row}
     assert "bf16" in here and len(here) > 1
     plain = on_the_device(made, model, tmp_path)

@@ -51,7 +51,7 @@ def check_exact(model: Any, bundle: Path) -> int:
 
 def test_the_hot_experts_are_promoted_in_the_budget(bundle: Path) -> None:
     model = load(bundle)
-    live = model.moepack.live
+    live = model.moepack.manager
     assert model.moepack.versions == (("w2",) * 16,) * 4 and check_exact(model, bundle) == 0
     room = rooms(live.plan)
     wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == room, model)
@@ -65,7 +65,7 @@ def test_the_hot_experts_are_promoted_in_the_budget(bundle: Path) -> None:
 
 def test_no_weight_buffer_comes_from_the_allocator_after_loading(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(bundle)
-    live = model.moepack.live
+    live = model.moepack.manager
     monkeypatch.setattr(device_module, "CpuMemory", None)
     wait_for(lambda: live.residency.counts.promotions > 20, model)
     spans = []
@@ -81,7 +81,7 @@ def test_no_weight_buffer_comes_from_the_allocator_after_loading(bundle: Path, m
 
 def test_a_copy_that_never_ends_holds_nobody_up(bundle: Path) -> None:
     model = load(bundle)
-    live, gate = model.moepack.live, threading.Event()
+    live, gate = model.moepack.manager, threading.Event()
     read = store_module.Stored.read_into
 
     def stuck(self: Any, *args: Any) -> None:
@@ -104,7 +104,7 @@ def test_too_small_a_budget_is_refused_with_the_least(bundle: Path) -> None:
     policy = "hotness:hi=bf16,lo=w2,between=no"
     enough = least(bundle, policy)
     model = load(bundle, policy, enough)
-    assert rooms(model.moepack.live.plan) == [0] * 4
+    assert rooms(model.moepack.manager.plan) == [0] * 4
     model.moepack.close()
     with pytest.raises(InputError, match=f"do is {enough} bytes"):
         load(bundle, "lru:hi=bf16,lo=w2", enough - 1)
@@ -143,7 +143,7 @@ def test_plans(bundle: Path) -> None:
 def test_the_prior_is_high_from_the_start(bundle: Path) -> None:
     """What was busy in calibration is loaded at the high version: before any token, and without a promotion."""
     model = load(bundle, FAST.replace("prior=none", "interval=1e9"))
-    plan = model.moepack.live.plan
+    plan = model.moepack.manager.plan
     assert [row.count("bf16") for row in model.moepack.versions] == rooms(plan)
     for row, traffic, losses in zip(model.moepack.versions, plan.traffic, plan.losses, strict=True):
         worth = (np.array(traffic) * (losses[:, -1] - losses[:, 0])).tolist()
@@ -171,7 +171,7 @@ def test_a_high_version_that_is_damaged_is_loaded_low(damaged: Path, caplog: pyt
 
 def test_low_versions_go_and_come_back(bundle: Path) -> None:
     model = load(bundle, FAST.replace("0.02", "1e9"))
-    live, most = model.moepack.live, sum(rooms(model.moepack.live.plan))
+    live, most = model.moepack.manager, sum(rooms(model.moepack.manager.plan))
     entries, keys = live.residency.entries, sorted(live.residency.entries)
     for wanted in (keys[:most], keys[-most:]):
         live.transitions.want(dict.fromkeys(wanted, 0))
@@ -185,7 +185,7 @@ def test_low_versions_go_and_come_back(bundle: Path) -> None:
 def test_damage_and_loss_while_serving(damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One layer's file is damaged, one is cut short, one vanishes: their experts stay, the others are promoted."""
     model = load(damaged, FAST, least(damaged) + 20_000_000)
-    live = model.moepack.live
+    live = model.moepack.manager
     files = [damaged / "experts" / "bf16" / f"layer-00{p}.safetensors" for p in range(4)]
     data = bytearray(files[0].read_bytes())
     for e in range(16):
@@ -207,7 +207,7 @@ def test_damage_and_loss_while_serving(damaged: Path, caplog: pytest.LogCaptureF
 
 def test_the_kv_reserve_pushes_experts_out(bundle: Path) -> None:
     model = load(bundle)
-    live = model.moepack.live
+    live = model.moepack.manager
     full = rooms(live.plan)
     wait_for(lambda: [row.count("bf16") for row in model.moepack.versions] == full, model)
     live.grow_kv(500_000)
@@ -231,8 +231,8 @@ def test_lru_waits_and_is_exact(bundle: Path) -> None:
     for seed in range(4):
         torch.testing.assert_close(run(model, seed), run(plain, seed), rtol=1e-4, atol=1e-4)
     waits = model.moepack.counters()["forward_waits"]
-    assert waits > 64 and model.moepack.live.tracker.peak <= budget and model.moepack.live.waited > 0
-    assert check_exact(model, bundle) == sum(rooms(model.moepack.live.plan))
+    assert waits > 64 and model.moepack.manager.tracker.peak <= budget and model.moepack.manager.waited > 0
+    assert check_exact(model, bundle) == sum(rooms(model.moepack.manager.plan))
     model.moepack.close()
 
 
@@ -265,7 +265,7 @@ def test_static_and_uniform_are_traced_too(bundle: Path, evaluation: Path, tmp_p
 def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:
     """A small copy counts as FLOOR bytes; one that is no longer wanted ends at its next chunk."""
     model = load(bundle, FAST.replace("0.02,rate=0", "1e9,rate=50"))
-    live, keys = model.moepack.live, [(0, e) for e in range(10)]
+    live, keys = model.moepack.manager, [(0, e) for e in range(10)]
     began = time.monotonic()
     live.transitions.want(dict.fromkeys(keys, 0))
     wait_for(lambda: model.moepack.versions[0].count("bf16") == 10)
@@ -287,7 +287,7 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
     """
     random.seed(0)
     model = load(bundle)
-    live, problems, stop = model.moepack.live, [], time.monotonic() + SECONDS
+    live, problems, stop = model.moepack.manager, [], time.monotonic() + SECONDS
 
     def delayed(owner: Any, name: str, most: float = 0.002, failing: float = 0.0) -> None:
         original = getattr(owner, name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from moepack.pack.errors import BundleError, InputError, MoepackError
-from moepack.runtime.devices.contract import Event
+from moepack.runtime.devices.contract import Completion
 from moepack.runtime.policies.contract import Changes, Ints, Key, Wanted
 
 from .entries import Outcome
@@ -23,7 +23,7 @@ from .transitions import Transitions
 
 
 @dataclass(slots=True)
-class Moved:
+class MovedBytes:
     """Stored bytes that were copied while serving, by what became of them. What a prefetch had copied when it was
     cancelled is not among them.
 
@@ -42,20 +42,20 @@ class Moved:
     prefetch_wasted: int = 0
 
 
-MOVED = tuple(f.name for f in fields(Moved))
+MOVED = tuple(f.name for f in fields(MovedBytes))
 
 
 @dataclass(slots=True)
-class _Ahead:
+class _Prefetch:
     """A prefetch whose layer has not been reached since it began, or that was given up."""
 
     version: int
     size: int
-    event: Event
+    event: Completion
     landed: bool = False
 
 
-class Demand:
+class OnDemandLoader:
     """Carries out what a policy answers to `LayerReached`.
 
     Attributes:
@@ -77,11 +77,11 @@ class Demand:
         name: of a version of an expert, for errors, where the base placement is none to run at: a copy that fails then
             ends the pass; without it, the expert runs at its base version.
         """
-        self.moved = Moved()
+        self.moved = MovedBytes()
         self.waits, self.waited = 0, 0.0
         self._residency, self._transitions, self._size, self._name = residency, transitions, size, name
-        self._ahead: dict[Key, _Ahead] = {}
-        self._given_up: list[_Ahead] = []
+        self._ahead: dict[Key, _Prefetch] = {}
+        self._given_up: list[_Prefetch] = []
         self._waiting: set[Key] = set()
 
     def where(self, position: int) -> tuple[Ints, Ints]:
@@ -178,7 +178,7 @@ class Demand:
         if self._begin(key, version, must=False):
             flying = entry.flying
             assert flying is not None
-            self._ahead[key] = _Ahead(version, self._size(key, version), flying.event)
+            self._ahead[key] = _Prefetch(version, self._size(key, version), flying.event)
 
     def _begin(self, key: Key, version: int, must: bool) -> bool:
         """Begin a copy, where the version is not there; whether there is one to wait for."""

@@ -30,11 +30,11 @@ from moepack.runtime.step import Prompt, Step
 
 from .sequences import Sequences
 
-UNHEARD = 64  # steps whose counts wait to be heard: of more, those of the oldest are forgotten
+UNDELIVERED = 64  # steps whose counts wait to be heard: of more, those of the oldest are forgotten
 
 
-class Hearing:
-    """One model's. Steps come from any thread; `hear` and `interval` are called by one at a time.
+class RoutingStatistics:
+    """One model's. Steps come from any thread; `deliver` and `interval` are called by one at a time.
 
     Attributes:
         sequences: which pass belongs to which.
@@ -59,7 +59,7 @@ class Hearing:
         self._experts, self._placements, self._needs, self._device = tuple(experts), placements, needs, device
         self._order = itertools.count()
         self._told: deque[tuple[int, Callable[[Sequence[int]], Event]]] = deque()  # made with the capacity as of then
-        self._ended: deque[tuple[int, Step]] = deque(maxlen=UNHEARD)
+        self._ended: deque[tuple[int, Step]] = deque(maxlen=UNDELIVERED)
         self._spare: list[Counters] = []
         self._clear()
 
@@ -109,7 +109,7 @@ class Hearing:
         if self._needs.prompts:
             self._told.append((next(self._order), event))
 
-    def hear(self, decide: Callable[[Event], None], capacity: Callable[[], Sequence[int]]) -> None:
+    def deliver(self, decide: Callable[[Event], None], capacity: Callable[[], Sequence[int]]) -> None:
         """Let the policy know of sequences, and add up the steps that have ended, in the order of all this: what a step
         has counted is heard before what happens to its sequence next, however late its numbers arrive.
 
@@ -140,7 +140,7 @@ class Hearing:
                     decide(event)
             for counters in (step.counters, *(apart for _, apart in step.counters.within)):
                 counters.clear()
-                if len(self._spare) < UNHEARD:
+                if len(self._spare) < UNDELIVERED:
                     self._spare.append(counters)
 
     def _add(self, step: Step, capacity: Callable[[], Sequence[int]]) -> Iterator[Event]:

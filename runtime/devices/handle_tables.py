@@ -16,30 +16,30 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.runtime.devices.contract import Event
+from moepack.runtime.devices.contract import Completion
 from moepack.runtime.experts.handles import Snapshot
 
 
 @dataclass(slots=True, eq=False)
-class Table:
+class HandleTable:
     """The handles of all layers, int64 [layers, the most experts], as of an epoch."""
 
     words: Tensor
     epoch: int
-    read: Event | None = None
+    read: Completion | None = None
 
 
 class DeviceTables:
     """The tables of one device. Every method may be called from any thread."""
 
-    def __init__(self, experts: Sequence[int], device: torch.device, mark: Callable[[], Event]) -> None:
+    def __init__(self, experts: Sequence[int], device: torch.device, mark: Callable[[], Completion]) -> None:
         """`mark` makes an event that ends with the compute issued so far."""
         self._shape, self._device, self._mark = (len(experts), max(experts)), device, mark
-        self._free: list[Table] = []
+        self._free: list[HandleTable] = []
         self._lock = threading.Lock()
         self._host: tuple[int, Tensor] | None = None
 
-    def take(self, epoch: int, snapshots: Sequence[Snapshot]) -> Table:
+    def take(self, epoch: int, snapshots: Sequence[Snapshot]) -> HandleTable:
         """A table with the handles of an epoch, for one step; copied on the current stream.
 
         Raises:
@@ -54,7 +54,7 @@ class DeviceTables:
             table = next((t for t in ended if t.epoch == epoch), ended[0] if ended else None)
             if table is None:
                 with torch.inference_mode(False):
-                    table = Table(torch.zeros(self._shape, dtype=torch.int64, device=self._device), -1)
+                    table = HandleTable(torch.zeros(self._shape, dtype=torch.int64, device=self._device), -1)
             else:
                 self._free.remove(table)
             if table.epoch != epoch:
@@ -72,7 +72,7 @@ class DeviceTables:
             self._host = epoch, made.pin_memory() if self._device.type == "cuda" else made
         return self._host[1]
 
-    def give(self, table: Table) -> None:
+    def give(self, table: HandleTable) -> None:
         """A step has ended: its table may be used again once its kernels have."""
         table.read = self._mark()
         with self._lock:

@@ -15,7 +15,7 @@ import moepack
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
 from moepack.runtime.policies.contract import Changes, Key
-from moepack.runtime.residency.demand import Demand
+from moepack.runtime.residency.on_demand import OnDemandLoader
 from moepack.runtime.store.files import BackingStore
 
 HIGH, LOW, NONE = range(3)
@@ -28,7 +28,7 @@ class Waits(Simulation):
     def __init__(self, failing: tuple[Key, ...] = ()) -> None:
         super().__init__(Kind(pages=(2, 1, 0), reserve=0, room=7, keeps_base=True))
         self.failing = failing
-        self.demand = Demand(
+        self.demand = OnDemandLoader(
             self.residency, self.transitions, lambda key, version: (200, 100)[version],
             lambda key, version: f"layer {key[0]}, expert {key[1]}, version {version}",
         )  # fmt: skip
@@ -208,7 +208,7 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
             for gate in (*routers[0], *routers[1]):
                 gate.top_k = 2
         counters = model.moepack.counters()
-        assert model.moepack.live.tracker.peak <= enough + 1 and counters["forward_waits"] > 64
+        assert model.moepack.manager.tracker.peak <= enough + 1 and counters["forward_waits"] > 64
         cancelled = counters["bytes_moved"] - counters["demand_bytes"] - counters["prefetch_bytes"]  # half-way
         assert 0 <= cancelled < counters["prefetch_bytes"] or cancelled == 0
         parts = ("prefetch_in_time", "prefetch_late", "prefetch_wasted")
@@ -286,7 +286,7 @@ def test_kv_caches_take_the_experts_room_and_give_it_back(bundle: Path) -> None:
     budget = least(bundle, policy, kv_tokens=64) + 800_000
     model = load(bundle, policy, budget, kv_tokens=64)
     plain = moepack.load(bundle, policy="static:w4")
-    live, serving = model.moepack.live, model.moepack
+    live, serving = model.moepack.manager, model.moepack
     held = []
     with torch.inference_mode():
         caches: list[Any] = [None, None]
@@ -365,7 +365,7 @@ def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle: P
     model = load(bundle, policy, least(bundle, policy))
     with model.moepack as served, torch.inference_mode():
         expected = model(tokens, use_cache=False).logits
-        holder = served.live.residency if where == "_fetch" else served.live.loading
+        holder = served.manager.residency if where == "_fetch" else served.manager.on_demand
         original = getattr(holder, where)
         for after in range(3):
             calls = iter(range(after))

@@ -4,8 +4,8 @@
                                [--data FILE] [--only layers|models|quality ...] [--work DIR] [--install]
 
 llama-cpp-python, compiled for this processor without BLAS, and kt-kernel are installed into environments of their own,
-under the user's cache, when they are not there; `--install` does no more. A peer that cannot be had is named, with the
-reason, and left out. Every side is a process of its own on the same processors with as many threads; sides take turns;
+under the user's cache, when they are not there; `--install` does no more, and `--quick` installs nothing.
+A peer that cannot be had is named, with the reason, and left out. Every side is a process of its own on the same processors with as many threads; sides take turns;
 lower quartiles. moepack's kernels are tuned for each number of threads first, as `moepack doctor --kernels` does.
 
 layers: a layer's experts after routing, weights cold: passes walk through more experts than caches hold. The floor is
@@ -37,6 +37,7 @@ from .judge import judged
 from .worker import PeerError, Worker
 
 LAYERS = ("Qwen3-30B-A3B", "gpt-oss-20b", "Mixtral-8x7B")
+PEERS = {"llama.cpp": environments.LLAMA, "kt-kernel": environments.KT}
 PARTS = ("layers", "models", "quality")
 COLUMNS = {
     "layers": ["shape", "threads", "side", "tokens", "bits/weight", "ms", "GB/s", "floor ms", "over floor",
@@ -51,12 +52,12 @@ COLUMNS = {
 class Sides:
     """The peers that can be had, and workers of all sides."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, install: bool) -> None:
         self.scratch, self.missing = scratch, {}
         self.python = {"moepack": Path(sys.executable)}
-        for who, peer in (("llama.cpp", environments.LLAMA), ("kt-kernel", environments.KT)):
+        for who, peer in PEERS.items():
             try:
-                self.python[who] = environments.environment(peer, environments.cache())
+                self.python[who] = environments.environment(peer, environments.cache(), install)
             except PeerError as error:
                 self.missing[who] = str(error)
                 print(f"{who} is left out: {error}", flush=True)
@@ -110,7 +111,9 @@ def main() -> None:
     parts = args.only or PARTS
     rows: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
     with tempfile.TemporaryDirectory() as scratch:
-        sides = Sides(Path(scratch))
+        sides = Sides(Path(scratch), install=args.install or not args.quick)
+        if args.quick and not args.install and len(sides.missing) == len(PEERS):
+            return  # there is nothing to stand beside
         peers = sides.versions()
         if args.install:
             for name, what in peers.items():

@@ -65,8 +65,8 @@ def cache() -> Path:
     return Path(root) / "moepack" / "peers"
 
 
-def environment(peer: Peer, root: Path) -> Path:
-    """The interpreter of a peer's environment, which is made where there is none.
+def environment(peer: Peer, root: Path, install: bool = True) -> Path:
+    """The interpreter of a peer's environment, which is made where there is none and `install` says so.
 
     Raises:
         PeerError: in one line why it cannot be had.
@@ -75,6 +75,8 @@ def environment(peer: Peer, root: Path) -> Path:
     python, stamp = where / "bin" / "python", where / "installed.json"
     if python.exists() and stamp.is_file() and json.loads(stamp.read_text()) == peer.stamp():
         return python
+    if not install:
+        raise PeerError(f"{peer.requirements[0]} is not installed: python -m benchmarks.peers --install")
     if peer.compiles and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
         raise PeerError(f"{peer.requirements[0]} is compiled here, and there is no C++ compiler")
     print(f"installing {peer.requirements[0]} into {where}{' (compiles for many minutes)' * peer.compiles}", flush=True)

@@ -5,7 +5,8 @@
 
 llama-cpp-python, compiled for this processor without BLAS, and kt-kernel are installed into environments of their own,
 under the user's cache, when they are not there; `--install` does no more, and `--quick` installs nothing.
-A peer that cannot be had is named, with the reason, and left out. Every side is a process of its own on the same processors with as many threads; sides take turns;
+A peer that cannot be had is named, with the reason, and left out.
+Every side is a process of its own on the same processors with as many threads; sides take turns;
 lower quartiles. moepack's kernels are tuned for each number of threads first, as `moepack doctor --kernels` does.
 
 layers: a layer's experts after routing, weights cold: passes walk through more experts than caches hold. The floor is

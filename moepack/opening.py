@@ -93,7 +93,7 @@ def check(
         raise InputError(f"{path}: not a bundle: a policy, dense versions and a memory budget need one")
     if is_bundle and Path(path).is_dir():
         bundle = open_bundle(path)
-        bundle.check_texts()  # before transformers reads them
+        bundle.check()  # before transformers reads them
         choose_dense(dense, bundle, policy)
         if policy is not None:
             check_policy(policy, bundle, device_memory is not None or bool(os.environ.get(DEVICE_MEMORY)))

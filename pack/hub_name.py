@@ -34,24 +34,13 @@ def on_hub(
         token: as huggingface_hub takes it.
 
     Raises:
-        InputError: in one line, when there is no such repository, or nobody who could say so.
+        InputError: in one line, when there is no such repository, or the Hub cannot be asked.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     also = f"{instead}, and " if instead else ""
-    if _is_path(name):
-        raise InputError(f"{name}: {instead or 'not the name of a repository'}")
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise InputError(f"{name}: {also}not the name of a repository on the Hub, OWNER/NAME") from None
+    _check_name(name, instead, also)
     here = [f for f in files if isinstance(try_to_load_from_cache(name, f, revision=revision, repo_type=kind), str)]
     try:
         if constants.HF_HUB_OFFLINE:
@@ -77,6 +66,18 @@ def on_hub(
         raise InputError(
             f"{name}: {also}the Hub cannot be reached ({constants.ENDPOINT}: {why}): check the name, or the network"
         ) from None
+
+
+def _check_name(name: str, instead: str, also: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    if _is_path(name):
+        raise InputError(f"{name}: {instead or 'not the name of a repository'}")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise InputError(f"{name}: {also}not the name of a repository on the Hub, OWNER/NAME") from None
 
 
 def _is_path(name: str) -> bool:

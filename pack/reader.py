@@ -180,18 +180,17 @@ class Bundle:
         return tables
 
     def check(self, *names: str) -> None:
-        """See that files outside `experts/` have their digests.
+        """Check the digests of these files outside `experts/`; without names, of all but tensors.
+
+        Those are what transformers reads: config, tokenizer, templates.
 
         Raises:
-            BundleError: with those that have not.
+            BundleError: with every file that does not match its digest.
         """
-        problems = [p for name in names for p in _check_digest(self, name)]
+        wanted = names or tuple(name for name in self.manifest.files if not name.endswith(TENSORS))
+        problems = [p for name in wanted for p in _check_digest(self, name)]
         if problems:
             raise BundleError(problems)
-
-    def check_texts(self) -> None:
-        """`check` what transformers reads beside tensors: config, tokenizer, templates."""
-        self.check(*(name for name in self.manifest.files if not name.endswith(TENSORS)))
 
     def verify(self) -> list[Problem]:
         """Every problem of the bundle: all digests, and every rule of the format; reads every byte of it."""

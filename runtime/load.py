@@ -91,7 +91,7 @@ def load(
     check_bundle(bundle, revision, token)
     opened = open_bundle(bundle) if Path(bundle).exists() else None
     if opened is not None:
-        opened.check_texts()  # before transformers reads them
+        opened.check()  # before transformers reads them
 
     import torch
 

@@ -145,7 +145,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
         raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
     dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
     if Path(asked.bundle).is_dir():
-        open_bundle(asked.bundle).check_texts()  # before transformers reads them
+        open_bundle(asked.bundle).check()  # before transformers reads them
     check_config(asked.bundle)  # the tokenizer is made by what it says
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)

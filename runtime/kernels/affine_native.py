@@ -201,8 +201,8 @@ def product(
         x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
         index: int64 [slots] or [activations, slots / activations]; an expert past the last is left out.
         out: float32 or bfloat16 [slots, rows]; rows of slots that are left out are not written.
-        limits: int64 [versions]: an expert with more slots than its version has there runs in tiles where `has_tiles`
-            says so of x (of many slots, its weights are rounded to BF16 there), and is left out where not.
+        limits: int64 [versions], slots: an expert with more runs in tiles where `has_tiles` says so of x (for many,
+            weights are rounded to BF16), and is left out elsewhere.
         threads: how many; torch's number without it.
         coded: BF16 matrices that are decoded to where their handles point before they are multiplied by.
 
@@ -212,14 +212,8 @@ def product(
             not know, before anything is written.
         MemoryError: when there is no room for activations.
     """
-    m = forms.matrices[matrix]
-    slots, rows = index.numel(), x.shape[0]
-    if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, rows):
-        raise ValueError(f"{m.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
-    if x.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64 or handles.dtype != np.uint64:
-        raise ValueError(f"{m.name}: x {x.dtype}, out {out.dtype}, index {index.dtype}")
-    if not (x.is_contiguous() and out.is_contiguous() and index.is_contiguous() and handles.flags.c_contiguous):
-        raise ValueError(f"{m.name}: a tensor is not contiguous")
+    m, slots, rows = forms.matrices[matrix], index.numel(), x.shape[0]
+    _check_product(m, handles, x, index, out)
     gemm = _Gemm(
         m.rows,
         m.cols,
@@ -241,13 +235,22 @@ def product(
     if coded is not None:
         coded.hand(gemm)
     failed = int(library.moepack_affine_product(ctypes.byref(gemm)))
-    if failed < 0:
-        assert coded is not None
+    if failed < 0 and coded is not None:
         raise BadCodes(*coded.bad())
     if failed == 1:
         raise MemoryError(f"no memory for {rows} activations")
     if failed:
         raise forms.unknown(matrix, failed - 2)
+
+
+def _check_product(m: Matrix, handles: npt.NDArray[np.uint64], x: Tensor, index: Tensor, out: Tensor) -> None:
+    slots, rows = index.numel(), x.shape[0]
+    if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, rows):
+        raise ValueError(f"{m.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
+    if x.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64 or handles.dtype != np.uint64:
+        raise ValueError(f"{m.name}: x {x.dtype}, out {out.dtype}, index {index.dtype}")
+    if not (x.is_contiguous() and out.is_contiguous() and index.is_contiguous() and handles.flags.c_contiguous):
+        raise ValueError(f"{m.name}: a tensor is not contiguous")
 
 
 def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int, threads: int) -> int:

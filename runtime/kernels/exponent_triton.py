@@ -31,6 +31,34 @@ _LANE_WORDS: tl.constexpr = tl.constexpr(9)
 _FIELDS: tl.constexpr = tl.constexpr(5)
 
 
+@triton.jit
+def _four(p, exponents):  # type: ignore[no-untyped-def]
+    """Four BF16 numbers as int64, of four bytes of signs and mantissas and four of exponents."""
+    low = (p & 0x7F7F7F7F) | ((exponents << 7) & 0x80808080)
+    high = (p & 0x80808080) | ((exponents >> 1) & 0x7F7F7F7F)
+    a = (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
+    b = ((low >> 16) & 0xFF) | (((high >> 16) & 0xFF) << 8) | ((low >> 24) << 16) | ((high >> 24) << 24)
+    return a.to(tl.int64) | (b.to(tl.int64) << 32)
+
+
+@triton.jit
+def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane):  # type: ignore[no-untyped-def]
+    """Write the weights of tiles whose exponents have no code word."""
+    begin = tl.load(patch_starts + tile, mask=live, other=0).to(tl.int64)
+    count = tl.load(patch_starts + tile + 1, mask=live, other=0).to(tl.int64) - begin
+    count = tl.minimum(count, n_patches - begin)
+    for start in range(0, tl.max(count), 32):
+        nth = start + lane[None, :]
+        given = nth < count[:, None]
+        patch = tl.load(patches + begin[:, None] + nth, mask=given, other=0)
+        where = (patch & 0xFFFF).to(tl.int64)
+        given = given & (where < size[:, None])
+        index = (tile * _TILE)[:, None] + where
+        p = tl.load(plane.to(tl.pointer_type(tl.uint8)) + index, mask=given, other=0).to(tl.uint32)
+        value = ((p & 0x80) << 8) | (((patch >> 16) & 0xFF) << 7) | (p & 0x7F)
+        tl.store(out + index, value.to(tl.uint16), mask=given)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-untyped-def]
     matrix = tl.program_id(1)
@@ -86,11 +114,7 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
             plain = tl.load(stream + tl.minimum(as_bytes, last), mask=here & raw[:, None], other=0)
             exponents = tl.where(raw[:, None], plain, exponents)
             p = tl.load(plane + ((tile * _TILE)[:, None] + i) // 4, mask=here, other=0)
-            low = (p & 0x7F7F7F7F) | ((exponents << 7) & 0x80808080)
-            high = (p & 0x80808080) | ((exponents >> 1) & 0x7F7F7F7F)
-            a = (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
-            b = ((low >> 16) & 0xFF) | (((high >> 16) & 0xFF) << 8) | ((low >> 24) << 16) | ((high >> 24) << 24)
-            four = a.to(tl.int64) | (b.to(tl.int64) << 32)
+            four = _four(p, exponents)
             whole = i + 4 <= size[:, None]
             to = ((tile * _TILE)[:, None] + i) // 4
             tl.store(out.to(tl.pointer_type(tl.int64)) + to, four, mask=whole)
@@ -104,19 +128,7 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
         if bad != 0:
             tl.store(status + matrix, 1)
         tl.debug_barrier()  # patches overwrite what the loop above stored
-        begin = tl.load(patch_starts + tile, mask=live, other=0).to(tl.int64)
-        count = tl.load(patch_starts + tile + 1, mask=live, other=0).to(tl.int64) - begin
-        count = tl.minimum(count, n_patches - begin)
-        for start in range(0, tl.max(count), 32):
-            nth = start + lane[None, :]
-            given = nth < count[:, None]
-            patch = tl.load(patches + begin[:, None] + nth, mask=given, other=0)
-            where = (patch & 0xFFFF).to(tl.int64)
-            given = given & (where < size[:, None])
-            index = (tile * _TILE)[:, None] + where
-            p = tl.load(plane.to(tl.pointer_type(tl.uint8)) + index, mask=given, other=0).to(tl.uint32)
-            value = ((p & 0x80) << 8) | (((patch >> 16) & 0xFF) << 7) | (p & 0x7F)
-            tl.store(out + index, value.to(tl.uint16), mask=given)
+        _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane)
 
 
 @dataclass(frozen=True)

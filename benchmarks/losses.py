@@ -22,11 +22,11 @@ from torch import Tensor
 
 from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.calibrate.checkpoint import open_checkpoint
-from moepack.calibrate.data import calibration_windows, load_tokenizer
 from moepack.calibrate.experts import ExpertWeights
 from moepack.calibrate.forward import CalibrationPass, Observation
 from moepack.calibrate.gather import gather_batch
 from moepack.calibrate.stream import StreamedModel
+from moepack.calibrate.text.windows import calibration_windows, load_tokenizer
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.progress import quiet_libraries
 from moepack.quantize.expert_batch import ExpertBatch, Settings, expert_batches, quantise_batch

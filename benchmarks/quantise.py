@@ -65,10 +65,10 @@ def generated(rows: int, cols: int) -> Case:
 def of_checkpoint(path: Path, calibration: list[str], data: list[str], windows: int, every: int) -> Iterator[Case]:
     """Every so many experts of every layer, a matrix at a time, as a build sees them."""
     from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.data import calibration_windows, load_tokenizer
     from moepack.calibrate.experts import hidden
     from moepack.calibrate.forward import CalibrationPass
     from moepack.calibrate.stream import StreamedModel
+    from moepack.calibrate.text.windows import calibration_windows, load_tokenizer
 
     tokenizer, length = load_tokenizer(path), 256
     learn = calibration_windows(calibration, tokenizer, windows, length, 0).ids

@@ -20,29 +20,28 @@ from torch import Tensor
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 
 from .dense import DenseWatch
-from .from_file import FromFile
 from .held import empty, release
+from .products import widened
 from .stream import StreamedModel
-from .widened import widened
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
 Take = Callable[[Tensor, Tensor, Tensor], None]  # inputs, experts and gates of a call
 
 
-class _Alone(Tensor):
+class _HiddenOnly(Tensor):
     """Hidden states that a decoder layer returns, and nothing beside them: a model that expects more is told so."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __iter__(self) -> Any:
-        raise _More
+        raise _ReturnsMore
 
 
-class _More(Exception):
+class _ReturnsMore(Exception):
     """A decoder layer returns more than hidden states."""
 
 
-class _Reached(Exception):
+class _HeadReached(Exception):
     """The output projection would be computed now."""
 
 
@@ -130,7 +129,7 @@ class CalibrationPass:
                 known = self._arguments.setdefault((index, len(hidden_states)), kwargs)
                 if own := {n: v for n, v in kwargs.items() if not is_same(v, known.get(n))}:
                     self._own[index, now[0]] = own
-                return hidden_states.as_subclass(_Alone)
+                return hidden_states.as_subclass(_HiddenOnly)
 
             return forward
 
@@ -141,7 +140,7 @@ class CalibrationPass:
             with torch.inference_mode():
                 for batch in self._batches:
                     stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
-        except _More:
+        except _ReturnsMore:
             raise self._returns_more() from None
         except torch.OutOfMemoryError:
             raise
@@ -191,7 +190,7 @@ class CalibrationPass:
         now: list[Tensor] = []
 
         def stop(*_: Any) -> None:
-            raise _Reached
+            raise _HeadReached
 
         for layer in layers:
             layer.forward = lambda hidden_states, *args, **kwargs: now[0]
@@ -201,7 +200,7 @@ class CalibrationPass:
                 with torch.inference_mode():
                     for batch, hidden in zip(self._batches, self.hidden, strict=True):
                         now[:] = [hidden.to(self._stream.device)]
-                        with suppress(_Reached):
+                        with suppress(_HeadReached):
                             self._stream.model(input_ids=batch.to(self._stream.device), use_cache=False)
                         watch.batch(len(batch))
             finally:
@@ -215,16 +214,15 @@ class CalibrationPass:
         """Move every batch through a loaded layer; returns what its experts saw, or None for a layer without."""
         layer = self._stream.layers[index]
         has_experts = index in self._stream.expert_layers
-        seen = _Seen(self.windows * self.length, self._seen_in)
-        from_file = FromFile() if self._stream.experts_in is not None else nullcontext()
+        buffer = _Buffer(self.windows * self.length, self._seen_in)
         module = self._stream.experts_module(index) if has_experts else None
         watching = watch.watching() if watch else nullcontext()
-        with ExitStack() as rest, watching, observing(module, seen.take), torch.inference_mode():
+        with ExitStack() as rest, watching, observing(module, buffer.take), torch.inference_mode():
             for i, hidden in enumerate(self.hidden):
-                if i == 1:  # `_keep` and `_Seen` have allocated what outlives the layer
+                if i == 1:  # `_keep` and `_Buffer` have allocated what outlives the layer
                     rest.enter_context(self._reusing())
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
-                with widened(self._stream.device, self._dtype), from_file:
+                with widened(self._stream.device, self._dtype, mapped=self._stream.experts_in is not None):
                     try:
                         out = layer(hidden.to(self._stream.device), **arguments)
                     except torch.OutOfMemoryError:
@@ -237,11 +235,11 @@ class CalibrationPass:
                 if watch is not None:
                     watch.batch(len(hidden))
                 progress(hidden.shape[0] * hidden.shape[1])
-        return Observation(*seen.whole(), self.length) if has_experts else None
+        return Observation(*buffer.whole(), self.length) if has_experts else None
 
 
-class _Seen:
-    """What a layer's experts see, batch by batch, each tensor once."""
+class _Buffer:
+    """Collects inputs, experts and gates of a layer, batch by batch."""
 
     def __init__(self, tokens: int, folder: Path | None) -> None:
         self._tokens, self._folder, self._filled = tokens, folder, 0

@@ -16,7 +16,7 @@ from moepack.quantize.expert_batch import ExpertBatch, ExpertForward, Settings
 
 from .experts import ExpertWeights, finish, hidden
 from .forward import Observation
-from .held import Rows
+from .held import RowGather
 from .tokens import HELD_OUT, PLENTY, LayerTokens, expert_tokens
 
 
@@ -51,7 +51,7 @@ def gather_batch(
         (both(0), both(1)),
         tuple((_float(weights.bias(e, 0), device), _float(weights.bias(e, 1), device)) for e in own),
         tuple(expert_tokens(observation, layer, e, enough, PLENTY * widest, settings.loss_tokens) for e in experts),
-        Rows(observation.inputs),
+        RowGather(observation.inputs),
         layer.learn,
         ExpertForward(partial(hidden, module), partial(finish, module)),
         observation.inputs.dtype == torch.bfloat16 and has_bf16(device),

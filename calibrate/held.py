@@ -80,8 +80,8 @@ def _mapping(tensor: Tensor) -> mmap.mmap | None:
     return _mapped.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
 
 
-class Rows:
-    """Rows of a tensor by their indexes, as a copy; of a mapped one, no more stays in memory."""
+class RowGather:
+    """RowGather of a tensor by their indexes, as a copy; of a mapped one, no more stays in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moepack.calibrate.documents import documents
+from moepack.calibrate.text.documents import documents
 
 END = "<|endoftext|>"
 

@@ -42,7 +42,7 @@ class Session:
         Raises:
             InputError: when it is not there, or the policy does not fit it.
         """
-        from moepack.calibrate.data import load_tokenizer
+        from moepack.calibrate.text.windows import load_tokenizer
 
         self._path, self._asked, self._memory = path, (policy, device, dtype, device_memory, dense), device_memory
         self._max_tpot = max_tpot

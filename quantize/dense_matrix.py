@@ -19,7 +19,7 @@ from moepack.pack.spec import BLOCK_ROWS, Version
 from .grid import Quantised, dequantise
 from .methods import method_for, quantise_all
 
-SLICE = 1 << 26  # bytes of the rows that are quantised together, in float32
+ROW_SHARD = 1 << 26  # bytes of the rows that are quantised together, in float32
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class DenseLoss:
     power: float
 
 
-def slices(rows: int, cols: int) -> list[range]:
-    """A matrix' rows as they are quantised together: whole blocks of BLOCK_ROWS but for the last."""
-    step = max(1, SLICE // (4 * cols * BLOCK_ROWS)) * BLOCK_ROWS
+def row_shards(rows: int, cols: int) -> list[range]:
+    """A matrix' rows quantised together: whole blocks of BLOCK_ROWS but for the last."""
+    step = max(1, ROW_SHARD // (4 * cols * BLOCK_ROWS)) * BLOCK_ROWS
     return [range(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 

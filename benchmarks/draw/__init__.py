@@ -120,7 +120,7 @@ def bits() -> Any:
     for name, colour, mark in (
         ("uniform mix, hqq", FOURTH, "^"),
         ("uniform mix, gptqmodel", THIRD, "D"),
-        ("milp, gates", OURS, "*"),
+        ("greedy, gates", OURS, "*"),
     ):
         axis.plot(
             [mixes[name]["bits/weight"]],

@@ -22,13 +22,13 @@ from typing import Any
 import moepack
 from benchmarks.common import EXAMPLES, arguments, finish, show
 from benchmarks.decoding import Decoded, Text
-from moepack.calibrate.data import load_tokenizer, windows
+from moepack.calibrate.text.windows import load_tokenizer, windows
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.allocate import bundle_costs, expected_losses, named
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.progress import RichReporter, quiet_libraries
-from moepack.runtime.allocation.knapsack import milp
+from moepack.runtime.allocation.knapsack import greedy
 from moepack.runtime.kernels.forms import resident_size
 
 from .claims import prefetch, residency, retention, selector, similarity
@@ -72,7 +72,7 @@ def best_map(bundle: Path, room: int, work: Path) -> str:
     ]
     losses = [row for layer in costs for row in expected_losses(layer, "gates")]
     file = work / "map.json"
-    file.write_text(json.dumps({"versions": named(milp(sizes, losses, room), opened.versions, costs)}))
+    file.write_text(json.dumps({"versions": named(greedy(sizes, losses, room), opened.versions, costs)}))
     return f"static:{file}"
 
 

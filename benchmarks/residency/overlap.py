@@ -12,7 +12,7 @@ import torch
 
 import moepack
 from benchmarks.common import Target
-from moepack.calibrate.data import load_tokenizer, windows
+from moepack.calibrate.text.windows import load_tokenizer, windows
 from moepack.runtime.planning.capacity import base_bytes
 
 THREADS = (1, 2, 4, 8)

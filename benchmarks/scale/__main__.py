@@ -40,7 +40,7 @@ def on_ray(checkpoint: str, bundle: str, recipe: str, workers: int) -> dict[str,
     """Build on so many workers of one core; seconds, and bytes that went through this process."""
     from moepack.cluster import connect
     from moepack.pipeline import build as pipeline
-    from moepack.pipeline.ray_executor import OnRay
+    from moepack.pipeline.executors.on_ray import OnRay
     from moepack.pipeline.recipe import parse_recipe
 
     ray, _ = connect(None, num_cpus=workers)
@@ -67,7 +67,7 @@ def on_ray(checkpoint: str, bundle: str, recipe: str, workers: int) -> dict[str,
     seconds = time.monotonic() - began
     ray.shutdown()
     traffic = executor.traffic
-    return {"seconds": seconds, "tokens": traffic.tokens, "other": traffic.orders + traffic.answers + traffic.pieces}
+    return {"seconds": seconds, "tokens": traffic.tokens, "other": traffic.orders + traffic.answers + traffic.results}
 
 
 def apart(function: Any, *values: Any) -> Any:
@@ -114,9 +114,9 @@ def batch_seconds(hidden: int, size: int, experts: int, top_k: int, tokens: int)
 
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
-    from moepack.calibrate.widened import widened
+    from moepack.calibrate.products import widened
     from moepack.pack.spec import LOSSLESS, ExpertLayer, Matrix, Version
-    from moepack.pipeline.expert_batch import ExpertBatchTask, make_batch
+    from moepack.pipeline.tasks.experts import ExpertBatchTask, make_expert_batch
     from moepack.quantize.expert_batch import Settings, expert_batches
 
     class Gated:
@@ -145,7 +145,7 @@ def batch_seconds(hidden: int, size: int, experts: int, top_k: int, tokens: int)
     own = ExpertWeights(layer, (weights[0], weights[1]), (None, None), False)
     task = ExpertBatchTask("", 0, batch, (Version.of(LOSSLESS, 64), *affine), settings, "cpu")
     began = time.process_time()
-    made = make_batch(task, Gated, own, observed, torch.device("cpu"))
+    made = make_expert_batch(task, Gated, own, observed, torch.device("cpu"))
     seconds = time.process_time() - began
     x, rate = inputs[: min(1024, total)], 0.0
     for _ in range(3):

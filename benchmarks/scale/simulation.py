@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moepack.pipeline.ray_executor import AHEAD
+from moepack.pipeline.executors.on_ray import AHEAD
 
 INFINITE = float("inf")
 

@@ -1,18 +1,16 @@
-"""From measured tables to a version for every expert: what a loss is, which bytes count, and who decides.
-
-The allocators themselves are pure code in `moepack.runtime`; here their numbers are put together.
+"""From measured tables to a version for every expert: the losses and bytes that the allocators of
+`moepack.runtime.allocation` work on.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moepack.pack.errors import InputError, MissingExtraError
+from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version, lossy
-from moepack.runtime.allocation.knapsack import BudgetError, greedy, milp, spent, uniform
+from moepack.runtime.allocation.knapsack import BudgetError, greedy, spent, uniform
 from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, prefix_split
 from moepack.runtime.policies.contract import Versions
 
@@ -138,10 +136,7 @@ def allocate(
     try:
         if how.method == "prefix_split":
             return prefix_within(versions, costs, budget)
-        if how.method == "uniform":
-            chosen = uniform(sizes, budget)
-        else:
-            chosen = (milp if how.method == "milp" else greedy)(sizes, losses, budget)
+        chosen = uniform(sizes, budget) if how.method == "uniform" else greedy(sizes, losses, budget)
     except BudgetError as error:
         raise _unmet(how, 8 * error.least / weights) from None
     return named(chosen, versions, costs)
@@ -162,9 +157,8 @@ def allocate_both(
     weights = sum(layer.experts * layer.expert_weights for layer in layers) + sum(dense.matrices)
     sizes = [row for layer in costs for row in layer.sizes]
     losses = [row for layer in costs for row in expected_losses(layer, how.weight)]
-    choose = milp if how.method == "milp" else greedy
     try:
-        chosen = choose([*sizes, *dense.sizes], [*losses, *dense.losses], how.average_bits / 8 * weights)
+        chosen = greedy([*sizes, *dense.sizes], [*losses, *dense.losses], how.average_bits / 8 * weights)
     except BudgetError as error:
         raise _unmet(how, 8 * error.least / weights) from None
     return named(chosen[: len(sizes)], versions, costs), tuple(dense.versions[v] for v in chosen[len(sizes) :])
@@ -236,9 +230,7 @@ def check_allocation(
     dense: Sequence[DenseMatrix] = (),
     dense_versions: Sequence[Version] = (),
 ) -> None:
-    """Refuse, before any work is done, an average that even the smallest versions pass, or a library that is absent."""
-    if how is not None and how.method == "milp" and importlib.util.find_spec("scipy") is None:
-        raise MissingExtraError("scipy", "build")
+    """Refuse, before any work, an average that even the smallest versions pass."""
     small = lossy(versions)
     if how is None or not small:
         return

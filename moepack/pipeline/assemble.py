@@ -1,4 +1,4 @@
-"""The last stage: finished pieces to a bundle. Copies and links; computes nothing but digests and the allocation."""
+"""The last stage: finished parts to a bundle. Copies and links; computes only digests and the allocation."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from moepack.quantize import methods
 
 from .allocate import DenseCosts, LayerCosts, allocate, allocate_both
 from .artifacts import SHARD, quantised_recipe, run_record, save
-from .dense_part import LOSSES, file_name, join_losses, read_note
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe
+from .tasks.layer import LOSSES, file_name, join_losses, read_note
 from .work import WorkDirectory
 
 LOSSES_OF_EXPERTS = "losses.safetensors"
@@ -42,14 +42,14 @@ JOINED = "joined"  # the work directory's folder of losses of several stages
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a build did.
+class BuildReport:
+    """The result of a build.
 
     Attributes:
-        bundle: where it is.
+        bundle: its directory.
         calibration_tokens: how many.
         methods: version -> method -> experts that it made.
-        unused_tensors: of the checkpoint, that have no place in the model.
+        unused_tensors: tensors of the checkpoint that the model lacks.
         dense: versions of dense matrices.
     """
 
@@ -62,12 +62,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a bundle is made of.
+    """The parts of a bundle.
 
     Attributes:
         stages: versions, the most precise first, each with the work directory's stage that made it.
-        recipe: what makes all of them.
-        dense: the same as `stages` of dense matrices' versions.
+        recipe: the recipe of all of them.
+        dense: like `stages`, for dense matrices.
     """
 
     stages: Mapping[Version, str]
@@ -76,7 +76,7 @@ class Chosen:
 
 
 def quantised_settings(work: WorkDirectory) -> dict[str, Any]:
-    """What the quantize stage was begun with; InputError where it was not."""
+    """The settings of the quantize stage; InputError where it has not begun."""
     found: dict[str, Any] | None = work.settings().get("quantize")
     if found is None:
         raise InputError(f"{work.path}: is not quantised yet: run moepack quantize first")
@@ -89,15 +89,10 @@ def assemble(
     reporter: Reporter,
     chosen: Chosen | None = None,
     keep: Sequence[str] | None = None,
-) -> Report:
-    """Make the bundle at `target` from a work directory whose stages are done.
+) -> BuildReport:
+    """Make the bundle at `target` of a finished work directory: of `chosen`, or of the quantize stage.
 
-    Args:
-        work: the work directory.
-        target: the bundle's directory.
-        reporter: who is told of progress.
-        chosen: what it is made of; what the quantize stage made, without.
-        keep: files of the bundle at `target` that stay, where there is one to be replaced.
+    A bundle that is replaced keeps the files `keep`.
     """
     record, quantised = run_record(work), quantised_settings(work)
     if chosen is None:
@@ -106,10 +101,9 @@ def assemble(
         how = quantised["allocation"]
     else:
         how = None if chosen.recipe.allocation is None else asdict(chosen.recipe.allocation)
-    versions = tuple(chosen.stages)
+    versions, dense_versions = tuple(chosen.stages), tuple(chosen.dense)
     layers = expert_layers(record)
     entries = _entries(work, record, layers, chosen.stages)
-    dense_versions = tuple(chosen.dense)
     parts = _dense_parts(work, record["dense"], chosen.dense) if dense_versions else []
     dense = tuple(m for _, matrices, _ in parts for m in matrices)
     reporter.stage("pack", len(layers) + 2)
@@ -145,7 +139,7 @@ def assemble(
         reporter.step("manifest")
         writer.finish(manifest)
     dense_names = tuple(v.name for v in manifest.dense_versions)
-    return Report(target, record["samples"] * record["length"], made_by(tables), record["unused"], dense_names)
+    return BuildReport(target, record["samples"] * record["length"], made_by(tables), record["unused"], dense_names)
 
 
 def expert_layers(record: Mapping[str, Any]) -> tuple[ExpertLayer, ...]:
@@ -177,12 +171,12 @@ def _entries(
     return out
 
 
-_Part = tuple[int | None, tuple[DenseMatrix, ...], dict[str, ExpertFileEntry]]
+_DenseFiles = tuple[int | None, tuple[DenseMatrix, ...], dict[str, ExpertFileEntry]]
 
 
-def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None], stages: Mapping[Version, str]) -> list[_Part]:
-    """Of these layers, and with None of what is outside, the dense matrices with their files' entries."""
-    out: list[_Part] = []
+def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None], stages: Mapping[Version, str]) -> list[_DenseFiles]:
+    """The dense matrices of these parts, with their files' entries."""
+    out: list[_DenseFiles] = []
     for part in wanted:
         entries: dict[str, ExpertFileEntry] = {}
         for version, stage in stages.items():
@@ -205,8 +199,7 @@ def _dense(
     first: ExpertLayer,
     elsewhere: Sequence[DenseMatrix],
 ) -> None:
-    """The dense tensors but for those of matrices that stand `elsewhere`, in files of at most SHARD bytes, and the
-    tripwire.
+    """Write the dense tensors without the matrices `elsewhere`, in files of at most SHARD bytes, and the tripwire.
 
     The tripwire is a tensor of the wrong shape under the name of an expert parameter: a process without moepack, which
     would otherwise fill the experts with random numbers, fails on it, with a report of names it does not know. A second
@@ -252,7 +245,7 @@ def _tables(
     work: WorkDirectory,
     writer: BundleWriter,
     layers: Sequence[ExpertLayer],
-    parts: Sequence[_Part],
+    parts: Sequence[_DenseFiles],
     chosen: Chosen,
 ) -> CalibrationTables:
     joined = work.piece(JOINED, None, "all-dense-losses.safetensors")
@@ -276,7 +269,7 @@ def _tables(
 
 
 def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> Path:
-    """A layer's losses at these versions; put together where several stages, or others, have them."""
+    """A layer's losses at these versions, joined where several stages hold them."""
     from safetensors import safe_open
 
     found, held = {}, dict[str, tuple[str, ...]]()
@@ -356,7 +349,7 @@ def _provenance(
     tables: CalibrationTables,
 ) -> dict[str, Any]:
     tools = {"python": platform.python_version()}
-    for package in ("moepack", "torch", "transformers", *(x.name for x in methods.libraries()), "scipy"):
+    for package in ("moepack", "torch", "transformers", *(x.name for x in methods.libraries())):
         try:
             tools[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

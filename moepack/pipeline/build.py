@@ -1,7 +1,4 @@
-"""The pipeline: a checkpoint to a bundle in one streaming pass, or its stages one by one over a work directory.
-
-Arguments in, a bundle or finished pieces out; the pass itself is run.py's, what it begins with start.py's.
-"""
+"""The pipeline: a checkpoint to a bundle in one streaming pass, or stage by stage over a work directory."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from moepack.pack.writer import check_target, remove_empty, remove_left
 from moepack.progress import Reporter
 from moepack.runtime.load import check_device
 
-from .assemble import Report, assemble
-from .executors import check_engine, open_executor
+from .assemble import BuildReport, assemble
+from .executors.engine import check_engine, open_executor
 from .recipe import Recipe, load_recipe
 from .start import resume, start
 from .work import LOCK, WorkDirectory
@@ -37,7 +34,7 @@ def build(
     revision: str | None = None,
     keep: bool = False,
     memory: int | None = None,
-) -> Report:
+) -> BuildReport:
     """Make a bundle of a checkpoint.
 
     Args:
@@ -45,17 +42,15 @@ def build(
         output: the bundle's directory; must be new or empty.
         recipe: a shipped recipe's name, a file, or a Recipe.
         calibration: files or Hub data sets in place of the recipe's.
-        work: a directory that keeps finished pieces; a build that was killed resumes from it. A temporary one beside
-            the output, removed afterwards, without it.
-        fresh: throw away what `work` holds.
+        work: a directory for finished parts, from which a killed build resumes; a temporary one without it.
+        fresh: discard the contents of `work`.
         device: where to compute, as torch names it.
-        engine: where experts are quantised: "local", or "ray" for a Ray cluster; the bytes are the same.
+        engine: "local", or "ray" to quantise on a Ray cluster; the bytes are the same.
         address: the Ray cluster's; without it one is started on this machine.
-        reporter: who is told of progress.
+        reporter: of progress.
         revision: of a Hub checkpoint: a branch, tag or commit.
-        keep: keep in `work` what each layer's experts saw, so that `add` can add versions later.
-        memory: the most bytes of memory that the process may take; on a CPU that is everything, with `device` a GPU
-            what lies beside it. What does not fit goes to the disk of `work` for the while.
+        keep: keep in `work` what each layer's experts read, so that `add` can add versions later.
+        memory: the most bytes of memory of the process (with a GPU, beside the GPU's); the rest goes to disk in `work`.
 
     Raises:
         MoepackError: one line that says what is wrong and what to do; nothing is left at `output`.
@@ -77,7 +72,7 @@ def build(
             directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory, work is not None
         )
         with contextlib.closing(open_executor(engine, address)) as executor:
-            run.layers(calibrate=True, quantize=True, reporter=reporter, executor=executor, keep=keep)
+            run.layers(calibrate=True, quantize=True, executor=executor, keep=keep)
         return assemble(directory, target, reporter)
     finally:
         directory.close()
@@ -114,7 +109,7 @@ def calibrate(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     with contextlib.closing(WorkDirectory(Path(work))) as directory:
         run = start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory)
-        run.layers(calibrate=True, quantize=False, reporter=reporter)
+        run.layers(calibrate=True, quantize=False)
 
 
 def quantize(
@@ -135,10 +130,10 @@ def quantize(
         recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
         run = resume(directory, recipe, fresh, device, reporter, memory=memory)
         with contextlib.closing(open_executor(engine, address)) as executor:
-            run.layers(calibrate=False, quantize=True, reporter=reporter, executor=executor)
+            run.layers(calibrate=False, quantize=True, executor=executor)
 
 
-def pack(work: str | Path, output: str | Path, reporter: Reporter | None = None) -> Report:
+def pack(work: str | Path, output: str | Path, reporter: Reporter | None = None) -> BuildReport:
     """The last stage: a bundle from a work directory whose experts are quantised. See `build`."""
     target = Path(output)
     check_target(target)

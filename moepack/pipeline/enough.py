@@ -1,9 +1,8 @@
-"""Enough calibration text: how many windows bring every expert its tokens, and which experts stayed short of them.
+"""How many calibration windows bring every expert its tokens, and which experts stay short of them.
 
-A layer's routing follows from all layers below it, and a build quantises a layer before it knows the next one's. So the
-windows are decided before it begins: one pass through the model counts the tokens of every window and expert, and the
-build then takes the windows that this asks for. It reads the checkpoint once more and computes what calibrating `most`
-windows would; it quantises nothing, and keeps no activations but the live ones.
+A layer's routing follows from all layers below it, and a build quantises a layer before it knows the next one's. So one
+pass through the model first counts the tokens of every window and expert. It reads the checkpoint once more and
+computes what calibrating `most` windows would.
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from moepack.runtime.devices.glibc import reusing, trim
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from moepack.calibrate.data import Windows
+    from moepack.calibrate.forward import CalibrationPass
     from moepack.calibrate.stream import StreamedModel
+    from moepack.calibrate.text.windows import Windows
 
-    from .bound import Placement
+    from .bound import MemoryPlan
 from .recipe import Calibration
 
 _FILE = "windows.json"
@@ -38,22 +39,22 @@ def enough_windows(
     windows: Windows,
     how: Calibration,
     identity: Mapping[str, str],
-    placed: Placement,
+    plan: MemoryPlan,
     reporter: Reporter,
 ) -> Windows:
-    """The fewest of these windows, `how.samples` or more, that bring every expert `how.until` tokens; all of them where
-    they do not. Windows are added in the order in which they were taken, so that the mixture stays.
+    """The fewest windows, at least `how.samples`, that bring every expert `how.until` tokens; else all of them.
 
-    What was counted stays in the work directory, so that a build that goes on takes the same windows.
+    Windows are added in the order in which they were taken, so that the mixture stays. The count stays in the work
+    directory, so that a resumed build takes the same windows.
 
     Args:
-        directory: where that is.
+        directory: the work directory.
         stream: the model.
-        windows: those to choose from.
-        how: until when.
+        windows: the candidates.
+        how: the recipe's.
         identity: the checkpoint's digests.
-        placed: how a bound on memory is kept.
-        reporter: who is told.
+        plan: the memory plan.
+        reporter: of progress.
     """
     if not how.until or len(windows.ids) <= how.samples:
         return windows
@@ -65,7 +66,7 @@ def enough_windows(
     except (OSError, ValueError):
         known = {}
     if known.get("key") != key:
-        count, short = _count(directory, stream, windows, how, placed, reporter)
+        count, short = _count(directory, stream, windows, how, plan, reporter)
         known = {"key": key, "windows": count, "short": short}
         directory.write(file, json.dumps(known).encode())
     what = f"calibration takes {known['windows']} windows"
@@ -81,19 +82,15 @@ def _count(
     stream: StreamedModel,
     windows: Windows,
     how: Calibration,
-    placed: Placement,
+    plan: MemoryPlan,
     reporter: Reporter,
 ) -> tuple[int, int]:
-    """How many windows are wanted, and the experts that stay short of tokens with all of them."""
+    """How many windows to take, and how many experts stay short of tokens with all of them."""
     import torch
 
-    from moepack.calibrate.forward import CalibrationPass
-
     dtype, last = getattr(torch, how.dtype), max(stream.expert_layers)
-    hidden_in, seen_in = (directory.path if it else None for it in (placed.hidden_on_disk, placed.seen_on_disk))
-    stream.experts_in = directory.path if placed.experts_on_disk else None
-    between = reusing if placed.reuse else contextlib.nullcontext
-    walk = CalibrationPass(stream, windows.ids, placed.batch_size, dtype, hidden_in, seen_in, between)
+    stream.experts_in = directory.path if plan.experts_on_disk else None
+    walk = open_pass(directory, stream, windows.ids, plan, dtype)
     reporter.stage("count tokens", last + 2)
     reporter.step("outside the layers")
     stream.load(None)
@@ -115,6 +112,17 @@ def _count(
         del observation
         trim()
     return wanted, short
+
+
+def open_pass(
+    directory: WorkDirectory, stream: StreamedModel, ids: Tensor, plan: MemoryPlan, dtype: torch.dtype
+) -> CalibrationPass:
+    """A calibration pass as the memory plan has it, with files in the work directory."""
+    from moepack.calibrate.forward import CalibrationPass
+
+    hidden_in, seen_in = (directory.path if it else None for it in (plan.hidden_on_disk, plan.seen_on_disk))
+    between = reusing if plan.reuse else contextlib.nullcontext
+    return CalibrationPass(stream, ids, plan.batch_size, dtype, hidden_in, seen_in, between)
 
 
 def windows_until(chosen: Tensor, windows: int, experts: int, turns: Tensor, until: int) -> tuple[int, int]:
@@ -150,7 +158,7 @@ def few_tokens(directory: WorkDirectory, stream: StreamedModel) -> dict[int, int
 
 
 def advice(few: Mapping[int, int], experts: int) -> str:
-    """What to say of experts that few tokens reached; nothing without any."""
+    """The message about experts that few tokens reached; empty without any."""
     if not few:
         return ""
     worst = max(few, key=lambda i: few[i])

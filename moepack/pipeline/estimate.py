@@ -1,7 +1,7 @@
-"""What a build will take, without making anything: bytes exactly, memory and time from a probe.
+"""A build's cost before it runs: bytes exactly, memory and time from measurements.
 
-Every expert goes through the lossless codec, because only that tells how long it gets; everything else is arithmetic,
-one batch through the first layers, and a few experts through the quantiser.
+Every expert goes through the lossless codec, which alone tells its size. All else is arithmetic, one batch through the
+first layers, and a few experts through the quantiser.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.memory import bound_kernel_caches
 from moepack.pack.layer_file import header_size
-from moepack.pack.spec import DenseMatrix, Version, dense_layers, lossy
+from moepack.pack.spec import DenseMatrix, dense_layers, lossy
 from moepack.pack.writer import check_target, existing
 from moepack.progress import Reporter
 from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import reusing, trim
 from moepack.runtime.load import check_device
 
-from .bound import Needs, Placement, needs_of, peak, place, workers
-from .dense_slice import bits_of, dense_tasks, exact_matrix, make_slice
-from .executors import check_engine
-from .expert_batch import ExpertBatchTask, batch_settings, exact_extent, make_batch
+from .bound import BuildNeeds, MemoryPlan, peak, place, workers
+from .executors.engine import check_engine
+from .needs import Dense, needs_of
 from .recipe import Recipe, load_recipe
-from .run import EVERY, Dense
+from .run import EVERY
 from .start import calibration_text, dense_parts
+from .tasks.experts import ExpertBatchTask, batch_settings, exact_extent, make_expert_batch
+from .tasks.row_shards import bits_of, exact_matrix, make_row_shard, row_shard_tasks
 from .work import check_work
 
 if TYPE_CHECKING:
@@ -43,20 +44,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a build will take.
+    """A build's cost.
 
     Attributes:
         versions: bytes of each version's files, exact.
-        dense_bytes: bytes of all other tensors, exact; where dense matrices have versions, without these.
-        dense_versions: bytes of the files of each of these versions, exact.
-        work_bytes: the most the work directory will hold beside the bundle, about.
-        memory: what will be in memory at once by part, about, in bytes, in the step that takes most; the peak is
-            their sum.
-        seconds: what will take how long, about.
-        experts: how many, and in how many layers.
-        layers: layers that have experts.
-        batch_size: windows that are calibrated on together.
-        on_disk: what of activations and experts lies in the work directory meanwhile, in words; empty for nothing.
+        dense_bytes: bytes of all other tensors, exact, without dense matrices that have versions.
+        work_bytes: the most that the work directory holds beside the bundle, about.
+        memory: bytes in memory by part in the step that takes most, about; the peak is their sum.
+        seconds: by kind of work, about.
+        experts, layers: how many experts, in how many layers.
+        dense_versions: bytes of the files of each version of dense matrices, exact.
+        batch_size: windows that go through a layer together.
+        on_disk: the activations and experts that lie on disk meanwhile, in words; empty for none.
     """
 
     versions: dict[str, int]
@@ -84,11 +83,7 @@ def estimate(
     engine: str = "local",
     address: str | None = None,
 ) -> Estimate:
-    """What `moepack.build` with these arguments will take. Writes a probe beside `output`, and removes it.
-
-    Raises:
-        MoepackError: what the build itself would raise before it begins.
-    """
+    """The cost of `moepack.build` with these arguments; raises what it would. Writes and removes a probe file."""
     began = time.perf_counter()
     bound_kernel_caches()
     check_device(device)
@@ -101,7 +96,8 @@ def estimate(
     run = _DryRun.open(checkpoint, recipe, calibration, device, reporter, revision, memory)
     run.start = time.perf_counter() - began
     folder = existing(Path(output).absolute().parent)
-    run.keep_experts_in(folder if work is None else existing(Path(work).absolute()))
+    if run._how.experts_on_disk:
+        run._stream.experts_in = folder if work is None else existing(Path(work).absolute())
     reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
     run.outside()
@@ -120,7 +116,7 @@ PROBED = 8
 
 
 class _DryRun:
-    """A checkpoint that is gone through once, and what has been measured so far."""
+    """A walk through a checkpoint, and its measurements so far."""
 
     def __init__(
         self,
@@ -129,8 +125,8 @@ class _DryRun:
         dense: Dense,
         ids: torch.Tensor,
         reporter: Reporter,
-        needs: Needs,
-        how: Placement,
+        needs: BuildNeeds,
+        how: MemoryPlan,
     ) -> None:
         import torch
 
@@ -147,10 +143,9 @@ class _DryRun:
         self._read = self._encode = self._one_expert = 0.0  # seconds
         self._forward = self._again = 0.0  # of a batch through a layer: of the first two, and of the others
         self._second_a_byte = 0.0  # that reading a layer takes
-        self._dense = 0  # bytes
         self._matrices = {x.index: x for x in dense_layers(tuple(m for part in dense.values() for m in part))}
         self._dense_sizes = {v.name: 0 for v in recipe.dense_specs()}
-        self._dense_part = 0  # bytes of these of one part, at the most
+        self._dense = self._dense_part = 0  # bytes of all else; of dense versions of one part, at the most
         self._one_dense = self._dense_work = 0.0  # seconds of a unit of work, and units, those at once counted once
 
     @staticmethod
@@ -163,7 +158,7 @@ class _DryRun:
         revision: str | None,
         memory: int | None,
     ) -> _DryRun:
-        """Open all that a build would, and refuse what it would refuse."""
+        """Open what a build would, and refuse what it would refuse."""
         from moepack.calibrate.checkpoint import open_checkpoint
         from moepack.calibrate.stream import StreamedModel
 
@@ -181,10 +176,6 @@ class _DryRun:
     def layers(self) -> int:
         """Decoder layers."""
         return len(self._stream.layers)
-
-    def keep_experts_in(self, folder: Path) -> None:
-        """Where they lie on disk in a build, they do here."""
-        self._stream.experts_in = folder if self._how.experts_on_disk else None
 
     def _load(self, part: int | None) -> dict[str, torch.Tensor]:
         began = time.perf_counter()
@@ -259,7 +250,7 @@ class _DryRun:
         self._read += time.perf_counter() - began
         self._add_dense(index, dense)
         del dense
-        if not self._encoded:  # sizes follow from shapes: only how long these experts take to read matters
+        if not self._encoded:  # sizes follow from shapes: only the reading time counts
             self._read += self._second_a_byte * stream.file_bytes(index)
             return
         for some in stream.expert_ranges(index):
@@ -271,13 +262,22 @@ class _DryRun:
 
     def _add_experts(self, experts: ExpertWeights) -> None:
         """Add the bytes of experts in the versions whose sizes only encoding tells."""
-        for version in self._encoded:
-            began = time.perf_counter()
-            self._sizes[version.name] += _encoded_bytes(version, experts, self._reporter)
-            self._encode += time.perf_counter() - began
+        from moepack.calibrate.held import release
+
+        if not self._encoded:
+            return
+        began = time.perf_counter()
+        self._reporter.inner("experts", experts.layer.experts)
+        for e in range(experts.layer.experts):
+            for version in self._encoded:
+                self._sizes[version.name] += len(exact_extent(version, experts, e)[0])
+            for matrices in experts.weights:
+                release(matrices)
+            self._reporter.advance()
+        self._encode += time.perf_counter() - began
 
     def _add_dense(self, part: int | None, tensors: dict[str, torch.Tensor]) -> None:
-        """A part's bytes outside the experts: of matrices that get versions, those of these."""
+        """A part's bytes outside the experts, with all versions of its dense matrices."""
         layer, versions = self._matrices.get(part), self._recipe.dense_specs()
         packed: set[str] = set()
         beside, before = self._at_once(part), sum(self._dense_sizes.values())
@@ -299,41 +299,39 @@ class _DryRun:
             for version in versions:
                 self._dense_sizes[version.name] += header_size(version.name, layer)
         self._dense_part = max(self._dense_part, sum(self._dense_sizes.values()) - before)
-        self._dense += _bytes({name: t for name, t in tensors.items() if name not in packed})
+        self._dense += sum(int(t.nbytes) for name, t in tensors.items() if name not in packed)
 
     def _at_once(self, part: int | None) -> int:
-        """How many of a part's slices of dense matrices a build makes at once."""
+        """How many row shards of a part a build makes at once."""
         layer = self._matrices.get(part)
-        slices = len(dense_tasks(layer.matrices, self._recipe, "", self._stream.device.type)) if layer else 0
-        most = workers(self._stream.device, max((size for _, size in self._needs.slices), default=1))
-        return max(1, min(self._how.slices, slices, most))
+        shards = len(row_shard_tasks(layer.matrices, self._recipe, "", self._stream.device.type)) if layer else 0
+        most = workers(self._stream.device, max((size for _, size in self._needs.row_shards), default=1))
+        return max(1, min(self._how.row_shards, shards, most))
 
     def _quantise_dense(self, matrix: DenseMatrix, tensors: dict[str, torch.Tensor], beside: int) -> float:
-        """Seconds that a unit of work on a matrix takes at every affine width, with as many slices at its side as a
-        build has; inputs are taken for white."""
+        """Seconds a unit of work on a matrix at every affine width, beside as many row shards as in a build."""
         import torch
 
         device = self._stream.device
-        task = dense_tasks((matrix,), self._recipe, "", device.type)[-1]
+        task = row_shard_tasks((matrix,), self._recipe, "", device.type)[-1]
         task = replace(task, versions=lossy(task.versions))
         white, seconds = torch.eye(matrix.matrix.cols, device=device), 0.0
         for together in (1, beside):  # the first loads what the quantisers need
             began = time.perf_counter()
             with ThreadPoolExecutor(together) as pool:
-                list(pool.map(lambda _: make_slice(task, tensors, white, white, device), range(together)))
+                list(pool.map(lambda _: make_row_shard(task, tensors, white, white, device), range(together)))
             seconds = time.perf_counter() - began
-        return seconds / (task.part.weights * task.part.cols)
+        return seconds / (task.shard.weights * task.shard.cols)
 
     def _quantise_some(self, index: int, experts: ExpertWeights, observation: Observation) -> float:
-        """Seconds that one expert takes at every width, in a batch of some, with as many batches at its side as a build
-        has."""
+        """Seconds of one expert at every width, in a batch of PROBED, beside as many batches as in a build."""
         from moepack.quantize.expert_batch import expert_batches
 
         settings, device = batch_settings(self._recipe), self._stream.device
 
         def make(some: range) -> None:
             task = ExpertBatchTask("", index, some, settings.versions, settings, device.type)
-            make_batch(task, self._stream.experts_module(index), experts.select(some), seen, device)
+            make_expert_batch(task, self._stream.experts_module(index), experts.select(some), seen, device)
 
         batches = expert_batches(experts.layer, settings)
         few = batches[0][:PROBED]
@@ -352,12 +350,10 @@ class _DryRun:
         return one * -(-len(batches) // at_once) / len(batches)
 
     def result(self, rate: float, keep: bool, linked: bool) -> Estimate:
-        """What was measured, scaled to the whole.
+        """Scale the measurements to the whole build.
 
-        Args:
-            rate: bytes a second that the disk writes; 0 where that is not known.
-            keep: whether activations are kept for another build to go on from.
-            linked: whether layer files become the bundle's by hard links; else they are copied.
+        `rate` is the disk's bytes a second, 0 for unknown; `keep` keeps activations; `linked` makes the bundle's layer
+        files by hard links.
         """
         count = sum(layer.experts for layer in self._experts)
         batches = self._batches
@@ -398,24 +394,6 @@ def _known_sizes(recipe: Recipe, layers: Sequence[ExpertLayer]) -> dict[str, int
             stored = v.stored_sizes(layer.matrices)
             sizes[v.name] += layer.experts * stored[0] if stored is not None else 0
     return sizes
-
-
-def _bytes(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _encoded_bytes(version: Version, experts: ExpertWeights, reporter: Reporter) -> int:
-    """Bytes of a layer's extents in a version that holds the checkpoint's bits."""
-    from moepack.calibrate.held import release
-
-    total = 0
-    reporter.inner("experts", experts.layer.experts)
-    for e in range(experts.layer.experts):
-        total += len(exact_extent(version, experts, e)[0])
-        for matrices in experts.weights:
-            release(matrices)
-        reporter.advance()
-    return total
 
 
 def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -> Observation:
@@ -466,10 +444,6 @@ def render(e: Estimate) -> Any:
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:,.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:,.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:,.1f} h"
-    )
+    if seconds < 7200:
+        return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
+    return f"{seconds / 3600:,.1f} h"

@@ -1,7 +1,6 @@
 """The model card of a bundle (README.md): what it is, what its versions take and cost, how to load it.
 
-Text and metadata from a manifest and its tables, neither of which is trusted: both may have been downloaded. Decides
-nothing about where the card goes.
+Text and metadata from a manifest and its tables, neither of which is trusted: both may have been downloaded.
 """
 
 from __future__ import annotations
@@ -14,12 +13,31 @@ from typing import Any
 import yaml
 
 from moepack.pack.manifest import Manifest
-from moepack.pack.spec import expert_file
+from moepack.pack.spec import Version, expert_file
 from moepack.pack.tables import FEW_TOKENS, CalibrationTables, shown_loss
 
 # What a checkpoint's card says that holds for a bundle of it as well.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 _MOST = 1 << 20  # bytes of a card that is read
+_LOAD = """## Load it
+
+```python
+import moepack
+
+model = moepack.load("WHERE", policy="static:LAST")  # fetches that version alone
+model = moepack.load("WHERE", device_memory="24GiB")  # what fits, busy experts at high precision
+```
+
+Or some of it to a directory, or what a budget holds:
+
+```sh
+moepack pull WHERE -o here --versions LAST
+moepack pull WHERE -o here --fit 24GiB
+```
+
+After `import moepack`, `AutoModelForCausalLM.from_pretrained` loads it too. Plain transformers cannot read this format:
+it refuses the model instead of serving random experts.
+"""
 
 
 def carried(card: Path) -> dict[str, str | list[str]]:
@@ -78,11 +96,11 @@ def model_card(
     """
     checkpoint, calibration = (_object(manifest.provenance.get(k)) for k in ("checkpoint", "calibration"))
     model, name = _line(manifest.model.get("model_type")), _line(checkpoint.get("name"))
-    base = base_model or _text(checkpoint.get("id"))
+    given = checkpoint.get("id")
+    base = base_model or (given if isinstance(given, str) and given else None)
     facts: dict[str, Any] = {"library_name": "moepack", "pipeline_tag": "text-generation"}
     facts |= _metadata(checkpoint.get("card"))
-    if base:
-        facts |= {"base_model": base, "base_model_relation": "quantized"}
+    facts |= {"base_model": base, "base_model_relation": "quantized"} if base else {}
     facts["tags"] = ["moepack", "mixture-of-experts", "quantized", model]
     experts = sum(layer.experts for layer in manifest.layers)
     dense = sum(e.size for n, e in manifest.files.items() if n.startswith("model") and n.endswith(".safetensors"))
@@ -93,7 +111,6 @@ def model_card(
     sources = calibration.get("sources")
     text = ", ".join(f"`{_line(s)}`" for s in sources) if isinstance(sources, list) else "unknown text"
     license_file = next((n for n in manifest.files if n.upper().startswith("LICENSE")), None)
-    where, last = repo or "path/or/hub-id", versions[-1]
     parts = [
         f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n\n# {name}, packed\n",
         f"A moepack bundle of {f'[{_line(base)}](https://huggingface.co/{base})' if _is_id(base) else name} ({model}): "
@@ -106,25 +123,7 @@ def model_card(
         f"Errors are measured on {tokens:,} calibration tokens ({text}), expert by expert, against the output in the "
         f"original's precision. `moepack inspect` shows them all.{_few(tables, experts)}\n",
         f"![Tokens routed to each expert, and what each version costs it]({picture})\n" if picture else "",
-        f"""## Load it
-
-```python
-import moepack
-
-model = moepack.load("{where}", policy="static:{last}")  # fetches that version alone
-model = moepack.load("{where}", device_memory="24GiB")  # what fits, busy experts at high precision
-```
-
-Or some of it to a directory, or what a budget holds:
-
-```sh
-moepack pull {where} -o here --versions {last}
-moepack pull {where} -o here --fit 24GiB
-```
-
-After `import moepack`, `AutoModelForCausalLM.from_pretrained` loads it too. Plain transformers cannot read this format:
-it refuses the model instead of serving random experts.
-""",
+        _LOAD.replace("WHERE", repo or "path/or/hub-id").replace("LAST", versions[-1]),
         f"The original's licence holds here too: [{license_file}]({license_file}).\n" if license_file else "",
     ]  # fmt: skip
     return "\n".join(p for p in parts if p)
@@ -138,30 +137,27 @@ def _few(tables: CalibrationTables, experts: int) -> str:
 
 
 def _row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
-    version = manifest.version(name)
-    files = [manifest.expert_files[expert_file(name, layer.index)] for layer in manifest.layers]
+    files = [expert_file(name, layer.index) for layer in manifest.layers]
     weights = sum(layer.experts * layer.expert_weights for layer in manifest.layers)
-    bits = 8 * sum(f.payload for f in files) / weights
-    size = f"{sum(f.size for f in files) / 1e6:,.1f} MB"
-    return f"| {name} | {version.described()} | {size} | {bits:.2f} | {shown_loss(*tables.mean_loss(name))} |"
+    return _cells(manifest, manifest.version(name), files, weights, "", shown_loss(*tables.mean_loss(name)))
 
 
 def _dense_row(manifest: Manifest, tables: CalibrationTables, name: str) -> str:
-    version, dense = manifest.dense_version(name), tables.dense
+    dense, weights = tables.dense, sum(d.matrix.weights for d in manifest.dense)
     assert dense is not None
-    files = [manifest.expert_files[file] for file in manifest.dense_files(name)]
-    bits = 8 * sum(f.payload for f in files) / sum(d.matrix.weights for d in manifest.dense)
     loss = float(dense.relative[:, dense.versions.index(name)].mean())
-    what = f"{len(manifest.dense)} matrices outside the experts: {version.described()}"
-    return f"| {name} | {what} | {sum(f.size for f in files) / 1e6:,.1f} MB | {bits:.2f} | {loss:.4f} |"
+    what = f"{len(manifest.dense)} matrices outside the experts: "
+    return _cells(manifest, manifest.dense_version(name), manifest.dense_files(name), weights, what, f"{loss:.4f}")
+
+
+def _cells(manifest: Manifest, version: Version, names: Sequence[str], weights: int, what: str, loss: str) -> str:
+    files = [manifest.expert_files[name] for name in names]
+    bits, size = 8 * sum(f.payload for f in files) / weights, sum(f.size for f in files) / 1e6
+    return f"| {version.name} | {what}{version.described()} | {size:,.1f} MB | {bits:.2f} | {loss} |"
 
 
 def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _is_id(value: str | None) -> bool:
@@ -169,6 +165,6 @@ def _is_id(value: str | None) -> bool:
 
 
 def _line(value: Any) -> str:
-    """Somebody's text as one line of plain Markdown, what is not printed left out."""
+    """Untrusted text as one line of plain Markdown, without characters that do not print."""
     text = "".join(c if c.isprintable() else " " for c in str(value if value is not None else "unknown")[:200])
     return re.sub(r"[\\`*\[\]<>|#!&]", r"\\\g<0>", text)

@@ -1,6 +1,6 @@
 """Recipes: the YAML that says how a bundle is made, validated key by key.
 
-Decides nothing: a recipe is a frozen record. Its text travels into the bundle's manifest.
+A recipe is a frozen record. Its text travels into the bundle's manifest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from moepack.quantize import methods
 
 MOMENTS = ("routed", "gated", "all")
 
-ALLOCATORS = ("milp", "greedy", "prefix_split", "uniform")
-WEIGHTED = ("milp", "greedy")  # the allocators that read a weighted loss
+ALLOCATORS = ("greedy", "prefix_split", "uniform")
+OLD_ALLOCATORS = {"milp": "greedy"}  # solved the same problem, with gains below what is measurable: read as greedy
 WEIGHTS = ("gates", "tokens", "none")
 
 
@@ -44,7 +44,7 @@ class Quantize:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TextSource:
     """Text to calibrate on: a file or a Hub data set (NAME[:CONFIG[:SPLIT[:COLUMN]]]), and its part beside others'."""
 
     source: str
@@ -62,7 +62,7 @@ class Calibration:
         most: the most windows that `until` takes.
     """
 
-    data: tuple[Source, ...] = ()
+    data: tuple[TextSource, ...] = ()
     samples: int = 128
     length: int = 2048
     batch_size: int = 8
@@ -78,18 +78,18 @@ class Allocate:
 
     Attributes:
         average_bits: bytes of all extents, with tables and padding, as bits an expert weight.
-        method: "milp", "greedy", "prefix_split" or "uniform".
-        weight: of the losses, for the first two: "gates", "tokens" or "none" (`allocate.expected_losses`).
+        method: "greedy", "prefix_split" or "uniform".
+        weight: of the losses, for greedy: "gates", "tokens" or "none" (`allocate.expected_losses`).
         dense: whether dense matrices are chosen with the experts, and their bytes and weights counted.
     """
 
     average_bits: float
-    method: str = "milp"
+    method: str = "greedy"
     weight: str = "gates"
     dense: bool = False
 
     def __str__(self) -> str:
-        weighted = f", losses weighted by {self.weight}" if self.method in WEIGHTED else ""
+        weighted = f", losses weighted by {self.weight}" if self.method == "greedy" else ""
         both = " of experts and dense matrices" if self.dense else ""
         return f"{self.method} at {self.average_bits:g} bits{both}{weighted}"
 
@@ -231,7 +231,7 @@ def with_text(recipe: Recipe) -> Recipe:
         del document["calibration"]["most"]
     if recipe.allocation is None:
         del document["allocation"]
-    elif recipe.allocation.method not in WEIGHTED:
+    elif recipe.allocation.method != "greedy":
         del document["allocation"]["weight"]
     return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
 
@@ -254,19 +254,19 @@ def _calibration(at: str, value: Any) -> Calibration:
     )
 
 
-def _sources(at: str, value: Any) -> tuple[Source, ...]:
+def _sources(at: str, value: Any) -> tuple[TextSource, ...]:
     if not isinstance(value, list):
         raise InputError(f"{at}: must be a list of names, or of mappings as {{source: NAME, weight: 2}}")
     out = []
     for i, item in enumerate(value):
-        where, known = f"{at}[{i}]", [f.name for f in fields(Source)]
+        where, known = f"{at}[{i}]", [f.name for f in fields(TextSource)]
         item = {"source": item} if isinstance(item, str) else _mapping(where, item, known)
         name, weight = item.get("source"), item.get("weight", 1)
         if not isinstance(name, str) or not name:
             raise InputError(f"{where}.source: must name a file or a Hub data set")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-3 <= weight <= 1e3:
             raise InputError(f"{where}.weight: {weight!r} is not a number from 0.001 to 1000")
-        out.append(Source(name, float(weight)))
+        out.append(TextSource(name, float(weight)))
     return tuple(out)
 
 
@@ -275,16 +275,19 @@ def _allocation(at: str, value: Any, versions: Sequence[str], dense: Sequence[st
     bits = a.get("average_bits")
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 20:
         raise InputError(f"{at}.average_bits: {bits!r} is not a number from 1 to 20")
-    method = _choice(f"{at}.method", a.get("method", "milp"), ALLOCATORS)
+    method = a.get("method", "greedy")
+    method = _choice(
+        f"{at}.method", OLD_ALLOCATORS.get(method, method) if isinstance(method, str) else method, ALLOCATORS
+    )
     if method == "prefix_split" and not {"w4", "w3", "w2", "w1"} <= set(versions):
         raise InputError(f"{at}.method: prefix_split needs the versions w4, w3, w2 and w1")
-    if method not in WEIGHTED and "weight" in a:
+    if method != "greedy" and "weight" in a:
         raise InputError(f"{at}.weight: {method} reads no weighted loss: leave weight out")
     weight, both = _choice(f"{at}.weight", a.get("weight", "gates"), WEIGHTS), a.get("dense", False)
     if not isinstance(both, bool):
         raise InputError(f"{at}.dense: {both!r} is not true or false")
-    if both and (not dense or method not in WEIGHTED or weight != "gates"):
-        raise InputError(f"{at}.dense: needs dense: in the recipe, method milp or greedy, and weight gates")
+    if both and (not dense or method != "greedy" or weight != "gates"):
+        raise InputError(f"{at}.dense: needs dense: in the recipe, method greedy, and weight gates")
     return Allocate(bits, method, weight, both)
 
 

@@ -1,8 +1,7 @@
 """A bundle with fewer versions, made of one that is there: files are linked where the file system lets them.
 
-Nothing is quantised or decoded; what is kept is checked first. The format holds a version of all experts or of none
-(pack/FORMAT.md), so that a map of one version an expert keeps every version that it names. Decides nothing about which
-versions a budget serves (reports/fitting.py).
+Nothing is quantised or decoded; digests are checked first. The format holds a version of all experts or of none
+(pack/FORMAT.md), so a map of one version an expert keeps every version that it names.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _LINKED = (".safetensors",)  # others are small, and edited by people: a link wo
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """What was written.
+    """The new bundle.
 
     Attributes:
         bundle: its directory.
         versions: names, the most precise first.
         dense: those of the dense matrices.
-        bytes_before, bytes_after: of the files that manifests name, as far as they were there.
-        allocation: the name of the map in its manifest; None without one.
+        bytes_before, bytes_after: of the manifests' files that exist.
+        allocation: the name of its manifest's map, or None.
     """
 
     bundle: Path
@@ -57,20 +56,17 @@ def shrink(
     """Write a bundle that holds some of another's versions.
 
     Args:
-        path: the bundle.
-        output: the new one's directory; must be new or empty.
+        path, output: the bundle, and the new one's directory, which must be new or empty.
         versions: those to keep.
         fit: keep those that a plan for this budget serves instead.
-        allocation: keep those that one map names, one version an expert, and the map: with `fit` the plan's, else the
-            one in the manifest. `static:allocation` serves it.
-        reporter: who is told of progress.
-        dense: versions of the dense matrices to keep; all that are here without it, or with a map those that it names.
-            Where they alone are named, every version of the experts stays.
+        allocation: keep the versions of a map, and the map: with `fit` the plan's, else the manifest's.
+        reporter: of progress.
+        dense: versions of the dense matrices to keep; without it all, or with a map those that it names. Where they
+            alone are named, every version of the experts stays.
 
     Raises:
-        InputError: when nothing, or too much, says what to keep; for a version that is not here, a manifest without a
-            map, or a budget that holds nothing.
-        BundleError: when what would be kept is damaged: nothing is written then.
+        InputError: for contradicting or missing choices, or a version, map or fitting budget that does not exist.
+        BundleError: when a kept file is damaged: nothing is written then.
         TargetError: when the output cannot be written.
     """
     reporter, target = reporter or Reporter(), Path(output)

@@ -1,7 +1,6 @@
-"""Opening a run: a checkpoint, a recipe and a text, or a calibrated work directory, to a `Run` that has all it needs.
+"""Opening a `LayerWalk`: of a checkpoint, a recipe and a text, or of a calibrated work directory.
 
-What can be refused is refused here, before any layer is read; what a later run has to agree with is written into the
-work directory.
+Refuses what can be refused before any layer is read, and writes the settings that a later run has to agree with.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from moepack.version import __version__
 
 from .allocate import check_allocation
 from .artifacts import DIGESTS, RECIPE, digested, run_record
-from .bound import MAPPED, Placement, needs_of, place
+from .bound import MAPPED, MemoryPlan, place
 from .enough import enough_windows
-from .piece import THREADS
-from .recipe import Recipe, Source, parse_recipe, with_text
-from .run import Dense, Run
+from .needs import Dense, needs_of
+from .recipe import Recipe, TextSource, parse_recipe, with_text
+from .run import LayerWalk
+from .tasks.result import THREADS
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
     from moepack.calibrate.checkpoint import Checkpoint
-    from moepack.calibrate.data import Windows
     from moepack.calibrate.stream import StreamedModel
+    from moepack.calibrate.text.windows import Windows
 
 WAY = "way of quantising dense matrices", f"slices on {THREADS} thread"  # another one would make other bytes
 
@@ -47,11 +47,11 @@ def calibration_text(
     Returns:
         The sources, and their windows: `samples`, or where the recipe says until when, as many as that may take.
     """
-    from moepack.calibrate import data
+    from moepack.calibrate.text import windows as data
 
     how = recipe.calibration
     tokenizer = data.load_tokenizer(checkpoint.path)
-    sources = [Source(str(s)) for s in calibration] or how.data
+    sources = [TextSource(str(s)) for s in calibration] or how.data
     names, weights = [s.source for s in sources], [s.weight for s in sources]
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or 0
     length = min(how.length, limit) if limit > 0 else how.length
@@ -70,9 +70,8 @@ def start(
     revision: str | None = None,
     memory: int | None = None,
     keep: bool = True,
-) -> Run:
-    """Open everything a calibration needs, before any work is done: in `memory` bytes, and with `keep` so that
-    another run can go on from the activations between layers."""
+) -> LayerWalk:
+    """Open a calibration, in `memory` bytes; with `keep`, another run can go on from the activations between layers."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
 
@@ -110,7 +109,18 @@ def start(
         },
         fresh,
     )
-    where = {
+    record = _record(stream, recipe, sources, windows, keeps_mtp) | {"dense": list(dense)}
+    directory.write(directory.path / "run.json", json.dumps(record, indent=1).encode())
+    _begin_quantize(directory, "quantize", recipe, fresh)
+    return LayerWalk(directory, stream, recipe, windows.ids, dense, how, reporter, keep=keep)
+
+
+def _record(
+    stream: StreamedModel, recipe: Recipe, sources: Sequence[str], windows: Windows, keeps_mtp: bool
+) -> dict[str, Any]:
+    """The run's record, which later stages read."""
+    opened = stream.checkpoint
+    return {
         "checkpoint": str(Path(opened.path).absolute()),
         "name": opened.name,
         "recipe": recipe.text,
@@ -129,10 +139,6 @@ def start(
         "decoder_layers": len(stream.layers),
         "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
     }
-    where["dense"] = list(dense)
-    directory.write(directory.path / "run.json", json.dumps(where, indent=1).encode())
-    _begin_quantize(directory, "quantize", recipe, fresh)
-    return Run(directory, stream, recipe, windows.ids, dense, how, keep=keep)
 
 
 def resume(
@@ -143,8 +149,8 @@ def resume(
     reporter: Reporter,
     stage: str = "quantize",
     memory: int | None = None,
-) -> Run:
-    """Open a calibrated work directory for the second stage, or another beside it, in `memory` bytes."""
+) -> LayerWalk:
+    """Open a calibrated work directory for a stage that quantises, in `memory` bytes."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
 
@@ -152,7 +158,7 @@ def resume(
     first = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
     recipe = recipe or first
     if (recipe.calibration, recipe.mtp) != (first.calibration, first.mtp):
-        reporter.note("it is calibrated already: how, the recipe of calibrate says, and this one's is not gone by")
+        reporter.note("the work directory is calibrated already: this recipe's calibration and mtp are ignored")
         recipe = replace(recipe, calibration=first.calibration, mtp=first.mtp)
     opened = open_checkpoint(where["checkpoint"])
     stream = StreamedModel(opened, device)
@@ -166,15 +172,15 @@ def resume(
         raise InputError(
             f"{where['checkpoint']}: {other} is not what {directory.path} was calibrated with: name another --work"
         )
-    run = Run(directory, stream, recipe, None, dense, how, stage)
+    walk = LayerWalk(directory, stream, recipe, None, dense, how, reporter, stage)
     if fresh or stage != "quantize":
-        run.check_observed()
+        walk.check_observed()
     _begin_quantize(directory, stage, recipe, fresh)
-    return run
+    return walk
 
 
 def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
-    """The digests of a checkpoint's files; what was read of them stays in the work directory."""
+    """The digests of a checkpoint's files, which the work directory keeps."""
     from moepack.calibrate.identity import identity
 
     known = digested(directory)
@@ -211,8 +217,8 @@ def _fit(
     fresh: bool = False,
     walks: bool = True,
     reporter: Reporter | None = None,
-) -> Placement:
-    """Keep to `memory` bytes, or refuse; without a bound, go on with the batches of an earlier run that had one."""
+) -> MemoryPlan:
+    """Fit into `memory` bytes, or refuse; without a bound, go on with the batch size of an earlier run that had one."""
     size = recipe.calibration.batch_size
     if memory is None:
         if walks and not fresh and (begun := _begun(directory, recipe)) != size:
@@ -220,9 +226,9 @@ def _fit(
                 reporter.note(f"goes on with {begun} windows at once, to which --memory brought the work directory")
             size = begun
         if not walks:
-            return Placement(size)
+            return MemoryPlan(size)
         needs = needs_of(stream, recipe, windows, length, dense)
-        return Placement(size, reuse=place(needs, size, None).reuse)
+        return MemoryPlan(size, reuse=place(needs, size, None).reuse)
     needs = needs_of(stream, recipe, windows, length, dense, bounded=True)
     if not walks:  # what experts saw is mapped from the file that the first stage left, and nothing is converted
         needs = replace(needs, outside=0, layer=needs.waiting, layer_on_disk=needs.waiting_on_disk)
@@ -238,19 +244,14 @@ def _fit(
         )
     if reporter is not None and how != place(needs, size, None):
         on_disk = f"; on disk, {how.on_disk}" if how.on_disk else ""
-        at_once = f"{how.batch_size} windows, {_pieces(how, dense)}"
+        shards = f" or {how.row_shards} row shards of dense matrices" if dense else ""
+        at_once = f"{how.batch_size} windows, {how.batches} expert batches{shards}"
         reporter.note(f"to stay in --memory: at once {at_once}{on_disk}")
     return how
 
 
-def _pieces(how: Placement, dense: Dense) -> str:
-    """How many pieces are made at once, in words."""
-    return f"{how.batches} expert batches" + (f" or {how.slices} slices of dense matrices" if dense else "")
-
-
 def _begun(directory: WorkDirectory, recipe: Recipe) -> int:
-    """The windows of a batch of an earlier run, if its recipe had as many as this one's: then a bound on memory
-    made them fewer, and nobody asks for others now."""
+    """The batch size of an earlier run whose recipe had the same one as this: a bound on memory may have lowered it."""
     size = recipe.calibration.batch_size
     try:
         before = parse_recipe(run_record(directory)["recipe"], "run.json")
@@ -261,7 +262,7 @@ def _begun(directory: WorkDirectory, recipe: Recipe) -> int:
 
 
 def quantize_settings(recipe: Recipe) -> dict[str, Any]:
-    """What a stage that quantises is begun with, and a later run of it has to agree with."""
+    """The settings of a stage that quantises, which a later run has to agree with."""
     from moepack.quantize.losses import ESTIMATE
 
     q = recipe.quantize

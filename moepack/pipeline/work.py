@@ -20,6 +20,8 @@ from typing import Any
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.writer import existing, sync
 
+from .recipe import OLD_ALLOCATORS
+
 _SETTINGS = "settings.json"
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 LOCK = "lock"
@@ -64,7 +66,12 @@ class WorkDirectory:
             return {}
         except (OSError, ValueError):
             raise TargetError(f"{self.path / _SETTINGS}: cannot be read: use --fresh to start over") from None
-        return document if isinstance(document, dict) else {}
+        if not isinstance(document, dict):
+            return {}
+        for how in document.values():
+            if (how.get("allocation") or {}).get("method") in OLD_ALLOCATORS:
+                how["allocation"]["method"] = OLD_ALLOCATORS[how["allocation"]["method"]]
+        return document
 
     def begin(self, stage: str, wanted: Mapping[str, Any], fresh: bool) -> None:
         """Start or resume a stage with these settings; with `fresh` anew, and of "calibrate" all that followed from it.

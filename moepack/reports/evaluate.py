@@ -1,7 +1,7 @@
 """Perplexity, of a bundle under a policy or of a plain checkpoint.
 
-Perplexity is over the windows of `moepack.calibrate.data`: documents joined with the end-of-text token, cut into
-windows of one length, each window scored from its second token on.
+Perplexity is over the windows of `moepack.calibrate.text.windows`: documents joined with the end-of-text token, cut
+into windows of one length, each window scored from its second token on.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def evaluate(
         raise InputError("no text to evaluate on: name files with --data")
     with reporter.hub_bars():
         source, is_bundle = locate(path)
-        from moepack.calibrate.data import load_tokenizer
-        from moepack.calibrate.documents import check_source
+        from moepack.calibrate.text.documents import check_source
+        from moepack.calibrate.text.windows import load_tokenizer
 
         check(source, is_bundle, policy, device, dtype, device_memory, dense)
         if trace is not None:
@@ -243,7 +243,7 @@ def divergences(
         dtype, length, samples, reporter: as of `evaluate`.
     """
     reporter = reporter or Reporter()
-    from moepack.calibrate.data import load_tokenizer
+    from moepack.calibrate.text.windows import load_tokenizer
 
     source, is_bundle = locate(path)
     pools = _windows(load_tokenizer(Path(source)), data, _window(source, length), samples)
@@ -287,7 +287,7 @@ def _window(source: str | Path, length: int) -> int:
 
 def _windows(tokenizer: Any, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
     """Each file with its windows and the documents they are of; InputError for one that does not fill any."""
-    from moepack.calibrate.data import document_windows
+    from moepack.calibrate.text.windows import document_windows
 
     pools = [(name, document_windows(name, tokenizer, length, samples)) for name in data]
     for name, (pool, _) in pools:

@@ -40,7 +40,7 @@ def products(model: Any) -> contextlib.AbstractContextManager[Any]:
     """Around passes: a plain model multiplies as calibration does where BF16 is emulated; a served one has its own."""
     if hasattr(model, "moepack"):
         return contextlib.nullcontext()
-    from moepack.calibrate.widened import widened
+    from moepack.calibrate.products import widened
 
     return widened(model.device, model.dtype)
 

@@ -56,7 +56,7 @@ def run_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise MissingExtraError("lm-eval", "eval") from None
-    from moepack.calibrate.data import load_tokenizer
+    from moepack.calibrate.text.windows import load_tokenizer
 
     reporter = reporter or Reporter()
     with reporter.hub_bars():

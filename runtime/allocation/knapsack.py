@@ -1,22 +1,17 @@
 """Which version every expert gets under a byte budget. Pure: numbers in, decisions out, no torch.
 
-Decides nothing about what a loss is. Sizes are whole extents in bytes, with scales, zero points and padding; an
-expert's versions stand in one order everywhere, which `uniform` takes to be from the most to the least precise. The
-same numbers give the same allocation every time. `prefix_split`, whose budget is in bits, is in allocation_prefix.py.
+Sizes are whole extents in bytes, with scales, zero points and padding; an expert's versions stand in one order
+everywhere, from the most to the least precise for `uniform`. The same numbers give the same allocation every time.
+`prefix_split`, whose budget is in bits, is in prefix_split.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-Table = Sequence[Sequence[float]]  # rows of numbers: what stands in them, and in what order, who takes one says
-
-_NODES = 20_000  # of HiGHS's search tree: a bound in work, not in time, so that the answer is the same everywhere
+Table = Sequence[Sequence[float]]  # rows of numbers; the caller defines what a row means
 
 
 class BudgetError(ValueError):
@@ -40,9 +35,8 @@ def greedy(sizes: Table, losses: Table, budget: float) -> list[int]:
     """A version for every expert, bytes summing to at most `budget`, by the best loss saved a byte.
 
     Every expert starts at its smallest version; upgrades along the lower convex hull of (bytes, loss) are taken in the
-    order of loss saved a byte while they fit. This is within the loss that one upgrade saves of the best (Dantzig's
-    bound: the upgrades before the first that does not fit are the optimum of the linear relaxation but for a part of
-    that one).
+    order of loss saved a byte while they fit. The loss exceeds the least possible one by at most what one upgrade
+    saves (Dantzig's bound: the upgrades before the first that does not fit solve the linear relaxation).
 
     Args:
         sizes: sizes[expert][version], bytes.
@@ -67,63 +61,6 @@ def greedy(sizes: Table, losses: Table, budget: float) -> list[int]:
         total += cost
         chosen[e] = version
     return chosen
-
-
-def milp(sizes: Table, losses: Table, budget: float) -> list[int]:
-    """The version for every expert with the least summed loss, bytes summing to at most `budget`.
-
-    The multiple-choice knapsack as an integer programme, solved by HiGHS to within 1e-5 of what is lost above every
-    expert's best version. Choices that cannot be part of anything better than what `greedy` found are left out of it.
-    Should it end at its node limit, the better of what it found and `greedy`. 6,144 generated experts of five versions
-    took 2 to 30 s on one core, greedy's loss being 0.004 to 0.014 % higher.
-
-    Args:
-        sizes: sizes[expert][version], bytes; whole numbers are summed exactly.
-        losses: losses[expert][version], expected loss, in any one unit.
-        budget: bytes.
-
-    Returns:
-        The version's index for every expert.
-
-    Raises:
-        BudgetError: when even the smallest versions pass the budget.
-        ImportError: without SciPy.
-    """
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint
-    from scipy.optimize import milp as solve
-    from scipy.sparse import csr_array
-
-    fallback = greedy(sizes, losses, budget)
-    options = _open_choices(sizes, losses, budget, spent(losses, fallback))
-    best = [min(row) for row in losses]
-    excess = np.array([losses[e][v] - best[e] for e, v in options])
-    if not excess.any():
-        return fallback
-    # HiGHS's tolerances are absolute: bytes go in units of their common divisor, losses to a total of a million.
-    whole = all(float(s).is_integer() for row in sizes for s in row)
-    unit = math.gcd(*(int(s) for row in sizes for s in row)) if whole else 1
-    cost = excess * (1e6 / excess.sum())
-    taken = np.array([sizes[e][v] / unit for e, v in options])
-    limit = math.floor(budget / unit) if whole else budget
-    n, m = len(sizes), len(options)
-    one_each = csr_array((np.ones(m), (np.array([e for e, _ in options]), np.arange(m))), shape=(n, m))
-    with _quiet_stdout():
-        result = solve(
-            cost,
-            integrality=np.ones(m),
-            bounds=Bounds(0, 1),
-            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(csr_array(taken[None]), -np.inf, limit)],
-            options={"mip_rel_gap": 1e-5, "node_limit": _NODES},
-        )
-    if result.x is None:
-        return fallback
-    chosen, most = list(fallback), [-1.0] * n
-    for (e, v), x in zip(options, result.x.tolist(), strict=True):
-        if x > most[e]:
-            chosen[e], most[e] = v, x
-    fits = spent(sizes, chosen) <= budget
-    return chosen if fits and spent(losses, chosen) <= spent(losses, fallback) else fallback
 
 
 def uniform(sizes: Table, budget: float) -> list[int]:
@@ -167,51 +104,6 @@ def _upgrades(sizes: Table, losses: Table, hulls: Sequence[Sequence[int]]) -> li
         for a, b in itertools.pairwise(hulls[e]):
             steps.append(((loss[a] - loss[b]) / (size[b] - size[a]), e, b))
     return sorted(steps, key=lambda s: -s[0])
-
-
-def _open_choices(sizes: Table, losses: Table, budget: float, reached: float) -> list[tuple[int, int]]:
-    """Pairs (expert, version) that an allocation with less loss than `reached` may contain.
-
-    At a price a byte, what experts lose and pay at the least, less the price of the budget, bounds every allocation's
-    loss from below. A version that by itself lifts this bound above `reached` is in no better one. The price is that of
-    the first upgrade that does not fit, which gives the highest bound there is.
-    """
-    hulls = [hull(size, loss) for size, loss in zip(sizes, losses, strict=True)]
-    left, price = budget - math.fsum(size[h[0]] for size, h in zip(sizes, hulls, strict=True)), 0.0
-    at = [h[0] for h in hulls]
-    for rate, e, version in _upgrades(sizes, losses, hulls):
-        left -= sizes[e][version] - sizes[e][at[e]]
-        at[e] = version
-        if left < 0:
-            price = rate
-            break
-    paid = [[x + price * s for s, x in zip(size, loss, strict=True)] for size, loss in zip(sizes, losses, strict=True)]
-    floor = [min(row) for row in paid]
-    slack = reached - (math.fsum(floor) - price * budget)
-    slack += 1e-9 * (abs(reached) + math.fsum(map(abs, floor)))  # what rounding may hide
-    return [
-        (e, v)
-        for e, (size, loss) in enumerate(zip(sizes, losses, strict=True))
-        for v in _front(size, loss)
-        if paid[e][v] - floor[e] <= slack
-    ]
-
-
-@contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """Send what C code prints on stdout to stderr: HiGHS leaves debugging lines there, in the midst of JSON."""
-    try:
-        kept = os.dup(1)
-    except OSError:  # no stdout to keep clean
-        yield
-        return
-    try:
-        sys.stdout.flush()
-        os.dup2(2, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _least(sizes: Table, budget: float) -> float:

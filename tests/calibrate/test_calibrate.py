@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from moepack.calibrate import data
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import ExpertWeights, finish, hidden
 from moepack.calibrate.forward import CalibrationPass, Observation
 from moepack.calibrate.gather import gather_batch
 from moepack.calibrate.statistics import routing_statistics
 from moepack.calibrate.stream import StreamedModel
+from moepack.calibrate.text import windows as data
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.quantize.expert_batch import ExpertVersion, Settings, batch_moments, expert_batches, quantise_batch
@@ -209,7 +209,7 @@ def output(module: Any, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.T
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedModel, bits: int) -> None:
-    """Given 0, 3, 32, 128 or 512 tokens, on tokens that nothing has seen (2 % tolerance)."""
+    """LayerInputs 0, 3, 32, 128 or 512 tokens, on tokens that nothing has seen (2 % tolerance)."""
     from moepack.quantize.grid import dequantise
     from moepack.quantize.losses import loss
 

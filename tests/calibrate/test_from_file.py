@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 
-from moepack.calibrate import from_file, stream
+from moepack.calibrate import products, skeleton
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import parameter_names
 from moepack.calibrate.forward import CalibrationPass, Observation
@@ -56,7 +56,7 @@ def test_the_same_bits(
 ) -> None:
     path = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
     hidden, seen, weights = walked(path, dtype, None)
-    monkeypatch.setattr(stream, "AT_ONCE", 1)  # an expert at a time
+    monkeypatch.setattr(skeleton, "AT_ONCE", 1)  # an expert at a time
     filed = walked(path, dtype, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(hidden, filed[0], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(weights, filed[2], strict=True))
@@ -70,7 +70,7 @@ def test_the_same_bits(
 def test_a_layer_that_is_only_read_whole_is_refused(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "AT_ONCE", 1)
+    monkeypatch.setattr(skeleton, "AT_ONCE", 1)
     model = StreamedModel(open_checkpoint(demo_model))
     monkeypatch.setattr(model, "_read_experts", lambda layer, some: None)
     assert not any(is_mapped(tensor) for tensor in model.load(0).values())
@@ -102,7 +102,7 @@ def test_a_product_is_torch_s(
 ) -> None:
     """Whatever experts are called, transposed or not; each one's pages are let go of."""
     released: list[int] = []
-    monkeypatch.setattr(from_file, "release", lambda tensor: released.append(1))
+    monkeypatch.setattr(products, "release", lambda tensor: released.append(1))
     g = torch.Generator().manual_seed(0)
     weight = empty((4, 24, 64), dtype, tmp_path)
     weight.copy_(torch.randn(4, 24, 64, generator=g))
@@ -111,7 +111,7 @@ def test_a_product_is_torch_s(
     for x_of, matrix in ((x, weight.transpose(-2, -1)), (x[:, :24].contiguous(), weight)):
         plain = torch._grouped_mm(x_of, matrix.clone(), offs=ends)
         released.clear()
-        with from_file.FromFile():
+        with products.Products(wide=False, mapped=True):
             assert torch.equal(torch._grouped_mm(x_of, matrix, offs=ends), plain)
             assert len(released) == sum(n > 0 for n in counts)
             torch._grouped_mm(x_of, matrix.clone(), offs=ends)
@@ -124,7 +124,7 @@ def test_few_experts_are_in_memory(demo_model: Path, tmp_path: Path, monkeypatch
         "mixtral", tmp_path / "checkpoint", demo_model, num_hidden_layers=1, hidden_size=512, intermediate_size=4096,
         num_local_experts=16,
     )  # fmt: skip
-    monkeypatch.setattr(stream, "AT_ONCE", 24 << 20)
+    monkeypatch.setattr(skeleton, "AT_ONCE", 24 << 20)
     model = StreamedModel(open_checkpoint(path))
     model.experts_in = tmp_path
     walk = CalibrationPass(model, torch.arange(1, 129).view(2, 64), 2, torch.bfloat16)
@@ -133,8 +133,8 @@ def test_few_experts_are_in_memory(demo_model: Path, tmp_path: Path, monkeypatch
     model.load(0)
     walk.run_layer(0)  # with what torch loads and keeps for its first product
     grown = []
-    for release in (from_file.release, lambda tensor: None):
-        monkeypatch.setattr(from_file, "release", release)
+    for release in (products.release, lambda tensor: None):
+        monkeypatch.setattr(products, "release", release)
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what is there now
         before = resident_memory()
         walk.run_layer(0)

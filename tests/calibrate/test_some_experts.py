@@ -54,7 +54,7 @@ def test_family(family: str, demo_model: Path, tmp_path: Path) -> None:
 def test_a_layout_that_nothing_is_known_of_is_read_whole(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import moepack.calibrate.stream as module
+    import moepack.calibrate.skeleton as module
 
     monkeypatch.setattr(module, "sources_of", lambda *args: None)
     compare(tiny_models.save_tiny("mixtral", tmp_path / "a", demo_model), every=False)

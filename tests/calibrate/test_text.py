@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from moepack.calibrate import data
-from moepack.calibrate.documents import Chat, documents, split_lines
-from moepack.calibrate.tokenise import AROUND, PART, Encoder, parts
+from moepack.calibrate.text import windows as data
+from moepack.calibrate.text.documents import Conversation, documents, split_lines
+from moepack.calibrate.text.tokenise import AROUND, PART, Encoder, parts
 from moepack.pack.errors import InputError
 
 WIKI = " \n = One = \n \n Text of one . \n \n = = Section = = \n \n More . \n \n = Two = \n \n Text of two = 2 = \n"
@@ -285,7 +285,7 @@ def test_chats_keep_their_tool_calls(tmp_path: Path) -> None:
         tmp_path / "c.jsonl",
         {"messages": chat(CALL)}, {"messages": chat(OTHER), "tools": json.dumps(tools)}, {"messages": []}
     )  # fmt: skip
-    assert list(documents(source)) == [Chat(chat(CALL)), Chat(chat(OTHER), tools), Chat([])]
+    assert list(documents(source)) == [Conversation(chat(CALL)), Conversation(chat(OTHER), tools), Conversation([])]
     tokenizer = chats(TEMPLATE)
     texts = ['[user]x[assistant]weather{"city": "Bonn"}', 'T[{"name": "add"}][user]x[assistant]add{"a": 1}']
     wanted = [[n, *tokenizer(f"{t}</s>\n")["input_ids"]] for n, t in enumerate(texts)]
@@ -299,7 +299,7 @@ def test_chats_keep_their_tool_calls(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist([{"messages": chat(CALL)}, {"messages": chat(OTHER)}]), tmp_path / "c.parquet"
     )
-    assert list(documents(str(tmp_path / "c.parquet"))) == [Chat(chat(CALL)), Chat(chat(OTHER))]
+    assert list(documents(str(tmp_path / "c.parquet"))) == [Conversation(chat(CALL)), Conversation(chat(OTHER))]
 
 
 def test_chats_begin_once_and_end_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moepack.calibrate import widened as room
+from moepack.calibrate import products as room
 
 CPU = torch.device("cpu")
 

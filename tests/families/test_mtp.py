@@ -12,14 +12,15 @@ from safetensors.torch import load_file, save_file
 from support import Notes, tree
 
 import moepack
-from moepack.calibrate import stream
+from moepack.calibrate import skeleton
 from moepack.calibrate.checkpoint import open_checkpoint
+from moepack.calibrate.stream import StreamedModel
 from moepack.families.mtp import mtp_patterns, mtp_tensors
 from moepack.pack.errors import InputError
 from moepack.pipeline.artifacts import save
-from moepack.pipeline.bound import needs_of
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
+from moepack.pipeline.needs import needs_of
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.verify import verify
 
@@ -114,8 +115,8 @@ def test_they_are_read_some_at_a_time(
     recipe = parse_recipe(RECIPE.format("keep"), "t")
     build(checkpoint, tmp_path / "b", recipe, [text])
     sizes = [t.nbytes for t in mtp_of(checkpoint).values()]
-    monkeypatch.setattr(stream, "AT_ONCE", sum(sizes) // 4)
-    model = stream.StreamedModel(open_checkpoint(checkpoint))
+    monkeypatch.setattr(skeleton, "AT_ONCE", sum(sizes) // 4)
+    model = StreamedModel(open_checkpoint(checkpoint))
     assert model.mtp_loading_bytes == 2 * (sum(sizes) // 4 + max(sizes)) + 2 * max(sizes)
     monkeypatch.setattr(model, "loading_bytes", lambda *part, **how: 1)
     monkeypatch.setattr(model, "part_bytes", lambda part: 1)

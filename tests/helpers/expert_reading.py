@@ -21,7 +21,7 @@ def assert_same(got: ExpertWeights, want: ExpertWeights) -> None:
 
 def compare_parts(stream: StreamedModel, layer: int) -> None:
     """Load a layer with three experts read at a time, against loading it at once."""
-    import moepack.calibrate.stream as module
+    import moepack.calibrate.skeleton as module
 
     whole = {name: tensor.clone() for name, tensor in stream.load(layer).items()}
     at_once = stream.loading_bytes(layer)

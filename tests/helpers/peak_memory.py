@@ -23,12 +23,12 @@ MORE = 16  # MiB that the process takes since it was refused
 
 def build(checkpoint: str, text: str, bundle: str, bound: str) -> dict[str, int]:
     """A build in `bound` bytes; "least" is the least that it says it needs."""
-    from moepack.calibrate import stream
+    from moepack.calibrate import skeleton
     from moepack.pack.errors import InputError
     from moepack.pipeline import build as pipeline
     from moepack.pipeline.recipe import parse_recipe
 
-    stream.AT_ONCE = 1 << 18  # bytes: a third of a layer's experts, so that these go to disk for the least
+    skeleton.AT_ONCE = 1 << 18  # bytes: a third of a layer's experts, so that these go to disk for the least
     recipe, size = parse_recipe(RECIPE, "test"), 1
     if bound == "least":
         try:
@@ -43,14 +43,14 @@ def build(checkpoint: str, text: str, bundle: str, bound: str) -> dict[str, int]
 
 def held(folder: str) -> dict[str, int]:
     """256 MiB of activations written, read and gathered; --violate holds them in memory."""
-    from moepack.calibrate.held import Rows, empty, release
+    from moepack.calibrate.held import RowGather, empty, release
 
     before, rows = resident_memory(), 1 << 17
     tensor = empty((rows, 1024), torch.bfloat16, None if "--violate" in sys.argv else Path(folder))
     for part in tensor.split(4096):
         part.fill_(1.5)
         release(part)
-    seen = Rows(tensor)
+    seen = RowGather(tensor)
     for start in range(0, rows, 8192):
         assert bool((seen[torch.arange(start, start + 8192, 2)] == 1.5).all())
     return {"growth": peak_memory() - before, "bytes": tensor.nbytes, "files": len(list(Path(folder).iterdir()))}
@@ -100,7 +100,7 @@ def batch(method: str) -> dict[str, int]:
 def dense(method: str) -> dict[str, int]:
     """8,192 rows of 1,024 columns at three versions; both numbers in bytes."""
     from moepack.pack.spec import LOSSLESS, DenseMatrix, Matrix, Version
-    from moepack.pipeline.dense_slice import DenseTask, make_slice
+    from moepack.pipeline.tasks.row_shards import RowShardTask, make_row_shard
     from moepack.runtime.devices.glibc import trim
 
     versions = (Version.of(LOSSLESS, 64), Version.of("w8", 64), Version.of("w4", 64))
@@ -108,13 +108,13 @@ def dense(method: str) -> dict[str, int]:
     def run(rows: int) -> tuple[int, int]:
         g = torch.Generator().manual_seed(0)
         described = DenseMatrix(0, "m", Matrix("weight", rows, 1024))
-        task = DenseTask("c", described, range(rows), versions, method, "cpu")
+        task = RowShardTask("c", described, range(rows), versions, method, "cpu")
         weight, x = torch.randn(rows, 1024, generator=g).bfloat16(), torch.randn(2048, 1024, generator=g)
         moments = x.T @ x / 2048
         trim()
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_memory()
-        make_slice(task, {"m.weight": weight}, moments, moments, torch.device("cpu"))
+        make_row_shard(task, {"m.weight": weight}, moments, moments, torch.device("cpu"))
         return peak_memory() - before, task.memory
 
     run(2048)  # loads what quantisers need

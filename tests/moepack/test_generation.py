@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moepack
-from moepack.calibrate.data import load_tokenizer
+from moepack.calibrate.text.windows import load_tokenizer
 from moepack.chat import Here, There, talk
 from moepack.generation import GREEDY, Session, generate
 from moepack.pack.errors import InputError

@@ -153,7 +153,7 @@ def reference_codes(w: Tensor, damped: Tensor, scale: Tensor, zero: Tensor, top:
 
 @pytest.mark.parametrize(("cols", "group_size"), [(96, 32), (72, 32), (40, 64)])
 def test_column_loop_against_the_papers_algorithm(cols: int, group_size: int) -> None:
-    """Given the grids that the loop found, the same codes come out of the textbook algorithm in float64."""
+    """LayerInputs the grids that the loop found, the same codes come out of the textbook algorithm in float64."""
     w, h = weights(2, 16, cols), moments(inputs(2, 400, cols))
     versions = [Version.of(f"w{b}", group_size) for b in WIDTHS]
     factored = factor(h, group_size)

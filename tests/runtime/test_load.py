@@ -253,7 +253,7 @@ def test_perplexity_is_the_definition(demo_model: Path, evaluation: Path) -> Non
 
     from transformers import AutoModelForCausalLM
 
-    from moepack.calibrate.data import load_tokenizer, windows
+    from moepack.calibrate.text.windows import load_tokenizer, windows
 
     score = evaluate(demo_model, [str(evaluation)], dtype="float32", length=64, samples=3)
     ids = windows(str(evaluation), load_tokenizer(demo_model), 64, 3)

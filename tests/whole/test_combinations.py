@@ -19,7 +19,7 @@ import tiny_models
 import torch
 
 import moepack
-from moepack.calibrate.data import document_windows, load_tokenizer
+from moepack.calibrate.text.windows import document_windows, load_tokenizer
 from moepack.generation import generate
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe

@@ -20,8 +20,8 @@ from moepack.cli import main
 from moepack.pack import writer
 from moepack.pack.errors import InputError, TargetError
 from moepack.pipeline import build as pipeline
-from moepack.pipeline import executors
 from moepack.pipeline.add import add
+from moepack.pipeline.executors import local
 from moepack.pipeline.recipe import parse_recipe, with_versions
 from moepack.pipeline.shrink import shrink
 
@@ -54,20 +54,20 @@ def mine(kept: Path, tmp_path: Path) -> Path:
 def versions_of(make: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The versions that a function of the executors makes pieces in, from now on."""
     names: list[str] = []
-    original = getattr(executors, make)
+    original = getattr(local, make)
 
     def counted(task: Any, *rest: Any) -> Any:
         names.extend(v.name for v in task.versions)
         return original(task, *rest)
 
-    monkeypatch.setattr(executors, make, counted)
+    monkeypatch.setattr(local, make, counted)
     return names
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The versions that expert batches are made in."""
-    return versions_of("make_batch", monkeypatch)
+    return versions_of("make_expert_batch", monkeypatch)
 
 
 def test_added_versions_are_those_of_one_build(
@@ -121,7 +121,7 @@ def test_versions_of_dense_matrices(
     recipe += "allocation: {average_bits: 5.2, dense: true}\n"
     bundle, work = tmp_path / "b", tmp_path / "w"
     pipeline.build(short_model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
-    slices = versions_of("make_slice", monkeypatch)
+    slices = versions_of("make_row_shard", monkeypatch)
     made.clear()
     with monkeypatch.context() as patch:
         patch.setattr("moepack.pipeline.run.load_observation", lambda *_: pytest.fail("what experts saw was read"))

@@ -21,17 +21,20 @@ from safetensors.torch import load_file
 from support import HELPERS, tree
 from typer.testing import CliRunner
 
-from moepack.calibrate import from_file, statistics, stream
+from moepack.calibrate import products, skeleton, statistics
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.held import empty, is_mapped, mapped, release
+from moepack.calibrate.stream import StreamedModel
 from moepack.cli import app
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import read_header
-from moepack.pipeline import artifacts, bound, executors, start
+from moepack.pipeline import artifacts, bound, start
 from moepack.pipeline import build as pipeline
-from moepack.pipeline.bound import MAPPED, MIB, Needs, Placement, needs_of, peak, place, steps
+from moepack.pipeline.bound import MAPPED, MIB, BuildNeeds, MemoryPlan, peak, place, steps
 from moepack.pipeline.estimate import _DryRun, estimate
+from moepack.pipeline.executors import local as local_executor
+from moepack.pipeline.needs import needs_of
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.work import WorkDirectory
 from moepack.progress import Reporter
@@ -39,7 +42,7 @@ from moepack.progress import Reporter
 RECIPE = parse_recipe(
     "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, length: 64, batch_size: 2}}", "test"
 )
-NEEDS = Needs(
+NEEDS = BuildNeeds(
     process=100 * MIB, loading=300 * MIB, layer=100 * MIB, hidden=400 * MIB, seen=400 * MIB, routing=10 * MIB,
     window=50 * MIB, forward=0, batches=((1, 150 * MIB),), waiting=100 * MIB,
 )  # fmt: skip
@@ -75,27 +78,27 @@ def test_what_a_piece_takes_is_said(what: str, method: str) -> None:
 def test_what_goes_to_disk_first_and_the_least() -> None:
     """By hand, in MiB: reading takes 100 + 400 + 300; calibrating 100 + 810 + 100 + 4 * 50; quantising, with 150 for
     its batch, less."""
-    assert {step: sum(parts.values()) // MIB for step, parts in steps(NEEDS, Placement(4)).items()} == {
+    assert {step: sum(parts.values()) // MIB for step, parts in steps(NEEDS, MemoryPlan(4)).items()} == {
         "read a layer": 800, "read what lies outside the layers": 500, "calibrate": 1210, "quantise": 1160,
     }  # fmt: skip
     on_disk = MAPPED // MIB
-    assert place(NEEDS, 4, None) == place(NEEDS, 4, 1210 * MIB) == Placement(4, batches=1, slices=1)
-    assert place(NEEDS, 4, 1209 * MIB) == place(NEEDS, 4, (810 + on_disk) * MIB) == Placement(4, True, False, 1, 1)
+    assert place(NEEDS, 4, None) == place(NEEDS, 4, 1210 * MIB) == MemoryPlan(4, batches=1, row_shards=1)
+    assert place(NEEDS, 4, 1209 * MIB) == place(NEEDS, 4, (810 + on_disk) * MIB) == MemoryPlan(4, True, False, 1, 1)
     both = 410 + 2 * on_disk
-    assert place(NEEDS, 4, (810 + on_disk) * MIB - 1) == place(NEEDS, 4, both * MIB) == Placement(4, True, True, 1, 1)
-    assert place(NEEDS, 4, both * MIB - 1) == place(NEEDS, 4, (both - 50) * MIB) == Placement(3, True, True, 1, 1)
+    assert place(NEEDS, 4, (810 + on_disk) * MIB - 1) == place(NEEDS, 4, both * MIB) == MemoryPlan(4, True, True, 1, 1)
+    assert place(NEEDS, 4, both * MIB - 1) == place(NEEDS, 4, (both - 50) * MIB) == MemoryPlan(3, True, True, 1, 1)
     # A batch of one takes 260 and what is mapped, quantising 360: the least.
-    assert place(NEEDS, 4, (360 + 2 * on_disk) * MIB) == Placement(3, True, True, 1, 1)
+    assert place(NEEDS, 4, (360 + 2 * on_disk) * MIB) == MemoryPlan(3, True, True, 1, 1)
     with pytest.raises(InputError, match=rf"least is {360 + 2 * on_disk}MiB, to quantise \(expert batches 150MiB\)"):
         place(NEEDS, 4, (360 + 2 * on_disk) * MIB - 1)
     # Two batches of experts at once take 150 more as they are quantised; one does before anything else shrinks.
     two = replace(NEEDS, batches=((2, 150 * MIB),))
-    assert place(two, 4, 1310 * MIB) == Placement(4, batches=2, slices=1)
-    assert place(two, 4, (510 + 2 * on_disk) * MIB) == Placement(4, True, True, 2, 1)
-    assert place(two, 4, (510 + 2 * on_disk) * MIB - 1) == Placement(4, True, True, 1, 1)
-    assert peak(replace(NEEDS, loading=2000 * MIB), Placement(4))[0] == "read a layer"
+    assert place(two, 4, 1310 * MIB) == MemoryPlan(4, batches=2, row_shards=1)
+    assert place(two, 4, (510 + 2 * on_disk) * MIB) == MemoryPlan(4, True, True, 2, 1)
+    assert place(two, 4, (510 + 2 * on_disk) * MIB - 1) == MemoryPlan(4, True, True, 1, 1)
+    assert peak(replace(NEEDS, loading=2000 * MIB), MemoryPlan(4))[0] == "read a layer"
     # Moments of dense matrices are there while a layer is calibrated, and until all of it is quantised.
-    dense = steps(replace(two, dense=70 * MIB), Placement(4, batches=2, slices=1))
+    dense = steps(replace(two, dense=70 * MIB), MemoryPlan(4, batches=2, row_shards=1))
     assert [sum(parts.values()) // MIB for parts in dense.values()] == [800, 500, 1280, 1380]
 
 
@@ -108,11 +111,11 @@ def test_experts_go_to_disk_before_batches_shrink() -> None:
         experts=1900 * MIB,
     )  # fmt: skip
     on_disk = MAPPED // MIB
-    assert place(filed, 4, (2400 + on_disk) * MIB) == Placement(4, True, True, 1, 1)
+    assert place(filed, 4, (2400 + on_disk) * MIB) == MemoryPlan(4, True, True, 1, 1)
     # On disk they leave room for two batches again.
-    assert place(filed, 4, (2400 + on_disk) * MIB - 1) == Placement(4, True, True, 2, 1, True)
-    assert place(filed, 4, (430 + 2 * on_disk) * MIB) == Placement(4, True, True, 1, 1, True)
-    assert place(filed, 4, (430 + 2 * on_disk) * MIB - 1) == Placement(3, True, True, 1, 1, True)
+    assert place(filed, 4, (2400 + on_disk) * MIB - 1) == MemoryPlan(4, True, True, 2, 1, True)
+    assert place(filed, 4, (430 + 2 * on_disk) * MIB) == MemoryPlan(4, True, True, 1, 1, True)
+    assert place(filed, 4, (430 + 2 * on_disk) * MIB - 1) == MemoryPlan(3, True, True, 1, 1, True)
     with pytest.raises(InputError, match=rf"least is {410 + 2 * on_disk}MiB, to quantise \(expert batches 180MiB\)"):
         place(filed, 4, (410 + 2 * on_disk) * MIB - 1)
     on_disk_in_words = "what goes into a layer, what its experts see, the experts of a layer"
@@ -121,8 +124,8 @@ def test_experts_go_to_disk_before_batches_shrink() -> None:
         place(large, 4, 2000 * MIB)
     # Where the experts on disk leave no more room, they stay in memory as batches shrink.
     useless = replace(filed, loading=200 * MIB, layer=100 * MIB, waiting=100 * MIB, batches=NEEDS.batches)
-    assert place(useless, 4, (410 + 2 * on_disk) * MIB) == Placement(4, True, True, 1, 1)
-    assert place(useless, 4, (409 + 2 * on_disk) * MIB) == Placement(3, True, True, 1, 1)
+    assert place(useless, 4, (410 + 2 * on_disk) * MIB) == MemoryPlan(4, True, True, 1, 1)
+    assert place(useless, 4, (409 + 2 * on_disk) * MIB) == MemoryPlan(3, True, True, 1, 1)
 
 
 def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +135,7 @@ def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch: pyt
     assert step == "calibrate" and least["forward"] == int(1.6 * 200 * MIB) and place(NEEDS, 4, None).reuse
     needed = sum(least.values())
     assert place(NEEDS, 4, needed).reuse and not place(NEEDS, 4, needed - 1).reuse
-    assert place(NEEDS, 4, needed - 1) == Placement(4, batches=1, slices=1)
+    assert place(NEEDS, 4, needed - 1) == MemoryPlan(4, batches=1, row_shards=1)
     assert not place(replace(NEEDS, window=0), 4, None).reuse
 
 
@@ -140,7 +143,7 @@ def test_without_a_bound_memory_is_used_again_where_it_is_there(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory: Any = SimpleNamespace(settings=dict, path=Path("none"), holds=lambda stage: False)
-    model = stream.StreamedModel(open_checkpoint(demo_model))
+    model = StreamedModel(open_checkpoint(demo_model))
     needs = needs_of(model, RECIPE, 4, 64, {})
     reusing = replace(place(needs, 2, None), reuse=True)
     takes = sum(steps(needs, reusing)["calibrate"].values()) - (needs.process - bound.LATER)  # which it has already
@@ -160,26 +163,25 @@ def test_a_build_reuses_memory_where_that_fits(
 ) -> None:
     """In each layer of each pass: also of the one that counts tokens before."""
     entered: list[str] = []
-    for name in ("run", "enough"):
-        monkeypatch.setattr(f"moepack.pipeline.{name}.reusing", lambda n=name: nullcontext(entered.append(n)))
+    monkeypatch.setattr("moepack.pipeline.enough.reusing", lambda: nullcontext(entered.append("")))
     recipe = (
         f"{{quantize: {{method: rtn, loss_tokens: 64}}, calibration: {{samples: 4, length: 64, batch_size: 2{until}}}}}"
     )
-    layers = len(stream.StreamedModel(open_checkpoint(demo_model)).layers)
+    layers = len(StreamedModel(open_checkpoint(demo_model)).layers)
     for available, times in ((1 << 40, layers), (0, 0)):
         entered.clear()
         monkeypatch.setattr(bound, "available_memory", lambda a=available: a)
         pipeline.calibrate(demo_model, tmp_path / str(available), parse_recipe(recipe, "x"), [text])
-        assert entered.count("run") == times and entered.count("enough") == times * bool(until)
+        assert len(entered) == times * (1 + bool(until))
 
 
 def test_experts_that_are_read_with_dense_tensors_count(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense versions alone need no expert, where the checkpoint's layout lets dense tensors be read without."""
-    monkeypatch.setattr(stream, "AT_ONCE", 1)
-    model, recipe = stream.StreamedModel(open_checkpoint(demo_model)), replace(RECIPE, versions=(), dense=("w8",))
+    monkeypatch.setattr(skeleton, "AT_ONCE", 1)
+    model, recipe = StreamedModel(open_checkpoint(demo_model)), replace(RECIPE, versions=(), dense=("w8",))
     assert model.dense_apart(0)
     alone = needs_of(model, recipe, 4, 64, {}, 0)
-    monkeypatch.setattr(stream.StreamedModel, "dense_apart", lambda *_: False)
+    monkeypatch.setattr(StreamedModel, "dense_apart", lambda *_: False)
     together = needs_of(model, recipe, 4, 64, {}, 0)
     assert together.waiting - alone.waiting == model.file_bytes(0) > 0
     assert together.loading - alone.loading >= model.file_bytes(0) // 2
@@ -188,8 +190,8 @@ def test_experts_that_are_read_with_dense_tensors_count(demo_model: Path, monkey
 
 def test_pieces_of_each_kind_count_with_as_many_as_are_made_at_once() -> None:
     """By hand, in MiB: beside 1,010, three batches take 450, eight slices of 40 take 320, and of 60 480."""
-    needs = replace(NEEDS, batches=((3, 150 * MIB), (1, 200 * MIB)), slices=((8, 40 * MIB),))
-    wide = replace(needs, slices=((2, 200 * MIB), (8, 60 * MIB)))
+    needs = replace(NEEDS, batches=((3, 150 * MIB), (1, 200 * MIB)), row_shards=((8, 40 * MIB),))
+    wide = replace(needs, row_shards=((2, 200 * MIB), (8, 60 * MIB)))
     quantising = [
         sum(steps(each, place(each, 1, None))["quantise"].values()) // MIB
         for each in (needs, wide, replace(wide, batches=NEEDS.batches))
@@ -198,9 +200,9 @@ def test_pieces_of_each_kind_count_with_as_many_as_are_made_at_once() -> None:
     on_disk = MAPPED // MIB  # pieces have what is left of the bound beside 210 and what is mapped
     for room, batches, slices in ((660, 3, 8), (659, 2, 8), (509, 1, 7)):
         how = place(needs, 1, (room + 2 * on_disk) * MIB)
-        assert how == Placement(1, True, True, batches, slices)
+        assert how == MemoryPlan(1, True, True, batches, slices)
     small = replace(needs, batches=((3, 30 * MIB),))
-    assert place(small, 1, (490 + 2 * on_disk) * MIB) == Placement(1, True, True, 3, 7)
+    assert place(small, 1, (490 + 2 * on_disk) * MIB) == MemoryPlan(1, True, True, 3, 7)
 
 
 @settings(deadline=None)  # a search through a hundred placements
@@ -210,7 +212,7 @@ def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int
     loading, layer, hidden, seen, window, batch, layer_on_disk, mapped_batch = (size * MIB for size in sizes)
     needs = replace(
         NEEDS, loading=loading, layer=layer, hidden=hidden, seen=seen, window=window, batches=((at_once, batch),),
-        slices=((2 * at_once, batch // 3),), waiting=layer // 2, waiting_on_disk=layer_on_disk // 2,
+        row_shards=((2 * at_once, batch // 3),), waiting=layer // 2, waiting_on_disk=layer_on_disk // 2,
         loading_on_disk=loading // 2, layer_on_disk=layer_on_disk, mapped=mapped_batch,
     )  # fmt: skip
     with pytest.raises(InputError) as caught:
@@ -222,7 +224,7 @@ def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int
         how = place(needs, windows, bound_mib * MIB)
         assert how.batch_size >= before and sum(peak(needs, how)[1].values()) <= bound_mib * MIB
         before = how.batch_size
-    assert place(needs, windows, 1 << 50) == Placement(windows, batches=at_once, slices=2 * at_once)
+    assert place(needs, windows, 1 << 50) == MemoryPlan(windows, batches=at_once, row_shards=2 * at_once)
     with pytest.raises(InputError):
         place(needs, windows, (least - 1) * MIB)
 
@@ -237,11 +239,12 @@ def test_the_dry_run_keeps_the_experts_of_one_layer_on_disk(
     plain = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=work)
     folders: list[Path | None] = []
     monkeypatch.setattr(
-        stream, "empty", lambda shape, dtype, folder: (folders.append(folder), empty(shape, dtype, folder))[1]
+        "moepack.calibrate.stream.empty",
+        lambda shape, dtype, folder: (folders.append(folder), empty(shape, dtype, folder))[1],
     )
-    monkeypatch.setattr(stream, "AT_ONCE", 1 << 18)
+    monkeypatch.setattr(skeleton, "AT_ONCE", 1 << 18)
     module = "moepack.pipeline.estimate.place"
-    monkeypatch.setattr(module, lambda needs, size, memory: Placement(size, True, True, 1, 1, True))
+    monkeypatch.setattr(module, lambda needs, size, memory: MemoryPlan(size, True, True, 1, 1, True))
     said = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=work)
     assert folders == [tmp_path / "fast"] * 2
     assert said.versions == plain.versions and said.dense_bytes == plain.dense_bytes
@@ -256,11 +259,11 @@ def test_the_dry_run_knows_how_long_experts_take_to_read_that_it_need_not_see(
 ) -> None:
     """Without the lossless version nothing of the later layers' experts is read."""
     recipe = parse_recipe(f"{{versions: [w4], {RECIPE.text.strip()[1:]}", "test")
-    monkeypatch.setattr(stream, "AT_ONCE", 1 << 18)
+    monkeypatch.setattr(skeleton, "AT_ONCE", 1 << 18)
     module = "moepack.pipeline.estimate"
-    monkeypatch.setattr(f"{module}.place", lambda needs, size, memory: Placement(size, True, True, 1, 1, True))
+    monkeypatch.setattr(f"{module}.place", lambda needs, size, memory: MemoryPlan(size, True, True, 1, 1, True))
     run = _DryRun.open(demo_model, recipe, [text], "cpu", Reporter(), None, None)
-    run.keep_experts_in(tmp_path)
+    run._stream.experts_in = tmp_path
     run.outside()
     run.layer(0)
     before = run._read
@@ -275,9 +278,9 @@ def test_what_is_converted_counts_only_where_it_is(demo_model: Path, monkeypatch
     """In float32 a layer takes its BF16 and twice that while windows go through it; as it waits to be quantised, and in
     a later run that only quantises, its BF16."""
     recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, dtype="float32"))
-    asked: list[Needs] = []
-    monkeypatch.setattr(start, "place", lambda needs, size, memory: (asked.append(needs), Placement(size))[1])
-    model = stream.StreamedModel(open_checkpoint(demo_model))
+    asked: list[BuildNeeds] = []
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: (asked.append(needs), MemoryPlan(size))[1])
+    model = StreamedModel(open_checkpoint(demo_model))
     for walks in (True, False):
         directory: Any = SimpleNamespace(settings=dict, holds=lambda stage: False)
         start._fit(directory, model, recipe, {}, 1, 4, 64, walks=walks)
@@ -291,25 +294,25 @@ def test_a_bound_counts_pieces_that_available_memory_does_not_hold_now(
 ) -> None:
     """Other programs may give it back, and it takes no more than a thread for each of them."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    model, recipe = stream.StreamedModel(open_checkpoint(demo_model)), replace(RECIPE, dense=("w4",))
+    model, recipe = StreamedModel(open_checkpoint(demo_model)), replace(RECIPE, dense=("w4",))
     parts = start.dense_parts(model, recipe)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     for bounded, least in ((False, 1), (True, 3)):
         found = needs_of(model, recipe, 4, 64, parts, 0, bounded)
-        pieces = [*found.batches, *found.slices]
+        pieces = [*found.batches, *found.row_shards]
         assert max(n for n, _ in pieces) == least, pieces
 
 
 def test_one_limit_for_each_kind_of_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that another program gave back since does not make more than were counted."""
     seen: list[tuple[list[int], int]] = []
-    monkeypatch.setattr(executors, "workers", lambda device, need: 64)
-    monkeypatch.setattr(executors, "_at_once", lambda one, items, most, advance: seen.append((items, most)))
-    monkeypatch.setattr(executors, "write_layer", lambda work: {})
-    monkeypatch.setattr(executors, "DenseTask", int)
+    monkeypatch.setattr(local_executor, "workers", lambda device, need: 64)
+    monkeypatch.setattr(local_executor, "_at_once", lambda one, items, most, advance: seen.append((items, most)))
+    monkeypatch.setattr(local_executor, "write_layer", lambda work: {})
+    monkeypatch.setattr(local_executor, "RowShardTask", int)
     work: Any = SimpleNamespace(tasks=[1, "experts"], missing=[0, 1], memory=lambda i: 1, part=0)
-    for how in (Placement(1, batches=2, slices=5), Placement(1)):
-        local = executors.Local()
+    for how in (MemoryPlan(1, batches=2, row_shards=5), MemoryPlan(1)):
+        local = local_executor.Local()
         local.begin(None, Path(), torch.device("cpu"), how)  # type: ignore[arg-type]
         local.submit(work, None, lambda done: None)  # type: ignore[arg-type]
     assert seen == [([0], 5), ([1], 2), ([0], 64), ([1], 64)]
@@ -320,9 +323,9 @@ def test_bytes_do_not_depend_on_where_activations_lie(
 ) -> None:
     pipeline.build(demo_model, tmp_path / "memory", RECIPE, [text])
     pieces: list[bool] = []
-    monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(size, True, True, experts_on_disk=True))
-    monkeypatch.setattr(stream, "AT_ONCE", 1 << 18)  # bytes: a third of a layer
-    monkeypatch.setattr(from_file, "release", lambda tensor: (pieces.append(is_mapped(tensor)), release(tensor)))
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: MemoryPlan(size, True, True, experts_on_disk=True))
+    monkeypatch.setattr(skeleton, "AT_ONCE", 1 << 18)  # bytes: a third of a layer
+    monkeypatch.setattr(products, "release", lambda tensor: (pieces.append(is_mapped(tensor)), release(tensor)))
     pipeline.build(demo_model, tmp_path / "disk", RECIPE, [text], memory=1)
     assert len(pieces) > 100 and all(pieces)
     assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
@@ -337,7 +340,7 @@ def test_smaller_batches_are_a_setting_of_the_work_directory(
 ) -> None:
     """A later run with more memory or without a bound goes on with them, to the same bytes; one whose recipe has
     another number of windows and no bound is refused by the name of the setting."""
-    monkeypatch.setattr(start, "place", lambda needs, size, memory: Placement(1 if memory == 1 else size))
+    monkeypatch.setattr(start, "place", lambda needs, size, memory: MemoryPlan(1 if memory == 1 else size))
     work, mark = tmp_path / "work", WorkDirectory.mark
     pipeline.build(demo_model, tmp_path / "undisturbed", RECIPE, [text], memory=1)
 
@@ -375,7 +378,7 @@ def test_what_cannot_be_kept_is_refused_before_any_work(demo_model: Path, text: 
 def test_the_dry_run_says_the_numbers_of_the_bound(
     demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bound, "resident_memory", lambda: 1000 * MIB)
+    monkeypatch.setattr("moepack.pipeline.needs.resident_memory", lambda: 1000 * MIB)
     free = estimate(demo_model, tmp_path / "b", RECIPE, [text])
     with pytest.raises(InputError) as caught:
         estimate(demo_model, tmp_path / "b", RECIPE, [text], memory=1)

@@ -20,14 +20,15 @@ from moepack.calibrate.dense import PASSED
 from moepack.calibrate.forward import CalibrationPass
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
-from moepack.pipeline import bound, executors
 from moepack.pipeline import build as pipeline
-from moepack.pipeline.dense_slice import dense_tasks
 from moepack.pipeline.estimate import estimate
+from moepack.pipeline.executors import local
+from moepack.pipeline.needs import needs_of
 from moepack.pipeline.recipe import parse_recipe
-from moepack.pipeline.run import Run
+from moepack.pipeline.run import LayerWalk
 from moepack.pipeline.shrink import shrink
 from moepack.pipeline.start import dense_parts
+from moepack.pipeline.tasks.row_shards import row_shard_tasks
 from moepack.quantize import dense_matrix
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
@@ -128,20 +129,20 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
         pipeline.quantize(tmp_path / "work", fresh=True)
     assert made and tree(tmp_path / "work" / "quantize") == made
 
-    real = Run._quantise_layer
+    real = LayerWalk._quantise_layer
     for stop in (1, None):  # before the second layer, before the output projection
 
-        def once(self: Run, part: int | None, *rest: Any, stop: int | None = stop) -> Any:
+        def once(self: LayerWalk, part: int | None, *rest: Any, stop: int | None = stop) -> Any:
             if part == stop:
                 raise KeyboardInterrupt
             return real(self, part, *rest)
 
-        monkeypatch.setattr(Run, "_quantise_layer", once)
+        monkeypatch.setattr(LayerWalk, "_quantise_layer", once)
         with pytest.raises(KeyboardInterrupt):
             pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
     with pytest.raises(InputError, match="outside the layers is not quantised"):
         pipeline.pack(tmp_path / "resumed", tmp_path / "again")
-    monkeypatch.setattr(Run, "_quantise_layer", real)
+    monkeypatch.setattr(LayerWalk, "_quantise_layer", real)
     pipeline.build(checkpoint, tmp_path / "again", RECIPES, [text], work=tmp_path / "resumed")
     assert tree(tmp_path / "again") == tree(dense)
 
@@ -151,7 +152,7 @@ def test_a_part_is_gone_on_with_where_it_stopped(
 ) -> None:
     """Stopped at the fifth matrix: four are not made again, though all are by another method. A work directory of
     another number of threads is refused."""
-    work, made, original = tmp_path / "work", [], executors.make_slice
+    work, made, original = tmp_path / "work", [], local.make_row_shard
 
     def counted(task: Any, *rest: Any) -> Any:
         made.append(task.matrix.module)
@@ -159,8 +160,8 @@ def test_a_part_is_gone_on_with_where_it_stopped(
             raise KeyboardInterrupt
         return original(task, *rest)
 
-    monkeypatch.setattr(executors, "workers", lambda device, need: 1)
-    monkeypatch.setattr(executors, "make_slice", counted)
+    monkeypatch.setattr(local, "workers", lambda device, need: 1)
+    monkeypatch.setattr(local, "make_row_shard", counted)
     with pytest.raises(KeyboardInterrupt):
         pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
     assert len(list((work / "objects").iterdir())) == 4
@@ -185,16 +186,16 @@ def test_a_part_is_gone_on_with_where_it_stopped(
 def test_slices_count_for_a_bound_on_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest of all pieces is lm_head's; as many are made at once as a part has, here seven matrices' in the layer
     without experts. Moments are two of each matrix."""
-    monkeypatch.setattr(bound, "workers", lambda device, need: 64)
+    monkeypatch.setattr("moepack.pipeline.needs.workers", lambda device, need: 64)
     stream = StreamedModel(open_checkpoint(checkpoint))
     dense = dense_parts(stream, RECIPES)
-    needs = bound.needs_of(stream, RECIPES, 8, 64, dense, 0)
-    (head,) = dense_tasks(dense[None], RECIPES, "", "cpu")
-    assert (1, head.memory) in needs.slices and max(count for count, _ in needs.slices) == 7
-    assert bound.needs_of(stream, RECIPES, 8, 64, {}, 0).slices == () and len(needs.batches) == 1
+    needs = needs_of(stream, RECIPES, 8, 64, dense, 0)
+    (head,) = row_shard_tasks(dense[None], RECIPES, "", "cpu")
+    assert (1, head.memory) in needs.row_shards and max(count for count, _ in needs.row_shards) == 7
+    assert needs_of(stream, RECIPES, 8, 64, {}, 0).row_shards == () and len(needs.batches) == 1
     assert needs.dense == 8 * (3 * 80**2 + 64**2 + 2 * 80**2 + 96**2)
-    monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 512)
-    sliced = bound.needs_of(stream, RECIPES, 8, 64, dense, 0).slices
+    monkeypatch.setattr(dense_matrix, "ROW_SHARD", 4 * 80 * 512)
+    sliced = needs_of(stream, RECIPES, 8, 64, dense, 0).row_shards
     assert max(count for count, _ in sliced) == 1 + 4096 // 512
 
 
@@ -215,9 +216,9 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     from moepack.pack.layer_file import LayerFile
     from moepack.pack.manifest import ExpertFileEntry
     from moepack.pack.spec import DenseLayer, DenseMatrix, Matrix
-    from moepack.pipeline.dense_part import LOSSES, DensePart, file_name, write_dense
-    from moepack.pipeline.dense_slice import make_slice
-    from moepack.pipeline.piece import save_piece
+    from moepack.pipeline.tasks.layer import LOSSES, DenseWork, file_name, write_dense
+    from moepack.pipeline.tasks.result import save_result
+    from moepack.pipeline.tasks.row_shards import make_row_shard
 
     described = DenseMatrix(None, "lm_head", Matrix("weight", 75, 70, True))
     rng = torch.Generator().manual_seed(0)
@@ -228,15 +229,15 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     layer, versions = DenseLayer(None, 0, (described,)), recipe.dense_specs()
     made = []
     for size, pieces in ((1 << 26, 1), (4 * 70 * 32, 1 + 3), (1, 1 + 5)):
-        monkeypatch.setattr(dense_matrix, "SLICE", size)
-        tasks = dense_tasks((described,), recipe, "c", "cpu")
+        monkeypatch.setattr(dense_matrix, "ROW_SHARD", size)
+        tasks = row_shard_tasks((described,), recipe, "c", "cpu")
         assert len(tasks) == pieces and len({task.address("m") for task in tasks}) == pieces
         folder = tmp_path / str(size)
         folder.mkdir()
         paths = [folder / f"piece-{i}" for i in range(pieces)]
         for task, path in zip(tasks, paths, strict=True):
-            save_piece(make_slice(task, tensors, moments, moments, torch.device("cpu")), path)
-        part = DensePart(layer, versions, (1.0,), 500)
+            save_result(make_row_shard(task, tensors, moments, moments, torch.device("cpu")), path)
+        part = DenseWork(layer, versions, (1.0,), 500)
         entries = write_dense(part, list(zip(tasks, paths, strict=True)), folder)["entries"]
         files = {
             v: LayerFile(folder, file_name(v.name), ExpertFileEntry(**entries[v.name]), v, layer).extent(0)
@@ -326,7 +327,7 @@ def test_one_allocation_over_experts_and_dense_matrices(checkpoint: Path, text: 
     bundle = moepack.open(tmp_path / "bundle")
     chosen = bundle.manifest.allocation
     assert chosen is not None and chosen.dense is not None
-    assert chosen.name == "milp at 7 bits of experts and dense matrices, losses weighted by gates"
+    assert chosen.name == "greedy at 7 bits of experts and dense matrices, losses weighted by gates"
     taken = sum(
         bundle.dense_file(name, bundle.dense_place(n)[0]).extent_size(bundle.dense_place(n)[1])
         for n, name in enumerate(chosen.dense)

@@ -17,7 +17,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.tables import FEW_TOKENS
 from moepack.pipeline import build as pipeline
 from moepack.pipeline import enough
-from moepack.pipeline.recipe import Source, parse_recipe
+from moepack.pipeline.recipe import TextSource, parse_recipe
 from moepack.reports.inspect import inspect, render
 
 RECIPE = """
@@ -119,7 +119,7 @@ def test_nothing_is_said_where_all_have_enough() -> None:
 def test_weights_of_a_recipe_reach_the_windows(demo_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
     mixed = f"calibration: {{data: [{{source: '{text}', weight: 3}}, '{evaluation}'], samples: 8, length: 32}}"
     recipe = parse_recipe(f"versions: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{mixed}", "x")
-    assert recipe.calibration.data == (Source(str(text), 3.0), Source(str(evaluation), 1.0))
+    assert recipe.calibration.data == (TextSource(str(text), 3.0), TextSource(str(evaluation), 1.0))
     pipeline.build(demo_model, tmp_path / "b", recipe)
     calibration = moepack.open(tmp_path / "b").manifest.provenance["calibration"]
     assert calibration["windows"] == [6, 2] and calibration["sources"] == [text.name, evaluation.name]

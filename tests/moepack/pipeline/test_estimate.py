@@ -108,7 +108,7 @@ def test_the_probe_makes_as_many_batches_at_once_as_a_build(
     workers: int, demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits here for as many others; the first, of one expert, has none at its side."""
-    together, alone, make = threading.Barrier(workers), [], module.make_batch
+    together, alone, make = threading.Barrier(workers), [], module.make_expert_batch
 
     def waiting(task: Any, *rest: Any) -> Any:
         if len(task.experts) == 1:
@@ -118,7 +118,7 @@ def test_the_probe_makes_as_many_batches_at_once_as_a_build(
         return make(task, *rest)
 
     recipe = parse_recipe(RECIPE, "test")
-    monkeypatch.setattr(module, "make_batch", waiting)
+    monkeypatch.setattr(module, "make_expert_batch", waiting)
     monkeypatch.setattr(module, "workers", lambda device, need: workers)
     batches = [range(n, n + 4) for n in range(0, 16, 4)]
     monkeypatch.setattr("moepack.quantize.expert_batch.expert_batches", lambda *asked: batches)

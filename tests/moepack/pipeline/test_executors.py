@@ -18,17 +18,16 @@ from safetensors.torch import load, load_file
 from support import tree
 
 from moepack.calibrate.checkpoint import open_checkpoint
-from moepack.calibrate.forward import Observation
 from moepack.calibrate.identity import identity, is_known
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
-from moepack.pipeline import executors, remote
 from moepack.pipeline.bound import workers
 from moepack.pipeline.build import build
-from moepack.pipeline.expert_batch import ExpertBatchTask, batch_settings
-from moepack.pipeline.piece import load_piece
+from moepack.pipeline.executors import local, worker
+from moepack.pipeline.executors.worker import DirectoryProbe, SharedTensors, WorkerCheckpoint, WorkerOrder, run_task
 from moepack.pipeline.recipe import parse_recipe
-from moepack.pipeline.remote import Order, Probe, Seen, Source, make_piece
+from moepack.pipeline.tasks.experts import ExpertBatchTask, batch_settings
+from moepack.pipeline.tasks.result import load_result
 from moepack.pipeline.work import WorkDirectory
 from moepack.quantize import expert_batch
 
@@ -45,7 +44,7 @@ def test_batches_made_at_once_are_the_same(
     monkeypatch.setattr(expert_batch, "MOST", 4)
     build(short_model, tmp_path / "one", parse_recipe(RECIPE, "t"), [text])
     at_work, most, threads = 0, 0, set()
-    lock, original, before = threading.Lock(), executors.make_batch, torch.get_num_threads()
+    lock, original, before = threading.Lock(), local.make_expert_batch, torch.get_num_threads()
     real = expert_batch.quantise_batch
 
     def counted(*args: object) -> object:
@@ -63,9 +62,9 @@ def test_batches_made_at_once_are_the_same(
         threads.add(torch.get_num_threads())
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(executors, "make_batch", counted)
+    monkeypatch.setattr(local, "make_expert_batch", counted)
     monkeypatch.setattr(expert_batch, "quantise_batch", watched)
-    monkeypatch.setattr(executors, "workers", lambda device, need: 3)
+    monkeypatch.setattr(local, "workers", lambda device, need: 3)
     build(short_model, tmp_path / "three", parse_recipe(RECIPE, "t"), [text])
     assert most == 3 and threads == {1} and torch.get_num_threads() == before
     assert tree(tmp_path / "one") == tree(tmp_path / "three")
@@ -79,7 +78,7 @@ def test_after_an_error_no_batch_is_begun() -> None:
         raise InputError(f"batch {i}")
 
     with pytest.raises(InputError, match=r"batch [01]"):
-        executors._at_once(one, list(range(20)), 2, lambda done: None)
+        local._at_once(one, list(range(20)), 2, lambda done: None)
     assert sorted(begun) == [0, 1]
 
 
@@ -111,7 +110,7 @@ def test_what_a_killed_worker_was_writing_goes_with_the_run(
 
 
 @pytest.fixture
-def order(demo_model: Path, tmp_path: Path) -> tuple[Order, Source, Seen]:
+def order(demo_model: Path, tmp_path: Path) -> tuple[WorkerOrder, WorkerCheckpoint, SharedTensors]:
     """Three experts of the demo model's last layer, and tokens that reached it."""
     opened = open_checkpoint(demo_model)
     stream = StreamedModel(opened)
@@ -120,38 +119,41 @@ def order(demo_model: Path, tmp_path: Path) -> tuple[Order, Source, Seen]:
     shape = stream.expert_layers[layer]
     inputs = torch.randn(256, shape.matrices[0].cols, generator=g).bfloat16()
     chosen = torch.randint(0, shape.experts, (256, 2), generator=g, dtype=torch.int32)
-    seen = Seen.of(Observation(inputs, chosen, torch.rand(256, 2, generator=g), 64))
+    seen = SharedTensors.of(inputs, chosen, torch.rand(256, 2, generator=g), length=64)
     recipe = parse_recipe(RECIPE, "t")
     task = ExpertBatchTask("c", layer, range(4, 7), recipe.version_specs(), batch_settings(recipe), "cpu")
     folder = tmp_path / "objects"
     folder.mkdir()
-    return Order(task, folder / "piece"), Source(str(demo_model), identity(opened)[1]), seen
+    return WorkerOrder(task, folder / "piece"), WorkerCheckpoint(str(demo_model), identity(opened)[1]), seen
 
 
-def test_an_observation_travels_as_it_is(order: tuple[Order, Source, Seen]) -> None:
+def test_an_observation_travels_as_it_is(order: tuple[WorkerOrder, WorkerCheckpoint, SharedTensors]) -> None:
     seen = order[2]
-    again = seen.observation()
-    assert again.inputs.dtype == torch.bfloat16 and again.length == 64
-    assert again.inputs.data_ptr() == seen.inputs.ctypes.data, "no copy"
-    assert seen.bytes == 256 * (2 * again.inputs.shape[1] + 2 * 8)
-    frozen = replace(seen, inputs=seen.inputs.copy())
-    frozen.inputs.flags.writeable = False  # as out of Ray's object store
-    assert torch.equal(frozen.observation().inputs, again.inputs)
+    inputs, experts, gates = seen.tensors()
+    assert (inputs.dtype, experts.dtype, gates.dtype, seen.length) == (torch.bfloat16, torch.int32, torch.float32, 64)
+    assert inputs.data_ptr() == seen.arrays[0].ctypes.data, "no copy"
+    assert seen.bytes == 256 * (2 * inputs.shape[1] + 2 * 8)
+    frozen = tuple(array.copy() for array in seen.arrays)
+    for array in frozen:
+        array.flags.writeable = False  # as out of Ray's object store
+    assert all(torch.equal(a, b) for a, b in zip(replace(seen, arrays=frozen).tensors(), seen.tensors(), strict=True))
+    both = SharedTensors.of(gates, gates)
+    assert both.bytes == gates.nbytes and both.arrays[0] is both.arrays[1], "moments without held-out ones travel once"
 
 
 def test_written_or_answered(
-    order: tuple[Order, Source, Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: tuple[WorkerOrder, WorkerCheckpoint, SharedTensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what, source, seen = order
-    probe = Probe.leave(tmp_path)
-    assert list(make_piece(what, source, probe, seen)) == [""]
+    probe = DirectoryProbe.leave(tmp_path)
+    assert list(run_task(what, source, probe, seen)) == [""]
     written = load_file(what.path)
     assert [p.name for p in what.path.parent.iterdir()] == ["piece"]
-    assert len(load_piece(what.path).extents["w4"]) == 3
+    assert len(load_result(what.path).extents["w4"]) == 3
     changed = what.path.stat().st_mtime_ns
-    assert list(make_piece(what, source, probe, seen)) == [""] and what.path.stat().st_mtime_ns == changed
-    monkeypatch.setattr(remote, "PIECE", 10_000)
-    *pieces, digest = make_piece(what, source, replace(probe, word="another"), seen)
+    assert list(run_task(what, source, probe, seen)) == [""] and what.path.stat().st_mtime_ns == changed
+    monkeypatch.setattr(worker, "ANSWER", 10_000)
+    *pieces, digest = run_task(what, source, replace(probe, word="another"), seen)
     data = np.concatenate([p for p in pieces if not isinstance(p, str)]).tobytes()
     answered = load(data)
     assert answered.keys() == written.keys() and all(torch.equal(answered[name], written[name]) for name in written)
@@ -161,7 +163,7 @@ def test_written_or_answered(
 
 @pytest.mark.parametrize("what", ["path", "bytes", "lacking"])
 def test_another_checkpoint_is_refused(
-    what: str, order: tuple[Order, Source, Seen], demo_model: Path, tmp_path: Path
+    what: str, order: tuple[WorkerOrder, WorkerCheckpoint, SharedTensors], demo_model: Path, tmp_path: Path
 ) -> None:
     placed, source, seen = order
     if what == "path":
@@ -182,7 +184,7 @@ def test_another_checkpoint_is_refused(
             said = "model.safetensors"
         source = replace(source, path=str(copy))
     with pytest.raises(InputError, match=said) as caught:
-        list(make_piece(placed, source, Probe.leave(tmp_path), seen))
+        list(run_task(placed, source, DirectoryProbe.leave(tmp_path), seen))
     assert "\n" not in str(caught.value) and not placed.path.exists()
 
 
@@ -215,7 +217,7 @@ def test_what_a_killed_build_was_writing_is_removed(tmp_path: Path) -> None:
     (kept.parent / "tmpabc").mkdir()
     leave: list[Callable[[], object]] = [
         (kept.parent / "tmpabc" / "w4.safetensors").touch, (kept.parent / f"{'0' * 64}.1f2e.partial").touch,
-        (kept.parent / f"{'1' * 64}.12345678").touch, lambda: Probe.leave(work.path),
+        (kept.parent / f"{'1' * 64}.12345678").touch, lambda: DirectoryProbe.leave(work.path),
     ]  # fmt: skip
     for make in leave:
         make()

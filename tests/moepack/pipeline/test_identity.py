@@ -21,7 +21,7 @@ from moepack.pipeline import build as pipeline
 from moepack.pipeline import run
 from moepack.pipeline.model_card import hub_commit, hub_id
 from moepack.pipeline.recipe import parse_recipe
-from moepack.pipeline.run import Run
+from moepack.pipeline.run import LayerWalk
 
 RECIPE = parse_recipe(RTN, "test")
 
@@ -40,7 +40,7 @@ def tuned(checkpoint: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def stop(monkeypatch: pytest.MonkeyPatch, name: str, at: int, of: Any = Run) -> None:
+def stop(monkeypatch: pytest.MonkeyPatch, name: str, at: int, of: Any = LayerWalk) -> None:
     """Let the call `name` for layer `at` be interrupted."""
     real = getattr(of, name)
 

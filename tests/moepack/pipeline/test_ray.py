@@ -20,19 +20,19 @@ from support import tree
 
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
-from moepack.pipeline import executors
 from moepack.pipeline.build import build, calibrate, pack, quantize
-from moepack.pipeline.dense_slice import DenseTask
+from moepack.pipeline.executors import local as local_executor
 from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.tasks.row_shards import RowShardTask
 from moepack.progress import Reporter
 from moepack.quantize import dense_matrix
 
 ray = pytest.importorskip("ray")
 
 from moepack.cluster import connect  # noqa: E402
-from moepack.pipeline import ray_executor  # noqa: E402
-from moepack.pipeline.ray_executor import OnRay, needs, slots  # noqa: E402
-from moepack.pipeline.remote import Probe  # noqa: E402
+from moepack.pipeline.executors import on_ray  # noqa: E402
+from moepack.pipeline.executors.on_ray import OnRay, needs, slots  # noqa: E402
+from moepack.pipeline.executors.worker import DirectoryProbe  # noqa: E402
 
 RECIPE = """
 dense: [w8]
@@ -73,7 +73,7 @@ def workers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if (process.cmdline() or [""])[0].startswith("ray::make_piece"):
+            if (process.cmdline() or [""])[0].startswith("ray::run_task"):
                 found.append(process)
     return found
 
@@ -119,9 +119,9 @@ def test_slices_of_dense_matrices_with_a_worker_killed(
     """The same bytes by one and two threads here and by one and two workers there, of whom one dies at a slice. The
     first layer has no experts; the last part is lm_head."""
     checkpoint = tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", short_model, **WITHOUT)
-    monkeypatch.setattr(dense_matrix, "SLICE", 4 * 80 * 64)  # of lm_head 64 slices
+    monkeypatch.setattr(dense_matrix, "ROW_SHARD", 4 * 80 * 64)  # of lm_head 64 slices
     recipe = parse_recipe(RECIPE.replace("gptq", "rtn").replace("[w8]", "[w8, w4]"), "test")
-    at_work, most, lock, original = 0, 0, threading.Lock(), executors.make_slice
+    at_work, most, lock, original = 0, 0, threading.Lock(), local_executor.make_row_shard
 
     def counted(*args: Any) -> Any:
         nonlocal at_work, most
@@ -136,22 +136,22 @@ def test_slices_of_dense_matrices_with_a_worker_killed(
 
     made: list[dict[str, bytes]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(executors, "make_slice", counted)
-        patch.setattr(pipeline, "open_executor", lambda *asked: executors.Local())
+        patch.setattr(local_executor, "make_row_shard", counted)
+        patch.setattr(pipeline, "open_executor", lambda *asked: local_executor.Local())
         for n in (1, 2):
-            patch.setattr(executors, "workers", lambda device, need, n=n: n)
+            patch.setattr(local_executor, "workers", lambda device, need, n=n: n)
             build(checkpoint, tmp_path / f"local-{n}", recipe, [text])
             assert most == n
             made.append(tree(tmp_path / f"local-{n}"))
 
     def slices_alone() -> bool:
         running = [layer.work.tasks[i] for layer in list(executor._layers) for i in list(layer.running.values())]
-        return bool(running) and all(isinstance(task, DenseTask) for task in running)
+        return bool(running) and all(isinstance(task, RowShardTask) for task in running)
 
     with killing(1, slices_alone) as killed:
         build(checkpoint, tmp_path / "two", recipe, [text], work=tmp_path / "work")
     assert killed and executor._slots == 2 and list((tmp_path / "work" / "objects").iterdir()) == []
-    monkeypatch.setattr(ray_executor, "THREADS", 2)  # of the cluster's two cores
+    monkeypatch.setattr(on_ray, "THREADS", 2)  # of the cluster's two cores
     build(checkpoint, tmp_path / "one", recipe, [text])
     assert executor._slots == 1
     assert made[0] == made[1] == tree(tmp_path / "two") == tree(tmp_path / "one")
@@ -184,7 +184,7 @@ def test_no_weights_go_through_the_driver(
     build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], reporter=counting)
     assert counting.done == LAYERS * (16 + 4), "progress reaches every expert and dense matrix"
     tokens = LAYERS * TOKENS * (2 * config.hidden_size + 8 * config.num_experts_per_tok)
-    assert executor.traffic.tokens == tokens and executor.traffic.pieces == 0
+    assert executor.traffic.tokens == tokens and executor.traffic.results == 0
     heads = config.num_attention_heads * config.head_dim
     assert executor.traffic.moments == LAYERS * 8 * (config.hidden_size**2 + heads**2)
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
@@ -197,19 +197,19 @@ def test_a_directory_that_workers_do_not_see(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Batches come back in pieces; the same bytes. One that comes with others is not kept."""
-    original = Probe.leave
-    monkeypatch.setattr(Probe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
+    original = DirectoryProbe.leave
+    monkeypatch.setattr(DirectoryProbe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
     build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
     assert tree(tmp_path / "ray") == local
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
-    assert executor.traffic.pieces > 0.99 * weights
+    assert executor.traffic.results > 0.99 * weights
 
 
 def test_pieces_that_change_on_their_way_are_refused(
     executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, get = Probe.leave, OnRay._get
-    monkeypatch.setattr(Probe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
+    original, get = DirectoryProbe.leave, OnRay._get
+    monkeypatch.setattr(DirectoryProbe, "leave", staticmethod(lambda folder: replace(original(folder), word="another")))
 
     def damaged(self: OnRay, reference: object) -> object:
         answer = get(self, reference)
@@ -235,9 +235,9 @@ def test_calibration_goes_ahead_within_its_bounds(
 
     monkeypatch.setattr(OnRay, "submit", watched)
     build(short_model, tmp_path / "ahead", parse_recipe(RECIPE, "test"), [text])
-    assert 1 <= max(seen) <= ray_executor.AHEAD * 2 and executor._slots == 2
+    assert 1 <= max(seen) <= on_ray.AHEAD * 2 and executor._slots == 2
     seen.clear()
-    monkeypatch.setattr(ray_executor, "SHARE", 0.0)
+    monkeypatch.setattr(on_ray, "SHARE", 0.0)
     build(short_model, tmp_path / "behind", parse_recipe(RECIPE, "test"), [text])
     assert seen == [0] * LAYERS or max(seen) <= 1  # a layer may be waiting for its files alone
     assert tree(tmp_path / "ahead") == tree(tmp_path / "behind") == local
@@ -274,7 +274,7 @@ def test_another_checkpoint_there_is_refused(
 def test_no_node_has_what_a_batch_takes(
     executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_executor, "PROCESS", 1 << 50)
+    monkeypatch.setattr(on_ray, "PROCESS", 1 << 50)
     with pytest.raises(InputError, match="no node of the cluster has that"):
         build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
 
@@ -289,8 +289,8 @@ def test_slots_are_counted_by_node() -> None:
 def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
     """One core, a GPU where the build has one; the memory of the batch."""
     from moepack.pack.spec import ExpertLayer, Matrix, Version
-    from moepack.pipeline.expert_batch import ExpertBatchTask
-    from moepack.pipeline.layer_work import LayerWork
+    from moepack.pipeline.tasks.experts import ExpertBatchTask
+    from moepack.pipeline.tasks.layer import LayerWork
     from moepack.quantize.batch_memory import batch_memory
     from moepack.quantize.expert_batch import Settings
 
@@ -301,7 +301,7 @@ def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
     )
     work = LayerWork(0, tasks, (tmp_path / "a", tmp_path / "b"), tmp_path, layer)
     assert [work.memory(i) for i in (0, 1)] == [batch_memory(layer, settings, n) for n in (5, 3)]
-    want = {"CPU": 1.0, "memory": float(ray_executor.PROCESS + work.memory(0))}
+    want = {"CPU": 1.0, "memory": float(on_ray.PROCESS + work.memory(0))}
     assert needs(work.memory(0), 0) == want and needs(work.memory(0), 1) == {**want, "GPU": 1.0}
     assert len(pickle.dumps(work)) < 4096
 

@@ -119,8 +119,8 @@ BAD = {
     "allocation: {}": "allocation.average_bits: None is not a number from 1 to 20",
     "allocation: {average_bits: 40}": "40 is not a number from 1 to 20",
     "allocation: {average_bits: yes}": "True is not a number",
-    "allocation: {average_bits: 3, methd: milp}": "unknown key 'methd': did you mean 'method'?",
-    "allocation: {average_bits: 3, method: best}": "'best' is not one of milp, greedy, prefix_split, uniform",
+    "allocation: {average_bits: 3, methd: greedy}": "unknown key 'methd': did you mean 'method'?",
+    "allocation: {average_bits: 3, method: best}": "'best' is not one of greedy, prefix_split, uniform",
     "allocation: {average_bits: 3, weight: bytes}": "'bytes' is not one of gates, tokens, none",
     "allocation: {average_bits: 3, method: uniform, weight: none}": "uniform reads no weighted loss",
     "versions: [w4, w2]\nallocation: {average_bits: 3, method: prefix_split}": "needs the versions w4, w3, w2 and w1",
@@ -142,3 +142,9 @@ def test_unknown_names(tmp_path: Path) -> None:
         load_recipe("qwen3-30b")
     with pytest.raises(InputError, match="cannot be read"):
         load_recipe(str(tmp_path / "absent.yaml"))
+
+
+def test_a_recipe_of_before_names_the_solver() -> None:
+    """`milp` solved what `greedy` does; recipes and work directories that name it go on."""
+    found = parse_recipe("allocation: {average_bits: 3, method: milp}", "r")
+    assert found.allocation == parse_recipe("allocation: {average_bits: 3}", "r").allocation

@@ -54,7 +54,7 @@ def test_a_killed_layer_keeps_its_finished_batches(
 
     monkeypatch.setattr(module, "MOST", 4)
     recipe, made = parse_recipe(RECIPE, "test"), []
-    original = moepack.pipeline.executors.make_batch
+    original = moepack.pipeline.executors.local.make_expert_batch
 
     def counted(task, *rest):  # type: ignore[no-untyped-def]
         made.append((task.layer, task.experts.start))
@@ -62,7 +62,7 @@ def test_a_killed_layer_keeps_its_finished_batches(
             raise KeyboardInterrupt
         return original(task, *rest)
 
-    monkeypatch.setattr(moepack.pipeline.executors, "make_batch", counted)
+    monkeypatch.setattr(moepack.pipeline.executors.local, "make_expert_batch", counted)
     with pytest.raises(KeyboardInterrupt):
         build(short_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
     assert made[-1] == (1, 8) and len(list((tmp_path / "w" / "objects").iterdir())) == 2
@@ -80,7 +80,7 @@ def test_losses_of_two_estimates_are_not_mixed(
     import moepack.quantize.losses
 
     recipe, addresses = parse_recipe(RECIPE, "test"), []
-    original, now = moepack.pipeline.executors.make_batch, moepack.quantize.losses.ESTIMATE
+    original, now = moepack.pipeline.executors.local.make_expert_batch, moepack.quantize.losses.ESTIMATE
 
     def stopped(task, *rest):  # type: ignore[no-untyped-def]
         for number in (now - 1, now, now):
@@ -90,7 +90,7 @@ def test_losses_of_two_estimates_are_not_mixed(
             raise KeyboardInterrupt
         return original(task, *rest)
 
-    monkeypatch.setattr(moepack.pipeline.executors, "make_batch", stopped)
+    monkeypatch.setattr(moepack.pipeline.executors.local, "make_expert_batch", stopped)
     with pytest.raises(KeyboardInterrupt):
         build(short_model, tmp_path / "b", recipe, [text], work=tmp_path / "w")
     assert addresses[0] != addresses[1] == addresses[2]

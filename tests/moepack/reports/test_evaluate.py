@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import moepack
-from moepack.calibrate import widened
-from moepack.calibrate.data import document_windows, load_tokenizer, windows
+from moepack.calibrate import products
+from moepack.calibrate.text.windows import document_windows, load_tokenizer, windows
 from moepack.pack.errors import InputError
 from moepack.reports import scoring
 from moepack.reports.evaluate import evaluate
@@ -95,19 +95,19 @@ def test_a_plain_model_multiplies_where_bf16_is_emulated(
     demo_model: Path, evaluation: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, by one product at least for every layer and pass; where the processor can, torch does it."""
-    taken, real = [], widened.product
+    taken, real = [], products.product
 
     def seen(*given: torch.Tensor) -> torch.Tensor:
         taken.append(len(given[0]))
         return real(*given)
 
-    monkeypatch.setattr(widened, "product", seen)
+    monkeypatch.setattr(products, "product", seen)
     scores = []
     for emulated in (False, True):
-        monkeypatch.setattr(widened, "emulated", lambda device, dtype, e=emulated: e)
+        monkeypatch.setattr(products, "emulated", lambda device, dtype, e=emulated: e)
         scores.append(evaluate(demo_model, [str(evaluation)], length=128, samples=4).perplexity)
         assert (len(taken) >= 4) == emulated
-    assert scores[0] == pytest.approx(scores[1], rel=1e-3) and max(taken) >= widened.FEWEST
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3) and max(taken) >= products.FEWEST
 
 
 def test_what_cannot_be_compared_is_refused(bundle: Path, demo_model: Path, evaluation: Path) -> None:

@@ -25,7 +25,7 @@ from moepack.pipeline.allocate import (
     total_bytes,
 )
 from moepack.pipeline.recipe import ALLOCATORS, Allocate
-from moepack.runtime.allocation.knapsack import BudgetError, greedy, hull, milp, spent, uniform
+from moepack.runtime.allocation.knapsack import BudgetError, greedy, hull, spent, uniform
 from moepack.runtime.allocation.prefix_split import activation_similarity, prefill_importance, prefix_split
 
 Case = tuple[list[list[float]], list[list[float]], float]
@@ -46,15 +46,6 @@ def cases(draw: st.DrawFn) -> Case:
 def brute_force(sizes: list[list[float]], losses: list[list[float]], budget: float) -> float:
     choices = itertools.product(*(range(len(row)) for row in sizes))
     return min(spent(losses, c) for c in choices if spent(sizes, c) <= budget)
-
-
-@settings(deadline=None, max_examples=60)
-@given(cases())
-def test_milp_is_the_best_of_all(case: Case) -> None:
-    sizes, losses, budget = case
-    chosen = milp(sizes, losses, budget)
-    assert spent(sizes, chosen) <= budget
-    assert spent(losses, chosen) == brute_force(sizes, losses, budget)
 
 
 @settings(deadline=None, max_examples=200)
@@ -142,30 +133,13 @@ def test_importance_is_the_mean_of_two_shares() -> None:
     assert prefill_importance([0, 0], [0.0, 0.0]) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("method", [greedy, milp, lambda sizes, losses, budget: uniform(sizes, budget)])
+@pytest.mark.parametrize("method", [greedy, lambda sizes, losses, budget: uniform(sizes, budget)])
 def test_a_budget_that_cannot_be_met_says_what_would_do(method: object) -> None:
     sizes, losses = [[8.0, 4.0], [9.0, 5.0]], [[0.0, 1.0], [0.0, 1.0]]
     with pytest.raises(BudgetError, match="the smallest versions take 9 bytes, the budget is 8") as error:
         method(sizes, losses, 8.9 - 0.6)  # type: ignore[operator]
     assert error.value.least == 9
     assert method(sizes, losses, 9) == [1, 1]  # type: ignore[operator]
-
-
-def test_milp_with_a_thousand_experts() -> None:
-    """A thousand experts of a real shape at five widths: within the budget, at or below greedy, the same every time."""
-    import random
-
-    rng = random.Random(0)
-    sizes = [[3198976.0, 2412544.0, 1826816.0, 1241088.0, 626688.0]] * 1024
-    losses = []
-    for _ in sizes:
-        scale = math.exp(rng.gauss(0, 1.5))
-        losses.append([0.0] + [scale * x * rng.uniform(0.8, 1.2) for x in (0.004, 0.015, 0.06, 0.4)])
-    budget = 1024 * 1.5e6
-    chosen = milp(sizes, losses, budget)
-    assert spent(sizes, chosen) <= budget
-    assert spent(losses, chosen) <= spent(losses, greedy(sizes, losses, budget))
-    assert chosen == milp(sizes, losses, budget)
 
 
 # --- over a bundle's tables
@@ -213,15 +187,15 @@ def test_every_allocator_keeps_to_the_bytes(
             assert [row[e] for e in order] == sorted(row, reverse=True)
 
 
-def test_milp_loses_less_than_the_others(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+def test_greedy_loses_less_than_the_others(measured: tuple[Bundle, list[LayerCosts]]) -> None:
     opened, costs = measured
     losses = []
-    for method in ("milp", "greedy", "prefix_split", "uniform"):
+    for method in ("greedy", "prefix_split", "uniform"):
         table = allocate(Allocate(3.0, method), opened.layers, opened.versions, costs)
         names = [v.name for v in opened.versions]
         chosen = [[names.index(v) for v in row] for row in table]
         losses.append(sum(spent(expected_losses(c, "gates"), r) for c, r in zip(costs, chosen, strict=True)))
-    assert losses[0] <= losses[1] < losses[2] < losses[3]
+    assert losses[0] < losses[1] < losses[2]
 
 
 def test_the_least_average_is_named(measured: tuple[Bundle, list[LayerCosts]]) -> None:
@@ -235,7 +209,7 @@ def test_the_least_average_is_named(measured: tuple[Bundle, list[LayerCosts]]) -
 
 def test_the_manifest_says_how(bundle: Path) -> None:
     allocation = open_bundle(bundle).manifest.allocation
-    assert allocation is not None and allocation.name == "milp at 3 bits, losses weighted by gates"
+    assert allocation is not None and allocation.name == "greedy at 3 bits, losses weighted by gates"
     assert str(Allocate(2.5, "uniform")) == "uniform at 2.5 bits"
 
 
@@ -255,14 +229,12 @@ def test_experts_and_dense_matrices_under_one_budget(measured: tuple[Bundle, lis
     for bits in (2.5, 4.0, 9.0):
         budget = bits / 8 * weights
         table, chosen = allocate_both(
-            Allocate(bits, "milp", "gates", True), opened.layers, opened.versions, costs, dense
+            Allocate(bits, "greedy", "gates", True), opened.layers, opened.versions, costs, dense
         )
         taken = [dense.versions.index(name) for name in chosen]
         assert total_bytes(table, opened.versions, costs) + spent(rows, taken) <= budget
-        want = milp([*sizes, *rows], [*losses, *dense.losses], budget)
+        want = greedy([*sizes, *rows], [*losses, *dense.losses], budget)
         assert taken == want[len(sizes) :]
         assert rows[0][taken[0]] <= rows[1][taken[1]] <= rows[3][taken[3]], "by what their errors cost"
-        one = allocate_both(Allocate(bits, "greedy", "gates", True), opened.layers, opened.versions, costs, dense)
-        assert total_bytes(one[0], opened.versions, costs) <= budget
     with pytest.raises(InputError, match=r"cannot be met: the smallest versions take 1\.\d+ bits"):
-        allocate_both(Allocate(1.0, "milp", "gates", True), opened.layers, opened.versions, costs, dense)
+        allocate_both(Allocate(1.0, "greedy", "gates", True), opened.layers, opened.versions, costs, dense)

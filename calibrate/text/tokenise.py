@@ -15,7 +15,7 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 
-from .documents import Chat, documents
+from .documents import Conversation, documents
 
 PART = 1 << 14  # characters of a part, about
 AROUND = 256  # characters on each side of a cut that its check looks at
@@ -74,7 +74,7 @@ class Encoder:
         yield from map(self.encode, parts(text, self.encode))
         yield end
 
-    def _chat(self, chat: Chat, source: str) -> str:
+    def _chat(self, chat: Conversation, source: str) -> str:
         """A chat as the model's template writes it.
 
         Raises:
@@ -98,7 +98,7 @@ class Encoder:
         return text
 
 
-def _called(chat: Chat) -> Iterator[str]:
+def _called(chat: Conversation) -> Iterator[str]:
     """Names of the functions that a chat's messages call."""
     for message in chat.messages:
         calls = message.get("tool_calls")

@@ -1,14 +1,12 @@
-"""Rows of a dense matrix at every width: what a build's quantising of them is cut into, the same bytes wherever made.
+"""The tasks of dense matrices: row shards at every version, with the same bytes wherever they run.
 
-Of a matrix that is one slice all versions are one task; of a larger one the lossless version is a task, which is coded
-whole, and each slice of rows is another. A task's weights and moments are the maker's to bring. How slices become a
-file is dense_part.py's to say.
+A matrix of one shard is one task. A larger one has a task for its lossless version, which is coded whole, and one for
+each shard of its rows. tasks/layer.py joins the shards.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,26 +15,26 @@ from moepack.pack.codec.bits import Bf16Bits, Buffer
 from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.spec import DenseMatrix, Matrix, Version, lossy
 from moepack.quantize import methods
-from moepack.version import __version__
 
-from .piece import THREADS, Piece, fixed_threads
+from .experts import address
+from .result import THREADS, TaskResult, fixed_threads
 
 if TYPE_CHECKING:
     import torch
 
-    from .recipe import Recipe
+    from ..recipe import Recipe
 
 
 @dataclass(frozen=True)
-class DenseTask:
-    """What a piece of a dense matrix is made of, but for the moments of what the matrix reads.
+class RowShardTask:
+    """What a row shard is made of, without the moments of the matrix' inputs.
 
     Attributes:
         checkpoint: SHA-256 over its files' digests.
-        matrix: whose rows they are.
-        rows: which.
-        versions: what they are wanted at.
-        method: how to quantise, by its name.
+        matrix: the dense matrix.
+        rows: of the matrix.
+        versions: all versions wanted.
+        method: the quantiser's name.
         device: the kind of device that computes, as torch names it.
     """
 
@@ -47,69 +45,70 @@ class DenseTask:
     method: str
     device: str
 
-    count = 1  # of what a build's progress counts
+    count = 1  # units of a build's progress
 
     @property
-    def part(self) -> Matrix:
+    def shard(self) -> Matrix:
         """The rows as a matrix of their own."""
         return replace(self.matrix.matrix, rows=len(self.rows))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that the rows are of."""
+        """The matrix' tensors."""
         return tuple(f"{self.matrix.module}.{name}" for name in ("weight", "bias")[: 1 + self.matrix.matrix.bias])
 
     @property
     def memory(self) -> int:
-        """The most bytes that making them takes, on the device that computes."""
+        """Upper bound of the bytes that the task takes, on the device that computes."""
         from moepack.quantize.batch_memory import dense_memory
 
-        return dense_memory(self.part, self.versions, self.method)
+        return dense_memory(self.shard, self.versions, self.method)
 
     def address(self, moments: str) -> str:
-        """SHA-256 of all that the result follows from; `moments` is `moments_digest` of what the matrix reads."""
+        """SHA-256 of all that determines the result; `moments` is `moments_digest` of the matrix' inputs."""
         facts = {
-            "moepack": __version__,
-            "checkpoint": self.checkpoint,
             "moments": moments,
             "matrix": asdict(self.matrix),
             "rows": [self.rows.start, self.rows.stop],
-            "versions": [v.record() for v in self.versions],
             "method": self.method,
-            "threads": THREADS,
-            "device": self.device,
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return address(self, facts)
 
 
-def dense_tasks(matrices: Sequence[DenseMatrix], recipe: Recipe, checkpoint: str, device: str) -> list[DenseTask]:
+def row_shard_tasks(
+    matrices: Sequence[DenseMatrix], recipe: Recipe, checkpoint: str, device: str
+) -> list[RowShardTask]:
     """The tasks of dense matrices at the recipe's versions, matrix by matrix and in the order of rows."""
-    from moepack.quantize.dense_matrix import slices
+    from moepack.quantize.dense_matrix import row_shards
 
     versions, method = recipe.dense_specs(), recipe.quantize.method
     cut_up = lossy(versions)
-    whole = tuple(v for v in versions if v not in cut_up)
+    exact = tuple(v for v in versions if v not in cut_up)
     out = []
     for m in matrices:
-        every, parts = range(m.matrix.rows), slices(m.matrix.rows, m.matrix.cols)
-        one = len(parts) == 1 or not cut_up
-        cut = [(every, versions)] if one else [(every, whole), *((r, cut_up) for r in parts)]
-        out += [DenseTask(checkpoint, m, rows, wanted, method, device) for rows, wanted in cut]
+        every, shards = range(m.matrix.rows), row_shards(m.matrix.rows, m.matrix.cols)
+        whole = len(shards) == 1 or not cut_up
+        cut = [(every, versions)] if whole else [(every, exact), *((rows, cut_up) for rows in shards)]
+        out += [RowShardTask(checkpoint, m, rows, wanted, method, device) for rows, wanted in cut]
     return out
 
 
 def moments_digest(learn: torch.Tensor, held: torch.Tensor) -> str:
-    """SHA-256 of the moments of what a matrix reads, float32 on the CPU."""
+    """SHA-256 of the moments of a matrix' inputs, float32 on the CPU."""
     digest = hashlib.sha256()
     for moments in (learn, held):
         digest.update(moments.contiguous().numpy().data)
     return digest.hexdigest()
 
 
-def make_slice(
-    task: DenseTask, tensors: Mapping[str, torch.Tensor], learn: torch.Tensor, held: torch.Tensor, device: torch.device
-) -> Piece:
-    """Quantise, measure and encode rows of a dense matrix, on THREADS of torch's threads.
+def make_row_shard(
+    task: RowShardTask,
+    tensors: Mapping[str, torch.Tensor],
+    learn: torch.Tensor,
+    held: torch.Tensor,
+    device: torch.device,
+) -> TaskResult:
+    """Quantise, measure and encode a row shard, on THREADS of torch's threads.
 
     Args:
         task: which rows, and how.
@@ -123,24 +122,19 @@ def make_slice(
 
     weight, bias = (tensors.get(f"{task.matrix.module}.{name}") for name in ("weight", "bias"))
     assert weight is not None
-    own = (task.part,)
-    rows = weight[task.rows.start : task.rows.stop].to(torch.bfloat16)
-    bits = None if bias is None else bits_of(bias[task.rows.start : task.rows.stop])
-    made = Piece({}, {}, {k: torch.zeros(1, len(task.versions), dtype=torch.float64) for k in ("error", "power")})
+    own, at = (task.shard,), slice(task.rows.start, task.rows.stop)
+    rows, bits = weight[at].to(torch.bfloat16), None if bias is None else bits_of(bias[at])
+    made = TaskResult({}, {}, {k: torch.zeros(1, len(task.versions), dtype=torch.float64) for k in ("error", "power")})
     made.losses["method"] = torch.zeros(1, len(task.versions), dtype=torch.uint8)
-    wanted = lossy(task.versions)
+    wanted, threads = lossy(task.versions), THREADS if device.type == "cpu" else None
     with fixed_threads():
         for version in task.versions:
             if version not in wanted:
-                extent, payload = exact_matrix(
-                    version, task.part, rows, bits, THREADS if device.type == "cpu" else None
-                )
-                made.extents[version.name], made.payloads[version.name] = [extent], [payload]
+                made.add(version.name, *exact_matrix(version, task.shard, rows, bits, threads))
         if wanted:
             done = quantise_rows(rows.to(device, torch.float32), learn.to(device), held.to(device), task.method, wanted)
             for version, (q, loss) in done.items():
-                extent, payload = version.encode(own, [q.matrix(0, bits)])
-                made.extents[version.name], made.payloads[version.name] = [extent], [payload]
+                made.add(version.name, *version.encode(own, [q.matrix(0, bits)]))
                 column = task.versions.index(version)
                 made.losses["error"][0, column], made.losses["power"][0, column] = loss.error, loss.power
                 made.losses["method"][0, column] = methods.numbered().index(loss.method)
@@ -150,7 +144,7 @@ def make_slice(
 def exact_matrix(
     version: Version, matrix: Matrix, weight: torch.Tensor, bias: Bf16Bits | None, threads: int | None = None
 ) -> tuple[Buffer, int]:
-    """A matrix' extent in a version that holds the checkpoint's bits, and its payload; all cores without `threads`."""
+    """A matrix' extent in a lossless version, and its payload; on all cores, or on `threads` threads."""
     return version.encode((matrix,), [LosslessMatrix(bits_of(weight), bias)], threads)
 
 

@@ -1,9 +1,9 @@
-"""The Ray executor: a build's pieces as tasks of a Ray cluster, an existing one or one started on this machine.
+"""The Ray executor: tasks on a Ray cluster, an existing one or one started on this machine.
 
-Through this process go a layer's tokens and moments, once, a few hundred bytes a piece, and, where workers do not see
-the work directory, the finished pieces. A task asks for what it takes: THREADS cores, the memory of its piece, a GPU
-where the build computes on one. A piece whose worker dies is made again. The cluster's machines need
-moepack[build,ray], the checkpoint at the same path and the same kind of processor.
+Through this process go a layer's tokens and moments, once, a few hundred bytes a task, and, where workers do not see
+the work directory, the results. A task requests what it takes: THREADS cores, its memory, and a GPU where the build
+computes on one. A task whose worker dies runs again. The cluster's machines need moepack[build,ray], the checkpoint at
+the same path and the same kind of processor.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from moepack.cluster import connect
 from moepack.pack.errors import InputError
 from moepack.pack.writer import sync
 
-from .dense_slice import DenseTask
-from .expert_batch import ExpertBatchTask
-from .layer_work import Advance, Given, LayerWork, Note, write_layer
-from .piece import THREADS
-from .remote import Moments, Order, Probe, Seen, Source, finish_layer, make_piece
+from ..tasks.experts import ExpertBatchTask
+from ..tasks.layer import Advance, LayerInputs, LayerWork, Note, write_layer
+from ..tasks.result import THREADS
+from ..tasks.row_shards import RowShardTask
+from .worker import DirectoryProbe, SharedTensors, WorkerCheckpoint, WorkerOrder, finish_layer, run_task
 
 if TYPE_CHECKING:
     import torch
 
-    from .bound import Placement
+    from ..bound import MemoryPlan
 
-PROCESS = 1 << 30  # bytes of a worker before it makes anything: Python, torch, transformers
-RETRIES = 8  # times a piece is tried again when its worker dies
-AHEAD = 2  # pieces a slot that are given out before calibration waits
+PROCESS = 1 << 30  # bytes of an idle worker: Python, torch, transformers
+RETRIES = 8  # times a task runs again when its worker dies
+AHEAD = 2  # tasks a slot that run or queue before calibration waits
 SHARE = 0.5  # of this node's object store that tokens and moments of unfinished layers may take
 
 
@@ -42,40 +42,39 @@ class Traffic:
     """Bytes that went through this process.
 
     Attributes:
-        tokens: of observations, put into the object store.
-        moments: of what dense matrices read, put there.
-        orders: of what tasks were told besides.
-        answers: of what came back, without finished pieces.
-        pieces: of finished pieces that workers could not write where they belong.
+        tokens: observations, put into the object store.
+        moments: moments of dense matrices, put there.
+        orders: all else that was sent to tasks.
+        answers: all answers but results.
+        results: results that workers could not write into the work directory.
     """
 
     tokens: int = 0
     moments: int = 0
     orders: int = 0
     answers: int = 0
-    pieces: int = 0
+    results: int = 0
 
 
 @dataclass
-class _Layer:
+class _LayerInFlight:
     """A part in flight."""
 
     work: LayerWork
     advance: Advance
     put: dict[int | None, Any] = field(default_factory=dict)  # group of dense matrices, None of experts -> reference
-    bytes: int = 0  # of its tokens and moments, in the object store until the pieces are made
-    running: dict[Any, int] = field(default_factory=dict)  # task -> piece
+    bytes: int = 0  # of its tokens and moments, in the object store until the tasks are finished
+    running: dict[Any, int] = field(default_factory=dict)  # Ray's task -> position in work.tasks
     writing: Any = None
-    here: bool = False  # whether a piece came over the network, so that this process has to write the part's files
+    here: bool = False  # whether a result came over the network: then this process writes the part's files
     note: dict[str, Any] | None = None
 
 
 class OnRay:
-    """See the module.
+    """See the module, and `Executor`.
 
-    Calibration goes ahead while fewer than AHEAD pieces a slot are given out, or but one layer's, and the tokens and
-    moments of unfinished layers with the next one's take at most SHARE of this node's object store. Beside those, one
-    layer's are in this process.
+    Calibration goes ahead while fewer than AHEAD tasks a slot are out, or only one layer's, and the tokens and moments
+    of unfinished layers and the next one take at most SHARE of this node's object store.
 
     Attributes:
         traffic: what went through this process so far.
@@ -86,14 +85,14 @@ class OnRay:
     def __init__(self, address: str | None) -> None:
         self.traffic = Traffic()
         self._ray, self._started = connect(address)
-        self._layers: list[_Layer] = []
+        self._layers: list[_LayerInFlight] = []
         self._slots = 1
-        self._probe: Probe | None = None
+        self._probe: DirectoryProbe | None = None
 
-    def begin(self, source: Source, folder: Path, device: torch.device, how: Placement) -> None:
+    def begin(self, source: WorkerCheckpoint, folder: Path, device: torch.device, how: MemoryPlan) -> None:
         """See `Executor`."""
         ray = self._ray
-        self._probe = Probe.leave(folder.absolute())
+        self._probe = DirectoryProbe.leave(folder.absolute())
         self._source, self._gpus = ray.put(source), int(device.type == "cuda")
         self.traffic.orders += len(pickle.dumps(source))
         nodes = [n for n in ray.nodes() if n["Alive"]]
@@ -106,9 +105,9 @@ class OnRay:
         """See `Executor`."""
         return sum(layer.work.tasks[i].count for layer in self._layers for i in layer.running.values())
 
-    def submit(self, work: LayerWork, given: Given, advance: Advance) -> None:
+    def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
         """See `Executor`."""
-        layer, missing = _Layer(work, advance), work.missing
+        layer, missing = _LayerInFlight(work, advance), work.missing
         self._layers.append(layer)
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
         if missing:
@@ -118,17 +117,17 @@ class OnRay:
             if not slots(self._nodes, need):
                 parts = f"{need['CPU']:g} core, {need['memory'] / 2**30:.1f} GiB" + ", a GPU" * self._gpus
                 raise InputError(f"Ray: one of this build's tasks takes {parts}, and no node of the cluster has that")
-            groups = {i: _group(work.tasks[i], given) for i in missing}
-            sent = {group: _sent(work.tasks[i], given) for i, group in groups.items()}
+            groups = {i: _group(work.tasks[i], inputs) for i in missing}
+            sent = {group: _sent(work.tasks[i], inputs) for i, group in groups.items()}
             layer.bytes = sum(what.bytes for what in sent.values())
             while self._full(layer.bytes):
                 self._step(None)
-            layer.put = {group: self._put(what) for group, what in sent.items()}
+            layer.put = {group: self._put(group, what) for group, what in sent.items()}
             del sent
             for i, group in groups.items():
                 task, need = work.tasks[i], needs(work.memory(i), self._gpus)
                 options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
-                layer.running[self._remote(make_piece, options, Order(task, work.kept[i]), layer.put[group])] = i
+                layer.running[self._remote(run_task, options, WorkerOrder(task, work.kept[i]), layer.put[group])] = i
         self._write(layer)
         while self._full(layer.bytes):
             self._step(None)
@@ -144,7 +143,7 @@ class OnRay:
                 return
 
     def close(self) -> None:
-        """Leave the cluster; end it if it was started here. What is under way there is not wanted any more."""
+        """Cancel what runs and leave the cluster; shut it down if it was started here."""
         for layer in self._layers:
             for task in layer.running:
                 self._ray.cancel(task)
@@ -154,29 +153,29 @@ class OnRay:
         if self._started:
             self._ray.shutdown()
 
-    def _put(self, what: Moments | Seen) -> Any:
-        """Put it into the object store; its reference."""
-        if isinstance(what, Moments):
-            self.traffic.moments += what.bytes
-        else:
+    def _put(self, group: int | None, what: SharedTensors) -> Any:
+        """Put tensors into the object store; returns their reference."""
+        if group is None:
             self.traffic.tokens += what.bytes
+        else:
+            self.traffic.moments += what.bytes
         return self._ray.put(what)
 
     def _remote(self, function: Any, options: dict[str, Any], what: Any, *more: Any) -> Any:
-        """Start a task that yields."""
+        """Start a generator as a Ray task."""
         self.traffic.orders += len(pickle.dumps((what, self._probe)))
         task = self._ray.remote(function).options(num_returns="streaming", max_retries=RETRIES, **options)
         return task.remote(what, self._source, self._probe, *more)
 
     def _full(self, more: int) -> bool:
-        """Whether a next layer, of `more` bytes of tokens and moments, has to wait."""
+        """Whether the next layer, of `more` bytes of tokens and moments, has to wait."""
         busy = [layer for layer in self._layers if layer.running]
         out, held = sum(len(layer.running) for layer in busy), sum(layer.bytes for layer in busy)
         crowded = len(busy) > 1 and out >= AHEAD * self._slots
         return bool(busy) and (crowded or held + more > SHARE * self._store)
 
     def _step(self, timeout: float | None) -> bool:
-        """Take what one task answered, waiting for one so long; whether there was one."""
+        """Take one task's answer, waiting up to `timeout` seconds; returns whether there was one."""
         tasks = {task: layer for layer in self._layers for task in (*layer.running, layer.writing) if task is not None}
         if not tasks:
             return False
@@ -189,8 +188,8 @@ class OnRay:
                 self._made(layer, task)
         return bool(ready)
 
-    def _made(self, layer: _Layer, task: Any) -> None:
-        """Take a piece."""
+    def _made(self, layer: _LayerInFlight, task: Any) -> None:
+        """Take a task's result."""
         i = layer.running[task]
         path = layer.work.kept[i]
         own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
@@ -202,7 +201,7 @@ class OnRay:
                     self.traffic.answers += len(answer)
                     expected = answer
                 else:
-                    self.traffic.pieces += answer.nbytes
+                    self.traffic.results += answer.nbytes
                     digest.update(answer.data)
                     file.write(answer.data)
         if expected:
@@ -218,8 +217,8 @@ class OnRay:
         layer.advance(layer.work.tasks[i].count)
         self._write(layer)
 
-    def _write(self, layer: _Layer) -> None:
-        """Have a part's files written once its pieces are there."""
+    def _write(self, layer: _LayerInFlight) -> None:
+        """Have a part's files written once all its results are there."""
         if layer.running:
             return
         layer.put.clear()
@@ -229,7 +228,7 @@ class OnRay:
         else:
             layer.writing = self._remote(finish_layer, {"num_cpus": THREADS}, layer.work)
 
-    def _written(self, layer: _Layer, task: Any) -> None:
+    def _written(self, layer: _LayerInFlight, task: Any) -> None:
         note = self._get(next(task))
         self.traffic.answers += len(pickle.dumps(note))
         layer.writing, layer.note = None, write_layer(layer.work) if note is None else note
@@ -245,25 +244,26 @@ class OnRay:
             raise InputError(f"Ray gave up on a task: {str(error).strip().splitlines()[0]}") from None
 
 
-def _group(task: DenseTask | ExpertBatchTask, given: Given) -> int | None:
-    """The group of dense matrices that a task's reads with; None of an expert batch."""
-    return given.moments.group[task.matrix.module] if given.moments and isinstance(task, DenseTask) else None
+def _group(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs) -> int | None:
+    """The group of dense matrices whose moments a task reads; None for an expert batch."""
+    return inputs.moments.group[task.matrix.module] if inputs.moments and isinstance(task, RowShardTask) else None
 
 
-def _sent(task: DenseTask | ExpertBatchTask, given: Given) -> Moments | Seen:
-    """What a task is made of, but for weights."""
-    if isinstance(task, DenseTask):
-        assert given.moments is not None
-        return Moments.of(*given.moments.of(task.matrix.module))
-    assert given.observation is not None
-    return Seen.of(given.observation)
+def _sent(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs) -> SharedTensors:
+    """A task's inputs, without weights."""
+    if isinstance(task, RowShardTask):
+        assert inputs.moments is not None
+        return SharedTensors.of(*inputs.moments.of(task.matrix.module))
+    seen = inputs.observation
+    assert seen is not None
+    return SharedTensors.of(seen.inputs, seen.experts, seen.gates, length=seen.length)
 
 
 def needs(memory: int, gpus: int) -> dict[str, float]:
-    """What a piece that takes so many bytes takes of a node, by Ray's names."""
+    """The resources of a task of `memory` bytes, by Ray's names."""
     return {"CPU": float(THREADS), "memory": float(PROCESS + memory)} | ({"GPU": 1.0} if gpus else {})
 
 
 def slots(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:
-    """Tasks that need so much and run at once on nodes with these resources."""
+    """How many tasks with these needs run at once on nodes with these resources."""
     return sum(min(int(node.get(name, 0.0) // wanted) for name, wanted in need.items()) for node in nodes)

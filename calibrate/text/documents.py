@@ -23,7 +23,7 @@ _TITLE = re.compile(r" = (?!=).*[^=\s] = \s*")  # WikiText's of an article; its 
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class Conversation:
     """A conversation, as chat templates take it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Chat:
     tools: list[Any] | None = None
 
 
-Document = str | Chat
+Document = str | Conversation
 
 
 def check_source(source: str) -> None:
@@ -135,7 +135,7 @@ def _document(source: str, row: Any, column: str) -> Document:
         tools = row.get("tools")
         if isinstance(tools, str):  # as many data sets keep them
             tools = json.loads(tools) if tools.strip() else None
-        return Chat(value, tools or None)
+        return Conversation(value, tools or None)
     raise InputError(f"{source}: rows have no {column!r} of text; they have {', '.join(sorted(map(str, row)))}")
 
 

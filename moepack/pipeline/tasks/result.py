@@ -1,7 +1,4 @@
-"""A piece: what one task of a build's quantising makes, as a file of the work directory.
-
-What a piece is made of is the task's to say (expert_batch.py, dense_slice.py); it is kept under the address of that.
-"""
+"""The result of a task, as a file of the work directory, under the address of what it was made of."""
 
 from __future__ import annotations
 
@@ -14,35 +11,40 @@ from typing import TYPE_CHECKING
 
 from moepack.pack.codec.bits import Buffer
 
-from .artifacts import save
+from ..artifacts import save
 
 if TYPE_CHECKING:
     import torch
 
-# A piece is made on so many of torch's threads, everywhere: sums come out in another order with another number, and the
-# bytes must not depend on who makes them. With one, a machine makes as many pieces at once as it has cores.
+# Every task runs on this many of torch's threads: sums in another order would round otherwise, and the bytes must not
+# depend on the machine. With one, a machine runs as many tasks at once as it has cores.
 THREADS = 1
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A finished piece.
+class TaskResult:
+    """What a task made.
 
     Attributes:
-        extents: version -> one extent an expert, or that of some rows of a dense matrix, uint8.
+        extents: version -> one extent an expert, or that of a row shard, uint8.
         payloads: version -> bytes of each extent without padding.
-        losses: of an expert batch `moepack.quantize.pooling.MEASURED`, of rows of a dense matrix "error" and "power",
-            float64, and "method", uint8, each [extents of a version, versions].
+        losses: for an expert batch `moepack.quantize.pooling.MEASURED`, for a row shard "error" and "power", float64,
+            and "method", uint8; each [extents of a version, versions].
     """
 
     extents: dict[str, list[Buffer]]
     payloads: dict[str, list[int]]
     losses: dict[str, torch.Tensor]
 
+    def add(self, version: str, extent: Buffer, payload: int) -> None:
+        """Append an extent and its bytes without padding."""
+        self.extents.setdefault(version, []).append(extent)
+        self.payloads.setdefault(version, []).append(payload)
+
 
 @contextlib.contextmanager
 def fixed_threads() -> Iterator[None]:
-    """Inside, torch computes on THREADS threads."""
+    """Have torch compute on THREADS threads inside the context."""
     import torch
 
     before = torch.get_num_threads()
@@ -53,8 +55,8 @@ def fixed_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def piece_tensors(made: Piece) -> dict[str, torch.Tensor]:
-    """A finished piece as tensors, which `load_piece` reads out of a file."""
+def result_tensors(made: TaskResult) -> dict[str, torch.Tensor]:
+    """A result as the tensors that `load_result` reads from a file."""
     import torch
 
     tensors = {f"losses.{k}": v for k, v in made.losses.items()}
@@ -64,15 +66,15 @@ def piece_tensors(made: Piece) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save_piece(made: Piece, path: Path) -> None:
-    """Keep a finished piece. Two may be at it at once: one that a cluster gave up on, and another."""
+def save_result(made: TaskResult, path: Path) -> None:
+    """Write a result. Two workers may write the same one at once, so each has its own temporary name."""
     own = path.with_name(f"{path.stem}.{secrets.token_hex(4)}")
-    save(own, piece_tensors(made))
+    save(own, result_tensors(made))
     own.replace(path)
 
 
-def load_piece(path: Path) -> Piece:
-    """What `save_piece` kept."""
+def load_result(path: Path) -> TaskResult:
+    """Read what `save_result` wrote."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)
@@ -82,4 +84,4 @@ def load_piece(path: Path) -> Piece:
     extents: dict[str, list[Buffer]] = {
         name: [tensors[f"extents.{name}.{i}"].numpy() for i in range(len(sizes))] for name, sizes in payloads.items()
     }
-    return Piece(extents, payloads, losses)
+    return TaskResult(extents, payloads, losses)

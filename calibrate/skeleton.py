@@ -1,0 +1,271 @@
+"""The skeleton of a checkpoint's model, on the meta device: which tensor belongs where, and what reading it takes.
+
+Reads headers and runs transformers' renaming rules; loads no weight (stream.py does).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.families.mtp import mtp_tensors
+from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
+from moepack.pack.spec import ExpertLayer
+
+from .checkpoint import Checkpoint, source_dtype
+from .experts import describe, is_experts_module, parameter_names
+from .some_experts import Parts, sources_of
+
+# Bytes of a layer's experts, or of layers for MTP, that are read at once: reading takes up to three times as much.
+AT_ONCE = 1 << 29
+_TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class Skeleton:
+    """A checkpoint's model without its weights. A part is a decoder layer's index, or None for all else.
+
+    Attributes:
+        model: the transformers model.
+        layers: its decoder layers (a ModuleList).
+        expert_layers: layer index -> descriptor, for the layers that have experts.
+        expert_dtype: the dtype of the experts in the checkpoint, one of `moepack.pack.spec.EXPERT_DTYPES`.
+        mtp: names of the checkpoint's tensors for multi-token prediction, which the model lacks.
+        unused: names of its other tensors that the model lacks.
+        experts_in: a folder for the matrices of a loaded layer's experts, mapped from disk, where they can be read some
+            at a time; they stay on the CPU then. None keeps them in memory.
+
+    Raises:
+        InputError: for a model without experts, with layers or experts of an unknown layout, or a missing tensor.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
+        from moepack.families.model_class import model_of
+
+        self.checkpoint, self.device = checkpoint, torch.device(device)
+        name, config = checkpoint.name, checkpoint.config
+        try:
+            with torch.device("meta"):
+                self.model = model_of(config, dtype=torch.bfloat16)
+        except CODE_ERRORS as error:
+            raise InputError(f"{name}: transformers does not make its model: {in_a_line(error)}") from error
+        self.model.eval()
+        experts = {n: m for n, m in self.model.named_modules() if is_experts_module(m)}
+        if not experts:
+            raise InputError(f"{name}: {config.model_type} {_why_none(self.model)}")
+        stacks = {(m[1], int(m[2])) if (m := re.match(r"(.*?)\.(\d+)\.", n)) else None for n in experts}
+        if None in stacks or len({place[0] for place in stacks if place}) != 1:
+            raise InputError(f"{name}: experts of {config.model_type} are not in one stack of decoder layers")
+        if len(stacks) != len(experts):
+            raise InputError(f"{name}: layers of {config.model_type} have several sets of experts: not supported")
+        self.prefix = next(place[0] for place in stacks if place)
+        self.layers = self.model.get_submodule(self.prefix)
+        self.experts_in: Path | None = None
+        self._experts = {int(n[len(self.prefix) + 1 :].split(".")[0]): n for n in experts}
+        self.expert_layers: dict[int, ExpertLayer] = {
+            i: describe(i, n, experts[n]) for i, n in sorted(self._experts.items())
+        }
+        self._plan()
+        self._materialise_buffers()
+
+    def _plan(self) -> None:
+        """Find each checkpoint tensor's target, and give each parameter on meta the dtype it has in the checkpoint."""
+        state = self.model.state_dict()
+        tied = set(self.model.all_tied_weights_keys)
+        plan = self.model._get_dtype_plan(torch.bfloat16)
+        in_float32 = {name for name in state if any(re.search(pattern, name) for pattern in plan)}
+        self._compute_dtype = {name: torch.float32 if name in in_float32 else torch.bfloat16 for name in state}
+        self._source_dtype = {name: tensor.dtype for name, tensor in state.items()}
+        several = self._find_sources(state, tied)
+        self._merged = {target for target, keys in self._targets.items() if len(keys) > 1}
+        expert_sources: list[str] = []
+        for name in self._experts.values():
+            for weight, _ in parameter_names(self.model.get_submodule(name)).values():
+                expert_sources += self._targets.get(f"{name}.{weight}", [])
+        if not expert_sources:
+            raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
+        self.expert_dtype = source_dtype(self.checkpoint, expert_sources)
+        for target, keys in self._targets.items():
+            dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
+            if dtype is not None and state[target].is_floating_point():
+                self._source_dtype[target] = dtype
+                set_tensor(self.model, target, torch.empty_like(state[target], dtype=dtype))
+        self._bytes: dict[int | None, dict[str, int]] = {}  # of each part's tensors, as the checkpoint has them
+        for name, tensor in state.items():
+            if name not in tied:
+                size = tensor.numel() * self._source_dtype[name].itemsize
+                self._bytes.setdefault(self.layer_of(name), {})[name] = size
+        lost = sorted(set(state) - set(self._targets) - tied)
+        if lost and not several:
+            raise InputError(f"{self.checkpoint.name}: the checkpoint has nothing for {lost[0]}: it is not complete")
+
+    def _find_sources(self, state: dict[str, Any], tied: set[str]) -> bool:
+        """Fill `_sources` (part -> checkpoint weights) and `_targets` (parameter -> checkpoint weights).
+
+        Returns whether a conversion of transformers makes several parameters at once.
+        """
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        mapping = self._mapping()
+        renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+        converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        self._sources: dict[int | None, list[str]] = {}
+        self._targets: dict[str, list[str]] = {}
+        unused = []
+        for key in self.checkpoint.weights:
+            target, _ = rename_source_key(key, renamings, converters, self.model.base_model_prefix, state)
+            if target not in state and key in state:
+                target, _ = rename_source_key(key, [], [], self.model.base_model_prefix, state)
+            if target not in state:
+                unused.append(key)
+            elif target not in tied:
+                self._sources.setdefault(self.layer_of(target), []).append(key)
+                self._targets.setdefault(target, []).append(key)
+        self.mtp: list[str] = mtp_tensors(unused, len(self.layers))
+        self.unused = sorted(set(unused) - set(self.mtp))
+        return any(len(c.target_patterns) > 1 for c in converters)
+
+    def _mapping(self) -> list[Any]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return list(get_model_conversion_mapping(self.model))
+
+    def _materialise_buffers(self) -> None:
+        """Compute rotary tables and other buffers that no checkpoint holds."""
+        for module in self.model.modules():
+            names = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None]
+            for n in names:
+                module._buffers[n] = torch.empty_like(module._buffers[n], device=self.device)
+            if names:
+                with torch.no_grad():
+                    self.model._init_weights(module)
+
+    @property
+    def loaded_dtype(self) -> torch.dtype:
+        """The dtype of experts after loading."""
+        return _TORCH_DTYPE.get(self.expert_dtype, torch.bfloat16)
+
+    def experts_module(self, layer: int) -> Any:
+        """The experts module of a decoder layer."""
+        return self.model.get_submodule(self._experts[layer])
+
+    def is_low_precision(self, parameter: str) -> bool:
+        """Whether transformers computes with a parameter in BF16, and not in float32."""
+        return self._compute_dtype[parameter] == torch.bfloat16
+
+    def layer_of(self, name: str) -> int | None:
+        """The part that a module or parameter of this name belongs to."""
+        match = re.match(re.escape(self.prefix) + r"\.(\d+)\.", name)
+        return int(match[1]) if match else None
+
+    def names(self, part: int | None) -> list[str]:
+        """Names of a part's parameters and persistent buffers, without tied ones."""
+        return list(self._bytes.get(part, ()))
+
+    def dense_names(self, part: int | None) -> list[str]:
+        """Names of a part's tensors without its experts' matrices and biases."""
+        own = set(self._expert_parameters(part)) if part in self._experts else set()
+        return [name for name in self.names(part) if name not in own]
+
+    def dense_rows(self, layer: int) -> int:
+        """The sum of the rows of a layer's Linears, without the experts'."""
+        modules = self.layers[layer].modules()
+        return sum(int(m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
+
+    def part_bytes(self, part: int | None) -> int:
+        """Bytes of a part in memory after loading."""
+        return sum(self._bytes.get(part, {}).values())
+
+    def file_bytes(self, part: int | None) -> int:
+        """Bytes of a part that lie on disk with `experts_in`."""
+        if part is None or not self.expert_ranges(part):
+            return 0
+        sizes = self._bytes[part]
+        matrices = (n for n in self._expert_parameters(part) if self.model.get_parameter_or_buffer(n).ndim > 2)
+        return sum(sizes[name] for name in matrices)
+
+    def loading_bytes(self, part: int | None, on_disk: bool = False) -> int:
+        """Upper bound of the bytes that loading takes: a part's tensors, the files' mapped pages, and copies.
+
+        Args:
+            part: the part.
+            on_disk: with `experts_in`.
+        """
+        sizes, ranges = dict(self._bytes.get(part, {})), self.expert_ranges(part)
+        if part is None or not ranges:
+            return self._read_bytes(sizes)
+        few, all_of_them = len(ranges[0]), self.expert_layers[part].experts
+        experts = {name: sizes.pop(name) for name in self._expert_parameters(part)}
+        kept, read = sum(experts.values()), self._read_bytes(experts) * few // all_of_them
+        if on_disk:  # all but the range that was written last
+            kept -= self.file_bytes(part) * (all_of_them - few) // all_of_them
+        return kept + max(read, self._read_bytes(sizes))
+
+    def _read_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Upper bound of the bytes that reading these parameters at once takes."""
+        merged = [size for name, size in sizes.items() if name in self._merged]
+        return 2 * sum(sizes.values()) + sum(merged) // 2 + max(merged, default=0)
+
+    def expert_ranges(self, part: int | None) -> list[range]:
+        """Experts of a layer that are read together, about AT_ONCE bytes; empty where the layer is read at once."""
+        if part is None or part not in self._experts:
+            return []
+        experts, sizes = self.expert_layers[part].experts, self._bytes[part]
+        each = sum(sizes[name] for name in self._expert_parameters(part)) // experts
+        step = max(1, AT_ONCE // max(1, each))
+        if step >= experts or self._expert_parts(part, range(1)) is None:
+            return []
+        return [range(a, min(a + step, experts)) for a in range(0, experts, step)]
+
+    @property
+    def mtp_bytes(self) -> int:
+        """Bytes of the tensors of the MTP layers, decoded."""
+        return sum(self.checkpoint.weight_bytes(name) for name in self.mtp)
+
+    @property
+    def mtp_loading_bytes(self) -> int:
+        """Upper bound of the bytes that AT_ONCE bytes of MTP layers take: tensors, mapped pages, and the last tensor as
+        it is decoded and copied."""
+        largest = max((self.checkpoint.weight_bytes(name) for name in self.mtp), default=0)
+        return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
+
+    def _own_sources(self, names: Sequence[str]) -> list[str] | None:
+        """The checkpoint weights of these tensors, one each and of the same shape; None for any other layout."""
+        found = [self._targets.get(name, []) for name in names]
+        if any(len(keys) != 1 for keys in found):
+            return None
+        shapes = [tuple(self.model.get_parameter_or_buffer(name).shape) for name in names]
+        keys = [key for (key,) in found]
+        return keys if all(tuple(self.checkpoint.shape(k)) == s for k, s in zip(keys, shapes, strict=True)) else None
+
+    def _expert_parameters(self, layer: int) -> list[str]:
+        prefix, module = self._experts[layer], self.experts_module(layer)
+        return [f"{prefix}.{p}" for pair in parameter_names(module).values() for p in pair if p is not None]
+
+    def _expert_parts(self, layer: int, some: range) -> Parts | None:
+        sources = {name: self._targets.get(name, []) for name in self._expert_parameters(layer)}
+        shapes = {key: self.checkpoint.shape(key) for keys in sources.values() for key in keys}
+        return sources_of(some, self.expert_layers[layer].experts, sources, shapes)
+
+
+def set_tensor(model: Any, name: str, value: Tensor) -> None:
+    """Replace a parameter or buffer of a model."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if leaf in module._parameters:
+        module._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[leaf] = value
+
+
+def _why_none(model: Any) -> str:
+    """The reason why a model has no experts that can be packed."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if name.rpartition(".")[2] == "experts" or re.search("Experts$|Mo[eE]$", kind):
+            return f"has experts ({kind}) that transformers' experts interface does not run: not supported"
+    return "has no experts: not a Mixture-of-Experts model"

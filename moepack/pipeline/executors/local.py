@@ -1,0 +1,94 @@
+"""The local executor: a part's tasks in this process, on a CPU several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moepack.runtime.devices.glibc import trim
+
+from ..bound import MemoryPlan, workers
+from ..tasks.experts import ExpertBatchTask, make_expert_batch
+from ..tasks.layer import Advance, LayerInputs, LayerWork, Note, write_layer
+from ..tasks.result import TaskResult, save_result
+from ..tasks.row_shards import RowShardTask, make_row_shard
+
+if TYPE_CHECKING:
+    import torch
+
+    from .worker import WorkerCheckpoint
+
+
+class Local:
+    """See `Executor`. A part is finished when `submit` returns."""
+
+    reads = False
+
+    left = 0
+
+    def __init__(self) -> None:
+        self._done: list[Note] = []
+        self._device: torch.device | None = None
+        self._batches = self._row_shards = 0
+
+    def begin(self, source: WorkerCheckpoint, folder: Path, device: torch.device, how: MemoryPlan) -> None:
+        """See `Executor`."""
+        self._device, self._batches, self._row_shards = device, how.batches, how.row_shards
+
+    def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
+        """See `Executor`."""
+        device, missing = self._device, work.missing
+        assert device is not None
+        advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))
+
+        def one(i: int) -> int:
+            save_result(_make(work.tasks[i], inputs, device), work.kept[i])
+            return work.tasks[i].count
+
+        dense = [i for i in missing if isinstance(work.tasks[i], RowShardTask)]
+        batches = [i for i in missing if i not in dense]
+        for tasks, bound in ((dense, self._row_shards), (batches, self._batches)):  # those of a kind take about as much
+            most = workers(device, max(map(work.memory, tasks), default=1))
+            _at_once(one, tasks, min(most, bound or most), advance)
+        self._done.append((work.part, write_layer(work)))
+
+    def finished(self, wait: bool) -> Iterator[Note]:
+        """See `Executor`."""
+        while self._done:
+            yield self._done.pop(0)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def _make(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs, device: torch.device) -> TaskResult:
+    if isinstance(task, RowShardTask):
+        assert inputs.moments is not None
+        return make_row_shard(task, inputs.tensors, *inputs.moments.of(task.matrix.module), device)
+    from moepack.calibrate.held import release
+
+    assert inputs.weights is not None and inputs.observation is not None
+    made = make_expert_batch(task, inputs.module, inputs.weights.select(task.experts), inputs.observation, device)
+    for matrices in inputs.weights.weights:
+        release(matrices)
+    return made
+
+
+def _at_once(one: Callable[[int], int], items: list[int], most: int, advance: Advance) -> None:
+    """Call `one` for all items, `most` at a time; after an error no further call starts."""
+    if min(most, len(items)) < 2:
+        for i in items:
+            advance(one(i))
+            trim()
+        return
+    left, running = list(items), set[Future[int]]()
+    with ThreadPoolExecutor(most, "moepack-batch") as pool:
+        while left or running:
+            while left and len(running) < most:
+                running.add(pool.submit(one, left.pop(0)))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                advance(future.result())
+            trim()

@@ -1,0 +1,197 @@
+"""What a worker on another machine receives, makes and returns. Independent of Ray.
+
+No weights travel: the worker reads those of its task from the checkpoint, after checking that the files are the
+driver's. Tokens and moments come as NumPy arrays, which the workers of a node share. The worker writes its result into
+the work directory where it sees the driver's; otherwise it returns the bytes, in chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import secrets
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moepack.pack.codec.bits import Buffer
+from moepack.pack.errors import InputError
+
+from ..tasks.experts import ExpertBatchTask, make_expert_batch
+from ..tasks.layer import LayerWork, write_layer
+from ..tasks.result import TaskResult, result_tensors, save_result
+from ..tasks.row_shards import RowShardTask, make_row_shard
+from ..work import PROBE
+
+if TYPE_CHECKING:
+    import torch
+
+    from moepack.calibrate.stream import StreamedModel
+
+ANSWER = 32 << 20  # bytes of a chunk of an answer
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """What calibration measured for a task, as NumPy arrays: inputs, experts and gates of an observation, or the two
+    moments of a group of dense matrices (`moepack.calibrate.dense.DenseMoments`).
+
+    Attributes:
+        arrays: each tensor's bytes, uint8 [first axis, bytes of the rest]; one that is given twice is one array.
+        dtypes: of the tensors, as torch names them.
+        length: tokens of an observation's window.
+    """
+
+    arrays: tuple[Buffer, ...]
+    dtypes: tuple[str, ...]
+    length: int = 0
+
+    @staticmethod
+    def of(*tensors: torch.Tensor, length: int = 0) -> SharedTensors:
+        """Share the tensors' memory where it is contiguous."""
+        import torch
+
+        array = {id(t): t.contiguous().view(torch.uint8).numpy() for t in tensors}
+        names = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
+        return SharedTensors(tuple(array[id(t)] for t in tensors), names, length)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum({id(a): a.nbytes for a in self.arrays}.values())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in the arrays' own memory; read-only."""
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+            pairs = zip(self.arrays, self.dtypes, strict=True)
+            return [torch.from_numpy(a).view(getattr(torch, dtype)) for a, dtype in pairs]
+
+
+@dataclass(frozen=True)
+class WorkerCheckpoint:
+    """A checkpoint by the path that it has on every machine.
+
+    Attributes:
+        path: its directory.
+        files: file name -> its entry of `moepack.calibrate.identity.identity`.
+    """
+
+    path: str
+    files: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class DirectoryProbe:
+    """A file with a random word: a machine that reads it sees the driver's work directory."""
+
+    file: Path
+    word: str
+
+    @staticmethod
+    def leave(folder: Path) -> DirectoryProbe:
+        """Write one."""
+        probe = DirectoryProbe(folder / f"{PROBE}{secrets.token_hex(8)}", secrets.token_hex(32))
+        probe.file.write_text(probe.word)
+        return probe
+
+    def seen(self) -> bool:
+        """Whether this machine sees it."""
+        try:
+            return self.file.read_text() == self.word
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True)
+class WorkerOrder:
+    """A task, and the file for its result."""
+
+    task: RowShardTask | ExpertBatchTask
+    path: Path
+
+
+def run_task(
+    order: WorkerOrder, source: WorkerCheckpoint, probe: DirectoryProbe, shared: SharedTensors
+) -> Iterator[Buffer | str]:
+    """Run a task. Yields its result's file in chunks of ANSWER bytes, then their SHA-256; or "" once it is written.
+
+    Raises:
+        InputError: when this machine does not see the checkpoint, or sees another one.
+    """
+    sees = probe.seen()
+    if not (sees and order.path.exists()):
+        made = _make(order.task, source, shared)
+        if not sees:
+            from safetensors.torch import save
+
+            data = np.frombuffer(save(result_tensors(made)), np.uint8)
+            for start in range(0, len(data), ANSWER):
+                yield data[start : start + ANSWER]
+            yield hashlib.sha256(data.data).hexdigest()
+            return
+        save_result(made, order.path)
+    yield ""
+
+
+def _make(task: RowShardTask | ExpertBatchTask, source: WorkerCheckpoint, shared: SharedTensors) -> TaskResult:
+    import torch
+
+    from moepack.calibrate.forward import Observation
+
+    stream, device = _stream(source.path), torch.device(task.device)
+
+    def check(files: set[str]) -> None:
+        for name in sorted({"config.json", *files}):
+            _check(Path(source.path) / name, source.files[name])
+
+    if isinstance(task, RowShardTask):
+        part = task.matrix.layer
+        check(stream.tensor_files(part, task.names))
+        learn, held = shared.tensors()
+        return make_row_shard(task, stream.tensors(part, task.names), learn, held, device)
+    check(stream.expert_files(task.layer, task.experts))
+    weights, (inputs, experts, gates) = stream.experts(task.layer, task.experts), shared.tensors()
+    observation = Observation(inputs, experts, gates, shared.length)
+    return make_expert_batch(task, stream.experts_module(task.layer), weights, observation, device)
+
+
+def finish_layer(work: LayerWork, source: WorkerCheckpoint, probe: DirectoryProbe) -> Iterator[dict[str, Any] | None]:
+    """Yield `write_layer`'s note; None where this machine does not see the work directory with all results."""
+    yield write_layer(work) if probe.seen() and not work.missing else None
+
+
+@functools.lru_cache(maxsize=1)
+def _stream(path: str) -> StreamedModel:
+    """The checkpoint's skeleton, kept for the worker's next task."""
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.memory import bound_kernel_caches
+
+    bound_kernel_caches()
+    if not Path(path).is_dir():
+        raise InputError(f"{path}: is not on {socket.gethostname()}: every node has to see the checkpoint there")
+    return StreamedModel(open_checkpoint(path))
+
+
+def _check(path: Path, known: Mapping[str, Any]) -> None:
+    try:
+        now = path.stat()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read on {socket.gethostname()} ({error.strerror})") from None
+    if not _same(path, (now.st_size, now.st_mtime_ns, now.st_ino), tuple(known.items())):
+        raise InputError(f"{path}: is another file on {socket.gethostname()} than where the build was started")
+
+
+@functools.lru_cache(maxsize=4096)
+def _same(path: Path, state: tuple[int, ...], known: tuple[tuple[str, Any], ...]) -> bool:
+    from moepack.calibrate.identity import is_known
+
+    return is_known(path, dict(known))

@@ -1,0 +1,141 @@
+"""What a build needs (`bound.BuildNeeds`), from a model's skeleton and a recipe, before any work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moepack.memory import resident_memory
+
+from .bound import LATER, BuildNeeds, workers
+from .recipe import Recipe
+from .tasks.experts import batch_settings
+from .tasks.row_shards import row_shard_tasks
+
+if TYPE_CHECKING:
+    import torch
+
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.pack.spec import DenseMatrix
+
+Dense = dict[int | None, list["DenseMatrix"]]  # part -> the matrices that get versions
+
+
+def needs_of(
+    stream: StreamedModel,
+    recipe: Recipe,
+    windows: int,
+    length: int,
+    dense: Dense,
+    process: int | None = None,
+    bounded: bool = False,
+) -> BuildNeeds:
+    """The needs of a build on `windows` windows of `length` tokens.
+
+    `process`: bytes before the first layer, measured now without it. `bounded`: count tasks at once as if all memory
+    were available, because other programs may free some.
+    """
+    import torch
+
+    from moepack.calibrate.products import widened_bytes
+
+    dtype: torch.dtype = getattr(torch, recipe.calibration.dtype)
+    layers, (parts, apart) = range(len(stream.layers)), _parts(stream, recipe, dense)
+    outside, largest, kept_as = stream.part_bytes(None), max(parts.values()), stream.loaded_dtype
+
+    def computed(size: int) -> int:
+        """`size` bytes as in the checkpoint, and the same in the dtype of the computation."""
+        return size if kept_as == dtype else size + size // kept_as.itemsize * dtype.itemsize
+
+    on_cpu = stream.device.type == "cpu"
+    on_disk = {part: 0 if part in apart else stream.file_bytes(part) for part in parts}
+    filed, rest = max(on_disk.values()), max(size - on_disk[part] for part, size in parts.items())
+    expert = max(on_disk[i] // x.experts for i, x in stream.expert_layers.items())
+    config = stream.model.config.get_text_config()
+    each = length * config.hidden_size * dtype.itemsize
+    widest = max(_window(stream, i, length, dtype) for i in layers)
+    converted = widened_bytes(stream.device, dtype, max(largest, recipe.calibration.batch_size * widest) // 2)
+    mapped, batches, row_shards = _tasks(stream, recipe, dense, on_disk, bounded)
+    return BuildNeeds(
+        process=(resident_memory() if process is None else process) + LATER,
+        loading=max(stream.loading_bytes(part, on_disk=part in apart) for part in parts),
+        outside=max(
+            stream.loading_bytes(None),
+            computed(outside) if on_cpu else outside,
+            stream.mtp_loading_bytes * (recipe.mtp == "keep"),
+        ),
+        layer=computed(largest) if on_cpu else largest,
+        waiting=largest,
+        hidden=windows * each,
+        seen=windows * each,
+        routing=8 * windows * length * _top_k(config),
+        window=widest if on_cpu else 0,
+        forward=length * length * 4 + converted if on_cpu else 0,
+        batches=batches,
+        row_shards=row_shards,
+        each=each,
+        dense=max((sum(8 * m.matrix.cols**2 for m in matrices) for matrices in dense.values()), default=0),
+        loading_on_disk=max(stream.loading_bytes(part, on_disk=True) for part in parts) * bool(filed),
+        layer_on_disk=((computed(rest) if on_cpu else rest) + computed(expert)) * bool(filed),
+        waiting_on_disk=rest * bool(filed),
+        mapped=mapped,
+        experts=computed(filed),
+    )
+
+
+def _parts(stream: StreamedModel, recipe: Recipe, dense: Dense) -> tuple[dict[int | None, int], set[int]]:
+    """Bytes by part, and the layers of which only dense tensors are read."""
+    layers = range(len(stream.layers))
+    apart = {part for part in layers if not recipe.versions and stream.dense_apart(part)}
+    # The part behind the last layer is calibrated and quantised like one, where its matrix gets versions.
+    parts = {part: stream.part_bytes(part) for part in (*layers, *((None,) if None in dense else ()))}
+    return parts | {part: parts[part] - stream.file_bytes(part) for part in apart}, apart
+
+
+_Tasks = tuple[tuple[int, int], ...]  # by part, how many run at once at the most, and bytes of one
+
+
+def _tasks(
+    stream: StreamedModel, recipe: Recipe, dense: Dense, on_disk: dict[int | None, int], bounded: bool
+) -> tuple[int, _Tasks, _Tasks]:
+    """Bytes of a batch's experts on disk; the expert batches; the row shards."""
+    import torch
+
+    from moepack.quantize.batch_memory import batch_memory
+    from moepack.quantize.expert_batch import expert_batches
+
+    def at_once(tasks: int, size: int) -> tuple[int, int]:
+        return min(tasks, workers(stream.device, 1 if bounded else size)), size
+
+    settings, mapped, batches, row_shards = batch_settings(recipe), 0, [], []
+    for i, x in stream.expert_layers.items() if recipe.versions else ():
+        some = expert_batches(x, settings)
+        most = max(map(len, some))
+        mapped = max(mapped, most * on_disk[i] // x.experts)
+        batches.append(at_once(len(some), batch_memory(x, settings, most)))
+    for matrices in filter(None, dense.values()):
+        tasks = row_shard_tasks(matrices, recipe, "", stream.device.type)
+        # Other dtypes are first rounded to BF16.
+        rounded = [2 * t.matrix.matrix.weights * (stream.loaded_dtype != torch.bfloat16) for t in tasks]
+        size = max(t.memory + more for t, more in zip(tasks, rounded, strict=True))
+        row_shards.append(at_once(len(tasks), size))
+    return mapped, tuple(batches), tuple(row_shards)
+
+
+def _top_k(config: object) -> int:
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
+    return max([int(v) for v in (getattr(config, n, None) for n in names) if isinstance(v, int)], default=8)
+
+
+def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of a window on its way through a layer: about what is alive in attention, or in the experts."""
+    config = stream.model.config.get_text_config()
+    size, hidden = dtype.itemsize, int(config.hidden_size)
+    around = length * hidden * (4 * size + 4)  # residual, normed, the sum; norms compute in float32
+    attention = length * stream.dense_rows(index) * 3 * size + 2 * size * length * length
+    layer = stream.expert_layers.get(index)
+    if layer is None:
+        return around + attention
+    first, second = layer.matrices[0], layer.matrices[-1]
+    gated = hidden * size + (first.rows + 2 * second.cols) * size
+    summed = second.cols * size + 2 * hidden * size + 2 * hidden * 4  # routing weights are float32
+    return around + max(attention, length * _top_k(config) * max(gated, summed))

@@ -1,0 +1,160 @@
+"""The task of an expert batch: some experts of a layer at every version, with the same bytes wherever it runs.
+
+The mathematics is `moepack.quantize.expert_batch`; here are the task's address, the encoding and the losses' table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from moepack.pack.codec.bits import Buffer
+from moepack.pack.spec import Version, lossy
+from moepack.quantize import methods
+from moepack.version import __version__
+
+from .result import THREADS, TaskResult, fixed_threads
+
+if TYPE_CHECKING:
+    import torch
+
+    from moepack.calibrate.experts import ExpertWeights
+    from moepack.calibrate.forward import Observation
+    from moepack.quantize.expert_batch import Settings
+
+    from ..recipe import Recipe
+
+
+_HASHED = 4096  # rows that are hashed at once
+
+
+@dataclass(frozen=True)
+class ExpertBatchTask:
+    """What an expert batch is made of, without the layer's observation.
+
+    Attributes:
+        checkpoint: SHA-256 over its files' digests.
+        layer: the decoder layer's index.
+        experts: their numbers in the layer.
+        versions: all versions wanted, the lossless one among them.
+        settings: how to quantise.
+        device: the kind of device that computes, as torch names it.
+    """
+
+    checkpoint: str
+    layer: int
+    experts: range
+    versions: tuple[Version, ...]
+    settings: Settings
+    device: str
+
+    @property
+    def count(self) -> int:
+        """Units of a build's progress."""
+        return len(self.experts)
+
+    def address(self, observed: str) -> str:
+        """SHA-256 of all that determines the result; `observed` is `observation_digest`."""
+        from moepack.quantize.losses import ESTIMATE
+
+        facts = {
+            "estimate": ESTIMATE,
+            "observed": observed,
+            "layer": self.layer,
+            "experts": [self.experts.start, self.experts.stop],
+            "settings": asdict(self.settings),
+        }
+        return address(self, facts)
+
+
+def address(task: Any, facts: dict[str, Any]) -> str:
+    """SHA-256 of these facts and those that every task has."""
+    facts |= {
+        "moepack": __version__,
+        "checkpoint": task.checkpoint,
+        "versions": [v.record() for v in task.versions],
+        "threads": THREADS,
+        "device": task.device,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def batch_settings(recipe: Recipe) -> Settings:
+    """How a recipe quantises expert batches."""
+    from moepack.quantize.expert_batch import Settings
+
+    q = recipe.quantize
+    return Settings(q.method, lossy(recipe.version_specs()), q.min_tokens, q.loss_tokens, q.moments)
+
+
+def observation_digest(observation: Observation) -> str:
+    """SHA-256 of a layer's observation."""
+    import torch
+
+    from moepack.calibrate.held import release
+
+    digest = hashlib.sha256(str(observation.length).encode())
+    for tensor in (observation.inputs, observation.experts, observation.gates):
+        for part in tensor.split(_HASHED):
+            digest.update(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            release(part)
+    return digest.hexdigest()
+
+
+def exact_extent(
+    version: Version, weights: ExpertWeights, expert: int, threads: int | None = None
+) -> tuple[Buffer, int]:
+    """An expert's extent in a lossless version, and its payload; on all cores, or on `threads` threads."""
+    from moepack.calibrate.experts import bits_of
+    from moepack.pack.codec.lossless import LosslessMatrix
+
+    values = []
+    for m in range(len(weights.layer.matrices)):
+        bias = weights.bias(expert, m)
+        values.append(LosslessMatrix(bits_of(weights.matrix(expert, m)), None if bias is None else bits_of(bias)))
+    return version.encode(weights.layer.matrices, values, threads)
+
+
+def make_expert_batch(
+    task: ExpertBatchTask, module: Any, weights: ExpertWeights, observation: Observation, device: torch.device
+) -> TaskResult:
+    """Quantise, measure and encode an expert batch, on THREADS of torch's threads.
+
+    Args:
+        task: which experts, and how.
+        module: the layer's experts module, for its gate activation only.
+        weights: the weights of these experts.
+        observation: what the layer's experts read on the calibration tokens.
+        device: where to compute.
+    """
+    import torch
+
+    from moepack.calibrate.experts import bits_of
+    from moepack.calibrate.gather import gather_batch
+    from moepack.quantize.expert_batch import quantise_batch
+    from moepack.quantize.pooling import MEASURED, measured_row
+
+    matrices, names = weights.layer.matrices, [v.name for v in task.versions]
+    shape = len(task.experts), len(names)
+    losses = {k: torch.zeros(shape, dtype=torch.float64) for k in MEASURED}
+    made = TaskResult({}, {}, losses | {"method": torch.zeros(shape, dtype=torch.uint8)})
+    with fixed_threads():
+        batch = gather_batch(module, weights, task.experts, observation, task.settings, device)
+        quantised = [names.index(v.name) for v in task.settings.versions]
+        exact, threads = (
+            [v for v in task.versions if v not in lossy(task.versions)],
+            THREADS if device.type == "cpu" else None,
+        )
+        for i, row in enumerate(quantise_batch(batch, task.settings)):
+            for k, values in measured_row([(item.own, item.others) for item in row]).items():
+                made.losses[k][i, quantised] = torch.tensor(values, dtype=torch.float64)
+            biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
+            for version in exact:
+                made.add(version.name, *exact_extent(version, weights, i, threads))
+            for item in row:
+                packed = [q.matrix(item.index, bias) for q, bias in zip(item.quantised, biases, strict=True)]
+                made.add(item.version.name, *item.version.encode(matrices, packed))
+                made.losses["method"][i, names.index(item.version.name)] = methods.numbered().index(item.method)
+    return made

@@ -1,0 +1,243 @@
+"""The work on one part of the model (a decoder layer, or what lies outside them): its tasks, and files of its results.
+
+A part's tasks are the row shards of its dense matrices, then its expert batches. Executors run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moepack.pack.codec.affine import put_rows
+from moepack.pack.codec.bits import Buffer
+from moepack.pack.layer_file import LayerFileWriter
+from moepack.pack.spec import (
+    DenseLayer,
+    DenseMatrix,
+    ExpertLayer,
+    Matrix,
+    Version,
+)
+from moepack.pack.tables import metadata
+from moepack.quantize import methods
+
+from ..artifacts import save
+from .experts import ExpertBatchTask
+from .result import load_result
+from .row_shards import RowShardTask
+
+if TYPE_CHECKING:
+    import torch
+
+    from moepack.calibrate.dense import DenseMoments
+    from moepack.calibrate.experts import ExpertWeights
+    from moepack.calibrate.forward import Observation
+
+Note = tuple[int | None, dict[str, Any]]  # a part, and its note in the work directory
+Advance = Callable[[int], None]  # called with the number of experts and row shards that were finished
+LOSSES = "dense-losses.safetensors"
+_COLUMNS = ("relative", "mse", "method")
+
+
+@dataclass(frozen=True)
+class DenseWork:
+    """The dense matrices of a part that get versions.
+
+    Attributes:
+        layer: the matrices.
+        versions: wanted, the lossless one among them.
+        signal: by matrix, `moepack.calibrate.dense.DenseMoments.signal`.
+        tokens: that went through the part.
+    """
+
+    layer: DenseLayer
+    versions: tuple[Version, ...]
+    signal: tuple[float, ...]
+    tokens: int
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """The work directory's note, without the files' entries."""
+        return {"matrices": [asdict(m) for m in self.layer.matrices]}
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """A part's tasks and where their results go; `LayerInputs` holds the tensors. Travels to other machines.
+
+    Attributes:
+        part: the decoder layer's index; None for what is outside them.
+        tasks: the row shards of its dense matrices, then its expert batches in the order of their experts.
+        kept: by task, the file of its result.
+        folder: for the part's files.
+        experts: the layer's, where it has them.
+        dense: its matrices that get versions, where there are any.
+    """
+
+    part: int | None
+    tasks: tuple[RowShardTask | ExpertBatchTask, ...]
+    kept: tuple[Path, ...]
+    folder: Path
+    experts: ExpertLayer | None = None
+    dense: DenseWork | None = None
+
+    def memory(self, i: int) -> int:
+        """Bytes that a task takes."""
+        from moepack.quantize.batch_memory import batch_memory
+
+        task = self.tasks[i]
+        if isinstance(task, RowShardTask):
+            return task.memory
+        assert self.experts is not None
+        return batch_memory(self.experts, task.settings, task.count)
+
+    @property
+    def missing(self) -> list[int]:
+        """The tasks without a result."""
+        # By listing the folder: NFS remembers for a while that a file was not there.
+        there = {path.name for path in self.kept[0].parent.iterdir()}
+        return [i for i, path in enumerate(self.kept) if path.name not in there]
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The tensors of a part's tasks, where they are in this process.
+
+    Attributes:
+        observation: what the layer's experts read on the calibration tokens.
+        module: the layer's experts module.
+        weights: of its experts; None where the executor reads them itself.
+        moments: of what its dense matrices read.
+        tensors: the dense matrices by their names in the model; empty where the executor reads them itself.
+    """
+
+    observation: Observation | None = None
+    module: Any = None
+    weights: ExpertWeights | None = None
+    moments: DenseMoments | None = None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def write_layer(work: LayerWork) -> dict[str, Any]:
+    """Write a part's files from its results; returns the work directory's note.
+
+    Files are written aside and moved to their places whole: two workers of a cluster may write them at once.
+    """
+    note: dict[str, Any] = {}
+    made = list(zip(work.tasks, work.kept, strict=True))
+    with tempfile.TemporaryDirectory(dir=work.kept[0].parent) as aside:
+        if work.dense is not None:
+            shards = [(task, path) for task, path in made if isinstance(task, RowShardTask)]
+            note["dense"] = write_dense(work.dense, shards, Path(aside))
+        if work.experts is not None:
+            batches = [(task, path) for task, path in made if isinstance(task, ExpertBatchTask)]
+            note["entries"] = _write_experts(work.experts, batches, Path(aside))
+        for file in Path(aside).iterdir():
+            file.replace(work.folder / file.name)
+    return note
+
+
+def _write_experts(
+    layer: ExpertLayer, made: Sequence[tuple[ExpertBatchTask, Path]], folder: Path
+) -> dict[str, dict[str, Any]]:
+    import torch
+
+    from moepack.quantize.pooling import pooled
+
+    names = [v.name for v in made[0][0].versions]
+    losses: list[dict[str, torch.Tensor]] = []
+    with contextlib.ExitStack() as stack:
+        writers = {n: stack.enter_context(LayerFileWriter(folder / f"{n}.safetensors", n, layer)) for n in names}
+        for _, path in made:
+            batch = load_result(path)
+            losses.append(batch.losses)
+            for name, writer in writers.items():
+                for extent, payload in zip(batch.extents[name], batch.payloads[name], strict=True):
+                    writer.add(extent, payload)
+    measured = {k: torch.cat([one[k] for one in losses]) for k in losses[0]}
+    table = pooled(measured) | {"method": measured["method"]}
+    save(folder / "losses.safetensors", table, metadata(names, methods.numbered()))
+    return {n: asdict(w.entry) for n, w in writers.items() if w.entry}
+
+
+def file_name(version: str) -> str:
+    """A dense version's file in a part's folder of the work directory."""
+    return f"dense-{version}.safetensors"
+
+
+def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], folder: Path) -> dict[str, Any]:
+    """Write the dense files of every version, and the losses.
+
+    Args:
+        work: the matrices.
+        made: their row shards, in the order of `row_shard_tasks`.
+        folder: for the files.
+
+    Returns:
+        The work directory's note: the matrices, and the files' entries by version.
+    """
+    import torch
+
+    shards = [[(task, path) for task, path in made if task.matrix == m] for m in work.layer.matrices]
+    entries = {}
+    for version in work.versions:
+        with LayerFileWriter(folder / file_name(version.name), version.name, work.layer) as writer:
+            for described, own in zip(work.layer.matrices, shards, strict=True):
+                writer.add(*_extent(described.matrix, version, own))
+        assert writer.entry is not None
+        entries[version.name] = asdict(writer.entry)
+    table: dict[str, list[list[float]]] = {k: [] for k in _COLUMNS}
+    for described, own in zip(work.layer.matrices, shards, strict=True):
+        rows = [_losses(described.matrix, version, own) for version in work.versions]
+        for name, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
+            table[name].append(list(values))
+    dtypes = {"relative": torch.float32, "mse": torch.float32, "method": torch.uint8}
+    facts = {k: torch.tensor(table[k], dtype=dtypes[k]) for k in _COLUMNS}
+    facts["signal"] = torch.tensor(work.signal, dtype=torch.float32)
+    facts["tokens"] = torch.full((work.layer.extents,), work.tokens, dtype=torch.int64)
+    save(folder / LOSSES, facts)
+    return work.note | {"entries": entries}
+
+
+def _extent(matrix: Matrix, version: Version, shards: Sequence[tuple[RowShardTask, Path]]) -> tuple[Buffer, int]:
+    """A matrix' extent at a version, and its bytes without padding."""
+    own = [(task.rows, path) for task, path in shards if version in task.versions]
+    if len(own) == 1:
+        made = load_result(own[0][1])
+        return made.extents[version.name][0], made.payloads[version.name][0]
+    out = np.zeros(version.resident_size((matrix,)), np.uint8)
+    for rows, path in own:  # one after another: what was read of a file stays in memory while it is open
+        put_rows(matrix, version, rows, load_result(path).extents[version.name][0], out)
+    return out, version.payload((matrix,), out)
+
+
+def _losses(matrix: Matrix, version: Version, shards: Sequence[tuple[RowShardTask, Path]]) -> tuple[float, float, int]:
+    """The relative squared error of a matrix' output, its mean a row, and the method's number."""
+    own = [(t.versions.index(version), load_result(path).losses) for t, path in shards if version in t.versions]
+    error, power = (sum(float(losses[k][0, column]) for column, losses in own) for k in ("error", "power"))
+    column, losses = own[0]
+    return error / power if power > 0 else error, error / matrix.rows, int(losses["method"][0, column])
+
+
+def read_note(note: Mapping[str, Any]) -> tuple[DenseMatrix, ...]:
+    """The matrices of `write_dense`'s note."""
+    return tuple(DenseMatrix(m["layer"], m["module"], Matrix(**m["matrix"])) for m in note["matrices"])
+
+
+def join_losses(parts: Sequence[Sequence[tuple[Path, int]]], out: Path) -> None:
+    """Join the dense losses of all parts, in order, into one file; a part names by version a file and its column."""
+    import torch
+    from safetensors.torch import load_file
+
+    loaded = []
+    for columns in parts:
+        found = {path: load_file(path) for path, _ in columns}
+        facts = {k: t for k, t in found[columns[0][0]].items() if k not in _COLUMNS}  # equal for every version
+        loaded.append(facts | {k: torch.stack([found[p][k][:, at] for p, at in columns], 1) for k in _COLUMNS})
+    save(out, {k: torch.cat([part[k] for part in loaded]) for k in loaded[0]})

@@ -1,7 +1,6 @@
 """The tensors outside the experts that have no versions, by name, to NumPy or torch.
 
-The files' headers are checked when it is opened, a file's digest before the first of its tensors is given. Decides
-nothing about what a model does with them.
+Headers are checked when the files are opened, and a file's digest before its first tensor is given.
 """
 
 from __future__ import annotations

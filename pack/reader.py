@@ -1,8 +1,7 @@
 """Opening a bundle: the manifest, the files it lists, and extents as views of file mappings.
 
 Every size, offset and path is checked before it is used, and all problems are reported at once. Digests of extents are
-checked when they are asked for, digests of everything by `verify`, and with them the rules that ask for every byte
-(checks.py). Decides nothing about who serves what.
+checked when an extent is read. `verify` checks all digests, and the rules that need every byte (codec/checks.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""An expert or a dense matrix of a bundle as arrays of numbers: what a version's weights are, for NumPy or torch.
+"""An expert or a dense matrix of a bundle as NumPy arrays or torch tensors.
 
-The values are FORMAT.md's, by the reference decoders; kernels compute with the same ones. Decides nothing about
-serving.
+Values are FORMAT.md's, by the reference decoders; kernels compute with the same ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The manifest: the one document that makes a directory a bundle. What it says, and how it is written.
 
 Canonical form (sorted keys, one-space indent, no floats) is part of the format: any changed byte changes either the
-form or the digest, so a damaged manifest is found before anything it says is believed (manifest_parser.py).
+form or the digest, so a damaged manifest is found before anything it says is believed (parser.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads single fields of a manifest, and collects what is wrong with them. Knows none of the fields."""
+"""Reading single fields of a manifest, and collecting what is wrong with them."""
 
 from __future__ import annotations
 

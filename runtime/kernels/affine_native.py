@@ -71,7 +71,7 @@ def use_level(limit: int = BEST) -> int:
 
 
 def build() -> str:
-    """Tells this build of the library from others: when its file was written, and its size."""
+    """Identity of this build of the library: when its file was written, and its size."""
     facts = _path.stat()
     return f"{facts.st_mtime_ns:x}-{facts.st_size:x}"
 

@@ -28,7 +28,7 @@ def open_file(root: Path, name: str) -> int:
 
     Args:
         root: the bundle's directory; links that lead to it are followed.
-        name: a relative POSIX path, as `manifest_parser.safe_path` allows them.
+        name: a relative POSIX path, as `manifest.parser.safe_path` allows them.
 
     Raises:
         BundleError: of kind "missing", "link", "file-type" or "read".

@@ -23,7 +23,8 @@ from moepack.runtime.planning.paging import LOADERS
 from moepack.runtime.store.files import Stored
 
 from .address_space import CpuAddressSpace, Page
-from .paging import Paging, RunPages
+from .paging import Paging
+from .run_pages import RunPages
 from .window import Compute, Filled, LayerRun
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ class PageFiller(Protocol):
     def pages(
         self, paging: Any, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> Any:
-        """One run's `RunPages` (paging.py), as the forward pass asks for them."""
+        """One run's `RunPages` (run_pages.py), as the forward pass asks for them."""
 
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> Any:
         """What decodes an expert's extent to its pages."""

@@ -74,14 +74,7 @@ def attach(
         read = dense_read(dense_bytes(model), model.config) + (kv.bytes(workload.kv_tokens) if kv else 0)
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
     policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
-    replaced: dict[str, int] = {}
-    if kernels:
-        from moepack.runtime.dense.borrowed import serve_attention, serve_routers
-        from moepack.runtime.dense.norms import serve_norms
-
-        replaced = serve_norms(model)
-        replaced |= serve_routers(model, [layer.module for layer in bundle.layers])
-        replaced |= serve_attention(model)
+    replaced = _replaced(model, bundle) if kernels else {}
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
         fixed, needs = _held_back(model, bundle, devices[0], workload, fixed)
@@ -108,6 +101,16 @@ def attach(
         if manager is not None:
             manager.close()
         raise
+
+
+def _replaced(model: Any, bundle: Bundle) -> dict[str, int]:
+    """Let the compiled kernels run norms, routers and attention; returns how many modules of each class they run."""
+    from moepack.runtime.dense.borrowed import serve_attention, serve_routers
+    from moepack.runtime.dense.norms import serve_norms
+
+    norms = serve_norms(model)
+    routers = serve_routers(model, [layer.module for layer in bundle.layers])
+    return norms | routers | serve_attention(model)
 
 
 def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None, dense: Sequence[Version]) -> None:

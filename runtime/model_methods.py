@@ -74,9 +74,9 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
             raise InputError(UNCOUNTED)
         return kind.init_continuous_batching(self, *args, **kwargs)
 
-    made = (get_memory_footprint, num_parameters, save_pretrained, push_to_hub, _apply, set_experts_implementation)
-    more = (resize_token_embeddings, init_continuous_batching)
-    methods = {m.__name__: m for m in (*made, *more) if hasattr(kind, m.__name__)}
+    made = (get_memory_footprint, num_parameters, save_pretrained, push_to_hub, _apply, set_experts_implementation,
+            resize_token_embeddings, init_continuous_batching)  # fmt: skip
+    methods = {m.__name__: m for m in made if hasattr(kind, m.__name__)}
     return {**methods, "__reduce_ex__": refuse_copies}
 
 

@@ -130,14 +130,17 @@ class ResidencyManager:
         try:
             if any(p.where is Where.HOST for p in plan.ladder):
                 check_host(bundle, plan, host_memory)
-                threads = host_threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
-                self.tier = HostTier(threads, host_rate, CudaLink() if self._on_gpu else None)
+                self.tier = self._host_tier(host_rate, host_threads)
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
             self._end_streams()
             raise
         if not self._blocking:
             self.worker.start()
+
+    def _host_tier(self, rate: float | None, threads: int | None) -> HostTier:
+        threads = threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
+        return HostTier(threads, rate, CudaLink() if self._on_gpu else None)
 
     def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
         """Make the pools, load, and let passes read."""

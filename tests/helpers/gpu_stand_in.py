@@ -17,7 +17,7 @@ from moepack.runtime.devices import cuda, driver, torch_cuda
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.planning import paging as planning
-from moepack.runtime.residency import live
+from moepack.runtime.residency import manager
 from moepack.runtime.store.cudart import Cudart
 
 GRANULE = 8192  # of so small experts: blocks are made of several, and pools of packed ones share some
@@ -58,7 +58,7 @@ def install(
     monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
     monkeypatch.setattr(cuda, "Driver", lambda index: driver.Driver(0, made.bindings))
     monkeypatch.setattr(planning, "GRANULE", GRANULE)
-    monkeypatch.setattr(live, "gpu_rates", lambda *args: RATES)
+    monkeypatch.setattr(manager, "gpu_rates", lambda *args: RATES)
     kernels(monkeypatch)
     real = gpu_module.product
 

@@ -21,7 +21,7 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.devices.registered import Refusal, RegisteredMemory
 from moepack.runtime.experts import host_tier
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.residency import live
+from moepack.runtime.residency import manager
 from moepack.runtime.residency.pools import Pool
 from moepack.runtime.store.cudart import Cudart
 
@@ -87,7 +87,7 @@ def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCa
 
 def test_a_host_tier_beside_a_gpu(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks are pinned; what it makes are the bits of ordinary memory."""
-    monkeypatch.setattr(live, "CudaLink", lambda: None)
+    monkeypatch.setattr(manager, "CudaLink", lambda: None)
     monkeypatch.setattr(host_tier, "CudaLink", lambda: None)
     policy = "prefill:k=3"
     seen = []

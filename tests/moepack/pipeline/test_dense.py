@@ -303,7 +303,7 @@ def test_shrink(dense: Path, tmp_path: Path) -> None:
     assert shrink(dense, tmp_path / "w4", ["w4"]).dense == ("bf16", "w8", "w4"), "all, where none is named"
     with pytest.raises(InputError, match="no version 'w3' of dense matrices: here are bf16, w8, w4"):
         shrink(dense, tmp_path / "none", dense=["w3"])
-    with pytest.raises(InputError, match="no bf16 version of its dense matrices"):
+    with pytest.raises(InputError, match="no lossless version of its dense matrices"):
         verify(tmp_path / "w8", "anything")
     card = (tmp_path / "w8" / "README.md").read_text()
     assert "| w8 | 12 matrices outside the experts: 8 bits" in card and card.count("outside the experts:") == 1

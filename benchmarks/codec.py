@@ -201,7 +201,7 @@ def gpu(runs: int, utils: types.ModuleType | None) -> tuple[list[dict[str, Any]]
     import torch
 
     from moepack.pack.codec.exponent import HEADER
-    from moepack.runtime.kernels.exponent_triton import Job, decode
+    from moepack.runtime.kernels.exponent_triton import DecodeJob, decode
 
     def timed(work: Callable[[], object]) -> float:
         times: list[float] = []
@@ -222,7 +222,7 @@ def gpu(runs: int, utils: types.ModuleType | None) -> tuple[list[dict[str, Any]]
             room = torch.zeros(-(-len(coded) // 64) * 64, dtype=torch.uint8, device="cuda")
             room[: len(coded)] = torch.from_numpy(coded)
             out = torch.empty(bits.size, dtype=torch.bfloat16, device="cuda")
-            jobs.append((Job(room[: len(coded)], coded[:HEADER].copy(), out), bits))
+            jobs.append((DecodeJob(room[: len(coded)], coded[:HEADER].copy(), out), bits))
     status = decode([j for j, _ in jobs])
     right = all(np.array_equal(j.out.view(torch.int16).cpu().numpy().view(np.uint16), b) for j, b in jobs)
     if not right or status.any():

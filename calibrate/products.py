@@ -31,7 +31,7 @@ _PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tenso
 def widened(device: torch.device, dtype: torch.dtype, mapped: bool = False) -> AbstractContextManager[Any]:
     """Multiply as described above inside the context, where that is faster, and with `mapped` also from files."""
     wide = emulated(device, dtype)
-    return Products(wide, mapped) if wide or mapped else nullcontext()
+    return CalibrationProducts(wide, mapped) if wide or mapped else nullcontext()
 
 
 def widened_bytes(device: torch.device, dtype: torch.dtype, values: int) -> int:
@@ -42,7 +42,7 @@ def widened_bytes(device: torch.device, dtype: torch.dtype, values: int) -> int:
     return 3 * 4 * min(MOST, values) if emulated(device, dtype) else 0
 
 
-class Products(TorchFunctionMode):
+class CalibrationProducts(TorchFunctionMode):
     """Replaces products of BF16 tensors with enough rows, and grouped products with mapped experts."""
 
     def __init__(self, wide: bool, mapped: bool) -> None:

@@ -16,7 +16,7 @@ from ..errors import Kind
 from ..sections import BLOCK_ROWS, PAGE, SECTION, Matrix, align
 from .affine import section_array
 from .bits import Buffer
-from .exponent import CODED, ESCAPE, LANE_WORDS, TILE, Coded, parse
+from .exponent import CODED, ESCAPE, LANE_WORDS, TILE, CodedMatrix, parse
 from .lossless import directory
 
 Wrong = tuple[Kind, str]
@@ -73,7 +73,7 @@ def check_lossless(matrices: Sequence[Matrix], extent: Buffer) -> Iterator[Wrong
             yield kind, f"{m.name}: {message}"
 
 
-def check_coded(coded: Coded) -> Iterator[Wrong]:
+def check_coded(coded: CodedMatrix) -> Iterator[Wrong]:
     """What is wrong with a coded matrix that decodes."""
     unused = coded.code.length == 0
     unused[ESCAPE] = True
@@ -88,7 +88,7 @@ def check_coded(coded: Coded) -> Iterator[Wrong]:
         yield "padding", "bits past the end of a tile are not zero"
 
 
-def _loose_bits(coded: Coded) -> bool:
+def _loose_bits(coded: CodedMatrix) -> bool:
     begins, last = coded.tile_start[:-1].astype(np.int64), coded.stream[coded.tile_start[1:].astype(np.int64) - 1]
     first = coded.stream[begins]
     is_coded = first >> np.uint32(16) == CODED

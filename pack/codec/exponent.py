@@ -107,7 +107,7 @@ def make_code(counts: npt.NDArray[np.int64], sampled: bool = False) -> Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CodedMatrix:
     """A coded matrix, its parts found and checked: nothing in it points outside its bytes."""
 
     weights: int
@@ -144,7 +144,7 @@ def coded_size(weights: int, stream_words: int, patches: int) -> int:
     return HEADER + 4 * (2 * (tiles + 1) + patches + stream_words) + weights
 
 
-def parse(data: Buffer, weights: int) -> Coded:
+def parse(data: Buffer, weights: int) -> CodedMatrix:
     """Find the parts of a coded matrix and check every count and offset before anything is decoded.
 
     Args:
@@ -175,7 +175,7 @@ def parse(data: Buffer, weights: int) -> Coded:
     for name, starts, total in (("tile", parts[0], words), ("patch", parts[1], n_patches)):
         if starts[0] != 0 or starts[-1] != total or (starts[1:] < starts[:-1]).any():
             raise CodecError(f"{name} offsets do not run from 0 up to {total}")
-    return Coded(n, code, parts[0], parts[1], parts[2], parts[3], data[at:])
+    return CodedMatrix(n, code, parts[0], parts[1], parts[2], parts[3], data[at:])
 
 
 def split(bits: Bf16Bits) -> tuple[Buffer, Buffer]:
@@ -213,7 +213,7 @@ def encode(bits: Bf16Bits) -> Buffer:
     none = np.zeros(0, np.uint32)
     ends = [np.cumsum([0, *(len(parts[k]) for parts in made)]).astype(np.uint32) for k in range(2)]
     stream, patches = (np.concatenate([none, *(parts[k] for parts in made)]) for k in range(2))
-    return Coded(len(exponents), code, ends[0], ends[1], patches, stream, plane).to_bytes()
+    return CodedMatrix(len(exponents), code, ends[0], ends[1], patches, stream, plane).to_bytes()
 
 
 def _encode_tile(tile: Buffer, symbol_of: Buffer, code: Code, words_of: npt.NDArray[np.int64]) -> tuple[Words, Words]:
@@ -274,7 +274,9 @@ def decode(data: Buffer, weights: int) -> Bf16Bits:
     return merge(exponents, coded.plane)
 
 
-def _decode_tiles(coded: Coded, pairs: npt.NDArray[np.uint64], tiles: npt.NDArray[np.int64], exponents: Buffer) -> None:
+def _decode_tiles(
+    coded: CodedMatrix, pairs: npt.NDArray[np.uint64], tiles: npt.NDArray[np.int64], exponents: Buffer
+) -> None:
     """Decode coded tiles of one size abreast, a step for each symbol of a lane."""
     size = min(TILE, len(exponents) - int(tiles[0]) * TILE)
     quads = -(-size // (4 * LANES))

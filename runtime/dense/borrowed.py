@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moepack.runtime.kernels.dense_native import Dense, DenseMatrix, attend, dense, plain_form
+from moepack.runtime.kernels.dense_native import KernelMatrix, MatrixGroup, attend, dense, plain_form
 
 from .linears import learns, most_tokens, names_of
 
@@ -85,7 +85,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
 
 def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
     rows, cols = weight.shape
-    of, at = Dense([DenseMatrix(plain_form(), rows, cols, weight)]), weight.data_ptr()
+    of, at = MatrixGroup([KernelMatrix(plain_form(), rows, cols, weight)]), weight.data_ptr()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         few = x.dtype == torch.bfloat16 and 0 < x.numel() <= most * x.shape[-1]

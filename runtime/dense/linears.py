@@ -54,7 +54,7 @@ def most_tokens() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class PackedMatrix:
     """One dense matrix where it is served from.
 
     Attributes:
@@ -68,10 +68,10 @@ class Dense:
     extent: Tensor
 
 
-class Products:
+class GroupProducts:
     """The products of matrices that are given the same input."""
 
-    def __init__(self, parts: Sequence[Dense]) -> None:
+    def __init__(self, parts: Sequence[PackedMatrix]) -> None:
         self._parts = tuple(parts)
         self._made: dict[tuple[int, ...], Any] = {}
 
@@ -93,11 +93,11 @@ class Products:
             m, (form,) = part.matrix, make_forms((part.matrix,), part.version)
             if part.version.plain:
                 weight, bias = _views(part.extent, m, part.version)
-                matrices.append(native.DenseMatrix(native.plain_form(), m.rows, m.cols, weight, bias))
+                matrices.append(native.KernelMatrix(native.plain_form(), m.rows, m.cols, weight, bias))
             else:
-                matrices.append(native.DenseMatrix(form, m.rows, m.cols, part.extent))
+                matrices.append(native.KernelMatrix(form, m.rows, m.cols, part.extent))
         names = [self._parts[i].version.name for i in which]
-        return native.Dense(matrices, {t: v for d in DTYPES for t, v in backends.dense_limits(d, names).items()})
+        return native.MatrixGroup(matrices, {t: v for d in DTYPES for t, v in backends.dense_limits(d, names).items()})
 
 
 class Group:
@@ -106,8 +106,8 @@ class Group:
     That it is the same is seen, not assumed: the very tensor, unchanged. Threads do not share what is kept.
     """
 
-    def __init__(self, parts: Sequence[Dense]) -> None:
-        self._products, self._size = Products(parts), len(parts)
+    def __init__(self, parts: Sequence[PackedMatrix]) -> None:
+        self._products, self._size = GroupProducts(parts), len(parts)
         self._kept = threading.local()
         self._misses = 0
 
@@ -271,7 +271,7 @@ def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
     return dict(zip(sizes, parts, strict=True))
 
 
-def _move(found: Mapping[str, nn.Linear]) -> dict[str, Dense]:
+def _move(found: Mapping[str, nn.Linear]) -> dict[str, PackedMatrix]:
     """BF16 matrices of a model to where the kernels read them best."""
     version = Version.of(LOSSLESS)
     shapes = {
@@ -286,7 +286,7 @@ def _move(found: Mapping[str, nn.Linear]) -> dict[str, Dense]:
         module.weight.data = weight.copy_(module.weight)
         if bias is not None:
             module.bias.data = bias.copy_(module.bias)
-        out[name] = Dense(shapes[name][0], version, extent)
+        out[name] = PackedMatrix(shapes[name][0], version, extent)
     return out
 
 
@@ -298,7 +298,7 @@ def _views(extent: Tensor, matrix: Matrix, version: Version) -> tuple[Tensor, Te
     return weight, bias
 
 
-def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict[str, Dense]:
+def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict[str, PackedMatrix]:
     """Every dense matrix of a bundle into memory, and into its module."""
     described = bundle.manifest.dense
     shapes = {d.module: (d.matrix, v) for d, v in zip(described, versions, strict=True)}
@@ -329,7 +329,7 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
                         module.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
                     if module.weight.data_ptr() != weight.data_ptr():
                         continue  # in another dtype: nobody reads the extent any more
-                out[name] = Dense(matrix, version, extent)
+                out[name] = PackedMatrix(matrix, version, extent)
     finally:
         host.close()
         store.close()

@@ -123,7 +123,7 @@ def direct_limits(
 
 
 def dense_limits(dtype: torch.dtype, names: Sequence[str]) -> dict[torch.dtype, list[int]]:
-    """`direct_limit` for the encodings of matrices of `dense_native.Dense`, as it takes them; torch's threads."""
+    """`direct_limit` for the encodings of matrices of `dense_native.MatrixGroup`, as it takes them; torch's threads."""
     return {dtype: _limits([f"{_short(dtype)} {name}" for name in names], torch.get_num_threads())}
 
 

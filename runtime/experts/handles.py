@@ -28,7 +28,7 @@ from .packed import PackedExtent
 from .packed_gpu import GpuPackedExtent
 
 if TYPE_CHECKING:
-    from moepack.runtime.kernels.affine_native import Coded
+    from moepack.runtime.kernels.affine_native import CodedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Handle:
 class Pages(Protocol):
     """The pages of one pass's experts, while its layer runs."""
 
-    def decoding(self, matrix: int) -> AbstractContextManager[Coded | None]:
+    def decoding(self, matrix: int) -> AbstractContextManager[CodedExperts | None]:
         """Around the product of one matrix, which is to decode those that are yielded first."""
 
     def ready(self, matrix: int) -> None:

@@ -54,7 +54,7 @@ class PackedExtent:
         return BundleError.single(self._where, "codec", why)
 
     def opened(self, matrix: int) -> int:
-        """The address of what a kernel decodes one matrix from (affine_native.Coded); 0 where none can.
+        """The address of what a kernel decodes one matrix from (affine_native.CodedExperts); 0 where none can.
 
         Raises:
             BundleError: when the extent is not well formed.

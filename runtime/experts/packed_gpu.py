@@ -84,14 +84,14 @@ class GpuPackedExtent:
         Raises:
             BundleError: for bytes that are no coded matrix.
         """
-        from moepack.runtime.kernels.exponent_triton import Job
+        from moepack.runtime.kernels.exponent_triton import DecodeJob
 
         part, form, m = self._parts[matrix], self._forms[matrix], self._layer.matrices[matrix]
         if part.bias >= 0:
             size = 2 * m.rows
             copy(self._target[form.bias : form.bias + size], self.extent[part.bias : part.bias + size])
         out = self._target[form.low : form.low + 2 * m.weights].view(torch.bfloat16)
-        return Job(self.extent[part.at : part.at + part.size], part.header, out)
+        return DecodeJob(self.extent[part.at : part.at + part.size], part.header, out)
 
     def damaged(self, why: str = "a matrix does not decode") -> BundleError:
         """What to raise for bytes that are no coded matrix."""

@@ -103,7 +103,7 @@ use_level()
 openmp = use_openmp()
 
 
-class Coded:
+class CodedExperts:
     """Matrices of a product that are to be decoded into their place first, and what came of it.
 
     Attributes:
@@ -190,7 +190,7 @@ def product(
     out: Tensor,
     limits: npt.NDArray[np.int64] | None = None,
     threads: int | None = None,
-    coded: Coded | None = None,
+    coded: CodedExperts | None = None,
 ) -> None:
     """y = W x + b of every slot: out[s] is the product of expert index[s] and x[s // (slots / activations)].
 

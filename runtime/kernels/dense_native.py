@@ -46,7 +46,7 @@ _norm.restype = None
 
 
 @dataclass(frozen=True, slots=True)
-class DenseMatrix:
+class KernelMatrix:
     """One matrix that `dense` multiplies by, on the CPU.
 
     Attributes:
@@ -68,7 +68,7 @@ def plain_form() -> Form:
     return Form(PLAIN.name, PLAIN.kernel, 0, 0, 0, 0, 0, 0, -1)
 
 
-class Dense:
+class MatrixGroup:
     """Matrices that share an input, for `dense`: addresses and forms, written down once.
 
     Attributes:
@@ -77,11 +77,13 @@ class Dense:
         cols: of every matrix.
     """
 
-    def __init__(self, matrices: Sequence[DenseMatrix], limits: dict[torch.dtype, Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, matrices: Sequence[KernelMatrix], limits: dict[torch.dtype, Sequence[int]] | None = None
+    ) -> None:
         """Limits that are not given are those of the table in forms.py; backends.dense_limits measures them.
 
         Raises:
-            ValueError: for matrices of different columns, of none, or tensors that are not as DenseMatrix says.
+            ValueError: for matrices of different columns, of none, or tensors that are not as KernelMatrix says.
         """
         self.matrices, self.cols = tuple(matrices), matrices[0].cols if matrices else 0
         kernels = [kernel_of(m.form.name) for m in matrices]
@@ -136,13 +138,13 @@ class Dense:
         )
 
 
-def _bias_address(m: DenseMatrix) -> int | None:
+def _bias_address(m: KernelMatrix) -> int | None:
     if m.bias is not None:
         return m.bias.data_ptr()
     return m.data.data_ptr() + m.form.bias if m.form.bias >= 0 else None
 
 
-def dense(of: Dense, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...]:
+def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...]:
     """y = W x + b for each of several matrices, in one call: few tokens straight from their bytes, many in tiles.
 
     Results have the same bits on however many threads, and beside whatever matrices. Where tokens are many and this
@@ -192,7 +194,7 @@ def dense(of: Dense, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...
     return outs
 
 
-def _dense_by_torch(of: Dense, number: int, x: Tensor, out: Tensor, threads: int) -> None:
+def _dense_by_torch(of: MatrixGroup, number: int, x: Tensor, out: Tensor, threads: int) -> None:
     m = of.matrices[number]
     bias = m.bias
     if bias is None and m.form.bias >= 0:

@@ -132,7 +132,7 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
 
 
 @dataclass(frozen=True)
-class Job:
+class DecodeJob:
     """One coded matrix to decode.
 
     Attributes:
@@ -146,7 +146,7 @@ class Job:
     out: Tensor
 
 
-def decode(jobs: Sequence[Job]) -> Tensor:
+def decode(jobs: Sequence[DecodeJob]) -> Tensor:
     """Decode matrices in one launch on the current stream; nothing waits.
 
     Returns:

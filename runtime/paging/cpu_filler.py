@@ -28,7 +28,7 @@ from .run_pages import RunPages
 from .window import Compute, Filled, LayerRun
 
 if TYPE_CHECKING:
-    from moepack.runtime.kernels.affine_native import Coded
+    from moepack.runtime.kernels.affine_native import CodedExperts
 
 ReadInto = Callable[[int, int], Stored]  # layer position, expert
 
@@ -100,7 +100,7 @@ class CpuRunPages(RunPages):
     """A run's pages on a CPU."""
 
     @contextlib.contextmanager
-    def decoding(self, matrix: int) -> Iterator[Coded | None]:
+    def decoding(self, matrix: int) -> Iterator[CodedExperts | None]:
         """Around the product of one matrix, which is to decode those that are yielded to where they belong (RAW).
 
         Raises:
@@ -111,10 +111,10 @@ class CpuRunPages(RunPages):
         if not own:
             yield None
             return
-        from moepack.runtime.kernels.affine_native import BadCodes, Coded
+        from moepack.runtime.kernels.affine_native import BadCodes, CodedExperts
 
         began = time.perf_counter()
-        coded = Coded(len(self._snapshot.handles))
+        coded = CodedExperts(len(self._snapshot.handles))
         for expert in list(own):
             packed = self._packed(expert)
             coded.opened[expert] = address = packed.opened(matrix)

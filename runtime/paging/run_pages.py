@@ -15,7 +15,7 @@ from moepack.runtime.experts.handles import Snapshot
 from .window import Filled, LayerRun, Mapped, State
 
 if TYPE_CHECKING:
-    from moepack.runtime.kernels.affine_native import Coded
+    from moepack.runtime.kernels.affine_native import CodedExperts
 
 
 class Issued(Protocol):
@@ -80,7 +80,7 @@ class RunPages:
         """Return once whatever is issued next may read one matrix."""
         raise NotImplementedError
 
-    def decoding(self, matrix: int) -> contextlib.AbstractContextManager[Coded | None]:
+    def decoding(self, matrix: int) -> contextlib.AbstractContextManager[CodedExperts | None]:
         """Around a product that decodes what it multiplies by: only where there are such kernels."""
         raise NotImplementedError
 

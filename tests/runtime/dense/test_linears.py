@@ -1,4 +1,4 @@
-"""Dense matrices by the experts' kernels: against torch, in groups, in threads, and what is not theirs to do."""
+"""PackedMatrix matrices by the experts' kernels: against torch, in groups, in threads, and what is not theirs to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense import linears as module_under_test
 from moepack.runtime.dense.find import groups, linears
-from moepack.runtime.dense.linears import Dense, Group, ServedLinear
+from moepack.runtime.dense.linears import Group, PackedMatrix, ServedLinear
 from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels import affine_native
@@ -52,7 +52,7 @@ def packed(matrix: Matrix, version: Version, seed: int) -> tuple[PackedLinear, T
 
 
 def grouped(modules: list[PackedLinear]) -> Group:
-    group = Group([Dense(m.matrix, m.version, m.packed) for m in modules])
+    group = Group([PackedMatrix(m.matrix, m.version, m.packed) for m in modules])
     for i, m in enumerate(modules):
         m.group, m.which = group, i
     return group

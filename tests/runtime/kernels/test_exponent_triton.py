@@ -19,14 +19,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the
 
 
 def jobs_of(streams: list[tuple[int, np.ndarray]]) -> list:
-    from moepack.runtime.kernels.exponent_triton import Job
+    from moepack.runtime.kernels.exponent_triton import DecodeJob
 
     made = []
     for n, coded in streams:
         room = torch.zeros(len(coded) + 8, dtype=torch.uint8, device=DEVICE)
         room[: len(coded)] = torch.from_numpy(coded.copy())
         guarded = torch.full((n + 8,), 7, dtype=torch.int16, device=DEVICE)
-        made.append((Job(room[: len(coded)], coded[:HEADER].copy(), guarded[4 : 4 + n].view(torch.bfloat16)), guarded))
+        made.append(
+            (DecodeJob(room[: len(coded)], coded[:HEADER].copy(), guarded[4 : 4 + n].view(torch.bfloat16)), guarded)
+        )
     return made
 
 
@@ -59,14 +61,14 @@ def test_damage_is_reported_and_stays_inside() -> None:
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:
-    from moepack.runtime.kernels.exponent_triton import Job, decode
+    from moepack.runtime.kernels.exponent_triton import DecodeJob, decode
 
     coded = exponent_fast.encode(draw("gaussian", 256, 1))
     data = torch.from_numpy(coded.copy())
     for bad in (
-        Job(data, coded[:HEADER], torch.empty(255, dtype=torch.bfloat16)),
-        Job(data[:-4], coded[:HEADER], torch.empty(256, dtype=torch.bfloat16)),
-        Job(data, coded[:HEADER], torch.empty(256, dtype=torch.float16)),
+        DecodeJob(data, coded[:HEADER], torch.empty(255, dtype=torch.bfloat16)),
+        DecodeJob(data[:-4], coded[:HEADER], torch.empty(256, dtype=torch.bfloat16)),
+        DecodeJob(data, coded[:HEADER], torch.empty(256, dtype=torch.float16)),
     ):
         with pytest.raises(ValueError, match="coded matrix"):
             decode([bad])

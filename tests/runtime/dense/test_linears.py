@@ -1,4 +1,4 @@
-"""PackedMatrix matrices by the experts' kernels: against torch, in groups, in threads, and what is not theirs to do."""
+"""Dense matrices by the experts' kernels: against torch, in groups, in threads, and what is not theirs to do."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Experts:
         m = self.matrices[0]
         low = make_forms(self.matrices, BF16)[0].low
         found = [codec.open_coded(c, m.weights, at + low) for c, at in zip(coded or self.coded, self.at, strict=True)]
-        made = native.Coded(len(found))
+        made = native.CodedExperts(len(found))
         made.opened[:] = [o.address for o in found]
         return made, found
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_models
+from live_models import wait_for
 from typer.testing import CliRunner
 
 import moepack
@@ -189,11 +189,11 @@ def test_the_bytes_used_are_those_reserved(bundle: Path, policy: str) -> None:
     planned = plan(bundle, budget, policy=policy)
     model = moepack.load(bundle, policy=policy, device_memory=budget)
     model.moepack.manager.device.limit(None)
-    end = time.monotonic() + 20
-    while model.moepack.resident_bytes() != planned.used_bytes:
-        assert time.monotonic() < end, (model.moepack.resident_bytes(), planned.used_bytes)
-        time.sleep(0.05)
-    assert [x.versions for x in planned.per_layer] == [
-        {n: row.count(n) for n in x.versions} for x, row in zip(planned.per_layer, model.moepack.versions, strict=True)
-    ]
+    wanted = [x.versions for x in planned.per_layer]
+
+    def served() -> bool:
+        versions = [{n: row.count(n) for n in x} for x, row in zip(wanted, model.moepack.versions, strict=True)]
+        return versions == wanted and model.moepack.resident_bytes() == planned.used_bytes
+
+    wait_for(served)  # bytes are reserved before a promotion, and its version is served after it
     model.moepack.close()

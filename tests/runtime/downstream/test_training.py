@@ -76,31 +76,43 @@ def test_lora(row: Any, another: Any, checkpoint: Any) -> None:
 
 @pytest.mark.row("PEFT: adapters saved, loaded, merged; `add_adapter`", needs=["peft"])
 def test_adapters(row: Any, another: Any, demo_model: Path, tmp_path: Path, same: Same) -> None:
-    """An adapter in the model's own precision, which is how `load_adapter` loads one, or in PEFT's float32."""
+    """An adapter in the model's own precision, which is how `load_adapter` loads one, or in PEFT's float32.
+
+    What changes weights or the order of sums is compared in float32. In BF16 a merged weight is rounded to 2^-9 of it,
+    and a router may then choose another expert: no bound on logits follows from that.
+    """
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     made = lora(another())
     train(made, 2)
     made.save_pretrained(tmp_path / "adapter")
+    path, some = str(tmp_path / "adapter"), ids(8, seed=2)
     plain = AutoModelForCausalLM.from_pretrained(demo_model)
-    some = ids(8, seed=2)  # of other orders of adding, one in 20 inputs has a sum on the other side of a BF16 number
+    plain_merged = PeftModel.from_pretrained(plain, path).merge_and_unload().state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     with torch.inference_mode():
         want = made(input_ids=some).logits
-        plain.load_adapter(str(tmp_path / "adapter"))
-        rounded = plain(some).logits
-        assert not torch.equal(rounded, want)
+        plain.load_adapter(path)
+        exact = plain(some).logits
+
+        def close(logits: Any) -> bool:  # sums of up to 128 products in another order, through 4 layers
+            return bool((logits - exact).abs().max() < 2.0**-14 * exact.abs().max())
+
         for options in ({}, HOT):
             model = another(**options)
             assert same(model)
-            loaded = PeftModel.from_pretrained(model, tmp_path / "adapter")
+            loaded = PeftModel.from_pretrained(model, path)
             assert torch.equal(loaded(input_ids=some).logits, want)
             with loaded.disable_adapter():
                 assert not torch.equal(loaded(input_ids=some).logits, want)
             merged = loaded.merge_and_unload()
-            assert torch.allclose(merged(some).logits, want, atol=0.25), "BF16 rounds what is merged"
-            model = another(**options)
-            model.load_adapter(str(tmp_path / "adapter"))
-            assert torch.allclose(model(some).logits, rounded, atol=0.13), "sums in another order"
+            weights = {n: t for n, t in merged.state_dict().items() if n.endswith(("q_proj.weight", "v_proj.weight"))}
+            assert weights and all(torch.equal(t, plain_merged[n]) for n, t in weights.items())
+            model = another(**options, dtype=torch.float32)
+            assert close(PeftModel.from_pretrained(model, path).merge_and_unload()(some).logits)
+            model = another(**options, dtype=torch.float32)
+            model.load_adapter(path)
+            assert close(model(some).logits)
         by_path = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
         assert torch.equal(by_path(input_ids=some).logits, want)
     model = another()

@@ -85,16 +85,15 @@ def test_a_copy_that_never_ends_holds_nobody_up(bundle: Path) -> None:
     read = store_module.Stored.read_into
 
     def stuck(self: Any, *args: Any) -> None:
-        gate.wait(30)
+        gate.wait(300)  # a pass that waits for it ends after a promotion
         read(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_module.Stored, "read_into", stuck)
         wait_for(lambda: live.residency.in_flight() > 0, model)
-        began = time.monotonic()
         for seed in range(20):
             run(model, seed)
-        assert time.monotonic() - began < 20 and live.residency.counts.promotions == 0
+        assert live.residency.counts.promotions == 0
         gate.set()
     wait_for(lambda: live.residency.counts.promotions > 0, model)
     model.moepack.close()

@@ -40,7 +40,7 @@ def tpot(bundle: Path, low: str, options: Any) -> tuple[list[Any], list[Target]]
             out = model(torch.ones(1, 32, dtype=torch.long), use_cache=True)
             before, began_at = live.device.moved, time.perf_counter()
             for step in range(options.steps):
-                if forced and not live.transitions.queues().updates and not live.residency.in_flight():
+                if forced and not live.transitions.queues().updates and not len(live.residency.flying):
                     halves.reverse()
                     live.transitions.want(halves[0])
                 token = torch.full((1, 1), 5 + step)
@@ -51,7 +51,7 @@ def tpot(bundle: Path, low: str, options: Any) -> tuple[list[Any], list[Target]]
                 moved += live.device.moved - before
                 seconds += time.perf_counter() - began_at
                 live.transitions.want({})
-                while live.residency.in_flight():
+                while len(live.residency.flying):
                     time.sleep(0.001)
     counts = live.residency.counts
     model.moepack.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.policies.contract import Key
 
 from .pools import Pool
 from .residency import Residency
@@ -42,7 +43,60 @@ class Headroom:
     def settled(self) -> int:
         """Bytes beyond the reserve that are free once everything under way has ended, at the least."""
         spare = sum(pool.spare_bytes for pool in self._pools)
-        return self.tracker.free + spare + self._residency.available() - self.reserve
+        return self.tracker.free + spare + self.available() - self.reserve
+
+    def available(self) -> int:
+        """Bytes of spare versions, and those that come back at the least once everything under way has ended.
+
+        However it ends: of a transition's two versions one goes, whether its copy arrives or fails.
+        """
+        residency = self._residency
+        with residency.lock:
+            size = residency.spare_bytes + sum(self._cost(key, version) for key, version in residency.leaving)
+            for key in [*residency.flying, *residency.ready]:
+                entry = residency.entries[key]
+                version = entry.flying.version if entry.flying else entry.ready
+                assert version is not None
+                coming = self._cost(key, version)
+                size += coming if entry.coming is None else min(coming, self._cost(key, entry.active))
+            return size
+
+    def going_bytes(self) -> int:
+        """Bytes that demotions under way will free beyond `available`, if their copies arrive."""
+        residency = self._residency
+        with residency.lock:
+            size = 0
+            for key in [*residency.flying, *residency.ready]:
+                coming = residency.entries[key].coming
+                size += max(0, -residency.growth(key, coming)) if coming is not None else 0
+            return size
+
+    def going_from(self, pool: Pool) -> int:
+        """How many blocks of a pool will be free once everything under way has ended, if its copies arrive."""
+        residency = self._residency
+        with residency.lock:
+            count = sum(residency.pool(key[0], version) is pool for key, version in residency.leaving)
+            for key in [*residency.flying, *residency.ready]:
+                entry = residency.entries[key]
+                if entry.coming is not None and residency.pool(key[0], entry.active) is pool:
+                    count += residency.pool(key[0], entry.coming) is not pool
+            return count
+
+    def can_lessen(self) -> bool:
+        """Whether any expert has more of the device's budget than at its base version, or is on its way to."""
+        residency = self._residency
+        with residency.lock:
+            for position, expert in residency.above():
+                entry, least = residency.entries[position, expert], residency.size(position, residency.base)
+                coming = entry.flying.version if entry.flying is not None else entry.active
+                if max(residency.size(position, entry.active), residency.size(position, coming)) > least:
+                    return True
+            return False
+
+    def _cost(self, key: Key, version: int) -> int:
+        """Bytes that an expert's being at a version takes beside a base version that stays."""
+        residency = self._residency
+        return 0 if residency.keeps_base and version == residency.base else residency.size(key[0], version)
 
     def make_block(self, pool: Pool) -> bool:
         """Get a block of a pool from what is spare: a version of that pool, or bytes where the pool can grow; on the

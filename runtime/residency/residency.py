@@ -58,15 +58,15 @@ class Residency:
         self.experts, self.base, self.keeps_base = tuple(experts), base, keeps_base
         self.pool, self._fetch, self._make, self._publish, self._mark = pool, fetch, make, publish, mark
         self._snapshot = snapshot
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.entries: dict[Key, ExpertState] = {}
-        self._flying: dict[Key, None] = {}
-        self._ready: dict[Key, None] = {}
+        self.flying: dict[Key, None] = {}
+        self.ready: dict[Key, None] = {}
         self._above: set[Key] = set()
-        self._leaving: dict[tuple[Key, int], int] = {}  # the last step that may read it
+        self.leaving: dict[tuple[Key, int], int] = {}  # the last step that may read it
         self._spare: dict[tuple[Key, int], None] = {}  # complete, and nobody reads it; the longest so first
-        self._spare_bytes = 0
-        self._steps = RunningSteps()
+        self.spare_bytes = 0
+        self.steps = RunningSteps()
         self._waiting_to_go: tuple[Callable[[], None], ...] = ()
         self.counts = TransitionCounts()
 
@@ -107,12 +107,12 @@ class Residency:
         Raises:
             InputError: after `let_go`.
         """
-        with self._lock:
+        with self.lock:
             seen = self._snapshot()
-            self._steps.begun += 1
+            self.steps.begun += 1
             self.counts.steps += 1
-            self._steps.open.add(self._steps.begun)
-            return self._steps.begun, seen
+            self.steps.open.add(self.steps.begun)
+            return self.steps.begun, seen
 
     def end(self, step: int) -> None:
         """End a step: what only it could read may go once its compute has ended."""
@@ -120,23 +120,18 @@ class Residency:
         try:
             mark = self._mark()
         finally:
-            with self._lock:
-                self._steps.open.discard(step)
+            with self.lock:
+                self.steps.open.discard(step)
                 if mark is not None and not mark.done():
-                    self._steps.ended[step] = mark
-                    self._steps.oldest()  # drops marks that are done: nobody else may be asking
-                if not self._steps.open:
+                    self.steps.ended[step] = mark
+                    self.steps.oldest()  # drops marks that are done: nobody else may be asking
+                if not self.steps.open:
                     self._forget()
-
-    def running_steps(self) -> int:
-        """Steps that have begun and not ended."""
-        with self._lock:
-            return len(self._steps.open)
 
     def publish_ready(self) -> int:
         """Publish what is ready, for steps that begin from now on; returns how many versions were published."""
-        with self._lock:
-            keys = list(self._ready)
+        with self.lock:
+            keys = list(self.ready)
             for key in keys:
                 self._switch(key)
             return len(keys)
@@ -146,7 +141,7 @@ class Residency:
 
         For policies that block, whose one forward pass calls this itself: it reads nothing of the expert then.
         """
-        with self._lock:
+        with self.lock:
             entry = self.entries[key]
             if entry.active == version:
                 return
@@ -162,7 +157,7 @@ class Residency:
         entry = self.entries[key]
         assert entry.ready is not None
         old, entry.active, entry.ready = entry.active, entry.ready, None
-        del self._ready[key]
+        del self.ready[key]
         (self._above.discard if entry.active == entry.base else self._above.add)(key)
         self._publish(key, entry.complete[entry.active].handle)
         if old < entry.active:
@@ -175,11 +170,11 @@ class Residency:
         """A version is neither active nor ready any more; steps that have begun may still read it."""
         if not self._pinned(version):
             self.entries[key].leaving.add(version)
-            self._leaving[key, version] = self._steps.begun
+            self.leaving[key, version] = self.steps.begun
 
     def _left(self, key: Key, version: int) -> None:
         """No step reads a version any more."""
-        del self._leaving[key, version]
+        del self.leaving[key, version]
         self.entries[key].leaving.discard(version)
         self._set_aside(key, version)
 
@@ -188,12 +183,12 @@ class Residency:
             self._free(key, version)
             return
         self._spare[key, version] = None
-        self._spare_bytes += self._size(key, version)
+        self.spare_bytes += self._size(key, version)
 
     def _take_back(self, key: Key, version: int) -> None:
         if (key, version) in self._spare:
             del self._spare[key, version]
-            self._spare_bytes -= self._size(key, version)
+            self.spare_bytes -= self._size(key, version)
 
     def _pinned(self, version: int) -> bool:
         return self.keeps_base and version == self.base
@@ -202,7 +197,7 @@ class Residency:
 
     def start(self, key: Key, version: int) -> Outcome:
         """Ask for a version of an expert. Never waits; `poll` and `publish_ready` do the rest."""
-        with self._lock:
+        with self.lock:
             entry = self.entries[key]
             if entry.flying is not None:
                 return Outcome.NOTHING if entry.coming == version else Outcome.BUSY
@@ -228,21 +223,21 @@ class Residency:
                 block.pool.free(block)
                 raise
             entry.flying = Copying(version, block, event)
-            self._flying[key] = None
+            self.flying[key] = None
             return Outcome.STARTED
 
     def _make_ready(self, key: Key, version: int) -> None:
         """A complete version is to be published; a spare or leaving one stays."""
         entry = self.entries[key]
         entry.ready = version
-        self._ready[key] = None
+        self.ready[key] = None
         entry.leaving.discard(version)
-        self._leaving.pop((key, version), None)
+        self.leaving.pop((key, version), None)
         self._take_back(key, version)
 
     def cancel(self, key: Key) -> None:
         """Give up what is on its way for an expert: it stays on its active version."""
-        with self._lock:
+        with self.lock:
             entry = self.entries[key]
             if entry.flying is not None:
                 entry.flying.event.cancel()
@@ -254,7 +249,7 @@ class Residency:
         entry = self.entries[key]
         if entry.ready is None:
             return
-        del self._ready[key]
+        del self.ready[key]
         version, entry.ready = entry.ready, None
         self.counts.cancelled += 1
         self._leave(key, version)
@@ -266,14 +261,14 @@ class Residency:
             wanted: whether a version that has arrived is still wanted; where not, it is spare.
         """
         failed = []
-        with self._lock:
-            for key in list(self._flying):
+        with self.lock:
+            for key in list(self.flying):
                 entry = self.entries[key]
                 flying = entry.flying
                 assert flying is not None
                 if not flying.event.done():
                     continue
-                del self._flying[key]
+                del self.flying[key]
                 coming, entry.flying = entry.coming, None
                 error = flying.event.error
                 if error is not None:
@@ -296,9 +291,9 @@ class Residency:
     def reclaim(self) -> int:
         """Make spare what no step can read any more; returns the bytes."""
         freed = 0
-        with self._lock:
-            oldest = self._steps.oldest()
-            for (key, version), last in list(self._leaving.items()):
+        with self.lock:
+            oldest = self.steps.oldest()
+            for (key, version), last in list(self.leaving.items()):
                 if last < oldest:
                     self._left(key, version)
                     freed += self._size(key, version)
@@ -306,7 +301,7 @@ class Residency:
 
     def drop_spare(self, pool: Pool | None = None) -> int:
         """Free the block of the version that has been spare the longest, of one pool or of any; returns its bytes."""
-        with self._lock:
+        with self.lock:
             for key, version in self._spare:
                 if pool is None or self.pool(key[0], version) is pool:
                     self._free(key, version)
@@ -332,42 +327,8 @@ class Residency:
 
     def growth(self, key: Key, version: int) -> int:
         """Bytes that an expert will take more once it is at `version` and its active one has gone."""
-        with self._lock:
+        with self.lock:
             return self._size(key, version) - self._size(key, self.entries[key].active)
-
-    def available(self) -> int:
-        """Bytes of spare versions, and those that come back at the least once everything under way has ended.
-
-        However it ends: of a transition's two versions one goes, whether its copy arrives or fails.
-        """
-        with self._lock:
-            size = self._spare_bytes + sum(self._size(key, version) for key, version in self._leaving)
-            for key in [*self._flying, *self._ready]:
-                entry = self.entries[key]
-                version = entry.flying.version if entry.flying else entry.ready
-                assert version is not None
-                coming = self._size(key, version)
-                size += coming if entry.coming is None else min(coming, self._size(key, entry.active))
-            return size
-
-    def going_bytes(self) -> int:
-        """Bytes that demotions under way will free beyond `available`, if their copies arrive."""
-        with self._lock:
-            size = 0
-            for key in [*self._flying, *self._ready]:
-                coming = self.entries[key].coming
-                size += max(0, -self.growth(key, coming)) if coming is not None else 0
-            return size
-
-    def going_from(self, pool: Pool) -> int:
-        """How many blocks of a pool will be free once everything under way has ended, if its copies arrive."""
-        with self._lock:
-            count = sum(self.pool(key[0], version) is pool for key, version in self._leaving)
-            for key in [*self._flying, *self._ready]:
-                entry = self.entries[key]
-                if entry.coming is not None and self.pool(key[0], entry.active) is pool:
-                    count += self.pool(key[0], entry.coming) is not pool
-            return count
 
     def let_go(self, others: Sequence[Callable[[], None]] = ()) -> None:
         """No step begins and nothing is carried on from now on: forget the callbacks, whose owner knows this.
@@ -378,10 +339,10 @@ class Residency:
         def gone(*_: Any) -> NoReturn:
             raise InputError("this model was closed: load the bundle again")
 
-        with self._lock:
+        with self.lock:
             self._fetch = self._make = self._publish = self._snapshot = gone
             self._waiting_to_go = tuple(others)
-            if not self._steps.open:
+            if not self.steps.open:
                 self._forget()
 
     def _forget(self) -> None:
@@ -395,9 +356,9 @@ class Residency:
 
         A copy into one may be under way: one into it from now on is behind that on the stream.
         """
-        with self._lock:
-            self._flying = {k: None for k, x in self.entries.items() if x.flying is not None}
-            self._ready = {k: None for k, x in self.entries.items() if x.ready is not None}
+        with self.lock:
+            self.flying = {k: None for k, x in self.entries.items() if x.flying is not None}
+            self.ready = {k: None for k, x in self.entries.items() if x.ready is not None}
             self._above = {k for k, x in self.entries.items() if x.active != x.base}
             taken = [c.block for x in self.entries.values() for c in x.complete.values()]
             taken += [x.flying.block for x in self.entries.values() if x.flying is not None]
@@ -408,20 +369,5 @@ class Residency:
 
     def above(self) -> set[Key]:
         """Experts that are above their base version, or on their way to another."""
-        with self._lock:
-            return self._above | self._flying.keys() | self._ready.keys()
-
-    def can_lessen(self) -> bool:
-        """Whether any expert has more of the device's budget than at its base version, or is on its way to."""
-        with self._lock:
-            for position, expert in self.above():
-                entry, least = self.entries[position, expert], self.size(position, self.base)
-                coming = entry.flying.version if entry.flying is not None else entry.active
-                if max(self.size(position, entry.active), self.size(position, coming)) > least:
-                    return True
-            return False
-
-    def in_flight(self) -> int:
-        """Copies that have not ended."""
-        with self._lock:
-            return len(self._flying)
+        with self.lock:
+            return self._above | self.flying.keys() | self.ready.keys()

@@ -165,13 +165,13 @@ class Transitions:
         other. So each of them has a reserve for demotions; with one for all, four threads got a third of the promotions
         of one.
         """
-        residency, steps = self.residency, max(1, self.residency.running_steps())
+        residency, steps = self.residency, max(1, len(self.residency.steps.open))
         ahead = AHEAD * steps
         headroom = self.headroom.settled() - (steps - 1) * self.headroom.reserve  # R
         after_evictions: int | None = None  # R + D + E, less what waiting updates keep; summed up where one must wait
         waiting = short = fitting = 0  # updates that wait, bytes of the first of them, updates with a full stream
         for key, version in list(self._updates.items()):
-            full = residency.in_flight() >= self._limit
+            full = len(residency.flying) >= self._limit
             pool = residency.pool(key[0], version)
             if pool is None or not pool.budget_bytes:  # it needs nothing of the device: it waits behind nobody
                 begins = not full and self.may_try(key, version)
@@ -185,7 +185,7 @@ class Transitions:
                 continue
             if growth > max(headroom, 0):
                 if after_evictions is None:
-                    after_evictions = headroom + residency.going_bytes() + self._evictable()
+                    after_evictions = headroom + self.headroom.going_bytes() + self._evictable()
                 if growth <= after_evictions:
                     after_evictions -= growth
                     waiting += 1
@@ -202,14 +202,14 @@ class Transitions:
                 self._updates.pop(key, None)
         if waiting:
             self.refusals += 1
-            self._evict(short - headroom - residency.going_bytes())
+            self._evict(short - headroom - self.headroom.going_bytes())
 
     def _admit_divided(self) -> None:
         """The same where no pool can use another's bytes: an update waits for a block of its own pool, which an expert
         is evicted from."""
         residency, waiting = self.residency, dict[int, int]()
         for key, version in list(self._updates.items()):
-            if residency.in_flight() >= self._limit or sum(waiting.values()) >= AHEAD:
+            if len(residency.flying) >= self._limit or sum(waiting.values()) >= AHEAD:
                 break
             if not self.may_try(key, version):
                 continue
@@ -218,7 +218,7 @@ class Transitions:
                 pool = residency.pool(key[0], version)
                 assert pool is not None, "what takes no memory is never refused"
                 waiting[id(pool)] = waiting.get(id(pool), 0) + 1
-                if residency.going_from(pool) < waiting[id(pool)]:
+                if self.headroom.going_from(pool) < waiting[id(pool)]:
                     self._evict_from(pool)
             elif outcome is not Outcome.BUSY:
                 self._updates.pop(key, None)
@@ -341,13 +341,13 @@ class Transitions:
             self.kv_asked = 0
             self._recall()
             return True
-        if short > self.residency.going_bytes():
+        if short > self.headroom.going_bytes():
             self._push_out()
         return False
 
     def _kv_short(self) -> int:
         """Bytes to come before the KV reserve can grow. With all experts at base, demotions need no reserve."""
-        reserve = self.headroom.reserve if self.residency.can_lessen() else 0
+        reserve = self.headroom.reserve if self.headroom.can_lessen() else 0
         return self.kv_asked + reserve - (self.headroom.settled() + self.headroom.reserve)
 
     def _push_out(self) -> None:
@@ -362,7 +362,7 @@ class Transitions:
                     self._updates[key] = self._wanted[key]
                 residency.cancel(key)
         for key in order:
-            if self._kv_short() <= residency.going_bytes():
+            if self._kv_short() <= self.headroom.going_bytes():
                 return
             entry = residency.entries[key]
             frees = entry.flying is None and residency.growth(key, residency.base) < 0
@@ -388,4 +388,4 @@ class Transitions:
     def queues(self) -> Queues:
         """Lengths of the queues."""
         with self._lock:
-            return Queues(len(self._updates), len(self._evictions), self.residency.in_flight())
+            return Queues(len(self._updates), len(self._evictions), len(self.residency.flying))

@@ -262,7 +262,7 @@ class Simulation:
                     wrong = "1: a half-copied version is seen"
                 raise Violation(f"{wrong}: version {version} of {key}")
         above = any(self.pages(v) > self.pages(e.base) for e in self.residency.entries.values() for v in e.complete)
-        if above and self.residency.can_lessen() and self.transitions.headroom.settled() < 0:
+        if above and self.transitions.headroom.can_lessen() and self.transitions.headroom.settled() < 0:
             raise Violation("8: what is kept for demotions was given away")
         spare = self.residency._spare
         for key, entry in self.residency.entries.items():

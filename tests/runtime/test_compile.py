@@ -43,7 +43,7 @@ def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
             steps, versions = live.residency.counts.steps if live else 0, model.moepack.versions
             got = compiled(ids(seed=seed), use_cache=False).logits
             assert not live or live.residency.counts.steps == steps + 1, "one step a pass"
-            assert not live or not live.residency._steps.open
+            assert not live or not live.residency.steps.open
             want = model(ids(seed=seed), use_cache=False).logits
             if model.moepack.versions == versions:
                 torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
@@ -79,7 +79,7 @@ def test_the_operator_is_the_forward_to_the_bit(model: Any) -> None:
 
 def test_an_interrupted_pass_leaves_no_step(bundle: Path) -> None:
     model = moepack.load(bundle, policy=FAST, device_memory=30_000_000, prefill_tokens=64)
-    steps = model.moepack.manager.residency._steps
+    steps = model.moepack.manager.residency.steps
     x = torch.zeros(4, 128, dtype=torch.bfloat16)
     index, gates = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
     numbers = [layer.number for layer in model.moepack.layers]
@@ -129,9 +129,9 @@ def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None
         with pytest.raises(KeyboardInterrupt):
             compiled(ids(), use_cache=False)
         third.steps = steps
-        assert len(residency._steps.open) == 1
+        assert len(residency.steps.open) == 1
         before, out = residency.counts.steps, model(ids(), use_cache=True)
-        assert residency.counts.steps == before + 1 and not residency._steps.open
+        assert residency.counts.steps == before + 1 and not residency.steps.open
         assert model.moepack.caches.used > 0, "and its cache is counted"
         del out
     model.moepack.close()

@@ -86,7 +86,7 @@ def test_passes_that_overlap_do_not_starve_promotions(model: Any) -> None:
 
 def open_steps(model: Any) -> int:
     residency = model.moepack.manager.residency
-    return len(residency._steps.open)
+    return len(residency.steps.open)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])

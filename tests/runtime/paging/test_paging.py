@@ -250,7 +250,7 @@ def test_an_interrupted_pass_lets_go(
     paging, calls = model.moepack.manager.paging, 0
     holder, name = {
         "place": (paging, "place"), "loaded": (paging, "loaded"), "bind": (paging.space, "bind"),
-        "decode": (paging_module.Pages, "_packed"),
+        "decode": (paging_module.RunPages, "_packed"),
     }[where]  # fmt: skip
     original = getattr(holder, name)
 
@@ -306,13 +306,13 @@ def test_a_pass_that_is_closed_between_taking_pages_and_loading_them_ends(
 ) -> None:
     """Nobody would bring what it asks for."""
     model = paged(bundle, "alpha=0.1")
-    begin = paging_module.Pages.begin
+    begin = paging_module.RunPages.begin
 
     def closing(pages: Any, loads: Any) -> None:
         pages._paging.close()
         begin(pages, loads)
 
-    monkeypatch.setattr(paging_module.Pages, "begin", closing)
+    monkeypatch.setattr(paging_module.RunPages, "begin", closing)
     seen: list[str] = []
 
     def serve() -> None:

@@ -86,7 +86,7 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
     assert all(float(logits().abs().sum()) > 0 for _ in range(2)), "without any expert the dense parts go on"
     end = time.monotonic() + 20
     kinds = {"w4", "w3", "w2", "w2@host", "absent"}
-    while not kinds <= {name for row in model.moepack.versions for name in row} or live.residency.in_flight():
+    while not kinds <= {name for row in model.moepack.versions for name in row} or len(live.residency.flying):
         assert time.monotonic() < end, model.moepack.versions
         time.sleep(0.01)
     model.moepack.manager.round(time.monotonic())

@@ -90,7 +90,7 @@ def test_a_copy_that_never_ends_holds_nobody_up(bundle: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_module.Stored, "read_into", stuck)
-        wait_for(lambda: live.residency.in_flight() > 0, model)
+        wait_for(lambda: len(live.residency.flying) > 0, model)
         for seed in range(20):
             run(model, seed)
         assert live.residency.counts.promotions == 0
@@ -271,9 +271,9 @@ def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:
     assert time.monotonic() - began > 0.9 * 10 * migration.FLOOR / 50e6
     live.device.limit(1.0)
     live.transitions.want(dict.fromkeys([(1, e) for e in range(10)], 0))
-    wait_for(lambda: live.residency.in_flight() == 2)
+    wait_for(lambda: len(live.residency.flying) == 2)
     live.transitions.want(dict.fromkeys(keys, 0))
-    wait_for(lambda: live.residency.in_flight() == 0, seconds=2)
+    wait_for(lambda: len(live.residency.flying) == 0, seconds=2)
     assert live.residency.counts.promotions == 10 and live.residency.counts.cancelled == 2
     model.moepack.close()
     assert live.residency.counts.failures == 0

@@ -37,7 +37,7 @@ def settle(model: Any) -> None:
     live = model.moepack.manager
 
     def done() -> bool:
-        idle = not live.transitions.waiting() and not live.residency.in_flight()
+        idle = not live.transitions.waiting() and not len(live.residency.flying)
         return idle and not live.statistics._told and not live.statistics._ended and not live.statistics.sequences._over
 
     wait_for(done)
@@ -242,7 +242,7 @@ def test_what_fails_on_the_tier_fails_the_pass(bundle: Path, monkeypatch: pytest
     monkeypatch.setattr(forward_module, "_rows", failing)
     with pytest.raises(MemoryError, match="planted"):
         logits(model, ids(0, 8))
-    assert not model.moepack.manager.residency._steps.open
+    assert not model.moepack.manager.residency.steps.open
     monkeypatch.undo()
     assert torch.isfinite(logits(model, ids(0, 8))).all()
     model.moepack.close()
@@ -257,7 +257,7 @@ def test_threads_end_with_the_model(bundle: Path) -> None:
     out: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: out.append(logits(model, ids(0, 8))))
     thread.start()
-    wait_for(lambda: model.moepack.manager.residency._steps.open != set())
+    wait_for(lambda: model.moepack.manager.residency.steps.open != set())
     model.moepack.close()
     thread.join(20)
     assert out and torch.isfinite(out[0]).all() and not ours() - before

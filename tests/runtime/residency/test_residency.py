@@ -99,7 +99,7 @@ def _general_allocator(sim: Simulation) -> None:
 
 def _reused_early(sim: Simulation) -> None:
     """Blocks are freed whatever still reads them."""
-    sim.residency._steps.oldest = lambda: 1 << 60  # type: ignore[method-assign]
+    sim.residency.steps.oldest = lambda: 1 << 60  # type: ignore[method-assign]
 
 
 def _seen_in_a_step(sim: Simulation) -> None:
@@ -170,7 +170,7 @@ def _spare_in_use(sim: Simulation) -> None:
 
     def at_once(key: Any, version: int) -> None:
         leave(key, version)
-        if (key, version) in residency._leaving:
+        if (key, version) in residency.leaving:
             residency._left(key, version)
 
     residency._leave = at_once  # type: ignore[method-assign]

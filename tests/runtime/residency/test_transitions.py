@@ -88,7 +88,7 @@ def test_low_versions_leave_when_their_bytes_are_needed() -> None:
     """Four high experts in eight pages more than all-low: with their low versions they would be three."""
     sim = promoted(DROPS, dict.fromkeys(KEYS[:5], 0))
     assert active(sim) == [[0] * 4, [BASE] * 3]
-    assert sim.tracker.free + sim.pools[BASE].spare_bytes + sim.residency.available() == DROPS.reserve * PAGE
+    assert sim.tracker.free + sim.pools[BASE].spare_bytes + sim.transitions.headroom.available() == DROPS.reserve * PAGE
     kept = promoted(KEEPS, dict.fromkeys(KEYS[:5], 0))
     assert active(kept) == [[0, 0, 0, BASE], [BASE] * 3]
 

@@ -91,7 +91,7 @@ def test_a_slow_file_holds_no_pass_up(bundle: Path, monkeypatch: pytest.MonkeyPa
     live, gate = model.moepack.manager, threading.Event()
     stored = live.store.stored
     monkeypatch.setattr(live.store, "stored", lambda *place: (gate.wait(20), stored(*place))[1])
-    wait_for(lambda: live.residency.in_flight() > 0, model)
+    wait_for(lambda: len(live.residency.flying) > 0, model)
     began = time.monotonic()
     for seed in range(5):
         run(model, seed)
@@ -130,7 +130,7 @@ def test_a_step_ends_though_the_device_fails(bundle: Path) -> None:
     with pytest.raises(RuntimeError, match="planted"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(live.residency, "_mark", lambda: (_ for _ in ()).throw(RuntimeError("planted")))
         run(model, 1)
-    assert not live.residency._steps.open and torch.isfinite(run(model, 1)).all()
+    assert not live.residency.steps.open and torch.isfinite(run(model, 1)).all()
     model.moepack.close()
 
 

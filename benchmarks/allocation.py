@@ -41,6 +41,7 @@ from moepack.progress import RichReporter, quiet_libraries
 from moepack.reports.evaluate import Evaluation, divergences, evaluate
 from moepack.reports.intervals import clustered
 from moepack.runtime.allocation.knapsack import greedy, spent, uniform
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.contract import Versions
 
 RANDOM_PREFIX = "prefix, random order"
@@ -176,11 +177,11 @@ def main() -> None:
         def score(bundle: Bundle, table: Versions) -> Evaluation:
             file = Path(work) / "map.json"
             file.write_text(json.dumps({"versions": table}))
-            return evaluate(bundle.path, data, f"static:{file}", dtype="float32", samples=windows)
+            return evaluate(bundle.path, data, LoadOptions(policy=f"static:{file}", dtype="float32"), samples=windows)
 
         bundle = made_by("gptq", Path(work) / "gptq")
         costs = bundle_costs(bundle)
-        plain = evaluate(args.checkpoint, data, dtype="float32", samples=windows)
+        plain = evaluate(args.checkpoint, data, LoadOptions(dtype="float32"), samples=windows)
         rows.append(_row("transformers", [plain], None, 16.0, None))
         for name, tables in maps(bundle, costs, args.average_bits, seeds):
             scores = [score(bundle, table) for table in tables]

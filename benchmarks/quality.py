@@ -21,6 +21,7 @@ from moepack.progress import RichReporter, quiet_libraries
 from moepack.quantize import methods
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
+from moepack.runtime.planning.options import LoadOptions
 
 LIMITS = {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6.0}  # per cent above the plain model, on each file
 
@@ -41,7 +42,7 @@ def main() -> None:
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
     samples, windows = (64, 16) if args.quick else (args.samples, args.windows)
 
-    plain = evaluate(args.checkpoint, data, dtype="float32", samples=windows)
+    plain = evaluate(args.checkpoint, data, LoadOptions(dtype="float32"), samples=windows)
     names = [Path(f.file).stem for f in plain.files]
     rows: list[dict[str, Any]] = [
         {
@@ -62,7 +63,9 @@ def main() -> None:
             for version, described in facts["versions"].items():
                 if method != args.method and version == "bf16":
                     continue
-                score = evaluate(bundle, data, f"static:{version}", dtype="float32", samples=windows)
+                score = evaluate(
+                    bundle, data, LoadOptions(policy=f"static:{version}", dtype="float32"), samples=windows
+                )
                 row: dict[str, Any] = {
                     "version": version if version == "bf16" else f"{version} {method}",
                     "bits/weight": described["bits_per_weight"],

@@ -19,6 +19,7 @@ from moepack.progress import quiet_libraries
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.reports.plan import plan
+from moepack.runtime.planning.options import LoadOptions
 
 HERE = Path(__file__).resolve().parent
 MODEL, TEXT = HERE / "mini-qwen3-moe", HERE / "text"
@@ -49,17 +50,19 @@ def main() -> None:
     table.add_row("transformers", "", "16", f"{plain.perplexity:.3f}", "")
     texts = {}
     for name, version in facts["versions"].items():
-        score = evaluate(bundle, [evaluation], policy=f"static:{name}", length=256)
+        score = evaluate(bundle, [evaluation], LoadOptions(policy=f"static:{name}"), length=256)
         change = f"{100 * (score.perplexity / plain.perplexity - 1):+.2f} %"
         bits = f"{version['bits_per_weight']:.2f}"
         table.add_row(name, f"{version['bytes']:,}", bits, f"{score.perplexity:.3f}", change)
-        texts[name] = generate(bundle, PROMPT, policy=f"static:{name}", max_new_tokens=24)
+        texts[name] = generate(bundle, PROMPT, LoadOptions(policy=f"static:{name}"), max_new_tokens=24)
     console = Console()
     console.print(table)
     for name, text in texts.items():
         console.print(f"[bold]{name:>5}[/bold]  {PROMPT}[dim] {' '.join(text.split())}[/dim]", highlight=False)
     mixed, length = "hotness:hi=bf16,lo=w2", 256
-    least = plan(bundle, 0, policy=mixed, batch=4, prefill_tokens=length, all_logits=False).least_bytes
+    least = plan(
+        bundle, LoadOptions(device_memory=0, policy=mixed, batch=4, prefill_tokens=length, all_logits=False)
+    ).least_bytes
     budget = least + LARGER
     shown = ("--data", TEXT / "evaluation.jsonl", "--length", str(length))
     run("eval", bundle, *shown, "--policy", mixed, "--device-memory", str(budget))

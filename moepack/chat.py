@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from moepack.pack.errors import InputError
 
 from .generation import Session
-from .server.batching.sampling import Sampling
+from .server.options import Sampling
 
 HELP = "/reset forgets the chat, /quit ends it; Ctrl-C stops an answer."
 Tell = Callable[[str], None]

@@ -8,12 +8,13 @@ from types import TracebackType
 from typing import Any
 
 from moepack.pack.errors import InputError
+from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
 from .opening import check, load_model, locate
 from .progress import Reporter
-from .server.batching.sampling import Sampler, Sampling
 from .server.batching.text import Stops
 from .server.batching.tokens import end_tokens
+from .server.options import Sampling
 
 PROMPT = 512  # tokens of a prompt that go in at once, in a budget
 NEW_TOKENS = 64  # that a prompt is continued by
@@ -26,45 +27,33 @@ Tell = Callable[[str], None]
 class Session:
     """A loaded model that continues one text after another; as a context it ends with the model's."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        policy: str | None = None,
-        device: str = "cpu",
-        dtype: str = "auto",
-        device_memory: int | None = None,
-        chat_template: str | None = None,
-        dense: str | None = None,
-        max_tpot: str | None = None,
-    ) -> None:
+    def __init__(self, path: str | Path, options: LoadOptions = DEFAULTS, chat_template: str | None = None) -> None:
         """Look at what there is; `load` loads it.
 
         Raises:
-            InputError: when it is not there, or the policy does not fit it.
+            InputError: when it is not there, or the options do not fit it.
         """
-        from moepack.calibrate.text.windows import load_tokenizer
-
-        self._path, self._asked, self._memory = path, (policy, device, dtype, device_memory, dense), device_memory
-        self._max_tpot = max_tpot
+        self._path, self._options = path, options
         with Reporter().hub_bars():
-            self._source, self._is_bundle = locate(path)
-            check(self._source, self._is_bundle, *self._asked)
-            self.tokenizer = load_tokenizer(Path(self._source))
+            self._source = locate(path)
+            check(self._source, options)
+            from moepack.calibrate.text.windows import load_tokenizer
+
+            self.tokenizer = load_tokenizer(Path(self._source.path))
         if chat_template is not None:
             self.tokenizer.chat_template = chat_template
         self.model: Any = None
         self._cache: Any = None
         self._cached: list[int] = []
 
-    def load(self, tokens: int, prompt: int, batch: int = 1, all_logits: bool = False) -> None:
-        """Load the model; a budget leaves room for `batch` sequences of `tokens`, read `prompt` at a time."""
+    def load(self, kv_tokens: int, prefill_tokens: int) -> None:
+        """Load the model, with these numbers where the options name none."""
         from transformers import GenerationConfig
 
-        self._chunk = prompt or PROMPT
-        room: dict[str, Any] = {"kv_tokens": tokens, "batch": batch, "prefill_tokens": prompt, "all_logits": all_logits}
-        room["max_tpot"] = self._max_tpot
+        options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
+        self._chunk = options.workload.prefill_tokens or PROMPT
         with Reporter().hub_bars():
-            self.model = load_model(self._source, self._is_bundle, *self._asked, **room)
+            self.model = load_model(self._source, options)
         # What else its generation_config.json asks for, chosen by this program's caller, would be heard as well.
         self.model.generation_config = GenerationConfig(eos_token_id=end_tokens(self.model.generation_config) or None)
 
@@ -73,7 +62,7 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._cache = None
-        if self.model is not None and self._is_bundle:
+        if self.model is not None and self._source.is_bundle:
             self.model.moepack.close()
 
     def text(self, prompt: str) -> list[int]:
@@ -121,6 +110,8 @@ class Session:
         from transformers.generation.stopping_criteria import StoppingCriteria
         from transformers.generation.streamers import TextStreamer
 
+        from .server.batching.sampling import Sampler
+
         stops, told, ended = Stops([s for s in stop if s]), list[str](), False
         sampler = Sampler(sampling, ids, self.model.device)
 
@@ -148,7 +139,7 @@ class Session:
         streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         whole = torch.tensor([ids], device=self.model.device)
         cache, done = self._reuse(ids)
-        if self._memory is not None:
+        if self._options.budget is not None:
             cache = self._prefill(whole, cache, done)
         settings = GenerationConfig(max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True)
         out = self.model.generate(
@@ -190,34 +181,23 @@ class Session:
 def generate(
     path: str | Path,
     prompt: str,
-    policy: str | None = None,
-    device: str = "cpu",
-    dtype: str = "auto",
-    device_memory: int | None = None,
+    options: LoadOptions = DEFAULTS,
     max_new_tokens: int = NEW_TOKENS,
     sampling: Sampling = GREEDY,
     stop: Sequence[str] = (),
-    batch: int = 1,
-    kv_tokens: int | None = None,
-    prefill_tokens: int | None = None,
-    all_logits: bool = False,
     messages: Messages | None = None,
     chat_template: str | None = None,
     tell: Tell = lambda text: None,
-    dense: str | None = None,
-    max_tpot: str | None = None,
 ) -> str:
-    """The continuation of a prompt, or the answer to `messages`.
+    """The continuation of a prompt, or the answer to `messages`. `tell` is given the text as it comes.
 
-    A budget leaves room for `batch` sequences with the KV cache of `kv_tokens` tokens, or of the prompt and all new
-    ones; and for passes of `prefill_tokens` tokens, or of the prompt's, at most 512: so many of it go in at once.
-    `tell` is given the text as it comes.
+    Where the options name no `kv_tokens`, a budget leaves room for the KV cache of the prompt and all new tokens. Where
+    they name no `prefill_tokens`, for passes of the prompt's tokens, at most 512: so many of it go in at once.
 
     Raises:
         InputError: for an empty prompt, or a model without a chat template that is given messages.
     """
-    with Session(path, policy, device, dtype, device_memory, chat_template, dense, max_tpot) as session:
+    with Session(path, options, chat_template) as session:
         ids = session.text(prompt) if messages is None else session.chat(messages)
-        passes = min(len(ids), PROMPT) if prefill_tokens is None else prefill_tokens
-        session.load(len(ids) + max_new_tokens if kv_tokens is None else kv_tokens, passes, batch, all_logits)
+        session.load(len(ids) + max_new_tokens, min(len(ids), PROMPT))
         return session.go_on(ids, max_new_tokens, sampling, stop, tell)

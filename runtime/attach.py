@@ -24,9 +24,10 @@ from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
-from moepack.runtime.planning.fixed import Fixed, Needs, Workload, dense_bytes, measure, on_cuda, top_k
+from moepack.runtime.planning.fixed import Fixed, Needs, dense_bytes, measure, on_cuda, top_k
+from moepack.runtime.planning.options import LoadOptions, Workload
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
-from moepack.runtime.planning.sizes import Bound
+from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.planning.token_cost import dense_read, within
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.manager import ResidencyManager
@@ -38,24 +39,14 @@ KERNELS = "MOEPACK_DENSE_KERNELS"  # the environment's: "off" leaves what is no 
 log = logging.getLogger("moepack.runtime")
 
 
-def attach(
-    model: Any,
-    bundle: Bundle,
-    policy_text: str | None,
-    device_memory: int | None,
-    workload: Workload,
-    host_memory: int | None = None,
-    host_rate: int | None = None,
-    host_threads: int | None = None,
-    dense: Sequence[Version] = (),
-    bound: Bound | None = None,
-) -> None:
+def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Version] = ()) -> None:
     """Give every experts module its handles under a policy, and dense matrices their versions.
 
     Raises:
         InputError: when the policy does not fit the bundle, or its versions do not fit the device memory.
         BundleError: when an extent is damaged.
     """
+    device_memory, workload = options.budget, options.workload
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
@@ -69,11 +60,11 @@ def attach(
     if device_memory is not None and devices[0].type == "cpu":
         glibc.own(model)  # before matrices move to where kernels read them
     serve_dense(model, bundle, dense, compiled, kernels)
-    if bound is not None:
+    if (bound := options.bound) is not None:
         kv = measure(bundle, model.config, model.dtype, devices[0], workload)[0].kv if workload.kv_tokens else None
         read = dense_read(dense_bytes(model), model.config) + (kv.bytes(workload.kv_tokens) if kv else 0)
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
-    policy = choose_policy(policy_text, bundle, devices, device_memory is not None)
+    policy = choose_policy(options.policy, bundle, devices, device_memory is not None)
     replaced = _replaced(model, bundle) if kernels else {}
     fixed, needs = Fixed(dense_bytes(model)), None
     if device_memory is not None:
@@ -83,7 +74,8 @@ def attach(
     if policy.is_live:
         assert device_memory is not None
         plan = make_plan(bundle, policy.options, fixed.total, device_memory, torch_cuda.is_gpu(devices[0]))
-        manager = ResidencyManager(bundle, policy, plan, devices, host_memory, host_rate, host_threads)
+        host = parse_size(options.host_memory), parse_size(options.host_rate), options.host_threads
+        manager = ResidencyManager(bundle, policy, plan, devices, *host)
         activations = fixed.activations + manager.plan.workspace
         fixed = replace(fixed, staging=manager.plan.staging, activations=activations, window=manager.plan.window)
         layers, tracker = manager.layers, manager.tracker

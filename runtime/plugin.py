@@ -6,7 +6,6 @@ off the skeleton. After: attach the handles.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -28,17 +27,13 @@ from moepack.pack.spec import HINT, Version
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.dense.linears import prepare
 from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
-from moepack.runtime.planning.choice import check_policy
-from moepack.runtime.planning.fixed import Workload
-from moepack.runtime.planning.sizes import DEVICE_MEMORY, parse_bound, parse_size, read_tier
+from moepack.runtime.load import check_options
+from moepack.runtime.planning.options import METHOD, SERVED, WORKLOAD, LoadOptions
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
-from moepack.runtime.policies.registry import parse_policy
 
 from .attach import attach
 from .snapshot import fetch
 
-METHOD = "moepack"
-POLICY, DENSE = "MOEPACK_POLICY", "MOEPACK_DENSE"  # the environment's
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how files are fetched
 
 
@@ -64,41 +59,28 @@ class MoepackConfig(QuantizationConfigMixin):
     """What config.json, `moepack.load` or a caller of `from_pretrained` says about serving.
 
     Args:
-        policy, dense, max_tpot, device_memory, host_memory, host_rate, host_threads: as of `moepack.load`. Where
-            nobody names them, the environment's MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY do: for
-            programs that load by path.
-        workload: what a budget must leave room for, as `Workload` has it.
+        workload: fields of `Workload`, in one mapping.
+        given: fields of `LoadOptions`. What else config.json has is left alone.
+
+    Attributes:
+        given: those fields that were given.
     """
 
-    def __init__(
-        self,
-        policy: str | None = None,
-        device_memory: int | str | None = None,
-        workload: Mapping[str, Any] | None = None,
-        host_memory: int | str | None = None,
-        host_rate: int | str | None = None,
-        host_threads: int | None = None,
-        dense: str | None = None,
-        max_tpot: str | int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, workload: Mapping[str, Any] | None = None, **given: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # its enum lists transformers' own methods
-        parse_policy(policy)
-        self.policy, self.dense, self.max_tpot = policy, dense, max_tpot
-        parse_bound(max_tpot)
-        self.device_memory = parse_size(device_memory)
-        self.workload = dict(workload or {})
-        if unknown := self.workload.keys() - set(Workload.__slots__):
-            raise InputError(f"workload has no {', '.join(sorted(map(str, unknown)))}: {', '.join(Workload.__slots__)}")
-        self.host_memory = parse_size(host_memory)
-        self.host_rate, self.host_threads = read_tier(host_rate, host_threads)
+        if unknown := (workload or {}).keys() - set(WORKLOAD):
+            raise InputError(f"workload has no {', '.join(sorted(map(str, unknown)))}: {', '.join(WORKLOAD)}")
+        both = {**given, **(workload or {})}
+        self.given = {name: both[name] for name in SERVED if both.get(name) is not None}
+        LoadOptions(**self.given)
 
-    def get_loading_attributes(self) -> dict[str, Any]:
-        """What `from_pretrained(bundle, quantization_config=MoepackConfig(...))` puts over config.json's."""
-        names = (
-            "policy", "dense", "max_tpot", "device_memory", "workload", "host_memory", "host_rate", "host_threads",
-        )  # fmt: skip
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
+    def options(self, has_dense: bool = False) -> LoadOptions:
+        """The fields that were given, and the environment's."""
+        return LoadOptions(**self.given).with_environment(has_dense)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For config.json, which also shows how a loaded model is served."""
+        return {"quant_method": METHOD, **self.given}
 
 
 class MoepackQuantizer(HfQuantizer):
@@ -111,6 +93,7 @@ class MoepackQuantizer(HfQuantizer):
             raise _no_bundle()
         super().__init__(quantization_config, **kwargs)
         self._bundle: Bundle | None = None
+        self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()
 
     @property
@@ -129,14 +112,13 @@ class MoepackQuantizer(HfQuantizer):
         named = asked.get().experts
         for other in set(named.values() if isinstance(named, Mapping) else [named]) - {None, IMPLEMENTATION}:
             raise InputError(f"experts_implementation={other!r}: a bundle's experts are run by moepack's own")
-        bundle = self._bundle = _bundle_of(
-            model, checkpoint_files, self._policy(), self._budget() is not None, self._dense_name()
-        )
-        if policy := self._policy():
-            check_policy(policy, bundle, self._budget() is not None)
+        config: Any = self.quantization_config
+        bundle = self._bundle = _bundle_of(model, checkpoint_files, config.options(True))
+        check_options(bundle, config.options())
         bundle.check(*bundle.manifest.files)
         adapt(model)
-        self._dense = choose_dense(self._dense_name(bundle), bundle, self._policy())
+        options = self._options = config.options(bool(bundle.manifest.dense))
+        self._dense = choose_dense(options.dense, bundle, options.policy)
         prepare(model, bundle, self._dense)
         for layer in bundle.layers:
             try:
@@ -165,43 +147,11 @@ class MoepackQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._bundle is not None
-        config: Any = self.quantization_config
-        workload = Workload(**config.workload)
-        host = config.host_memory, config.host_rate, config.host_threads
-        attach(
-            model,
-            self._bundle,
-            self._policy(),
-            self._budget(),
-            workload,
-            *host,
-            dense=self._dense,
-            bound=parse_bound(config.max_tpot),
-        )
+        attach(model, self._bundle, self._options, self._dense)
         return model
 
-    def _policy(self) -> str | None:
-        config: Any = self.quantization_config
-        return config.policy or os.environ.get(POLICY) or None
 
-    def _dense_name(self, bundle: Bundle | None = None) -> str | None:
-        """What was asked for; the environment's is for bundles that have dense versions."""
-        config: Any = self.quantization_config
-        wanted = os.environ.get(DENSE) if bundle is None or bundle.manifest.dense else None
-        return config.dense or wanted or None
-
-    def _budget(self) -> int | None:
-        config: Any = self.quantization_config
-        text = os.environ.get(DEVICE_MEMORY)
-        if config.device_memory is not None or not text:
-            return config.device_memory  # type: ignore[no-any-return]
-        try:
-            return parse_size(text)
-        except InputError as error:
-            raise InputError(f"{DEVICE_MEMORY}: {error}") from None
-
-
-def _bundle_of(model: Any, checkpoint_files: Any, policy: str | None, in_budget: bool, dense: str | None) -> Bundle:
+def _bundle_of(model: Any, checkpoint_files: Any, options: LoadOptions) -> Bundle:
     """The bundle that transformers is loading from: a directory, or a Hub snapshot that is completed by what a policy
     needs."""
     if not checkpoint_files:
@@ -209,7 +159,7 @@ def _bundle_of(model: Any, checkpoint_files: Any, policy: str | None, in_budget:
     root = Path(checkpoint_files[0]).parent
     name = model.config._name_or_path
     commit = None if Path(name).is_dir() else extract_commit_hash(checkpoint_files[0], None)
-    return open_bundle(root) if commit is None else fetch(name, commit, policy, in_budget, asked.get().hub, dense)
+    return open_bundle(root) if commit is None else fetch(name, commit, options, asked.get().hub)
 
 
 def _no_bundle() -> InputError:
@@ -224,9 +174,7 @@ def _merge(own: Any, given: Any) -> Any:
     if (own.get("quant_method") if isinstance(own, dict) else own.quant_method) != METHOD:
         raise _no_bundle()
     merged = MoepackConfig(**own) if isinstance(own, dict) else own
-    for name, value in given.get_loading_attributes().items():
-        setattr(merged, name, value)
-    return merged
+    return MoepackConfig(**{**merged.given, **given.given})
 
 
 register_quantization_config(METHOD)(MoepackConfig)

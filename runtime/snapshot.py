@@ -17,11 +17,10 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.planning.choice import versions_of
+from moepack.runtime.planning.options import LoadOptions
 
 
-def fetch(
-    name: str, commit: str, policy: str | None, in_budget: bool, options: Mapping[str, Any], dense: str | None = None
-) -> Bundle:
+def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]) -> Bundle:
     """Complete the snapshot of a bundle by what a policy needs, and open it.
 
     Versions that a download left unfinished count as absent. Where nothing may be fetched, those that are here are all
@@ -30,10 +29,8 @@ def fetch(
     Args:
         name: the repository's.
         commit: of it.
-        policy: as of `moepack.load`.
-        in_budget: whether there is a memory budget.
+        asked: which versions are served; with the environment's.
         options: token, cache_dir, local_files_only and force_download, as huggingface_hub takes them.
-        dense: as of `moepack.load`.
 
     Raises:
         InputError: for a repository that is no bundle, or a policy that does not fit it.
@@ -66,9 +63,9 @@ def fetch(
     if not could.versions:
         raise BundleError.single(name, "missing", "no version of the experts is there")
     sizes = {n: e.size for n, e in manifest.files.items()}
-    for version in versions_of(policy, could, in_budget):
+    for version in versions_of(asked.policy, could, asked.budget is not None):
         sizes |= _sizes(manifest, version)
-    for version in {v.name for v in choose_dense(dense if manifest.dense else None, could, policy)}:
+    for version in {v.name for v in choose_dense(asked.dense if manifest.dense else None, could, asked.policy)}:
         sizes |= {n: manifest.expert_files[n].size for n in manifest.dense_files(version)}
     fetch_files(name, {n: size for n, size in sizes.items() if not (root / n).exists()}, commit, **options)
     return open_bundle(root, skip_partial=True)

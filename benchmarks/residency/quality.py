@@ -13,6 +13,7 @@ import moepack
 from benchmarks.common import Target
 from moepack.reports.evaluate import Evaluation, evaluate
 from moepack.runtime.planning.capacity import even_room
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.trace import read_trace
 
@@ -40,10 +41,8 @@ def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -
     names = [Path(f).stem for f in data]
 
     def score(policy: str, memory: int | None = None, files: list[str] = data, trace: Path | None = None) -> Evaluation:
-        return evaluate(
-            bundle, files, policy, device_memory=memory, dtype=options.dtype, length=options.length,
-            samples=options.windows, trace=trace,
-        )  # fmt: skip
+        served = LoadOptions(policy=policy, device_memory=memory, dtype=options.dtype)
+        return evaluate(bundle, files, served, length=options.length, samples=options.windows, trace=trace)
 
     def row(share: str, policy: str, got: Evaluation) -> dict[str, Any]:
         out: dict[str, Any] = {"budget": share, "policy": policy}

@@ -1,4 +1,4 @@
-"""The commands that copy a bundle, or some versions of it: to another directory, to the Hub, from it."""
+"""The commands that copy a bundle, or some of its versions: to another directory, to the Hub, from the Hub."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    Bundle,
-    Cached,
-    Dense,
-    Device,
-    Fitted,
-    Json,
-    Names,
-    Output,
-    PolicyName,
-    Quiet,
-    names_of,
-)
+from moepack.runtime.planning.options import LoadOptions
+
+from .options import Bundle, Dense, Fitted, Json, Names, Output, Quiet, loading, names_of
 from .output import print_json, progress
 
+_fit = loading("policy", "device", "kv_tokens", device_memory=(Fitted, None))  # --fit is the budget
 
+
+def _budgeted(options: LoadOptions) -> LoadOptions | None:
+    return None if options.budget is None else options
+
+
+@_fit
 def shrink(
     bundle: Bundle,
     output: Output,
+    options: LoadOptions,
     versions: Names = "",
-    fit: Fitted = None,
     allocation: Annotated[
         bool,
         typer.Option(
@@ -35,20 +32,15 @@ def shrink(
             help="Only what one map names, and the map, for static:allocation: the manifest's, with --fit the plan's.",
         ),
     ] = False,
-    policy: PolicyName = None,
-    device: Device = "cpu",
-    kv_tokens: Cached = None,
     dense: Dense = "",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a bundle with fewer versions."""
     from moepack.pipeline.shrink import shrink as run
-    from moepack.reports.fitting import fit_of
 
-    size = fit_of(fit, policy, device, kv_tokens)
     with progress(quiet) as reporter:
-        result = run(bundle, output, names_of(versions), size, allocation, reporter, names_of(dense))
+        result = run(bundle, output, names_of(versions), _budgeted(options), allocation, reporter, names_of(dense))
     if as_json:
         from dataclasses import asdict
 
@@ -81,15 +73,13 @@ def push(
         typer.echo(f"pushed to {repo}: {address}")
 
 
+@_fit
 def pull(
     repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.", show_default=False)],
+    options: LoadOptions,
     versions: Names = "",
-    fit: Fitted = None,
     add: Annotated[str, typer.Option("--add", help="Add these to a bundle that was pulled before.")] = "",
-    policy: PolicyName = None,
-    device: Device = "cpu",
-    kv_tokens: Cached = None,
     dense: Dense = "",
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     as_json: Json = False,
@@ -97,11 +87,10 @@ def pull(
 ) -> None:
     """Download a bundle, or some versions of it; run again, it goes on."""
     from moepack.hub import pull as run
-    from moepack.reports.fitting import fit_of
 
-    size = fit_of(fit, policy, device, kv_tokens)
     with progress(quiet) as reporter:
-        path = run(repo, output, names_of(versions), revision, reporter, names_of(add), size, names_of(dense))
+        fit = _budgeted(options)
+        path = run(repo, output, names_of(versions), revision, reporter, names_of(add), fit, names_of(dense))
     if as_json:
         from moepack.pack.reader import open_bundle
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from moepack.runtime.planning.sizes import parse_size
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import usages
 
-from .options import (
-    Bundle,
-    DenseName,
-    Json,
-    MaxTpot,
-    Memory,
-    PolicyName,
-    Quiet,
-)
+from .options import Bundle, Json, Quiet, loading
 from .output import console, fail, print_json, progress
 
 
@@ -71,29 +64,31 @@ def verify(
         fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
 
 
-def plan(
-    bundle: Bundle,
-    device_memory: Annotated[
-        str, typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456.", show_default=False)
-    ],
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda ...; it need not be here.")] = "cpu",
-    policy: Annotated[str | None, typer.Option("--policy", help=f"{usages()}; hotness without it.")] = None,
-    dense: DenseName = None,
-    max_tpot: MaxTpot = None,
-    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")] = 576,
-    prefill_tokens: Annotated[int, typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")] = 512,
-    all_logits: Annotated[
-        bool, typer.Option("--all-logits", help="A pass returns the logits of all its tokens, as moepack.load assumes.")
-    ] = False,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time.")] = 1,
-    as_json: Json = False,
-) -> None:
+_BUDGET = typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456.", show_default=False)
+_ANYWHERE = typer.Option("--device", help="cpu, cuda ...; it need not be here.")
+_POLICY = typer.Option("--policy", help=f"{usages()}; hotness without it.")
+_CACHED = typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")
+_PASS = typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")
+_ALL = typer.Option("--all-logits", help="A pass returns the logits of all its tokens, as moepack.load assumes.")
+_SEQUENCES = typer.Option("--batch", min=1, help="Sequences at a time.")
+
+
+@loading(
+    "dense",
+    "max_tpot",
+    device_memory=(Annotated[str, _BUDGET], Parameter.empty),
+    policy=(Annotated[str | None, _POLICY], None),
+    kv_tokens=(Annotated[int, _CACHED], 576),
+    prefill_tokens=(Annotated[int, _PASS], 512),
+    all_logits=(Annotated[bool, _ALL], False),
+    batch=(Annotated[int, _SEQUENCES], 1),
+    device=(Annotated[str, _ANYWHERE], "cpu"),
+)
+def plan(bundle: Bundle, options: LoadOptions, as_json: Json = False) -> None:
     """Say what a memory budget holds, at which loss and speed: for generate, with a prompt of 512 tokens."""
     from moepack.reports import plan as planning
 
-    size = parse_size(device_memory)
-    assert size is not None
-    planned = planning.plan(bundle, size, device, policy, kv_tokens, batch, prefill_tokens, all_logits, dense, max_tpot)
+    planned = planning.plan(bundle, options)
     if as_json:
         print_json(planning.as_json(planned))
     if planned.message is not None:
@@ -105,15 +100,14 @@ def plan(
         screen.print(text)
 
 
+@loading("policy", "dense", "device_memory")
 def doctor(
+    options: LoadOptions,
     directory: Annotated[Path | None, typer.Option("--directory", help="Where to measure disk rates.")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Measure and show which kernel runs what.")] = False,
     token: Annotated[
         str | None, typer.Option("--token", help="A bundle: serve it on the CPU and show where a token's time goes.")
     ] = None,
-    policy: PolicyName = None,
-    dense: DenseName = None,
-    device_memory: Memory = None,
     as_json: Json = False,
 ) -> None:
     """Show what this machine can do: which methods can build here, devices, memory, codec and disk rates."""
@@ -123,7 +117,7 @@ def doctor(
     if token is not None:
         from moepack.reports import token as taken
 
-        found = taken.token_time(token, policy, dense, parse_size(device_memory))
+        found = taken.token_time(token, options)
         print_json(taken.as_json(found)) if as_json else console().print(taken.render(found))
         return
     if kernels:

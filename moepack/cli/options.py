@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import usages
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -78,6 +82,9 @@ Logits = Annotated[
     bool,
     typer.Option("--all-logits", help="In a budget: leave room for the logits of all those tokens, not the last's."),
 ]
+Batch = Annotated[
+    int | None, typer.Option("--batch", min=1, help="In a budget: sequences that it leaves room for; 1 without it.")
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Names = Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")]
 Dense = Annotated[
@@ -101,6 +108,73 @@ StopTexts = Annotated[list[str] | None, typer.Option("--stop", help="A text at w
 Seed = Annotated[int, typer.Option("--seed", help="For sampling.")]
 System = Annotated[str, typer.Option("--system", help="What a chat begins with.")]
 Template = Annotated[Path | None, typer.Option("--chat-template", help="A file, in place of the model's own.")]
+
+
+LOADING: dict[str, Any] = {  # the flags of fields of LoadOptions
+    "policy": PolicyName,
+    "device_memory": Memory,
+    "dense": DenseName,
+    "max_tpot": MaxTpot,
+    "kv_tokens": Cached,
+    "batch": Batch,
+    "prefill_tokens": Prefill,
+    "all_logits": Logits,
+    "device": Device,
+    "dtype": Dtype,
+}
+SAMPLING: dict[str, Any] = {  # of Sampling
+    "temperature": Temperature,
+    "top_p": TopP,
+    "top_k": TopK,
+    "min_p": MinP,
+    "repetition": Repetition,
+    "seed": Seed,
+}
+Flags = Mapping[str, tuple[Any, Any]]  # parameters of a command: their annotation, their default
+
+
+def flags(known: Mapping[str, Any], record: type, *names: str, **others: Any) -> dict[str, tuple[Any, Any]]:
+    """The flags of these fields of a record, with its defaults.
+
+    Args:
+        known: the annotation of each field.
+        record: a dataclass.
+        names: of its fields.
+        others: fields with another default, or another annotation and default.
+    """
+    defaults = inspect.signature(record).parameters
+    found = {name: (known[name], defaults[name].default) for name in names}
+    return found | {n: v if isinstance(v, tuple) else (known[n], v) for n, v in others.items()}
+
+
+def loading(*names: str, **others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of these fields of `LoadOptions`, which it takes as `options`.
+
+    Arguments as of `flags`. The one place that turns flags into `LoadOptions`.
+    """
+    return taking("options", LoadOptions, flags(LOADING, LoadOptions, *names, **others))
+
+
+def taking(
+    parameter: str, make: Callable[..., Any], given: Flags
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace one parameter of a command by several flags, of which `make` makes its value."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            made = make(**{name: values.pop(name) for name in given})
+            command(**values, **{parameter: made})
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters: list[inspect.Parameter] = []
+        for name, old in inspect.signature(command, eval_str=True).parameters.items():
+            new = given.items() if name == parameter else [(name, (old.annotation, old.default))]
+            parameters += [inspect.Parameter(n, kind, annotation=a, default=d) for n, (a, d) in new]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+        return run
+
+    return decorate
 
 
 def names_of(text: str) -> list[str]:

@@ -20,7 +20,8 @@ from moepack.pack.reader import Bundle, verify
 from moepack.pack.spec import version_names
 from moepack.pack.tables import TABLES
 from moepack.progress import Reporter
-from moepack.reports.fitting import Described, Fit, fitting
+from moepack.reports.fitting import Described, fitting
+from moepack.runtime.planning.options import LoadOptions
 
 from .errors import HubError, hub_errors
 from .remote import CARD, PUSHING, Remote, read_remote
@@ -39,7 +40,7 @@ def pull(
     revision: str | None = None,
     reporter: Reporter | None = None,
     add: Sequence[str] = (),
-    fit: Fit | None = None,
+    fit: LoadOptions | None = None,
     dense: Sequence[str] = (),
 ) -> Path:
     """Download a bundle, or only some of its versions, and verify it.
@@ -100,7 +101,9 @@ def _dense(remote: Remote, target: Path, wanted: Sequence[str]) -> tuple[str, ..
     return () if has else remote.dense[:1]
 
 
-def _check(target: Path, versions: Sequence[str], add: Sequence[str], fit: Fit | None, dense: Sequence[str]) -> None:
+def _check(
+    target: Path, versions: Sequence[str], add: Sequence[str], fit: LoadOptions | None, dense: Sequence[str]
+) -> None:
     if sum(map(bool, (versions, add, fit))) > 1:
         raise InputError("--versions, --add and --fit each say which versions to fetch: give one of them")
     for name in (*versions, *add, *dense):
@@ -200,7 +203,7 @@ def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> 
         raise BundleError(problems)
 
 
-def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: Fit, reporter: Reporter) -> tuple[str, ...]:
+def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: LoadOptions, reporter: Reporter) -> tuple[str, ...]:
     """The versions that a budget's plan serves: from the manifest, the tables and the configuration."""
     names = ["config.json", TABLES]
     for name in names:
@@ -214,5 +217,5 @@ def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: Fit, reporter: R
     versions = tuple(v for v in remote.manifest.versions if v.name in remote.versions)
     described = Described(root, remote.manifest, versions)
     chosen = fitting(described, fit)
-    reporter.note(f"{fit.device_memory:,} bytes hold {chosen.text}: fetching {', '.join(chosen.versions)}")
+    reporter.note(f"{fit.budget:,} bytes hold {chosen.text}: fetching {', '.join(chosen.versions)}")
     return chosen.versions

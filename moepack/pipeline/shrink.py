@@ -17,7 +17,8 @@ from moepack.pack.reader import Bundle, open_bundle, verify
 from moepack.pack.spec import expert_file
 from moepack.pack.writer import BundleWriter, check_target
 from moepack.progress import Reporter
-from moepack.reports.fitting import Fit, fitting
+from moepack.reports.fitting import fitting
+from moepack.runtime.planning.options import LoadOptions
 
 from .model_card import model_card
 
@@ -48,7 +49,7 @@ def shrink(
     path: str | Path,
     output: str | Path,
     versions: Sequence[str] = (),
-    fit: Fit | None = None,
+    fit: LoadOptions | None = None,
     allocation: bool = False,
     reporter: Reporter | None = None,
     dense: Sequence[str] = (),
@@ -107,7 +108,7 @@ def shrink(
 
 
 def _choose(
-    bundle: Bundle, versions: Sequence[str], fit: Fit | None, allocation: bool
+    bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, allocation: bool
 ) -> tuple[list[str], Allocation | None]:
     """The versions that are kept, in the bundle's order, and the map."""
     if versions and (fit or allocation):
@@ -120,7 +121,7 @@ def _choose(
         if allocation:
             if found.table is None:
                 raise InputError(f"policy {fit.policy} places experts while it serves: no map says what it needs")
-            table = Allocation(f"plan for {fit.device_memory} bytes", found.table)
+            table = Allocation(f"plan for {fit.budget} bytes", found.table)
     elif allocation:
         if table is None:
             raise InputError(f"{bundle.path}: its manifest holds no allocation: give --fit as well, for the plan's")
@@ -167,10 +168,10 @@ def _before(bundle: Bundle) -> list[object]:
 
 
 def _record(
-    bundle: Bundle, versions: Sequence[str], fit: Fit | None, chosen: Sequence[str], dense: Sequence[str]
+    bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, chosen: Sequence[str], dense: Sequence[str]
 ) -> dict[str, object]:
     digest = hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
-    why = "versions" if versions else f"fit {fit.device_memory}" if fit else "allocation"
+    why = "versions" if versions else f"fit {fit.budget}" if fit else "allocation"
     note: dict[str, object] = {
         "manifest_sha256": digest,
         "from": [v.name for v in bundle.versions],

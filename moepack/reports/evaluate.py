@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moepack.opening import check, load_model, locate
+from moepack.opening import Source, check, load_model, locate
 from moepack.pack.errors import InputError
 from moepack.pack.spec import LOSSLESS
 from moepack.progress import Reporter
+from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
 from .intervals import FEW, clustered
 from .scoring import products, token_scores
@@ -137,84 +138,67 @@ def resident_bytes(model: Any) -> int:
 def evaluate(
     path: str | Path,
     data: Sequence[str],
-    policy: str | None = None,
-    device: str = "cpu",
-    dtype: str = "auto",
-    device_memory: int | None = None,
+    options: LoadOptions = DEFAULTS,
     length: int = 512,
     samples: int = 256,
     reporter: Reporter | None = None,
     trace: Path | None = None,
-    batch: int | None = None,
-    kv_tokens: int = 0,
-    prefill_tokens: int | None = None,
-    all_logits: bool = False,
     kl: bool = False,
-    dense: str | None = None,
-    max_tpot: str | None = None,
 ) -> Evaluation:
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
     Args:
         path: a bundle or a checkpoint: its directory, or its Hub id.
         data: files or Hub data sets.
-        policy: how a bundle is served; see `moepack.load`.
-        device: where to run.
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        device_memory: bytes that all of it may take; for bundles.
+        options: how it is loaded. `batch` windows make up a forward pass: 16 by default, in a budget as many as have
+            1,024 tokens. `prefill_tokens` is a window's tokens by default. `all_logits` is False by default: logits are
+            made in pieces. `kv_tokens` are not used, but the budget leaves room for them.
         length: tokens of a window; at most what the model was made for.
         samples: windows a file, from its beginning.
-        reporter: who is told of progress.
+        reporter: shows progress.
         trace: write every forward pass into this file (moepack.runtime.trace); for bundles.
-        batch: windows of a forward pass; without it 16, and in a budget as many as make up 1,024 tokens.
-        kv_tokens: tokens of KV cache that the budget leaves room for; evaluation itself uses none.
-        prefill_tokens: tokens a sequence of a pass that it leaves room for; without it those of a window.
-        all_logits: whether it leaves room for the logits of all of them; evaluation makes them in pieces.
-        kl: compare with the same bundle served at `bf16` without a budget, which is run first: divergence and
-            agreement.
-        dense, max_tpot: as of `moepack.load`.
+        kl: compare with the same bundle served at `bf16` without a budget, which runs first: divergence and agreement.
     """
     reporter = reporter or Reporter()
     if not data:
         raise InputError("no text to evaluate on: name files with --data")
-    with reporter.hub_bars():
-        source, is_bundle = locate(path)
-        from moepack.calibrate.text.documents import check_source
-        from moepack.calibrate.text.windows import load_tokenizer
-
-        check(source, is_bundle, policy, device, dtype, device_memory, dense)
-        if trace is not None:
-            _check_trace(path, is_bundle, trace)
-        for name in data:
-            check_source(name)
-        length = _window(source, length)
-        batch = batch or max(1, min(16, _TOKENS // length if device_memory is not None else 16))
-        pools = _windows(load_tokenizer(Path(source)), data, length, samples)
-        passes = length if prefill_tokens is None else prefill_tokens
-        workload: dict[str, Any] = {"kv_tokens": kv_tokens, "batch": batch, "prefill_tokens": passes}
-        workload |= {"all_logits": all_logits, "max_tpot": max_tpot}
-        with contextlib.ExitStack() as stack:
-            reference = None
-            if kl:
-                reference = _Reference(stack.enter_context(tempfile.TemporaryDirectory(prefix="moepack-")))
-                _compare_with(reference, source, is_bundle, device, dtype, pools, batch, reporter)
-            reporter.stage("load", 1)
-            reporter.step(Path(path).name)
-            shown = _shown(reporter)
-            model = load_model(
-                source, is_bundle, policy, device, dtype, device_memory, dense, progress=shown, **workload
-            )
-            serving = getattr(model, "moepack", None)
-            if trace is not None and serving is not None:
-                serving.trace(trace)
-            room = _LOGITS if serving is None or device_memory is None else serving.fixed.activations
-            reporter.stage("evaluate", len(data))
-            stack.enter_context(products(model))
-            scored = [_score(model, name, pool, batch, room, reference, reporter) for name, pool in pools]
+    with reporter.hub_bars(), contextlib.ExitStack() as stack:
+        source = _checked(path, data, options, trace)
+        length = _window(source.path, length)
+        batch = 16 if options.budget is None else max(1, min(16, _TOKENS // length))
+        options = options.filled(prefill_tokens=length, all_logits=False, batch=batch)
+        batch, pools = options.workload.batch, _windows(source, data, length, samples)
+        reference = None
+        if kl:
+            reference = _Reference(stack.enter_context(tempfile.TemporaryDirectory(prefix="moepack-")))
+            _compare_with(reference, source, options, pools, batch, reporter)
+        reporter.stage("load", 1)
+        reporter.step(Path(path).name)
+        model = load_model(source, options, _shown(reporter))
+        serving = getattr(model, "moepack", None)
+        if trace is not None and serving is not None:
+            serving.trace(trace)
+        room = _LOGITS if serving is None or options.budget is None else serving.fixed.activations
+        reporter.stage("evaluate", len(data))
+        stack.enter_context(products(model))
+        scored = [_score(model, name, pool, batch, room, reference, reporter) for name, pool in pools]
     reporter.step("done")
     if serving is not None:
         serving.close()
-    return _evaluation(model, scored, device_memory, kl)
+    return _evaluation(model, scored, options.budget, kl)
+
+
+def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace: Path | None) -> Source:
+    """Find the model, and see that it, the texts and the trace's file can be used."""
+    from moepack.calibrate.text.documents import check_source
+
+    source = locate(path)
+    for name in data:
+        check_source(name)
+    check(source, options)
+    if trace is not None:
+        _check_trace(path, source.is_bundle, trace)
+    return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,18 +227,17 @@ def divergences(
         dtype, length, samples, reporter: as of `evaluate`.
     """
     reporter = reporter or Reporter()
-    from moepack.calibrate.text.windows import load_tokenizer
-
-    source, is_bundle = locate(path)
-    pools = _windows(load_tokenizer(Path(source)), data, _window(source, length), samples)
+    source, options = locate(path), LoadOptions(dtype=dtype, batch=16)
+    pools = _windows(source, data, _window(source.path, length), samples)
     out = []
     with tempfile.TemporaryDirectory(prefix="moepack-") as folder:
         reference = _Reference(folder)
-        _compare_with(reference, source, is_bundle, "cpu", dtype, pools, 16, reporter)
+        _compare_with(reference, source, options, pools, 16, reporter)
         for policy in policies:
-            check(source, is_bundle, policy, "cpu", dtype, None)
+            options = replace(options, policy=policy)
+            check(source, options)
             reporter.stage("evaluate", len(data))
-            model = load_model(source, True, policy, "cpu", dtype)
+            model = load_model(source, options)
             with model.moepack:
                 scored = [_score(model, name, pool, 16, _LOGITS, reference, reporter) for name, pool in pools]
             out.append(Divergence(tuple(n for s in scored for n in s.counts), tuple(x for s in scored for x in s.kl)))
@@ -262,14 +245,14 @@ def divergences(
 
 
 def _compare_with(
-    reference: _Reference, source: str | Path, is_bundle: bool, device: str, dtype: str, pools: Any, batch: int,
-    reporter: Reporter,
-) -> None:  # fmt: skip
-    """Run the bundle at `bf16` over all files first."""
-    if not is_bundle:
-        raise InputError(f"{source}: not a bundle: a divergence is that of a bundle from its own bf16")
+    reference: _Reference, source: Source, options: LoadOptions, pools: Any, batch: int, reporter: Reporter
+) -> None:
+    """Run the bundle at `bf16`, without a budget, over all files first."""
+    if not source.is_bundle:
+        raise InputError(f"{source.path}: not a bundle: a divergence is that of a bundle from its own bf16")
     reporter.stage("reference", len(pools))
-    model = load_model(source, True, f"static:{LOSSLESS}", device, dtype, dense=LOSSLESS)
+    best = LoadOptions(policy=f"static:{LOSSLESS}", device=options.device, dtype=options.dtype, dense=LOSSLESS)
+    model = load_model(source, best)
     with model.moepack:
         for name, (pool, _) in pools:
             reference.keep(model, name, pool, batch, reporter)
@@ -285,10 +268,11 @@ def _window(source: str | Path, length: int) -> int:
     return min(length, most) if isinstance(most, int) and most > 1 else length
 
 
-def _windows(tokenizer: Any, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
+def _windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
     """Each file with its windows and the documents they are of; InputError for one that does not fill any."""
-    from moepack.calibrate.text.windows import document_windows
+    from moepack.calibrate.text.windows import document_windows, load_tokenizer
 
+    tokenizer = load_tokenizer(Path(source.path))
     pools = [(name, document_windows(name, tokenizer, length, samples)) for name in data]
     for name, (pool, _) in pools:
         if not len(pool):

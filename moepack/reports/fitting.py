@@ -14,45 +14,14 @@ from typing import TYPE_CHECKING, cast
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
-from moepack.runtime.planning.choice import versions_of
+from moepack.runtime.planning.choice import ladders_of, versions_of
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.paging import is_paged
-from moepack.runtime.planning.plan import ladders_of
-from moepack.runtime.planning.sizes import parse_size
-from moepack.runtime.policies.registry import parse_policy
 
-from .plan import plan
+from .plan import PLANNED, plan
 
 if TYPE_CHECKING:
     from moepack.runtime.policies.contract import Versions
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A budget that versions are chosen for.
-
-    Attributes:
-        device_memory: bytes for everything.
-        policy, device: as of `moepack.load`; the device need not be here.
-        kv_tokens: of the cache of one sequence; otherwise the workload is that of the command `plan`.
-    """
-
-    device_memory: int
-    policy: str | None = None
-    device: str = "cpu"
-    kv_tokens: int = 576
-
-
-def fit_of(size: str | None, policy: str | None, device: str, kv_tokens: int | None) -> Fit | None:
-    """What a command was given.
-
-    Raises:
-        InputError: for a size or a policy that is none.
-    """
-    memory = parse_size(size)
-    if memory is None:
-        return None
-    parse_policy(policy, True)
-    return Fit(memory, policy, device) if kv_tokens is None else Fit(memory, policy, device, kv_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +68,24 @@ class _Sizes:
         return self._size
 
 
-def fitting(bundle: Bundle, fit: Fit) -> Fitting:
+def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
     """The versions that `moepack plan` serves in a budget, of those that the bundle has.
 
     Raises:
         InputError: for a budget that does not hold the least there is, which it names; for a policy whose plan measures
             how fast weights are brought, where they are elsewhere.
     """
-    policy = parse_policy(fit.policy, True)
+    options = options.filled(**PLANNED)
+    policy = options.parsed_policy()
     if isinstance(bundle, Described) and policy.is_live and any(map(is_paged, ladders_of(bundle, policy.options))):
-        needed = ",".join(versions_of(fit.policy, bundle, True))
+        needed = ",".join(versions_of(options.policy, bundle, True))
         raise InputError(f"policy {policy} is planned by rates that are measured on weights: fetch {needed} by name")
-    planned = plan(bundle, fit.device_memory, fit.device, fit.policy, fit.kv_tokens, all_logits=False)
+    planned = plan(bundle, options)
     if planned.message is not None:
         raise InputError(planned.message)
     counts = Counter(name for row in planned.table for name in row)
     if planned.moving:
-        names = versions_of(fit.policy, bundle, True)
+        names = versions_of(options.policy, bundle, True)
         return Fitting(names, tuple(counts[n] for n in names), None)
     names = tuple(v.name for v in bundle.versions if counts[v.name])
     return Fitting(names, tuple(counts[n] for n in names), planned.table)

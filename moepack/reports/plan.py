@@ -17,15 +17,18 @@ from moepack.pack.errors import InputError
 from moepack.pack.manifest import CONFIG
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables, shown_loss
+from moepack.runtime.load import check_options
+from moepack.runtime.planning.options import LoadOptions, Workload
 
 if TYPE_CHECKING:
     import torch
 
-    from moepack.runtime.planning.fixed import Fixed, Workload
+    from moepack.runtime.planning.fixed import Fixed
     from moepack.runtime.policies.contract import Versions
     from moepack.runtime.policies.registry import Policy
 
 MOST = 1 << 40
+PLANNED = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}  # for generate, 64 tokens more
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,32 +104,21 @@ class Planned:
     moving: bool = False
 
 
-def plan(
-    path: str | Path | Bundle,
-    device_memory: int,
-    device: str = "cpu",
-    policy: str | None = None,
-    kv_tokens: int = 0,
-    batch: int = 1,
-    prefill_tokens: int = 512,
-    all_logits: bool = True,
-    dense: str | None = None,
-    max_tpot: str | int | None = None,
-) -> Planned:
-    """Foretell what `moepack.load` with these arguments would serve.
+def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
+    """Foretell what `moepack.load` with these options would serve in their budget.
 
     Args:
         path: a bundle, or its directory.
-        device_memory: bytes for everything.
-        device: as torch names it; it need not be here.
-        policy: as in `moepack.load`.
-        dense, max_tpot, kv_tokens, batch, prefill_tokens, all_logits: as in `moepack.load`. (The command plans for
-            `moepack generate`.)
+        options: as of `moepack.load`; `device` need not be here. (The command plans for `moepack generate`.)
 
     Raises:
-        InputError: for a policy that does not fit the bundle; not for a budget that is too small.
+        InputError: for a policy that does not fit the bundle, or without a budget; not for a budget that is too small.
     """
+    budget = options.budget
+    if budget is None:
+        raise InputError("a plan is made for a memory budget: device_memory, or --device-memory")
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
+    check_options(bundle, options)
 
     import torch
 
@@ -135,31 +127,28 @@ def plan(
     from moepack.runtime.devices.reading import read_rate
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.config import read_config
-    from moepack.runtime.planning.fixed import Fixed, Workload, measure, top_k
-    from moepack.runtime.planning.sizes import parse_bound
+    from moepack.runtime.planning.fixed import Fixed, measure, top_k
     from moepack.runtime.planning.token_cost import dense_read, within
-    from moepack.runtime.policies.registry import parse_policy
 
     try:
-        where = torch.device(device)
+        where = torch.device(options.device)
     except RuntimeError:
-        raise InputError(f"device {device}: not a name that torch knows") from None
-    parse_policy(policy, True)  # refuses a name before anything is measured
+        raise InputError(f"device {options.device}: not a name that torch knows") from None
     bundle.check(CONFIG)
     config = read_config(bundle.path, bundle.manifest)
-    workload = Workload(kv_tokens, batch, prefill_tokens, all_logits)
+    workload = options.workload
     dtype = config.dtype or torch.float32
     needs, outside = measure(bundle, config, dtype, where, workload)
-    outside += dense_change(bundle, choose_dense(dense, bundle, policy), dtype.itemsize)
-    read = dense_read(outside, config) + needs.kv.bytes(kv_tokens)
-    bundle = within(bundle, parse_bound(max_tpot), read, top_k(config), lambda: read_rate(where))
-    parsed = choose_policy(policy, bundle, [where], True)
+    outside += dense_change(bundle, choose_dense(options.dense, bundle, options.policy), dtype.itemsize)
+    read = dense_read(outside, config) + needs.kv.bytes(workload.kv_tokens)
+    bundle = within(bundle, options.bound, read, top_k(config), lambda: read_rate(where))
+    parsed = choose_policy(options.policy, bundle, [where], True)
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     least = _decide(bundle, parsed, fixed, 0, where).least
-    decided = _decide(bundle, parsed, fixed, device_memory, where)
+    decided = _decide(bundle, parsed, fixed, budget, where)
     table, message = decided.table, None
     if table is None:
-        message = f"{bundle.path}: {device_memory} bytes are not enough: the least that would do is {least} bytes"
+        message = f"{bundle.path}: {budget} bytes are not enough: the least that would do is {least} bytes"
         message += f" for {asked(workload)} ({fixed})"
     facts: dict[str, Any] = dict.fromkeys(
         ("expected_relative_loss", "expected_relative_loss_error", "bytes_per_token", "expected_tokens_per_second")
@@ -174,16 +163,16 @@ def plan(
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))
         used = fixed.total + decided.used
-        cached = needs.kv.tokens(fixed.kv + device_memory - fixed.total - decided.floor, batch, MOST)
+        cached = needs.kv.tokens(fixed.kv + budget - fixed.total - decided.floor, workload.batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"], facts["expected_relative_loss_error"] = relative_loss(tables, table)
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
         if bandwidth:
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
     return Planned(
-        str(bundle.path), str(parsed), device, table is not None, device_memory, fixed.total, fixed, least, used,
-        kv_tokens, batch, prefill_tokens, all_logits, needs.kv.token_bytes, cached, host, layers, bandwidth=bandwidth,
-        estimated=where.type != "cpu", message=message, table=table or (),
+        str(bundle.path), str(parsed), options.device, table is not None, budget, fixed.total, fixed, least, used,
+        workload.kv_tokens, workload.batch, workload.prefill_tokens, workload.all_logits, needs.kv.token_bytes,
+        cached, host, layers, bandwidth=bandwidth, estimated=where.type != "cpu", message=message, table=table or (),
         moving=decided.moving, **facts,
     )  # fmt: skip
 

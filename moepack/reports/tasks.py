@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moepack.opening import check, load_model, locate
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.progress import Reporter
+from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
 from .scoring import products
 
@@ -16,30 +18,23 @@ from .scoring import products
 def run_tasks(
     path: str | Path,
     tasks: Sequence[str],
-    policy: str | None = None,
-    device: str = "cpu",
-    dtype: str = "auto",
-    device_memory: int | None = None,
+    options: LoadOptions = DEFAULTS,
     length: int = 2048,
-    batch: int = 1,
     shots: int | None = None,
     limit: int | None = None,
     folder: Path | None = None,
     chat: bool = False,
     reporter: Reporter | None = None,
-    dense: str | None = None,
-    max_tpot: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Score a bundle or a checkpoint.
 
     Args:
         path: its directory, or its Hub id.
         tasks: names, as `lm_eval --tasks` takes them.
-        policy, device, dtype, device_memory, dense, max_tpot: as of `evaluate`.
-        length: tokens of a question with its answer, at the most; a budget leaves room for them.
-        batch: questions at a time.
-        shots: examples before each; without it, what the task says.
-        limit: questions a task; without it, all.
+        options: how it is loaded; `batch` questions are asked at a time, 1 without it.
+        length: the most tokens of a question with its answer; a budget leaves room for them.
+        shots: examples before each; None: what the task says.
+        limit: questions a task; None: all.
         folder: with tasks of one's own.
         chat: ask through the model's chat template.
 
@@ -60,8 +55,8 @@ def run_tasks(
 
     reporter = reporter or Reporter()
     with reporter.hub_bars():
-        source, is_bundle = locate(path)
-        check(source, is_bundle, policy, device, dtype, device_memory, dense)
+        source, options = locate(path), replace(options, kv_tokens=length, prefill_tokens=length, all_logits=True)
+        check(source, options)
         manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
         if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
             manager = TaskManager(include_path=str(folder))  # with the harness's own: ten seconds
@@ -69,14 +64,12 @@ def run_tasks(
             raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
         reporter.stage("load", 1)
         reporter.step(Path(path).name)
-        room: dict[str, Any] = {"kv_tokens": length, "batch": batch, "prefill_tokens": length, "all_logits": True}
-        room = room | {"max_tpot": max_tpot} if is_bundle else {"max_tpot": max_tpot}
-        model = load_model(source, is_bundle, policy, device, dtype, device_memory, dense, **room)
+        model, batch = load_model(source, options), options.workload.batch
         reporter.stage("tasks", len(tasks))
         reporter.step(", ".join(tasks))
         try:
             asked = HFLM(
-                pretrained=model, tokenizer=load_tokenizer(Path(source)), batch_size=batch, max_length=length
+                pretrained=model, tokenizer=load_tokenizer(Path(source.path)), batch_size=batch, max_length=length
             )  # fmt: skip
             with products(model):
                 found = simple_evaluate(
@@ -86,7 +79,7 @@ def run_tasks(
         except (ConnectionError, FileNotFoundError) as error:
             raise InputError(f"{', '.join(tasks)}: their data cannot be had: {str(error).splitlines()[0]}") from None
         finally:
-            if is_bundle:
+            if source.is_bundle:
                 model.moepack.close()
     reporter.step("done")
     assert found is not None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moepack.opening import check, load_model, locate
 from moepack.pack.errors import InputError
+from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,35 +91,29 @@ class _Clock:
         return timed
 
 
-def token_time(
-    path: str | Path,
-    policy: str | None = None,
-    dense: str | None = None,
-    device_memory: int | None = None,
-    context: int = 128,
-    steps: int = 32,
-) -> TokenTime:
+def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int = 128, steps: int = 32) -> TokenTime:
     """Serve a bundle on this machine's CPU and take decoding steps apart.
 
     Args:
         path: a bundle: its directory, or its Hub id.
-        policy, dense, device_memory: as of `moepack.load`.
+        options: how it is served.
         context: tokens that are in the cache before.
         steps: how many are measured, with clocks and without.
 
     Raises:
-        InputError: for what is no bundle.
+        InputError: for what is not a bundle.
     """
+    source = locate(path)
+    if not source.is_bundle:
+        raise InputError(f"{path}: not a bundle: it has no manifest.json")
+    options = options.filled(kv_tokens=context + 2 * steps + 8, prefill_tokens=context, all_logits=False)
+    check(source, options)
+
     import torch
 
     from moepack.runtime.devices.reading import read_rate
 
-    source, is_bundle = locate(path)
-    if not is_bundle:
-        raise InputError(f"{path}: not a bundle: it has no manifest.json")
-    check(source, True, policy, "cpu", "auto", device_memory, dense)
-    room = {"kv_tokens": context + 2 * steps + 8, "prefill_tokens": context, "all_logits": False}
-    model = load_model(source, True, policy, "cpu", "auto", device_memory, dense, **room)
+    model = load_model(source, options)
     with model.moepack as serving, torch.inference_mode():
         for _ in _steps(model, context, 4):  # what is compiled and cached is
             pass
@@ -141,7 +136,7 @@ def token_time(
         ]
         found.sort(key=lambda part: -part.seconds)
         return TokenTime(
-            serving.policy, dense, torch.get_num_threads(), context, plain, statistics.median(clocked), rate,
+            serving.policy, options.dense, torch.get_num_threads(), context, plain, statistics.median(clocked), rate,
             tuple(found), dict(serving.replaced),
         )  # fmt: skip
 

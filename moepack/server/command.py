@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.opening import DTYPES, read_template
+from moepack.opening import read_template
 from moepack.pack.errors import InputError, in_a_line
-from moepack.pack.reader import open_bundle
+from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.planning.sizes import parse_size
-from moepack.runtime.policies.registry import parse_policy
 
 from .options import Limits, Options
 
@@ -38,15 +37,10 @@ COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """What the command was asked for; sizes as they are typed."""
+    """What the command is asked for; sizes as they are typed. `load` says how the bundle is loaded."""
 
     bundle: str
-    policy: str | None = None
-    device_memory: str | None = None
-    dense: str | None = None
-    max_tpot: str | None = None
-    device: str = "cpu"
-    dtype: str = "auto"
+    load: LoadOptions = DEFAULTS
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -55,7 +49,6 @@ class Serve:
     max_sequences: int = 32
     max_waiting: int = 256
     step_tokens: int = 256
-    kv_tokens: int | None = None
     max_kv_tokens: int | None = None
     max_prompt_tokens: int | None = None
     max_body: str = "4MiB"
@@ -130,37 +123,32 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
 
 
 def _load(asked: Serve) -> tuple[Any, Any]:
-    import torch
+    from moepack.runtime.load import check_bundle, load_bundle
+
+    check_bundle(asked.bundle, asked.load)
+
     from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    from moepack.runtime.load import check_bundle, load
     from moepack.runtime.planning.config import check_config
     from moepack.runtime.planning.exceeded import BudgetExceeded
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
-    check_bundle(asked.bundle)
-    if asked.dtype not in DTYPES:
-        raise InputError(f"dtype {asked.dtype!r} is unknown: {', '.join(DTYPES)}")
-    dtype: Any = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
-    if Path(asked.bundle).is_dir():
-        open_bundle(asked.bundle).check()  # before transformers reads them
     check_config(asked.bundle)  # the tokenizer is made by what it says
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
-    except Exception as error:  # its files are somebody else's
+    except Exception as error:  # its files may hold anything
         raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {in_a_line(error)}") from None
-    moves = asked.device_memory is None or parse_policy(asked.policy, True).is_live
-    held = asked.kv_tokens if asked.kv_tokens is not None else 0 if moves else HELD
+    moves = asked.load.budget is None or asked.load.parsed_policy().is_live
+    options = asked.load.filled(kv_tokens=0 if moves else HELD, prefill_tokens=asked.step_tokens, all_logits=False)
     try:
-        model = load(
-            asked.bundle, asked.device, asked.device_memory, asked.policy, dtype, kv_tokens=held,
-            prefill_tokens=asked.step_tokens, all_logits=False, dense=asked.dense, max_tpot=asked.max_tpot,
-        )  # fmt: skip
+        model = load_bundle(asked.bundle, options)
     except BudgetExceeded as error:
-        why = f"{held} tokens of KV cache are held back, because {asked.policy} lets no expert make room: --kv-tokens"
-        raise error if moves or asked.kv_tokens is not None else InputError(f"{error} ({why} changes that)") from None
+        if moves or asked.load.kv_tokens is not None:
+            raise
+        why = f"{HELD} tokens of KV cache are held back, because {options.policy} lets no expert make room: --kv-tokens"
+        raise InputError(f"{error} ({why} changes that)") from None
     return model.eval(), tokenizer
 
 

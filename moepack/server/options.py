@@ -1,7 +1,8 @@
-"""How a server is to behave, and what it takes on. Data; imports nothing that is slow."""
+"""How a server behaves, what it takes on, how tokens are sampled: records that import neither torch nor a server."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -45,3 +46,31 @@ class Options:
     body: int = 4 << 20
     template: str | None = None
     limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request wants its tokens chosen.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: the least set of likeliest tokens with this probability; 1 is all.
+        top_k: the likeliest tokens; 0 is all.
+        min_p: tokens at least this share as likely as the likeliest; 0 is all.
+        seed: of its random numbers; None for one that nobody knows.
+        presence, frequency: taken from the logits of tokens that were generated, once and for each time.
+        repetition: divides (or, below zero, multiplies) the logits of tokens in prompt and answer; 1 is none.
+        bias: added to the logits of these tokens.
+        top_logprobs: how many alternatives are reported with every token; None: not even its own.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None

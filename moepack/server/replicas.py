@@ -263,7 +263,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
 
 def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
     """Start the replicas, and wait until they have loaded."""
-    on_gpu = asked.device.startswith("cuda")
+    on_gpu = asked.load.device.startswith("cuda")
     kind, found = ("GPU", ray.cluster_resources().get("GPU", 0)) if on_gpu else ("CPU", ray.cluster_resources()["CPU"])
     if found < asked.replicas:
         raise InputError(f"{asked.replicas} replicas need a {kind} each: the cluster has {found:g}")

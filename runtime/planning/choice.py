@@ -1,19 +1,21 @@
-"""Which policy serves a bundle: the one answer for plans, loading and whatever loads by path.
+"""Choose the policy and the versions that serve a bundle, for plans, loading and downloads.
 
-Looks at versions and devices, not at bytes.
+Reads the manifest and the policy's map, no weights; imports no torch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
+from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
+from moepack.runtime.policies.contract import Ladder, LiveOptions
 from moepack.runtime.policies.registry import Policy, parse_policy
 
-from .plan import ladders_of
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("moepack.runtime")
 
@@ -44,6 +46,18 @@ def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.devi
     return parse_policy("uniform")
 
 
+def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Ladder]:
+    """The ladders of placements that a policy may use on a bundle.
+
+    Raises:
+        InputError: when the bundle lacks a version that the options name.
+    """
+    try:
+        return options.ladders(bundle.versions)
+    except InputError as error:
+        raise InputError(f"{bundle.path}: {error}") from None
+
+
 def versions_of(text: str | None, bundle: Bundle, in_budget: bool) -> tuple[str, ...]:
     """The versions that a policy may serve of a bundle, the most precise first: what has to be fetched for it.
 
@@ -64,16 +78,3 @@ def versions_of(text: str | None, bundle: Bundle, in_budget: bool) -> tuple[str,
     else:
         names = {v.name for v in bundle.versions}  # what a budget holds decides
     return tuple(v.name for v in bundle.versions if v.name in names)
-
-
-def check_policy(text: str, bundle: Bundle, in_budget: bool) -> None:
-    """See that a policy fits a bundle, whatever the budget: before weights are read.
-
-    Raises:
-        InputError: when it does not.
-    """
-    policy = parse_policy(text, in_budget)
-    if policy.is_live:
-        ladders_of(bundle, policy.options)
-    elif policy.entry.versions is not None and not policy.entry.needs_budget:
-        policy.entry.versions(bundle, policy.options, None)

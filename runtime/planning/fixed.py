@@ -18,6 +18,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.experts import backends
+from moepack.runtime.planning.options import Workload
 
 from .config import TOP_K
 from .kv_cache import KvShape
@@ -26,29 +27,6 @@ from .skeleton import EXPERT_PARAMETERS, Probe, skeleton
 log = logging.getLogger("moepack.runtime")
 FAR = 4096  # tokens of context at which what a longer cache adds to activations is measured, at the least
 LOOPED = 2048  # the longest context that is run where operations grow in number with it (0.1 ms each)
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What a budget must leave room for beside the experts.
-
-    Attributes:
-        kv_tokens: tokens of each sequence's cache that is reserved while loading; more is asked for as it is needed.
-        batch: sequences at a time.
-        prefill_tokens: tokens of each sequence in the largest forward pass; 0 leaves activations out of the budget.
-        all_logits: whether a pass returns the logits of all its tokens, and not of the last alone as when generating.
-    """
-
-    kv_tokens: int = 0
-    batch: int = 1
-    prefill_tokens: int = 512
-    all_logits: bool = True
-
-    def __post_init__(self) -> None:
-        for name, least in (("kv_tokens", 0), ("batch", 1), ("prefill_tokens", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise InputError(f"{name} is a whole number from {least}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
@@ -25,6 +24,7 @@ from moepack.runtime.policies.registry import Policy
 
 from . import paging
 from .capacity import base_bytes, bytes_by_loss, even_bytes
+from .choice import ladders_of
 from .exceeded import TooSmallError
 from .fixed import Fixed
 from .paging import LOADERS, measure_rates, window_size
@@ -171,18 +171,6 @@ class Plan:
         nothing = [np.zeros(n, np.int64) for n in self.experts]
         none = [np.zeros(n) for n in self.experts] if made.needs.gates else []
         return made, made.decide(Interval(time.monotonic(), self.capacity(), nothing, none)) or {}
-
-
-def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Placements]:
-    """The ladders that a policy may have of a bundle.
-
-    Raises:
-        InputError: when versions are not there.
-    """
-    try:
-        return options.ladders(bundle.versions)
-    except InputError as error:
-        raise InputError(f"{bundle.path}: {error}") from None
 
 
 def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, on_gpu: bool = False) -> Plan:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from moepack.pack.errors import InputError
 
-DEVICE_MEMORY = "MOEPACK_DEVICE_MEMORY"  # the environment's budget, where a program loads by path
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 

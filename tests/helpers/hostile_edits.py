@@ -24,6 +24,7 @@ from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import open_bundle
 from moepack.pack.tables import TABLES
 from moepack.reports.inspect import inspect, render
+from moepack.runtime.planning.options import LoadOptions
 
 SECONDS = 20  # an edit that takes longer hangs
 Change = Callable[[Any], Any]
@@ -149,7 +150,7 @@ def read_all(path: Path, plan: bool = False) -> None:
     if plan:
         from moepack.reports.plan import plan as run
 
-        run(path, 1 << 40, policy=f"static:{bundle.versions[-1].name}")
+        run(path, LoadOptions(device_memory=1 << 40, policy=f"static:{bundle.versions[-1].name}"))
     problems = bundle.verify()
     for problem in problems:
         one_line(str(problem))

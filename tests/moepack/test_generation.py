@@ -16,8 +16,9 @@ from moepack.calibrate.text.windows import load_tokenizer
 from moepack.chat import Here, There, talk
 from moepack.generation import GREEDY, Session, generate
 from moepack.pack.errors import InputError
-from moepack.server.batching.sampling import Sampling
+from moepack.runtime.planning.options import LoadOptions
 from moepack.server.batching.text import Stops
+from moepack.server.options import Sampling
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<a>{% endif %}"
@@ -47,7 +48,7 @@ def test_stop_strings_are_never_told_however_the_text_is_cut() -> None:
 
 def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle: Path) -> None:
     told: list[str] = []
-    text = generate(bundle, "The history of", policy="static:w4", max_new_tokens=16, tell=told.append)
+    text = generate(bundle, "The history of", LoadOptions(policy="static:w4"), max_new_tokens=16, tell=told.append)
     model, tokenizer = moepack.load(bundle, policy="static:w4"), load_tokenizer(bundle)
     ids = tokenizer("The history of", return_tensors="pt").input_ids
     out = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
@@ -55,7 +56,7 @@ def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle: Path) -> None
     assert len(told) > 3
     word = text.split()[3]
     assert (
-        generate(bundle, "The history of", policy="static:w4", max_new_tokens=16, stop=(word,))
+        generate(bundle, "The history of", LoadOptions(policy="static:w4"), max_new_tokens=16, stop=(word,))
         == (text[: text.index(word)])
     )
 
@@ -84,7 +85,7 @@ class Spy:
 
 def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> None:
     def answers(fresh: bool) -> tuple[list[str], int]:
-        with Session(bundle, "static:w4", chat_template=TEMPLATE) as session:
+        with Session(bundle, LoadOptions(policy="static:w4"), chat_template=TEMPLATE) as session:
             session.load(512, 64)
             spy, here, told = Spy(session.model), Here(session, 8, GREEDY, ("\n",)), list[str]()
 
@@ -105,7 +106,7 @@ def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> Non
 
 
 def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle: Path) -> None:
-    with Session(bundle, "hotness", device_memory=20_000_000, chat_template=TEMPLATE) as session:
+    with Session(bundle, LoadOptions(policy="hotness", device_memory=20_000_000), chat_template=TEMPLATE) as session:
         session.load(256, 16)
         here, seen = Here(session, 6, GREEDY), list[list[Any]]()
 
@@ -126,10 +127,10 @@ def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle: Path) -
 
 def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle: Path) -> None:
     prompt = "The history of the town " * 20
-    with Session(bundle, "static:w4", device_memory=40_000_000) as session:
+    with Session(bundle, LoadOptions(policy="static:w4", device_memory=40_000_000)) as session:
         session.load(256, 16)
         held = session.go_on(session.text(prompt), 8)
-    assert held == generate(bundle, prompt, policy="static:w4", max_new_tokens=8)
+    assert held == generate(bundle, prompt, LoadOptions(policy="static:w4"), max_new_tokens=8)
 
 
 def test_what_cannot_chat_says_so(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +180,7 @@ def test_a_chat_with_a_server(bundle: Path) -> None:
         how = Sampling(temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
         lines, there, here = ["one and two", "three"], list[str](), list[str]()
         talk(There(f"{server.url}/v1/", "secret", 8, how, ("\n",)), "Be short.", lines, there.append)
-        with Session(bundle, "static:bf16", dtype="float32", chat_template=TEMPLATE) as session:
+        with Session(bundle, LoadOptions(policy="static:bf16"), chat_template=TEMPLATE) as session:
             session.load(256, 64)
             talk(Here(session, 8, how, ("\n",)), "Be short.", lines, here.append)
         assert "".join(there) == "".join(here) and len("".join(here)) > 10

@@ -19,6 +19,7 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.reports.plan import plan
 from moepack.reports.verify import verify
+from moepack.runtime.planning.options import LoadOptions
 
 Edit = Callable[[Path, Callable[[dict], None]], None]
 
@@ -285,7 +286,7 @@ def test_a_version_is_added_from_where_the_others_came(client: Client, bundle: P
 
 def test_a_budget_chooses_what_is_fetched(client: Client, bundle: Path, tmp_path: Path) -> None:
     assert client("push", bundle, "someone/mini", "-q").returncode == 0
-    least = plan(bundle, 1 << 30, all_logits=False, kv_tokens=576).least_bytes
+    least = plan(bundle, LoadOptions(device_memory=1 << 30, all_logits=False, kv_tokens=576)).least_bytes
     client.hub.requests.clear()
     out = client("pull", "someone/mini", "-o", tmp_path / "got", "--fit", str(least), "-q", "--json")
     assert out.returncode == 0, out.stderr

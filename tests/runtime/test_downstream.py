@@ -20,6 +20,7 @@ import moepack
 from moepack.pack.errors import InputError
 from moepack.reports.plan import plan
 from moepack.runtime import snapshot as snapshots
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.plugin import MoepackConfig
 
 HOT = "hotness:hi=bf16,lo=w2"
@@ -79,9 +80,9 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
     seen: list[Any] = []
     fetch = snapshots.fetch
 
-    def note(*args: Any) -> Any:
-        seen.append(args)
-        return fetch(*args)
+    def note(name: str, commit: str, options: LoadOptions, given: Any) -> Any:
+        seen.append((name, commit, options.policy, options.budget, options.dense, given))
+        return fetch(name, commit, options, given)
 
     monkeypatch.setattr("moepack.runtime.plugin.fetch", note)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # transformers asks for more than what it needs
@@ -92,7 +93,8 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
     else:
         given = {"token": "hf_mine", "cache_dir": str(tmp_path / "cache"), "local_files_only": True}
         model = AutoModelForCausalLM.from_pretrained("someone/mini", policy="static:w2", **given)
-    assert model.moepack.bundle.path == snapshot and seen == [("someone/mini", commit, "static:w2", False, given, None)]
+    assert model.moepack.bundle.path == snapshot
+    assert seen == [("someone/mini", commit, "static:w2", None, None, given)]
     assert [v.name for v in model.moepack.bundle.versions] == ["w2"], "what is there in part is not there"
 
 
@@ -123,7 +125,9 @@ def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle: Path) -> None:
     """A refusal by the budget counts as out of memory, whether a pass or a load is refused."""
     from accelerate.utils import find_executable_batch_size
 
-    least = plan(bundle, 0, policy="static:w2", prefill_tokens=64, all_logits=True).least_bytes
+    least = plan(
+        bundle, LoadOptions(device_memory=0, policy="static:w2", prefill_tokens=64, all_logits=True)
+    ).least_bytes
     budget = {"policy": "static:w2", "device_memory": least + 4_000_000, "prefill_tokens": 64, "all_logits": True}
     model = moepack.load(bundle, **budget)
 

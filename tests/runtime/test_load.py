@@ -19,9 +19,10 @@ from moepack.pack.spec import Matrix, Version
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise, unpack
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.policies.static import static_map
-from moepack.server.batching.sampling import Sampling
+from moepack.server.options import Sampling
 
 
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
@@ -241,8 +242,8 @@ def test_load_says_what_is_wrong(tmp_path: Path, demo_model: Path, bundle: Path)
 
 def test_lossless_perplexity_is_the_checkpoints(bundle: Path, demo_model: Path, evaluation: Path) -> None:
     for dtype in ("float32", "bfloat16"):
-        plain = evaluate(demo_model, [str(evaluation)], dtype=dtype, length=128, samples=24)
-        ours = evaluate(bundle, [str(evaluation)], dtype=dtype, length=128, samples=24)
+        plain = evaluate(demo_model, [str(evaluation)], LoadOptions(dtype=dtype), length=128, samples=24)
+        ours = evaluate(bundle, [str(evaluation)], LoadOptions(dtype=dtype), length=128, samples=24)
         assert ours.tokens == plain.tokens == 24 * 127
         assert ours.perplexity == pytest.approx(plain.perplexity, rel=1e-3 if dtype == "float32" else 5e-3)
         assert plain.policy is None and ours.policy == "static"
@@ -255,7 +256,7 @@ def test_perplexity_is_the_definition(demo_model: Path, evaluation: Path) -> Non
 
     from moepack.calibrate.text.windows import load_tokenizer, windows
 
-    score = evaluate(demo_model, [str(evaluation)], dtype="float32", length=64, samples=3)
+    score = evaluate(demo_model, [str(evaluation)], LoadOptions(dtype="float32"), length=64, samples=3)
     ids = windows(str(evaluation), load_tokenizer(demo_model), 64, 3)
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     with torch.inference_mode():

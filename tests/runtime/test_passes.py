@@ -19,6 +19,7 @@ import moepack
 from moepack.pack.errors import InputError
 from moepack.reports.plan import plan
 from moepack.runtime.planning.kv_cache import cache_bytes
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes
 
 FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0,margin=0,slack=0"
@@ -26,7 +27,7 @@ FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0,margin=
 
 @pytest.fixture
 def model(bundle: Path) -> Any:
-    least = plan(bundle, 0, policy=FAST, prefill_tokens=64).least_bytes
+    least = plan(bundle, LoadOptions(device_memory=0, policy=FAST, prefill_tokens=64)).least_bytes
     made = moepack.load(bundle, policy=FAST, device_memory=least + 3_000_000, prefill_tokens=64)
     yield made
     made.moepack.close()
@@ -92,7 +93,7 @@ def open_steps(model: Any) -> int:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
 @pytest.mark.parametrize("policy", [FAST, "lru:hi=bf16,lo=w2", "importance"])
 def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str, error: type[BaseException]) -> None:
-    least = plan(bundle, 0, policy=policy, prefill_tokens=64).least_bytes
+    least = plan(bundle, LoadOptions(device_memory=0, policy=policy, prefill_tokens=64)).least_bytes
     model = moepack.load(bundle, policy=policy, device_memory=least + 2_000_000, prefill_tokens=64)
 
     def interrupt(*_: Any) -> None:
@@ -187,7 +188,7 @@ def test_the_model_is_let_go_at_once(bundle: Path, policy: str, memory: int | No
 
 def test_passes_at_once_count_together(bundle: Path) -> None:
     """Each within the workload, and all of them beyond it: the second waits for the first, or finds room."""
-    least = plan(bundle, 0, policy="static:w2", prefill_tokens=256).least_bytes
+    least = plan(bundle, LoadOptions(device_memory=0, policy="static:w2", prefill_tokens=256)).least_bytes
     tight = moepack.load(bundle, policy="static:w2", device_memory=least, prefill_tokens=256)
     watch, inside, most = tight.moepack.caches, threading.Semaphore(0), []
 
@@ -223,7 +224,7 @@ def test_passes_at_once_count_together(bundle: Path) -> None:
 
 def tight(bundle: Path, room: int = 0, **options: Any) -> Any:
     """A model in the smallest budget of a workload, and `room` bytes."""
-    need = plan(bundle, 0, policy="static:w2", **options).least_bytes
+    need = plan(bundle, LoadOptions(device_memory=0, policy="static:w2", **options)).least_bytes
     return moepack.load(bundle, policy="static:w2", device_memory=need + room, **options)
 
 
@@ -306,7 +307,7 @@ def test_what_a_pass_returns_counts(bundle: Path, asked: dict[str, Any], options
 def test_a_full_disk_ends_the_trace_and_nothing_else(
     bundle: Path, tmp_path: Path, buffering: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    need = plan(bundle, 0, policy=FAST, prefill_tokens=64).least_bytes
+    need = plan(bundle, LoadOptions(device_memory=0, policy=FAST, prefill_tokens=64)).least_bytes
     model = moepack.load(bundle, policy=FAST, device_memory=need + 1_000_000, prefill_tokens=64)
     model.moepack.trace(tmp_path / "trace")
     model.moepack._wrapper._trace._file = Path("/dev/full").open("w", buffering=buffering)  # noqa: SIM115

@@ -26,6 +26,7 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import ENTRIES
 
 pytest.importorskip("prometheus_client")
@@ -149,7 +150,7 @@ def test_every_way_gives_the_same(
                 moepack.load(bundle, device_memory=1000, dtype=torch.float32, **asked, **WORK)
             budget = refused.value.least
         asked["device_memory"] = budget
-        planned = plan(bundle, **asked, **WORK)  # in the checkpoint's BF16
+        planned = plan(bundle, LoadOptions(**asked, **WORK))  # in the checkpoint's BF16
         with moepack.load(bundle, **asked, **WORK).moepack as serving:
             assert planned.feasible and planned.fixed == serving.fixed
             if serving.manager is None:
@@ -162,10 +163,10 @@ def test_every_way_gives_the_same(
         versions, live, logits = serving.versions, serving.manager is not None, model(ids, logits_to_keep=1).logits
         assert torch.isfinite(logits).all() and (budget is None or serving.resident_bytes_peak <= budget)
     files = [str(evaluation)]
-    scored = evaluate(bundle, files, dtype="float32", length=LENGTH, samples=SAMPLES, batch=1, **asked, **WORK)
-    told = generate(bundle, PROMPT, dtype="float32", max_new_tokens=NEW, **asked, **WORK)
-    asked["device_memory"] = None if budget is None else str(asked["device_memory"])
-    command = Serve(str(bundle), dtype="float32", step_tokens=LENGTH, kv_tokens=128, **asked)
+    options = LoadOptions(dtype="float32", batch=1, **asked, **WORK)
+    scored = evaluate(bundle, files, options, length=LENGTH, samples=SAMPLES)
+    told = generate(bundle, PROMPT, options, max_new_tokens=NEW)
+    command = Serve(str(bundle), LoadOptions(dtype="float32", kv_tokens=128, **asked), step_tokens=LENGTH)
     with opened(command, options_of(command)) as server:
         body = {"model": bundle.name, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
         served = ask(server, body)["choices"][0]["text"]

@@ -21,6 +21,7 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan
 from moepack.runtime.devices.contract import Device
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.residency import opening
 
 PAGES = {p.stem: p.read_text() for p in (ROOT / "docs" / "extending").glob("*.md")}
@@ -86,7 +87,7 @@ def test_a_device(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert replaced in Path(opening.__file__).read_text(), "the line that it stands in place of"
     monkeypatch.setattr(opening, "CpuDevice", slow)
     policy = "hotness:hi=bf16,lo=w2,prior=none,interval=0.05,rate=0"
-    budget = plan(bundle, 0, policy=policy, prefill_tokens=16).least_bytes + 400_000
+    budget = plan(bundle, LoadOptions(device_memory=0, policy=policy, prefill_tokens=16)).least_bytes + 400_000
     ids = torch.randint(1, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
     model = moepack.load(bundle, policy=policy, device_memory=budget, prefill_tokens=16)
     with model.moepack as served:

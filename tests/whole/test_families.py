@@ -13,6 +13,7 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.verify import verify
+from moepack.runtime.planning.options import LoadOptions
 
 RECIPE = """
 quantize: {{method: {}, group_size: 32, loss_tokens: 64}}
@@ -55,7 +56,7 @@ def test_family(family: str, demo_model: Path, text: Path, evaluation: Path, tmp
         ]
     assert errors[0] < errors[1] < errors[2], errors
 
-    score = evaluate(tmp_path / "bundle", [str(evaluation)], policy="static:w4", length=32, samples=8)
+    score = evaluate(tmp_path / "bundle", [str(evaluation)], LoadOptions(policy="static:w4"), length=32, samples=8)
     assert score.tokens == 8 * 31 and score.perplexity > 1 and score.policy == "static:w4"
 
 

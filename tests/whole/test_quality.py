@@ -19,6 +19,7 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
+from moepack.runtime.planning.options import LoadOptions
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,13 @@ class Case:
 
     def perplexities(self, path: Path, policy: str | None) -> list[float]:
         """By file."""
-        found = evaluate(path, [str(d) for d in self.data], policy, dtype="float32", length=256, samples=self.windows)
+        found = evaluate(
+            path,
+            [str(d) for d in self.data],
+            LoadOptions(policy=policy, dtype="float32"),
+            length=256,
+            samples=self.windows,
+        )
         return [f.perplexity for f in found.files]
 
 

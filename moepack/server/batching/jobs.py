@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .sampling import Mask, Sampling, Scored
+from moepack.server.options import Sampling
+
+from .sampling import Mask, Scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,40 +7,14 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request wants its tokens chosen.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: the least set of likeliest tokens with this probability; 1 is all.
-        top_k: the likeliest tokens; 0 is all.
-        min_p: tokens at least this share as likely as the likeliest; 0 is all.
-        seed: of its random numbers; None for one that nobody knows.
-        presence, frequency: taken from the logits of tokens that were generated, once and for each time.
-        repetition: divides (or, below zero, multiplies) the logits of tokens in prompt and answer; 1 is none.
-        bias: added to the logits of these tokens.
-        top_logprobs: how many alternatives are reported with every token; None: not even its own.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence: float = 0.0
-    frequency: float = 0.0
-    repetition: float = 1.0
-    bias: Mapping[int, float] = field(default_factory=dict)
-    top_logprobs: int | None = None
+from moepack.server.options import Sampling
 
 
 class Mask(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from moepack.server.batching.sampling import Sampling
 from moepack.server.errors import bad
+from moepack.server.options import Sampling
 
 from .fields import Fields
 

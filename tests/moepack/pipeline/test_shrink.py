@@ -13,9 +13,10 @@ from support import tree
 import moepack
 from moepack.pack.errors import BundleError, InputError, TargetError
 from moepack.pipeline.shrink import shrink
-from moepack.reports.fitting import Described, Fit, fitting
+from moepack.reports.fitting import Described, fitting
 from moepack.reports.plan import plan
 from moepack.reports.verify import verify
+from moepack.runtime.planning.options import LoadOptions
 
 
 def test_versions_that_are_kept_are_the_same_bytes(bundle: Path, tmp_path: Path) -> None:
@@ -68,23 +69,25 @@ def test_the_map_of_the_manifest_stays_with_its_versions(bundle: Path, tmp_path:
 
 def test_a_budget_chooses_what_the_plan_serves(bundle: Path, tmp_path: Path) -> None:
     """By the plan's arithmetic, whether or not the weights are here; the plan of what is kept is the same."""
-    least = plan(bundle, 1 << 30, all_logits=False, kv_tokens=576).least_bytes
+    least = plan(bundle, LoadOptions(device_memory=1 << 30, all_logits=False, kv_tokens=576)).least_bytes
     sizes = [least, least + 400_000, 1 << 30]
-    found = [fitting(moepack.open(bundle), Fit(size)) for size in sizes]
+    found = [fitting(moepack.open(bundle), LoadOptions(device_memory=size)) for size in sizes]
     assert found[0].versions == ("w1",) and found[0].experts == (64,)
     assert len(found[1].versions) > 1 and sum(found[1].experts) == 64
     assert found[2].versions == ("bf16",)
     opened = moepack.open(bundle)
     without = Path(shutil.copytree(bundle, tmp_path / "described", ignore=shutil.ignore_patterns("experts")))
     described = Described(without, opened.manifest, opened.versions)
-    assert [fitting(described, Fit(size)).versions for size in sizes] == [f.versions for f in found]
+    assert [fitting(described, LoadOptions(device_memory=size)).versions for size in sizes] == [
+        f.versions for f in found
+    ]
     with pytest.raises(InputError, match="the least that would do is"):
-        fitting(described, Fit(sizes[0] - 1))
+        fitting(described, LoadOptions(device_memory=sizes[0] - 1))
     for policy, names in (
         ("importance:hi=w4,lo=w2", ("w4", "w2")), ("lru:hi=w4,lo=w1", ("w4", "w1")), ("paged", ("bf16",)),
         ("prefill:hi=w3,bits=2", ("w3", "w2", "w1")),
     ):  # fmt: skip
-        moving = Fit(1 << 30, policy)
+        moving = LoadOptions(device_memory=1 << 30, policy=policy)
         assert fitting(opened, moving).versions == names, f"{policy}: what it may need, whatever it begins with"
         if policy == "paged":
             with pytest.raises(InputError, match="measured on weights: fetch bf16 by name"):
@@ -93,11 +96,14 @@ def test_a_budget_chooses_what_the_plan_serves(bundle: Path, tmp_path: Path) -> 
             assert fitting(described, moving).versions == names
         with pytest.raises(InputError, match="no map"):
             shrink(bundle, tmp_path / "none", fit=moving, allocation=True)
-    done = shrink(bundle, tmp_path / "small", fit=Fit(sizes[1]), allocation=True)
+    done = shrink(bundle, tmp_path / "small", fit=LoadOptions(device_memory=sizes[1]), allocation=True)
     assert done.versions == found[1].versions and done.allocation == f"plan for {sizes[1]} bytes"
     kept = moepack.open(tmp_path / "small").manifest.allocation
     assert kept is not None and kept.versions == found[1].table
-    small = plan(tmp_path / "small", sizes[1], policy="static:allocation", all_logits=False, kv_tokens=576)
+    small = plan(
+        tmp_path / "small",
+        LoadOptions(device_memory=sizes[1], policy="static:allocation", all_logits=False, kv_tokens=576),
+    )
     assert small.feasible and small.table == found[1].table
 
 

@@ -19,6 +19,7 @@ from moepack.reports import scoring
 from moepack.reports.evaluate import evaluate
 from moepack.reports.intervals import Estimate, clustered
 from moepack.reports.scoring import token_scores
+from moepack.runtime.planning.options import LoadOptions
 
 
 def test_the_interval_by_hand() -> None:
@@ -79,15 +80,15 @@ def test_scores_are_those_of_whole_logits(bundle: Path, room: int) -> None:
 
 def test_divergence_of_bf16_from_itself_is_nothing(bundle: Path, evaluation: Path) -> None:
     options = {"length": 64, "samples": 12, "kl": True}
-    same = evaluate(bundle, [str(evaluation)], "static:bf16", **options)
+    same = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:bf16"), **options)
     assert same.kl == 0 and same.top1_agreement == 1 and same.kl_interval == (0, 0)
-    low = evaluate(bundle, [str(evaluation), str(evaluation)], "static:w1", **options)
+    low = evaluate(bundle, [str(evaluation), str(evaluation)], LoadOptions(policy="static:w1"), **options)
     assert low.kl is not None and low.kl_interval is not None and low.kl_interval[0] > 0.01
     assert low.kl_interval[0] < low.kl < low.kl_interval[1] and low.top1_agreement is not None
     assert low.files[0].kl == low.files[1].kl == pytest.approx(low.kl)
     low_end, high_end = low.files[0].perplexity_interval
     assert low_end < low.files[0].perplexity < high_end
-    plain = evaluate(bundle, [str(evaluation)], "static:w1", length=64, samples=12)
+    plain = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:w1"), length=64, samples=12)
     assert plain.kl is None and plain.perplexity == pytest.approx(low.perplexity)
 
 

@@ -20,6 +20,7 @@ from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
+from moepack.runtime.planning.options import LoadOptions
 from moepack.server.command import Serve, serve
 
 CONFIG, TABLES = "config.json", "calibration.safetensors"
@@ -27,7 +28,7 @@ CONFIG, TABLES = "config.json", "calibration.safetensors"
 
 @pytest.fixture(scope="module")
 def copied(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Victim:
-    plan(bundle, 1 << 30, policy="static:w2")  # imports what it needs, which takes seconds
+    plan(bundle, LoadOptions(device_memory=1 << 30, policy="static:w2"))  # imports what it needs, which takes seconds
     return Victim(bundle, tmp_path_factory.mktemp("victim"))
 
 
@@ -79,7 +80,10 @@ EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
 def test_a_config_is_refused_in_a_line(name: str, victim: Victim) -> None:
     edit, message = EDITS[name]
     edit(victim)
-    for use in (lambda: plan(victim.path, 1 << 30, policy="static:w2"), lambda: moepack.load(victim.path)):
+    for use in (
+        lambda: plan(victim.path, LoadOptions(device_memory=1 << 30, policy="static:w2")),
+        lambda: moepack.load(victim.path),
+    ):
         with in_time(20), pytest.raises(MoepackError, match=message) as error:
             use()
         one_line(str(error.value))
@@ -258,7 +262,7 @@ def test_tables_are_refused_in_a_line_by_plan(victim: Victim) -> None:
     ):
         edit(victim)
         with pytest.raises(MoepackError, match=message) as error:
-            plan(victim.path, 1 << 30, policy="hotness")
+            plan(victim.path, LoadOptions(device_memory=1 << 30, policy="hotness"))
         one_line(str(error.value))
         victim.restore()
 
@@ -268,4 +272,4 @@ def test_the_manifest_a_pipe_is_no_bundle(victim: Victim) -> None:
     with in_time(20), pytest.raises(MoepackError, match="not a bundle"):
         moepack.load(victim.path)
     with in_time(20), pytest.raises(MoepackError, match="is a pipe"):
-        plan(victim.path, 1 << 30)
+        plan(victim.path, LoadOptions(device_memory=1 << 30))

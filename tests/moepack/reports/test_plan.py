@@ -19,6 +19,7 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.options import LoadOptions
 
 ROOM = 2_000_000  # beside the least that would do: some experts high, or all at a middling version
 PLENTY = 40_000_000
@@ -33,13 +34,13 @@ def command(*arguments: object) -> tuple[int, dict[str, Any], str]:
 
 def enough(bundle: Path, room: int, **options: Any) -> int:
     """`room` bytes beside the least that would do, whatever forward passes take on this machine."""
-    return plan(bundle, 1000, **options).least_bytes + room
+    return plan(bundle, LoadOptions(device_memory=1000, **options)).least_bytes + room
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
     budget = enough(bundle, ROOM, policy=policy, kv_tokens=300, batch=2)
-    planned = plan(bundle, budget, policy=policy, kv_tokens=300, batch=2)
+    planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy, kv_tokens=300, batch=2))
     model = moepack.load(bundle, policy=policy, device_memory=budget, kv_tokens=300, batch=2)
     serving = model.moepack
     assert planned.feasible and planned.fixed == serving.fixed and planned.fixed_bytes == serving.fixed.total
@@ -56,8 +57,8 @@ def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
     serving.close()
     least = planned.least_bytes
     moepack.load(bundle, policy=policy, device_memory=least, kv_tokens=300, batch=2).moepack.close()
-    assert plan(bundle, least, policy=policy, kv_tokens=300, batch=2).feasible
-    assert not plan(bundle, least - 1, policy=policy, kv_tokens=300, batch=2).feasible
+    assert plan(bundle, LoadOptions(device_memory=least, policy=policy, kv_tokens=300, batch=2)).feasible
+    assert not plan(bundle, LoadOptions(device_memory=least - 1, policy=policy, kv_tokens=300, batch=2)).feasible
 
 
 def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
@@ -67,10 +68,10 @@ def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
     relative = np.stack([layer.relative for layer in tables.layers]).astype(float)
     for version in ("bf16", "w2"):
         want = (tokens * relative[:, :, column[version]]).sum() / tokens.sum()
-        got = plan(bundle, PLENTY, policy=f"static:{version}").expected_relative_loss
+        got = plan(bundle, LoadOptions(device_memory=PLENTY, policy=f"static:{version}")).expected_relative_loss
         assert got == pytest.approx(want, rel=1e-9)
-    least = plan(bundle, 1000, policy=QUIET).least_bytes
-    planned = plan(bundle, least + 1_500_000, policy=QUIET)
+    least = plan(bundle, LoadOptions(device_memory=1000, policy=QUIET)).least_bytes
+    planned = plan(bundle, LoadOptions(device_memory=least + 1_500_000, policy=QUIET))
     assert 0 < planned.per_layer[0].hi < 16
     model = moepack.load(bundle, policy=QUIET, device_memory=least + 1_500_000)
     lost = 0.0
@@ -79,14 +80,14 @@ def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
     model.moepack.close()
     assert planned.expected_relative_loss == pytest.approx(lost / tokens.sum(), rel=1e-6)
     losses = [
-        plan(bundle, size, policy=QUIET).expected_relative_loss
+        plan(bundle, LoadOptions(device_memory=size, policy=QUIET)).expected_relative_loss
         for size in (least + 1_000_000, least + 1_500_000, PLENTY)
     ]
     assert losses[0] > losses[1] > losses[2] == 0.0
 
 
 def test_speed_is_bytes_over_bandwidth(bundle: Path) -> None:
-    planned = plan(bundle, PLENTY, policy="static:w4", kv_tokens=100)
+    planned = plan(bundle, LoadOptions(device_memory=PLENTY, policy="static:w4", kv_tokens=100))
     opened = moepack.open(bundle)
     model = moepack.load(bundle, policy="static:w4")
     dense = model.moepack.fixed.dense
@@ -103,9 +104,9 @@ def test_speed_is_bytes_over_bandwidth(bundle: Path) -> None:
 @pytest.mark.parametrize("work", [{"all_logits": True}, {"kv_tokens": 700, "prefill_tokens": 64, "batch": 2}])
 def test_what_is_feasible_is_what_loads(bundle: Path, policy: str | None, work: dict[str, Any]) -> None:
     work = {"all_logits": False, **work}
-    least = plan(bundle, 0, policy=policy, **work).least_bytes
+    least = plan(bundle, LoadOptions(device_memory=0, policy=policy, **work)).least_bytes
     for budget in (least // 2, least - 1, least, least + 4095):
-        planned = plan(bundle, budget, policy=policy, **work)
+        planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy, **work))
         try:
             moepack.load(bundle, policy=policy, device_memory=budget, **work).moepack.close()
             loads = True
@@ -120,11 +121,11 @@ def test_the_command_plans_for_generate(bundle: Path) -> None:
     assert facts["kv_tokens"] == PROMPT + NEW_TOKENS and facts["prefill_tokens"] == PROMPT
     assert facts["batch"] == 1 and facts["all_logits"] is False
     prompt = "The history of the world. " * 150  # more than goes in at once
-    options = {"kv_tokens": PROMPT + NEW_TOKENS, "max_new_tokens": 2}
+    options = LoadOptions(device_memory=1000, kv_tokens=PROMPT + NEW_TOKENS)
     with pytest.raises(TooSmallError) as refused:
-        generate(bundle, prompt, device_memory=1000, **options)
+        generate(bundle, prompt, options, max_new_tokens=2)
     assert refused.value.least == facts["least_bytes"]
-    assert generate(bundle, "The history", device_memory=facts["least_bytes"], max_new_tokens=2)
+    assert generate(bundle, "The history", LoadOptions(device_memory=facts["least_bytes"]), max_new_tokens=2)
     work = ("--kv-tokens", "9", "--prefill-tokens", "32", "--batch", "2", "--all-logits")
     _, facts, _ = command(bundle, "--device-memory", "1000", *work)
     for call in ("generate", "eval"):
@@ -168,7 +169,7 @@ def test_what_does_not_fit(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_a_gpu_need_not_be_here(bundle: Path) -> None:
-    planned = plan(bundle, PLENTY, device="cuda:0")
+    planned = plan(bundle, LoadOptions(device_memory=PLENTY, device="cuda:0"))
     assert planned.feasible and planned.estimated and planned.fixed.activations > 0
 
 
@@ -177,7 +178,7 @@ def test_mla_and_weights_kept_in_float32(tmp_path: Path, demo_model: Path, text:
     tiny_models.save_tiny("deepseek_v3", tmp_path / "model", demo_model)
     recipe = "versions: [bf16, w2]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\n"
     build(tmp_path / "model", tmp_path / "bundle", parse_recipe(recipe, "tiny"), [text])
-    planned = plan(tmp_path / "bundle", 20_000_000, policy="static:w2", kv_tokens=77)
+    planned = plan(tmp_path / "bundle", LoadOptions(device_memory=20_000_000, policy="static:w2", kv_tokens=77))
     model = moepack.load(tmp_path / "bundle", policy="static:w2", device_memory=20_000_000, kv_tokens=77)
     assert planned.fixed == model.moepack.fixed and planned.used_bytes == model.moepack.resident_bytes()
 
@@ -186,7 +187,7 @@ def test_mla_and_weights_kept_in_float32(tmp_path: Path, demo_model: Path, text:
 def test_the_bytes_used_are_those_reserved(bundle: Path, policy: str) -> None:
     """With kept base versions: those that are shown promoted are promoted after loading, and then it is these bytes."""
     budget = enough(bundle, 900_000, policy=policy)
-    planned = plan(bundle, budget, policy=policy)
+    planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy))
     model = moepack.load(bundle, policy=policy, device_memory=budget)
     model.moepack.manager.device.limit(None)
     wanted = [x.versions for x in planned.per_layer]

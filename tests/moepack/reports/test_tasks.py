@@ -9,6 +9,7 @@ import pytest
 
 from moepack.pack.errors import InputError
 from moepack.reports.tasks import render, run_tasks
+from moepack.runtime.planning.options import LoadOptions
 
 pytest.importorskip("lm_eval")
 
@@ -38,10 +39,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_task_is_asked_in_a_budget_and_without(bundle: Path, folder: Path) -> None:
-    free = run_tasks(bundle, ["choices"], "static:bf16", folder=folder, length=64)
+    free = run_tasks(bundle, ["choices"], LoadOptions(policy="static:bf16"), folder=folder, length=64)
     # Short answers are more likely than long ones, so that half of the questions come out right.
     assert free["choices"]["acc,none"] == 0.5
-    held = run_tasks(bundle, ["choices"], "hotness", device_memory=20_000_000, folder=folder, length=64, limit=4)
+    held = run_tasks(
+        bundle, ["choices"], LoadOptions(policy="hotness", device_memory=20_000_000), folder=folder, length=64, limit=4
+    )
     assert held["choices"]["acc,none"] == 0.5 and held["choices"]["sample_len"] == 4
     assert render(free, "bundle").row_count == 1
 

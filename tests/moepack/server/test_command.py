@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from moepack.runtime.planning.options import LoadOptions
+
 BODY = {"model": "mini", "prompt": "The history of", "max_tokens": 5, "temperature": 0}
 Start = Callable[..., tuple["subprocess.Popen[str]", int]]
 
@@ -97,7 +99,8 @@ def test_a_stop_that_has_no_time(start: Start) -> None:
 
 def test_the_key_from_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options as the command passes them on."""
-    from moepack.server.http import app, command
+    from moepack.server import command
+    from moepack.server.http import app
 
     seen: list[app.Options] = []
 
@@ -135,6 +138,6 @@ def test_what_cannot_begin_says_why(bundle: Path, tmp_path: Path) -> None:
         patch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: [][0])
         serve(Serve(str(bundle), port=0), lambda where: None)
     with pytest.raises(InputError, match="dtype 'int3' is unknown"):
-        serve(Serve(str(bundle), port=0, dtype="int3"), lambda where: None)
+        serve(Serve(str(bundle), LoadOptions(dtype="int3"), port=0), lambda where: None)
     with pytest.raises(TooSmallError, match="the least that would do is"):
-        serve(Serve(str(bundle), port=0, policy="hotness", device_memory="1MB"), lambda where: None)
+        serve(Serve(str(bundle), LoadOptions(policy="hotness", device_memory="1MB"), port=0), lambda where: None)

@@ -19,6 +19,7 @@ from server_fixtures import Options, Running, begin
 
 import moepack
 from moepack.pack.errors import InputError
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.contract import (
     PrefillEnded,
     SequenceEnded,
@@ -182,4 +183,7 @@ def test_what_cannot_be_served_is_refused_by_name(bundle: Path) -> None:
         ("uniform", str(tight), 0, "holds 0 tokens of a sequence: give --kv-tokens"),
     ):
         with pytest.raises(InputError, match=words):
-            serve(Serve(str(bundle), policy, memory, port=0, kv_tokens=held), lambda where: pytest.fail("it serves"))
+            serve(
+                Serve(str(bundle), LoadOptions(policy=policy, device_memory=memory, kv_tokens=held), port=0),
+                lambda where: pytest.fail("it serves"),
+            )

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from moepack.server.batching.sampling import Sampler, Sampling, Scored, draw, scored
+from moepack.server.batching.sampling import Sampler, Scored, draw, scored
+from moepack.server.options import Sampling
 
 CPU = torch.device("cpu")
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))

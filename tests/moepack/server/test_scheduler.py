@@ -15,10 +15,9 @@ from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching.engine import CacheSlot, StepInput
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.packed_cache import NotPackable
-from moepack.server.batching.sampling import Sampling
 from moepack.server.batching.scheduler import SCORED, Scheduler
 from moepack.server.errors import ApiError
-from moepack.server.options import Limits
+from moepack.server.options import Limits, Sampling
 
 WORDS = 50
 

@@ -13,7 +13,8 @@ from transformers.quantizers import auto
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.runtime.plugin import METHOD, MoepackConfig
+from moepack.runtime.planning.options import METHOD
+from moepack.runtime.plugin import MoepackConfig
 
 from_path = AutoModelForCausalLM.from_pretrained
 HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}

@@ -26,6 +26,7 @@ from moepack.runtime.experts import backends, packed
 from moepack.runtime.paging import paging as paging_module
 from moepack.runtime.paging.window import State
 from moepack.runtime.planning import plan as plan_module
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.paging import window_size
 from moepack.runtime.residency import kv_reserve
 from moepack.runtime.trace import read_trace
@@ -151,7 +152,7 @@ def test_the_bytes_that_are_taken(bundle: Path) -> None:
     assert resident <= size.bytes and space.fresh <= 2 * size.blocks
     assert smaps(space) <= size.bytes
     assert model.moepack.resident_bytes_peak <= smallest + ROOM
-    planned = plan(bundle, smallest + ROOM, policy="paged:alpha=1")
+    planned = plan(bundle, LoadOptions(device_memory=smallest + ROOM, policy="paged:alpha=1"))
     assert planned.fixed.window == live.plan.window and planned.least_bytes == smallest
     assert "window for paged experts" in render(planned)[1] and planned.per_layer[0].versions["bf16@packed"]
     model.moepack.close()
@@ -404,10 +405,13 @@ def test_prompts_look_ahead_and_tokens_do_not(bundle: Path) -> None:
 def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
     before = ours()
     out = evaluate(
-        bundle, [str(evaluation)], policy="paged:alpha=0.5", device_memory=least(bundle, "paged") + ROOM, samples=2,
+        bundle,
+        [str(evaluation)],
+        LoadOptions(policy="paged:alpha=0.5", device_memory=least(bundle, "paged") + ROOM),
+        samples=2,
         trace=tmp_path / "trace",
-    )  # fmt: skip
-    same = evaluate(bundle, [str(evaluation)], policy="static:bf16", device_memory=1 << 30, samples=2)
+    )
+    same = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:bf16", device_memory=1 << 30), samples=2)
     assert out.perplexity == same.perplexity and out.forward_waits > 0
     trace = read_trace(tmp_path / "trace")
     assert all(n == 0 for record in trace.records for row in record.active for n in row), "bf16 is what is active"

@@ -19,6 +19,7 @@ from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.runtime.planning.choice import choose_policy
 from moepack.runtime.planning.exceeded import BudgetExceeded, TooSmallError
+from moepack.runtime.planning.options import LoadOptions
 
 CPU = torch.device("cpu")
 
@@ -49,12 +50,12 @@ def test_the_default(bundle: Path, single: Path, caplog: pytest.LogCaptureFixtur
 
 def test_it_is_the_same_everywhere(bundle: Path, single: Path, evaluation: Path, monkeypatch: Any) -> None:
     for path, policy in ((bundle, "hotness"), (single, "uniform")):
-        assert plan(path, 30_000_000).policy == policy
+        assert plan(path, LoadOptions(device_memory=30_000_000)).policy == policy
         with moepack.load(path, device_memory="30MB").moepack as serving:
             assert serving.policy == policy
         with AutoModelForCausalLM.from_pretrained(path, device_memory="30MB").moepack as serving:
             assert serving.policy == policy
-        scored = evaluate(path, [str(evaluation)], device_memory=30_000_000, length=32, samples=1)
+        scored = evaluate(path, [str(evaluation)], LoadOptions(device_memory=30_000_000), length=32, samples=1)
         assert scored.policy == policy
     monkeypatch.setenv("MOEPACK_DEVICE_MEMORY", "30MB")
     with AutoModelForCausalLM.from_pretrained(bundle).moepack as serving:

@@ -28,6 +28,7 @@ from moepack.runtime.experts import backends
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Activations, Fixed, Workload, arena_bytes, dense_arena, dense_bytes
 from moepack.runtime.planning.kv_cache import KvShape, cache_bytes
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
 CPU = torch.device("cpu")
@@ -278,26 +279,33 @@ def generate_twice(model: Any) -> bool:
 def test_generate_asks_for_its_cache(bundle: Path) -> None:
     """A prompt longer than a chunk goes in by chunks; what comes out is what comes out without a budget."""
     prompt = "The history of the world. " * 120
-    small = generate(bundle, prompt, policy="static:w2", max_new_tokens=6)
+    small = generate(bundle, prompt, LoadOptions(policy="static:w2"), max_new_tokens=6)
     with pytest.raises(TooSmallError) as refused:
-        generate(bundle, prompt, policy="static:w2", max_new_tokens=6, device_memory=1000)
+        generate(bundle, prompt, LoadOptions(policy="static:w2", device_memory=1000), max_new_tokens=6)
     budget = refused.value.least
-    assert generate(bundle, prompt, policy="static:w2", max_new_tokens=6, device_memory=budget) == small
+    assert generate(bundle, prompt, LoadOptions(policy="static:w2", device_memory=budget), max_new_tokens=6) == small
     with pytest.raises(InputError, match="kv 20480000"):
-        generate(bundle, prompt, policy="static:w2", device_memory=budget, kv_tokens=10_000, batch=2)
+        generate(bundle, prompt, LoadOptions(policy="static:w2", device_memory=budget, kv_tokens=10_000, batch=2))
 
 
 def test_eval_scores_in_the_budget(bundle: Path, evaluation: Path) -> None:
     """Scored in pieces, within what is held back; the same perplexity."""
-    plain = evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4)
+    plain = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:w2"), length=256, samples=4)
     with pytest.raises(TooSmallError) as refused:
-        evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4, device_memory=1000)
+        evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:w2", device_memory=1000), length=256, samples=4)
     budget = refused.value.least
-    held = evaluate(bundle, [str(evaluation)], "static:w2", length=256, samples=4, device_memory=budget)
+    held = evaluate(
+        bundle, [str(evaluation)], LoadOptions(policy="static:w2", device_memory=budget), length=256, samples=4
+    )
     assert held.perplexity == pytest.approx(plain.perplexity, rel=1e-3) and held.fixed is not None
     assert held.resident_bytes_peak <= budget and held.fixed.kv == 0 and held.kv_waits == 0
     with pytest.raises(InputError, match="kv 1024000"):
-        evaluate(bundle, [str(evaluation)], "static:w2", length=64, device_memory=budget // 2, kv_tokens=500, batch=2)
+        evaluate(
+            bundle,
+            [str(evaluation)],
+            LoadOptions(policy="static:w2", device_memory=budget // 2, kv_tokens=500, batch=2),
+            length=64,
+        )
 
 
 # --- what the process takes
@@ -437,7 +445,7 @@ def test_plans_do_not_depend_on_the_instruction_set(
                     needs, _ = fixed.measure(moepack.open(shallow), config, getattr(torch, dtype), CPU, workload)
                     found.add((needs.activations, needs.kept))
                     if dtype == "bfloat16":  # a plan asks for none
-                        planned.add(plan(shallow, 1 << 30).fixed.activations)
+                        planned.add(plan(shallow, LoadOptions(device_memory=1 << 30)).fixed.activations)
             assert len(found) == 1, found
         assert len(planned) == 1, planned
     finally:

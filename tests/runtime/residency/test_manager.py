@@ -25,6 +25,7 @@ from moepack.pack.reader import open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import cpu as device_module
 from moepack.runtime.devices import migration
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import make_plan
 from moepack.runtime.policies.hotness import HotnessOptions
 from moepack.runtime.store import files as store_module
@@ -256,7 +257,14 @@ def test_eval_counts_and_traces(bundle: Path, evaluation: Path, tmp_path: Path) 
 def test_static_and_uniform_are_traced_too(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
     for policy in ("static:w4", "uniform"):
         path = tmp_path / "t.jsonl"
-        score = evaluate(bundle, [str(evaluation)], policy, device_memory=60_000_000, length=64, samples=16, trace=path)
+        score = evaluate(
+            bundle,
+            [str(evaluation)],
+            LoadOptions(policy=policy, device_memory=60_000_000),
+            length=64,
+            samples=16,
+            trace=path,
+        )
         assert score.promotions == score.forward_waits == 0 and score.resident_bytes_peak <= 60_000_000
         assert len(read_trace(path).records) == 1
 

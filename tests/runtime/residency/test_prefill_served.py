@@ -23,6 +23,7 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan
 from moepack.runtime.experts import forward as forward_module
+from moepack.runtime.planning.options import LoadOptions
 
 ROOM = 1_500_000
 
@@ -294,7 +295,7 @@ def test_shared_experts_dense_layers_and_all_experts_for_every_token(
     made = tmp_path / "bundle"
     build(checkpoint, made, parse_recipe(RECIPE, "test"), [text])
     assert len(open_bundle(made).layers) == 2
-    planned = plan(made, 0, policy="prefill:bits=2", prefill_tokens=64, kv_tokens=64)
+    planned = plan(made, LoadOptions(device_memory=0, policy="prefill:bits=2", prefill_tokens=64, kv_tokens=64))
     budget = planned.least_bytes + 4 * 64 * 1024
     model = moepack.load(made, policy="prefill:bits=2", device_memory=budget, prefill_tokens=64, kv_tokens=64)
     decoded(model, ids(0, 12))

@@ -1,0 +1,178 @@
+"""How a bundle is loaded and served: one record, from the command line or `moepack.load` down to `attach`.
+
+Needs neither torch nor transformers, so that a wrong value is refused before either is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moepack.pack.errors import InputError
+from moepack.runtime.policies.registry import Policy, parse_policy
+
+from .sizes import Bound, parse_bound, parse_size, read_tier
+
+METHOD = "moepack"  # the quantisation method by which transformers knows a bundle
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICY, DENSE, DEVICE_MEMORY = "MOEPACK_POLICY", "MOEPACK_DENSE", "MOEPACK_DEVICE_MEMORY"  # environment variables
+
+
+WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
+SERVED = ("policy", "dense", "max_tpot", "device_memory", "host_memory", "host_rate", "host_threads", *WORKLOAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a budget must leave room for beside the experts.
+
+    Attributes:
+        kv_tokens: tokens of each sequence's KV cache that are reserved while loading; more are reserved as needed.
+        batch: sequences at a time.
+        prefill_tokens: tokens of each sequence in the largest forward pass; 0 leaves activations out of the budget.
+        all_logits: whether a pass returns the logits of all its tokens, or only the last token's, as when generating.
+    """
+
+    kv_tokens: int = 0
+    batch: int = 1
+    prefill_tokens: int = 512
+    all_logits: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("kv_tokens", 0), ("batch", 1), ("prefill_tokens", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InputError(f"{name} is a whole number from {least}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a bundle is loaded and served. Sizes are bytes, or text such as "24GiB".
+
+    Attributes:
+        device: where the model runs, as torch names it.
+        device_memory: the most that everything may take there: weights, KV cache, activations, buffers. None: no limit.
+        policy: which version of each expert is served. `static:w4` (a version), `static:FILE.json` (a map) and
+            `static:allocation` (the map in the manifest) need no budget. In a budget also `uniform` and `random`, and
+            the policies that change versions while serving: `hotness`, with options such as
+            `hotness:hi=bf16,lo=w2,interval=1` (HotnessOptions); `prefill`, such as `prefill:bits=2.5,k=8`
+            (PrefillOptions), keeps a prompt's busiest experts on the device and runs the others on the host;
+            `importance` (ImportanceOptions) loads experts when a layer needs them, at two precisions by importance, and
+            ahead of time; `paged` (PagedOptions) serves `bf16` from compressed bytes, decoded while a layer runs; `lru`
+            is a baseline. docs/policies.md says which to choose. None: the most precise version here; in a budget
+            `hotness`, or `uniform` where no version can change.
+        dtype: of the dense tensors and the activations: a torch dtype or its name; "auto" for the checkpoint's own.
+        kv_tokens: in a budget, tokens of KV cache a sequence that are reserved from the start. When a sequence needs
+            more, experts are evicted; where that is not enough the forward pass raises BudgetExceeded.
+        batch: in a budget, sequences at a time.
+        prefill_tokens: in a budget, tokens a sequence of the largest forward pass, whose activations are reserved from
+            the start; 0 leaves activations out of the budget.
+        all_logits: in a budget, whether that pass returns the logits of all its tokens, as `model(ids)` does, or only
+            the last token's, as `model.generate` needs.
+        host_memory: on a GPU, bytes of host memory that may be pinned for experts that come and go; None: what the
+            system has left, less a margin. Everywhere, the limit for experts that the host executes.
+        host_rate: bytes a second at which the host reads the experts that it executes (policy `prefill`), to emulate
+            slower memory; None: no limit.
+        host_threads: threads on which the host runs them; None: all of torch's with a GPU, half of them without.
+        revision, token: of a bundle on the Hub, as transformers takes them.
+        attn_implementation: as transformers takes it.
+        dense: the version of the matrices outside the experts (attention, shared experts, lm_head), where the bundle
+            has versions of them: `w8`, `bf16`, or `allocation`, which the manifest names. None: the most precise one
+            here; with the policy `static:allocation`, the allocation's.
+        max_tpot: the most that decoding one token may take: `50ms`, or bytes that it reads, `2GB`. No policy serves a
+            version with which the worst token would take longer.
+
+    `kv_tokens`, `batch`, `prefill_tokens` and `all_logits` may be None: a command then fills in its own (`filled`), and
+    `Workload` has the defaults.
+
+    Raises:
+        InputError: for a value that cannot be, or a policy that does not exist.
+    """
+
+    device: str = "cpu"
+    device_memory: int | str | None = None
+    policy: str | None = None
+    dtype: Any = "auto"
+    kv_tokens: int | None = None
+    batch: int | None = None
+    prefill_tokens: int | None = None
+    all_logits: bool | None = None
+    host_memory: int | str | None = None
+    host_rate: int | str | None = None
+    host_threads: int | None = None
+    revision: str | None = None
+    token: str | bool | None = None
+    attn_implementation: str | None = None
+    dense: str | None = None
+    max_tpot: str | int | None = None
+
+    def __post_init__(self) -> None:
+        parse_size(self.device_memory)
+        parse_size(self.host_memory)
+        read_tier(self.host_rate, self.host_threads)
+        parse_bound(self.max_tpot)
+        parse_policy(self.policy)
+        _ = self.workload
+        if isinstance(self.dtype, str) and self.dtype not in DTYPES:
+            raise InputError(f"dtype {self.dtype!r} is unknown: {', '.join(DTYPES)}")
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of `device_memory`."""
+        return parse_size(self.device_memory)
+
+    @property
+    def bound(self) -> Bound | None:
+        """The bound that `max_tpot` sets."""
+        return parse_bound(self.max_tpot)
+
+    @property
+    def workload(self) -> Workload:
+        """What a budget leaves room for."""
+        given = {name: getattr(self, name) for name in WORKLOAD}
+        return Workload(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def torch_dtype(self) -> Any:
+        """`dtype` as transformers takes it."""
+        import torch
+
+        return getattr(torch, self.dtype) if isinstance(self.dtype, str) and self.dtype != "auto" else self.dtype
+
+    def served(self) -> dict[str, Any]:
+        """The fields that transformers does not know, where they are given: what the plug-in reads."""
+        return {name: value for name in SERVED if (value := getattr(self, name)) is not None}
+
+    def filled(self, **values: Any) -> LoadOptions:
+        """A copy with these values where the options have None."""
+        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+
+    def with_environment(self, has_dense: bool = False) -> LoadOptions:
+        """A copy with MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY where the options have None.
+
+        They are for programs that load a bundle by its path. MOEPACK_DENSE counts for a bundle that has versions of its
+        dense matrices (`has_dense`).
+
+        Raises:
+            InputError: for a value that cannot be.
+        """
+        memory = os.environ.get(DEVICE_MEMORY) or None
+        if self.device_memory is None:
+            try:
+                parse_size(memory)
+            except InputError as error:
+                raise InputError(f"{DEVICE_MEMORY}: {error}") from None
+        policy, dense = os.environ.get(POLICY) or None, os.environ.get(DENSE) or None if has_dense else None
+        return self.filled(policy=policy, dense=dense, device_memory=memory)
+
+    def parsed_policy(self) -> Policy:
+        """The policy, which with no name follows from whether there is a budget.
+
+        Raises:
+            InputError: where it needs a budget and there is none.
+        """
+        return parse_policy(self.policy, self.budget is not None)
+
+
+DEFAULTS = LoadOptions()

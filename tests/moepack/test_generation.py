@@ -180,7 +180,7 @@ def test_a_chat_with_a_server(bundle: Path) -> None:
         how = Sampling(temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
         lines, there, here = ["one and two", "three"], list[str](), list[str]()
         talk(There(f"{server.url}/v1/", "secret", 8, how, ("\n",)), "Be short.", lines, there.append)
-        with Session(bundle, LoadOptions(policy="static:bf16"), chat_template=TEMPLATE) as session:
+        with Session(bundle, LoadOptions(policy="static:bf16", dtype="float32"), chat_template=TEMPLATE) as session:
             session.load(256, 64)
             talk(Here(session, 8, how, ("\n",)), "Be short.", lines, here.append)
         assert "".join(there) == "".join(here) and len("".join(here)) > 10

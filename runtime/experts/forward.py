@@ -74,7 +74,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         snapshot = experts.current
     elif step is not None:
         snapshot = step.snapshots[position]
-    if not snapshot.places() & PAGED:
+    if (step is not None and step.paging is None) or not snapshot.places() & PAGED:
         return _run(self, snapshot, hidden_states, top_k_index, top_k_weights)
     if step is None or step.paging is None:
         raise InputError("this model was closed: load the bundle again")

@@ -111,7 +111,7 @@ def test_a_product_is_torch_s(
     for x_of, matrix in ((x, weight.transpose(-2, -1)), (x[:, :24].contiguous(), weight)):
         plain = torch._grouped_mm(x_of, matrix.clone(), offs=ends)
         released.clear()
-        with products.Products(wide=False, mapped=True):
+        with products.CalibrationProducts(wide=False, mapped=True):
             assert torch.equal(torch._grouped_mm(x_of, matrix, offs=ends), plain)
             assert len(released) == sum(n > 0 for n in counts)
             torch._grouped_mm(x_of, matrix.clone(), offs=ends)

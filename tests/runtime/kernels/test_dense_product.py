@@ -24,7 +24,7 @@ def best_level() -> object:
     native.use_level()
 
 
-def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tuple[beside.DenseMatrix, np.ndarray]:
+def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tuple[beside.KernelMatrix, np.ndarray]:
     """One for `dense`, with weights and bias as float64. A BF16 matrix's bias is a tensor, an extent's lies in it."""
     m, version = Matrix("m", rows, cols, bias=bias), Version.of(name, 64)
     layer = make_layer(m, [version], [0], seed)
@@ -34,15 +34,15 @@ def matrix(rows: int, cols: int, name: str, seed: int, bias: bool = False) -> tu
             extra = data[form.bias : form.bias + 2 * rows].view(torch.bfloat16)
         form, data = beside.plain_form(), data[: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
     weight = np.concatenate([layer.weights[0], layer.biases[0][:, None] if bias else np.zeros((rows, 1))], axis=1)
-    return beside.DenseMatrix(form, rows, cols, data, extra), weight
+    return beside.KernelMatrix(form, rows, cols, data, extra), weight
 
 
-def several(cols: int, seed: int = 0) -> tuple[beside.Dense, list[np.ndarray]]:
+def several(cols: int, seed: int = 0) -> tuple[beside.MatrixGroup, list[np.ndarray]]:
     rows = (1, 17, 64, 100, 33, 300)
     made = [
         matrix(r, cols, name, seed + i, bias=bool(i % 2)) for i, (r, name) in enumerate(zip(rows, NAMES, strict=True))
     ]
-    return beside.Dense([m for m, _ in made]), [w for _, w in made]
+    return beside.MatrixGroup([m for m, _ in made]), [w for _, w in made]
 
 
 def expected(weights: list[np.ndarray], x: torch.Tensor) -> list[np.ndarray]:
@@ -77,13 +77,13 @@ def test_an_experts_product_makes_the_same(dtype: torch.dtype) -> None:
         for threads in (2, 5):
             assert all(torch.equal(a, b) for a, b in zip(outs, beside.dense(of, x, threads=threads), strict=True))
         for m, out in zip(of.matrices, outs, strict=True):
-            (alone,) = beside.dense(beside.Dense([m]), x)
+            (alone,) = beside.dense(beside.MatrixGroup([m]), x)
             assert torch.equal(alone, out)
             if m.form.name == "bf16" or (tokens == 70 and not native.has_tiles(dtype)):
                 continue
             bias = m.form.bias >= 0
             layer = native.LayerForms([Matrix("m", m.rows, cols, bias=bias)], [Version.of(m.form.name, 64)])
-            got, limits = torch.empty(tokens, m.rows, dtype=dtype), np.array([beside.Dense([m]).limits[dtype][0]])
+            got, limits = torch.empty(tokens, m.rows, dtype=dtype), np.array([beside.MatrixGroup([m]).limits[dtype][0]])
             table = np.array([m.data.data_ptr()], np.uint64)
             native.product(layer, 0, table, x, torch.zeros(tokens, 1, dtype=torch.int64), got, limits)
             assert torch.equal(got, out)
@@ -96,11 +96,13 @@ def test_limits_are_each_matrixs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def outs(limits: list[int] | None) -> tuple[torch.Tensor, ...]:
         given = None if limits is None else {torch.bfloat16: limits}
-        return tuple(o.view(torch.int16) for o in beside.dense(beside.Dense([plain, packed], given), x))
+        return tuple(o.view(torch.int16) for o in beside.dense(beside.MatrixGroup([plain, packed], given), x))
 
     default, few, many = outs(None), outs([99, 99]), outs([5, 5])
     assert (
-        beside.Dense([plain, packed]).limits[torch.bfloat16][0] < 6 <= beside.Dense([packed]).limits[torch.bfloat16][0]
+        beside.MatrixGroup([plain, packed]).limits[torch.bfloat16][0]
+        < 6
+        <= beside.MatrixGroup([packed]).limits[torch.bfloat16][0]
     )
     assert torch.equal(default[0], many[0]) and torch.equal(default[1], few[1])
     assert not torch.equal(few[1], many[1])
@@ -115,7 +117,7 @@ def test_leading_dimensions_and_no_tokens() -> None:
         assert all(o.shape[:-1] == shape and torch.equal(o.view(6, -1), f) for o, f in zip(outs, flat, strict=True))
     for shape in ((), (1,), (1, 1)):
         outs = beside.dense(of, x[2].view(*shape, 64))
-        for o, (want,) in zip(outs, (beside.dense(beside.Dense([m]), x[2]) for m in of.matrices), strict=True):
+        for o, (want,) in zip(outs, (beside.dense(beside.MatrixGroup([m]), x[2]) for m in of.matrices), strict=True):
             assert o.shape[:-1] == shape and torch.equal(o.flatten(), want) and o.is_contiguous()
     assert [tuple(o.shape) for o in beside.dense(of, x[:0])] == [(0, m.rows) for m in of.matrices]
     strided = torch.cat([x, x], dim=1)[:, :64]
@@ -124,7 +126,7 @@ def test_leading_dimensions_and_no_tokens() -> None:
 
 def test_a_large_vocabulary_on_several_threads() -> None:
     m, weight = matrix(20_011, 64, "w8", 0)
-    of, x = beside.Dense([m]), activations(2, 64, torch.bfloat16)
+    of, x = beside.MatrixGroup([m]), activations(2, 64, torch.bfloat16)
     outs = [beside.dense(of, x, threads=n)[0] for n in (1, 2, 7)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     assert relative(outs[0], x.double().numpy() @ weight[:, :-1].T) <= TOLERANCE[torch.bfloat16]
@@ -160,15 +162,15 @@ def test_what_does_not_fit_is_refused() -> None:
     (m, _), (other, _) = matrix(20, 64, "w4", 0), matrix(20, 32, "w4", 0)
     for bad in ([], [m, other], [replace(m, data=m.data[None])]):
         with pytest.raises(ValueError, match=r"matrices|does not fit"):
-            beside.Dense(bad)
+            beside.MatrixGroup(bad)
     plain, _ = matrix(20, 64, "bf16", 0)
     for wrong in ({"data": plain.data.float()}, {"data": plain.data.T}, {"bias": torch.zeros(20)}, {"rows": 21}):
         with pytest.raises(ValueError, match="does not fit"):
-            beside.Dense([replace(plain, **wrong)])
-    of = beside.Dense([m])
+            beside.MatrixGroup([replace(plain, **wrong)])
+    of = beside.MatrixGroup([m])
     for x in (torch.zeros(2, 63), torch.zeros(2, 64).half()):
         with pytest.raises(ValueError, match="these matrices take"):
             beside.dense(of, x)
-    unknown = beside.Dense([m, replace(m, form=replace(m.form, bits=6))])
+    unknown = beside.MatrixGroup([m, replace(m, form=replace(m.form, bits=6))])
     with pytest.raises(ValueError, match=r"w4: the compiled kernels do not know its encoding \(number 6"):
         beside.dense(unknown, torch.zeros(1, 64))

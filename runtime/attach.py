@@ -24,7 +24,7 @@ from moepack.runtime.experts.op import enter
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
-from moepack.runtime.planning.fixed import Fixed, Needs, dense_bytes, measure, on_cuda, top_k
+from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, top_k
 from moepack.runtime.planning.options import LoadOptions, Workload
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
 from moepack.runtime.planning.sizes import parse_size
@@ -105,7 +105,9 @@ def _replaced(model: Any, bundle: Bundle) -> dict[str, int]:
     return norms | routers | serve_attention(model)
 
 
-def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None, dense: Sequence[Version]) -> None:
+def _hand_over(
+    model: Any, bundle: Bundle, serving: Serving, needs: MeasuredNeeds | None, dense: Sequence[Version]
+) -> None:
     """Let the model's passes read the experts, and watch them."""
     backends.prepare(model.dtype, (*serving.layers[0].of.versions, *dense), serving.layers[0].of.device)
     if serving.budget_bytes is not None and serving.layers[0].of.device.type == "cpu":
@@ -124,7 +126,7 @@ def _hand_over(model: Any, bundle: Bundle, serving: Serving, needs: Needs | None
 
 def _held_back(
     model: Any, bundle: Bundle, device: torch.device, workload: Workload, fixed: Fixed
-) -> tuple[Fixed, Needs]:
+) -> tuple[Fixed, MeasuredNeeds]:
     """M_fixed without a staging buffer, and what was measured for it."""
     needs, _ = measure(bundle, model.config, model.dtype, device, workload)
     activations = needs.activations

@@ -44,7 +44,7 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         return kind.push_to_hub(self, *args, **kwargs)
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """What `to`, `cuda`, `double` and their like call: nothing moves, and in a budget nothing grows."""
+        """Refuse moves, and in a budget wider dtypes (`to`, `cuda`, `double` call this)."""
         for device, dtype in {(t.device, t.dtype) for t in (*self.parameters(), *self.buffers())}:
             made = fn(torch.empty(0, device=device, dtype=dtype))
             if made.device != device:
@@ -63,8 +63,8 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
 
     def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
         """A bundle's experts are run by moepack."""
-        named = experts_implementation
-        if set(named.values() if isinstance(named, dict) else [named]) - {IMPLEMENTATION}:
+        named = experts_implementation if isinstance(experts_implementation, dict) else {"": experts_implementation}
+        if set(named.values()) - {IMPLEMENTATION}:
             raise InputError("a bundle's experts are run by moepack's own implementation, and by no other")
         kind.set_experts_implementation(self, experts_implementation)
 
@@ -76,8 +76,7 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
 
     made = (get_memory_footprint, num_parameters, save_pretrained, push_to_hub, _apply, set_experts_implementation,
             resize_token_embeddings, init_continuous_batching)  # fmt: skip
-    methods = {m.__name__: m for m in made if hasattr(kind, m.__name__)}
-    return {**methods, "__reduce_ex__": refuse_copies}
+    return {"__reduce_ex__": refuse_copies, **{m.__name__: m for m in made if hasattr(kind, m.__name__)}}
 
 
 def _adapters_alone(model: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from moepack.pack.reader import Bundle
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.planning.fixed import Fixed, Needs
+from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.kv_reserve import KvBudget
@@ -69,7 +69,7 @@ class Serving:
         self._wrapper = ForwardWrapper(model, self.layers, self.manager)
         weakref.finalize(model, _let_go, list(self.layers), self.manager)
 
-    def watch_caches(self, model: Any, needs: Needs) -> None:
+    def watch_caches(self, model: Any, needs: MeasuredNeeds) -> None:
         """Keep the caches of the model's forward passes inside the budget, from now on."""
         assert self.tracker is not None and self.budget_bytes is not None
         reserve = FreeReserve(self.tracker) if self.manager is None else EvictionReserve(self.manager)

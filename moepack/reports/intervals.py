@@ -12,7 +12,7 @@ _T = {1: 12.71, 2: 4.31, 3: 3.19, 4: 2.78, 5: 2.58, 7: 2.37, 10: 2.23, 15: 2.14,
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MeanInterval:
     """A mean and its 95 % interval.
 
     Attributes:
@@ -29,16 +29,16 @@ class Estimate:
         """Its ends."""
         return self.low, self.high
 
-    def exp(self) -> Estimate:
+    def exp(self) -> MeanInterval:
         """Of the exponential: perplexity from nats."""
-        return Estimate(math.exp(self.mean), math.exp(self.low), _exp(self.high))
+        return MeanInterval(math.exp(self.mean), math.exp(self.low), _exp(self.high))
 
 
 def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-def clustered(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
+def clustered(sums: Sequence[float], counts: Sequence[float]) -> MeanInterval:
     """The mean of all tokens' values, and how sure it is, the clusters being drawn by chance and not their tokens.
 
     The ratio estimator of cluster sampling: with m = sum(s) / sum(n), its variance is K / (K - 1) sum (s_k - m n_k)^2 /
@@ -51,8 +51,8 @@ def clustered(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
     total, k = sum(counts), len(sums)
     mean = sum(sums) / total
     if k < 2:
-        return Estimate(mean, -math.inf, math.inf)
+        return MeanInterval(mean, -math.inf, math.inf)
     spread = sum((s - mean * n) ** 2 for s, n in zip(sums, counts, strict=True))
     error = math.sqrt(k / (k - 1) * spread) / total
     half = next(t for degrees, t in sorted(_T.items(), reverse=True) if degrees <= k - 1) * error
-    return Estimate(mean, mean - half, mean + half)
+    return MeanInterval(mean, mean - half, mean + half)

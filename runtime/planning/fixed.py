@@ -81,7 +81,7 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MeasuredNeeds:
     """What was measured for a workload.
 
     Attributes:
@@ -124,7 +124,7 @@ def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
 
 def measure(
     bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
-) -> tuple[Needs, int]:
+) -> tuple[MeasuredNeeds, int]:
     """Measure a workload on the skeleton of a model; about ten forward passes without arithmetic.
 
     Returns:
@@ -153,7 +153,7 @@ def measure(
 
 
 KEPT = 8  # measurements: the same model is often planned for, and loaded again
-_known: dict[Any, tuple[Needs, int]] = {}
+_known: dict[Any, tuple[MeasuredNeeds, int]] = {}
 
 
 def _measure(
@@ -162,7 +162,7 @@ def _measure(
     device: torch.device,
     layers: Sequence[ExpertLayer],
     workload: Workload,
-) -> tuple[Needs, int]:
+) -> tuple[MeasuredNeeds, int]:
     model, mode = skeleton(config, dtype)
     probe = Probe(model, layers, device, mode)
     shape = probe.kv_shape()
@@ -190,7 +190,7 @@ def _measure(
             widths = [m.cols for x in layers for m in x.matrices]
             widths += [m.in_features for m in model.modules() if type(m) is torch.nn.Linear]
             kept += backends.unpacked_bytes(tokens * batch, max(widths))
-    return Needs(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
+    return MeasuredNeeds(workload, shape, activations + kept, passes, kept), dense_bytes(model, layers)
 
 
 def top_k(config: Any) -> int:
@@ -214,7 +214,7 @@ def dense_arena(model: Any, tokens: int) -> int:
     return max((backends.dense_kept_bytes(shapes, tokens) for shapes in together.values()), default=0)
 
 
-def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: Needs) -> int:
+def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: MeasuredNeeds) -> int:
     """Bytes that the allocator takes at the peak of the largest pass asked for, run on a GPU: libraries' own included.
 
     The skeleton does not see what cuBLAS and attention kernels take for themselves. Long caches are left to it.

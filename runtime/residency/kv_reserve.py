@@ -19,7 +19,7 @@ from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.runtime.planning.fixed import Needs
+from moepack.runtime.planning.fixed import MeasuredNeeds
 from moepack.runtime.planning.kv_cache import KvShape, cache_bytes, static_length
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.step import PackedCache
@@ -44,7 +44,7 @@ class KvBudget:
     """
 
     def __init__(
-        self, config: Any, needs: Needs, reserve: Reserve, budget: int, outputs: Outputs | None = None
+        self, config: Any, needs: MeasuredNeeds, reserve: Reserve, budget: int, outputs: Outputs | None = None
     ) -> None:
         """For a model of this config; `room` is to be around each of its passes.
 

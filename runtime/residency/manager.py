@@ -86,22 +86,20 @@ class ResidencyManager:
         host_rate: float | None = None,
         host_threads: int | None = None,
     ) -> None:
-        """Load what the policy wants before any token, the others' low versions, and start serving.
+        """Load the placements that the policy wants before any token, and start serving.
 
         Args:
             bundle: the bundle.
-            policy: a live one.
-            plan: of `make_plan`.
-            devices: the layers'.
-            host_memory: bytes that experts on the host may take, and that may be pinned for a GPU; without it, what the
-                system has left.
-            host_rate, host_threads: of the host tier (HostTier); without a number, torch's threads on a GPU, and beside
-                a CPU's own experts half of them.
+            policy: one that changes placements.
+            plan: from `make_plan`.
+            devices: the device of each layer.
+            host_memory: bytes for experts on the host and for pinned memory; None for what the system has left.
+            host_rate, host_threads: of the host tier (`HostTier`).
 
         Raises:
-            TooSmallError: when the host's memory does not hold every expert at its largest placement there.
+            TooSmallError: if host memory does not hold every expert at its largest placement there.
             InputError: on a device that cannot change versions.
-            BundleError: when a low version is damaged.
+            BundleError: if a low version is damaged.
         """
         if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
             raise InputError(f"policy {policy}: versions change on one CPU or one CUDA device, not on {devices}")
@@ -139,6 +137,7 @@ class ResidencyManager:
             self.worker.start()
 
     def _host_tier(self, rate: float | None, threads: int | None) -> HostTier:
+        """Without a number: torch's threads beside a GPU, half of them beside a CPU's own experts."""
         threads = threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
         return HostTier(threads, rate, CudaLink() if self._on_gpu else None)
 

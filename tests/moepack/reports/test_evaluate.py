@@ -17,7 +17,7 @@ from moepack.calibrate.text.windows import document_windows, load_tokenizer, win
 from moepack.pack.errors import InputError
 from moepack.reports import scoring
 from moepack.reports.evaluate import evaluate
-from moepack.reports.intervals import Estimate, clustered
+from moepack.reports.intervals import MeanInterval, clustered
 from moepack.reports.scoring import token_scores
 from moepack.runtime.planning.options import LoadOptions
 
@@ -27,8 +27,8 @@ def test_the_interval_by_hand() -> None:
     got = clustered([2, 4, 9], [1, 2, 3])
     half = 4.31 * math.sqrt(1.5 * 3.5) / 6
     assert got.mean == 2.5 and got.low == pytest.approx(2.5 - half) and got.high == pytest.approx(2.5 + half)
-    assert clustered([3], [2]) == Estimate(1.5, -math.inf, math.inf)
-    assert clustered([0, 0], [1, 1]).exp() == Estimate(1, 1, 1)
+    assert clustered([3], [2]) == MeanInterval(1.5, -math.inf, math.inf)
+    assert clustered([0, 0], [1, 1]).exp() == MeanInterval(1, 1, 1)
 
 
 def test_the_interval_covers() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.planning.fixed import Activations, Needs, Workload
+from moepack.runtime.planning.fixed import Activations, MeasuredNeeds, Workload
 from moepack.runtime.planning.kv_cache import KvShape
 from moepack.runtime.residency import kv_reserve
 from moepack.runtime.residency.kv_reserve import KvBudget
@@ -38,7 +38,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> KvBudget:
     monkeypatch.setattr(kv_reserve, "LINGER", 0.0)
     monkeypatch.setattr(kv_reserve, "STEP", 1)
     passes = Activations((1, 2), (1, 2), (1.0, 1.0, 2.0, 2.0))
-    needs = Needs(Workload(prefill_tokens=10), KvShape(((0, 1, None),)), 10, passes)
+    needs = MeasuredNeeds(Workload(prefill_tokens=10), KvShape(((0, 1, None),)), 10, passes)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(use_cache=True))
     return KvBudget(config, needs, FreeReserve(BudgetTracker(MOST, 0)), MOST)
 

@@ -294,10 +294,12 @@ class _Scored(NamedTuple):
 
 
 class _Reference:
-    """Hidden states of a bundle served at `bf16`, kept in files that the system may write out: a row a token."""
+    """Hidden states of a bundle served at `bf16`, a row a token, and its output projection where that has versions; in
+    files that the system may write out."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._kept = folder, dict[str, Any]()
+        self._head: Any = None
 
     def keep(self, model: Any, file: str, pool: Any, batch: int, reporter: Reporter) -> None:
         """Run the model over one file's windows, int64 [windows, length]."""
@@ -305,6 +307,8 @@ class _Reference:
 
         reporter.step(Path(file).name)
         reporter.inner("tokens", pool.numel())
+        if self._head is None:
+            self._keep_head(model)
         with torch.inference_mode():
             for start, ids in zip(range(0, len(pool), batch), pool.split(batch), strict=True):
                 hidden = token_scores(model, ids.to(model.device), 0).hidden
@@ -317,9 +321,31 @@ class _Reference:
                 self._kept[file].view(*pool.shape, -1)[start : start + len(ids)] = hidden
                 reporter.advance(ids.numel())
 
+    def _keep_head(self, model: Any) -> None:
+        import torch
+
+        head = model.get_output_embeddings()
+        if not any(model.get_submodule(d.module) is head for d in model.moepack.bundle.manifest.dense):
+            return
+        path, like = f"{self._folder}/head", head.weight
+        weight = (
+            torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like).copy_(like.detach())
+        )
+        self._head = torch.nn.Linear(head.in_features, head.out_features, device="meta")
+        self._head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self._head.bias = (
+            None if head.bias is None else torch.nn.Parameter(head.bias.cpu().clone(), requires_grad=False)
+        )
+
     def of(self, file: str, pool: Any) -> Any:
         """[windows, length, hidden]."""
         return self._kept[file].view(*pool.shape, -1)
+
+    def head_for(self, model: Any) -> Any:
+        """The reference's output projection, where the model's own is of another version."""
+        from moepack.runtime.dense.packed import PackedLinear
+
+        return self._head if isinstance(model.get_output_embeddings(), PackedLinear) else None
 
 
 def _clusters(pool: Any, documents: Any) -> Any:
@@ -343,12 +369,12 @@ def _score(
     reporter.inner("tokens", pool.numel())
     clusters = _clusters(pool, documents)
     sums = torch.zeros(4, int(clusters.max()) + 1, dtype=torch.float64)
-    theirs = None if reference is None else reference.of(file, pool)
+    theirs, head = (None, None) if reference is None else (reference.of(file, pool), reference.head_for(model))
     began = time.perf_counter()
     with torch.inference_mode():
         for start, ids in zip(range(0, len(pool), batch), pool.split(batch), strict=True):
             part = slice(start, start + len(ids))
-            got = token_scores(model, ids.to(model.device), room, None if theirs is None else theirs[part])
+            got = token_scores(model, ids.to(model.device), room, None if theirs is None else theirs[part], head)
             values = (torch.ones_like(got.nll), got.nll, got.kl, got.agrees)
             for row, value in zip(sums, values, strict=True):
                 if value is not None:

@@ -2,8 +2,8 @@
 
 The logits of all tokens are the largest thing in a forward pass by far. They are made in pieces: the model's own
 forward runs again and again on what its decoder has returned once, for some tokens of it at a time. For a comparison
-the other model's decoder output is kept, a hidden state a token, and its logits are made beside, by the same head: so
-the two models need not be in memory at once. Decides nothing about texts.
+the other model's decoder output is kept, a hidden state a token, and its logits are made beside, by the same head or a
+kept one: so the two models need not be in memory at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def products(model: Any) -> contextlib.AbstractContextManager[Any]:
     return widened(model.device, model.dtype)
 
 
-def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = None) -> TokenScores:
+def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = None, head: Any = None) -> TokenScores:
     """Score the tokens of `ids` [batch, length].
 
     Args:
@@ -53,6 +53,7 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
         ids: int64, on the model's device.
         room: bytes that a piece of logits may take.
         reference: `hidden` of the model that this one is compared with, as that gave it for the same ids.
+        head: that model's output projection, on the CPU; None where this model has the same.
 
     Raises:
         InputError: with a reference, for a model whose head cannot run by itself.
@@ -76,14 +77,14 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
     parts: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
     for start in range(0, last, piece):
         these = torch.arange(start, min(start + piece, last), device=ids.device)
-        with _head(model, decoder, output) as head:
-            logs = torch.log_softmax(head(ids, these), -1)
+        with _logits(model, decoder, output) as logits_of:
+            logs = torch.log_softmax(logits_of(ids, these), -1)
         nll = -logs.gather(2, ids[:, these + 1].unsqueeze(2)).squeeze(2).double()
         if theirs is None:
             parts.append((nll, None, None))
             continue
-        with _head(model, decoder, theirs) as head:
-            best = torch.log_softmax(head(ids, these), -1)
+        with _logits(model, decoder, theirs, head) as logits_of:
+            best = torch.log_softmax(logits_of(ids, these), -1)
         kl = (best.exp() * (best - logs)).sum(-1).double()
         parts.append((nll, kl, (best.argmax(-1) == logs.argmax(-1)).double()))
     joined = [None if p[0] is None else torch.cat(p, 1) for p in zip(*parts, strict=True)]
@@ -103,11 +104,12 @@ def _decoded(model: Any, decoder: Any, ids: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def _head(model: Any, decoder: Any, output: Any) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """The model's forward on what a decoder has returned: (ids, positions) to logits, float32."""
+def _logits(model: Any, decoder: Any, output: Any, head: Any = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """The model's forward on what a decoder has returned, by another head if one is given: (ids, positions) to logits,
+    float32."""
     from moepack.runtime.forward_wrapper import unwrapped_forward
 
-    forward = unwrapped_forward(model)
+    forward, own = unwrapped_forward(model), model.get_output_embeddings()
 
     def logits(ids: Tensor, these: Tensor) -> Tensor:
         made: Tensor = forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float()
@@ -115,6 +117,21 @@ def _head(model: Any, decoder: Any, output: Any) -> Iterator[Callable[[Tensor, T
 
     decoder.forward = lambda *_, **__: output
     try:
+        if head is not None:
+            model.set_output_embeddings(_on_the_host(head))
         yield logits
     finally:
         del decoder.forward
+        model.set_output_embeddings(own)
+
+
+def _on_the_host(head: Any) -> Any:
+    """A module that multiplies by a head on the CPU, wherever its input is."""
+    from torch import nn
+
+    class Host(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = head(x.cpu()).to(x.device)
+            return made
+
+    return Host()

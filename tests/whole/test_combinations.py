@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,7 @@ def test_every_way_gives_the_same(
     scored = evaluate(bundle, files, options, length=LENGTH, samples=SAMPLES)
     told = generate(bundle, PROMPT, options, max_new_tokens=NEW)
     command = Serve(str(bundle), LoadOptions(dtype="float32", kv_tokens=128, **asked), step_tokens=LENGTH)
+    command = pickle.loads(pickle.dumps(command))  # as a replica is given it
     with opened(command, options_of(command)) as server:
         body = {"model": bundle.name, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
         served = ask(server, body)["choices"][0]["text"]
@@ -185,3 +187,38 @@ def test_every_way_gives_the_same(
         losses = torch.nn.functional.cross_entropy(plain(windows).logits[:, :-1].transpose(1, 2), windows[:, 1:])
     assert told.split() == served.split() == tokenizer.decode(greedy).split()
     assert scored.perplexity == pytest.approx(float(np.exp(losses)), rel=1e-5)  # logits within CLOSE of some 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("policy", ["static", "paged"])
+@pytest.mark.parametrize("dense", [None, "w4"])
+def test_every_dtype_is_served_and_paged(tiny: Make, dense: str | None, policy: str, dtype: torch.dtype) -> None:
+    """Ids are fixed: their routers choose by more than a rounding."""
+    bundle, ids = tiny(False), torch.arange(1, 13)[None]
+    wanted = reference(bundle, dense, (("bf16",) * 4,) * 2)
+    asked: dict[str, Any] = {} if policy == "static" else {"device_memory": AMPLE}
+    model = moepack.load(bundle, policy=policy, dense=dense, dtype=dtype, **asked, **WORK)
+    with model.moepack, torch.inference_mode():
+        logits, exact = model(ids, logits_to_keep=1).logits, wanted(ids, logits_to_keep=1).logits
+        answer = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    assert logits.dtype == dtype and answer.shape == (1, ids.shape[1] + NEW)
+    # Some 20 roundings of activations and logits one after another, each of eps / 2 of the greatest, at random signs.
+    close = max(CLOSE, 20**0.5 * 2 * torch.finfo(dtype).eps / 2)
+    assert (logits.float() - exact).abs().max() <= close * exact.abs().max()
+
+
+def test_a_divergence_is_of_the_versions_not_of_the_budget(tiny: Make, evaluation: Path) -> None:
+    bundle, files = tiny(False), [str(evaluation)]
+    windows, _ = document_windows(files[0], load_tokenizer(bundle), LENGTH, SAMPLES)
+    with torch.inference_mode():
+        exact, *others = (
+            reference(bundle, dense, (("bf16",) * 4,) * 2)(windows).logits[:, :-1].log_softmax(-1) for dense in DENSE
+        )
+    wanted = [float((exact.exp() * (exact - other)).sum(-1).mean()) for other in (exact, *others)]
+    assert wanted[0] < wanted[1] < wanted[2]
+    for dense, kl in zip(DENSE, wanted, strict=True):
+        for budget in (None, AMPLE):
+            options = LoadOptions(dtype="float32", batch=1, policy="static", dense=dense, device_memory=budget, **WORK)
+            found = evaluate(bundle, files, options, LENGTH, SAMPLES, kl=True)
+            # Logarithms of probabilities of some 2^-8, summed in float32: 2^-21 each.
+            assert found.kl == pytest.approx(kl, abs=1e-6) and (dense is not None or found.top1_agreement == 1)

@@ -166,8 +166,6 @@ def _download(name: str, revision: str | None) -> Path:
 
 def _config(path: Path) -> tuple[Any, Scheme | None]:
     """The transformers configuration, of the model that is not quantised, and how the checkpoint is."""
-    from transformers import AutoConfig
-
     file = path / "config.json"
     try:
         document = json.loads(file.read_text())
@@ -179,6 +177,9 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
         raise InputError(f"{file}: names no model_type")
     check_counts(str(file), document)
     scheme = read_scheme(path, document.get("quantization_config"))
+
+    from transformers import AutoConfig  # which takes seconds: mistakes above are said before
+
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # which classes its validation raises depends on transformers' version

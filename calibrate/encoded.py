@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.safetensors_file import TensorEntry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FP8, MXFP4 = "F8_E4M3", "MXFP4"
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -118,6 +118,8 @@ def decode_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
         BF16 [..., rows, cols].
     """
     rows, cols = codes.shape[-2:]
+    import torch
+
     out = torch.empty(codes.shape, dtype=torch.bfloat16)
     scales = scales.to(torch.float32)
     for i in range(scales.shape[-2]):  # by block rows: a float32 copy of all of it is never in memory
@@ -139,6 +141,8 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     Returns:
         BF16 [..., groups * 32, rows].
     """
+    import torch
+
     values = torch.tensor(_FP4_VALUES, dtype=torch.float32)
     flat_blocks, flat_scales = blocks.reshape(-1, *blocks.shape[-3:]), scales.reshape(-1, *scales.shape[-2:])
     count, rows, groups, _ = flat_blocks.shape

@@ -168,6 +168,9 @@ def check_device(device: str) -> None:
     Raises:
         InputError: when it is not.
     """
+    if device == "cpu":
+        return  # without importing torch: other mistakes are then reported sooner
+
     import torch
 
     try:

@@ -73,11 +73,13 @@ def start(
 ) -> LayerWalk:
     """Open a calibration, in `memory` bytes; with `keep`, another run can go on from the activations between layers."""
     from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.stream import StreamedModel
 
     recipe = with_text(recipe)
     with reporter.hub_bars():
         opened = open_checkpoint(checkpoint, revision)
+
+    from moepack.calibrate.stream import StreamedModel
+
     stream = StreamedModel(opened, device)
     if stream.unused:
         reporter.note(f"{len(stream.unused)} tensors of the checkpoint have no place in the model, and are left out")

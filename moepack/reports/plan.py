@@ -122,12 +122,12 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
 
     import torch
 
-    import moepack.runtime.plugin  # noqa: F401  # so that transformers knows the config's quantisation
     from moepack.runtime.dense.choice import choose_dense, dense_change
     from moepack.runtime.devices.reading import read_rate
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.config import read_config
-    from moepack.runtime.planning.fixed import Fixed, measure, top_k
+    from moepack.runtime.planning.fixed import Fixed, top_k
+    from moepack.runtime.planning.measured import measured
     from moepack.runtime.planning.token_cost import dense_read, within
 
     try:
@@ -138,7 +138,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     config = read_config(bundle.path, bundle.manifest)
     workload = options.workload
     dtype = config.dtype or torch.float32
-    needs, outside = measure(bundle, config, dtype, where, workload)
+    needs, outside = measured(bundle, config, dtype, where, workload)
     outside += dense_change(bundle, choose_dense(options.dense, bundle, options.policy), dtype.itemsize)
     read = dense_read(outside, config) + needs.kv.bytes(workload.kv_tokens)
     bundle = within(bundle, options.bound, read, top_k(config), lambda: read_rate(where))

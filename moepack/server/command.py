@@ -112,6 +112,10 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
     Raises:
         InputError: when it cannot be, or the budget leaves no room for a sequence.
     """
+    from moepack.runtime.load import check_bundle
+
+    check_bundle(asked.bundle, asked.load)  # before what is slow to import
+
     from .http.app import Server
 
     model, tokenizer = _load(asked)
@@ -123,13 +127,10 @@ def opened(asked: Serve, options: Options) -> Iterator[Server]:
 
 
 def _load(asked: Serve) -> tuple[Any, Any]:
-    from moepack.runtime.load import check_bundle, load_bundle
-
-    check_bundle(asked.bundle, asked.load)
-
     from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
+    from moepack.runtime.load import load_bundle
     from moepack.runtime.planning.config import check_config
     from moepack.runtime.planning.exceeded import BudgetExceeded
 

@@ -22,7 +22,6 @@ from moepack.runtime.planning.options import Workload
 
 from .config import TOP_K
 from .kv_cache import KvShape
-from .skeleton import EXPERT_PARAMETERS, Probe, skeleton
 
 log = logging.getLogger("moepack.runtime")
 FAR = 4096  # tokens of context at which what a longer cache adds to activations is measured, at the least
@@ -116,6 +115,8 @@ class MeasuredNeeds:
 
 def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
     """Bytes of a model's parameters and buffers, tied ones once; without the experts of `layers`."""
+    from .skeleton import EXPERT_PARAMETERS
+
     modules = [model.get_submodule(layer.module) for layer in layers]
     skipped = {id(m._parameters[n]) for m in modules for n in EXPERT_PARAMETERS if m._parameters.get(n) is not None}
     held = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in skipped]
@@ -163,6 +164,8 @@ def _measure(
     layers: Sequence[ExpertLayer],
     workload: Workload,
 ) -> tuple[MeasuredNeeds, int]:
+    from .skeleton import Probe, skeleton  # which imports transformers' models
+
     model, mode = skeleton(config, dtype)
     probe = Probe(model, layers, device, mode)
     shape = probe.kv_shape()
@@ -219,6 +222,8 @@ def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, nee
 
     The skeleton does not see what cuBLAS and attention kernels take for themselves. Long caches are left to it.
     """
+    from .skeleton import Probe
+
     asked = needs.workload
     if not asked.prefill_tokens:
         return 0

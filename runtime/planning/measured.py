@@ -1,0 +1,145 @@
+"""Keep in the user's cache what a skeleton's passes take, so that a second plan does not measure it again.
+
+Building and running a skeleton takes most of a plan's time. Only plans read what is kept; loading always measures. The
+name of a file follows from everything that the numbers depend on. A file that cannot be read or written, or that
+holds anything but such numbers, is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import stat
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepack.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from moepack.pack.reader import Bundle
+
+    from .fixed import Needs
+    from .options import Workload
+
+FILES = 64  # kept at the most; of more the oldest go
+LARGEST = 1 << 20  # bytes of a file
+MOST = 1 << 50  # a size in bytes above this is not one
+
+
+def measured(
+    bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
+) -> tuple[Needs, int]:
+    """`fixed.measure`, from the cache where the same was measured before.
+
+    A model with code of its own is always measured: its code may change under the same name.
+    """
+    from .fixed import measure
+
+    folder = cache_folder()
+    if folder is None or getattr(config, "auto_map", None):
+        return measure(bundle, config, dtype, device, workload)
+    file = folder / f"{_key(bundle, config, dtype, device, workload)}.json"
+    found = _read(file, workload)
+    if found is None:
+        found = measure(bundle, config, dtype, device, workload)
+        _write(file, found)
+    return found
+
+
+def cache_folder() -> Path | None:
+    """Where numbers are kept: `moepack/plans` in XDG_CACHE_HOME, or in ~/.cache; None for a user without a home."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        base = Path(named) if named and Path(named).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return base / "moepack" / "plans"
+
+
+def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload) -> str:
+    """The digest of everything that the numbers depend on: model, workload, machine, programs."""
+    import torch
+    import transformers
+
+    model = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    parts = (
+        model, getattr(config, "_attn_implementation", None), dtype, device.type, bundle.layers, asdict(workload),
+        torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(),
+        sorted((k, v) for k, v in os.environ.items() if k.startswith(("MOEPACK_", "ATEN_", "ONEDNN_"))),
+        (__version__, torch.__version__, transformers.__version__, sys.version), _sources(),
+    )  # fmt: skip
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _sources() -> list[tuple[str, int, int]]:
+    """The files of the runtime, by name, size and time: a development tree changes under one version."""
+    root = Path(__file__).resolve().parents[1]
+    found = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
+    return [(name, s.st_size, s.st_mtime_ns) for name, s in found]
+
+
+def _read(file: Path, workload: Workload) -> tuple[Needs, int] | None:
+    """What a file holds; None for anything else than a regular file of this user with such numbers."""
+    from .fixed import Activations, Needs
+    from .kv_cache import KvShape
+
+    try:
+        number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(number, "rb") as opened:
+            about = os.fstat(opened.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_size > LARGEST:
+                return None
+            kept = json.loads(opened.read(LARGEST))
+        parts = tuple((_size(a), _size(b), None if c is None else _size(c)) for a, b, c in kept["kv"])
+        passes, lengths = (tuple(map(_size, kept[name])) for name in ("passes", "lengths"))
+        corners = tuple(float(_size(x, float)) for x in kept["corners"])
+        if (len(passes), len(lengths), len(corners)) != (2, 2, 4):
+            return None
+        shape: Any = Activations(passes, lengths, corners)  # type: ignore[arg-type]  # of the lengths just checked
+        needs = Needs(workload, KvShape(parts), _size(kept["activations"]), shape, _size(kept["kept"]))
+        return needs, _size(kept["dense"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _size(value: Any, kind: type = int) -> Any:
+    """A number of bytes or tokens, of this type.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if type(value) not in (int, kind) or not math.isfinite(value) or not 0 <= value <= MOST:
+        raise ValueError("not a size")
+    return value
+
+
+def _write(file: Path, found: tuple[Needs, int]) -> None:
+    """Write a file in one step, and drop the oldest ones. Nothing happens where that cannot be."""
+    needs, dense = found
+    shape = needs.passes
+    kept = {
+        "kv": needs.kv.parts, "activations": needs.activations, "passes": shape.passes, "lengths": shape.lengths,
+        "corners": shape.corners, "kept": needs.kept, "dense": dense,
+    }  # fmt: skip
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        number, name = tempfile.mkstemp(dir=file.parent, suffix=".partial")
+        partial = Path(name)
+        try:
+            with os.fdopen(number, "w") as made:
+                json.dump(kept, made)
+            partial.replace(file)
+        except BaseException:
+            partial.unlink()
+            raise
+        by_age = sorted(file.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
+        for old in by_age[:-FILES]:
+            old.unlink(missing_ok=True)

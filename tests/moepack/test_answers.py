@@ -1,0 +1,85 @@
+"""Mistakes that can be found without torch are reported before it is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = """
+import json, sys
+from moepack.cli import app
+from moepack.pack.errors import MoepackError
+for words in json.loads(sys.argv[1]):
+    try:
+        app(words, standalone_mode=False)
+        said = "no error"
+    except MoepackError as error:
+        said = str(error)
+    print(json.dumps([said, sorted({"torch", "transformers"} & sys.modules.keys())]))
+"""
+
+
+def test_mistakes_are_reported_without_torch(bundle: Path, tmp_path: Path) -> None:
+    there, gone, empty = str(bundle), str(tmp_path / "gone"), str(tmp_path)
+    prompt, memory, text = ("-p", "x"), ("--device-memory", "1GB"), ("-d", "x")
+    cases = [
+        (["generate", there, *prompt, "--policy", "hotnes"], "did you mean hotness"),
+        (["generate", there, *prompt, "--policy", "hotness"], "needs a memory budget"),
+        (["plan", there, *memory, "--max-tpot", "soon"], "is not a time"),
+        (["generate", gone, *prompt], "no such directory"),
+        (["eval", gone, *text], "no such directory"),
+        (["chat", gone], "no such directory"),
+        (["plan", gone, *memory], "no such directory"),
+        (["plan", empty, *memory], "not a bundle"),
+        (["inspect", gone], "no such directory"),
+        (["serve", gone, "--port", "0"], "no such directory"),
+        (["generate", there, *prompt, "--policy", "static:w7"], "w7"),
+        (["generate", there, *prompt, *memory, "--policy", "hotness:hi=w7"], "has no version 'w7'"),
+        (["plan", there, *memory, "--policy", "static:w7"], "w7"),
+        (["generate", there, *prompt, "--dense", "w3"], "w3"),
+        (["serve", there, "--port", "0", "--policy", "static:w7"], "w7"),
+        (["generate", "someone/nothing", *prompt], "the Hub cannot be reached"),
+        (["build", gone, "-o", str(tmp_path / "made")], "no such directory"),
+        (["build", empty, "-o", str(tmp_path / "made")], "has no config.json"),
+    ]
+    given = json.dumps([words for words, _ in cases])
+    env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}  # where nothing listens
+    out = subprocess.run([sys.executable, "-c", RUN, given], capture_output=True, text=True, env=env, check=True)
+    for (words, expected), line in zip(cases, out.stdout.splitlines(), strict=True):
+        said, imported = json.loads(line)
+        assert expected in said and imported == [], words
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"kv": [[1, 2, null]]}', '{"kv": 1e999}', "[" * 5000])
+def test_a_plan_passes_over_a_damaged_cache(content: str, bundle: Path, tmp_path: Path) -> None:
+    """Plans read what an earlier one kept, and measure anew where that is damaged or cannot be written."""
+    from moepack.reports.plan import plan
+    from moepack.runtime.planning import fixed
+    from moepack.runtime.planning.options import LoadOptions
+
+    measured = []
+
+    def count(*given: object) -> object:
+        measured.append(given)
+        return measure(*given)  # type: ignore[arg-type]
+
+    measure, options = fixed.measure, LoadOptions(device_memory="1GB", prefill_tokens=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixed, "measure", count)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        first, again = plan(bundle, options), plan(bundle, options)
+        assert len(measured) == 1 and again.fixed == first.fixed and again.per_layer == first.per_layer
+        (file,) = (tmp_path / "moepack" / "plans").iterdir()
+        file.write_text(content)
+        assert plan(bundle, options).fixed == first.fixed and len(measured) == 2
+        assert json.loads(file.read_text())["dense"] == first.fixed.dense, "written anew"
+        file.unlink()
+        file.symlink_to("/dev/zero")
+        assert plan(bundle, options).fixed == first.fixed and len(measured) == 3
+        patch.setenv("XDG_CACHE_HOME", "/dev/null")
+        assert plan(bundle, options).fixed == first.fixed and len(measured) == 4

@@ -193,11 +193,11 @@ def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace:
     from moepack.calibrate.text.documents import check_source
 
     source = locate(path)
-    for name in data:
-        check_source(name)
     check(source, options)
     if trace is not None:
         _check_trace(path, source.is_bundle, trace)
+    for name in data:
+        check_source(name)
     return source
 
 

@@ -19,8 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moepack.version import __version__
-
 if TYPE_CHECKING:
     import torch
 
@@ -74,15 +72,17 @@ def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, 
         model, getattr(config, "_attn_implementation", None), dtype, device.type, bundle.layers, asdict(workload),
         torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith(("MOEPACK_", "ATEN_", "ONEDNN_"))),
-        (__version__, torch.__version__, transformers.__version__, sys.version), _sources(),
+        (torch.__version__, transformers.__version__, sys.version), _sources(),
     )  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """The files of the runtime, by name, size and time: a development tree changes under one version."""
-    root = Path(__file__).resolve().parents[1]
-    found = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
+    """The files of the runtime and the families, by name, size and time: they say more than a version's number."""
+    from moepack import families
+
+    folders = Path(__file__).resolve().parents[1], Path(families.__file__).resolve().parent
+    found = [(p.name, p.stat()) for folder in folders for p in sorted(folder.rglob("*.py"))]
     return [(name, s.st_size, s.st_mtime_ns) for name, s in found]
 
 

@@ -115,7 +115,8 @@ def test_the_key_from_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MOEPACK_API_KEY", "from the environment")
     for given, wanted in ((None, "from the environment"), ("given", "given")):
         with pytest.raises(Stop):
-            command.serve(command.Serve(str(bundle), policy="static:w4", port=0, api_key=given), lambda where: None)
+            asked = command.Serve(str(bundle), LoadOptions(policy="static:w4"), port=0, api_key=given)
+            command.serve(asked, lambda where: None)
         assert seen[-1].key == wanted and seen[-1].name == bundle.name and seen[-1].body == 4 << 20
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from moepack.pack.reader import Bundle
 
-    from .fixed import Needs
+    from .fixed import MeasuredNeeds
     from .options import Workload
 
 FILES = 64  # kept at the most; of more the oldest go
@@ -34,7 +34,7 @@ MOST = 1 << 50  # a size in bytes above this is not one
 
 def measured(
     bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
-) -> tuple[Needs, int]:
+) -> tuple[MeasuredNeeds, int]:
     """`fixed.measure`, from the cache where the same was measured before.
 
     A model with code of its own is always measured: its code may change under the same name.
@@ -86,9 +86,9 @@ def _sources() -> list[tuple[str, int, int]]:
     return [(name, s.st_size, s.st_mtime_ns) for name, s in found]
 
 
-def _read(file: Path, workload: Workload) -> tuple[Needs, int] | None:
+def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
     """What a file holds; None for anything else than a regular file of this user with such numbers."""
-    from .fixed import Activations, Needs
+    from .fixed import Activations, MeasuredNeeds
     from .kv_cache import KvShape
 
     try:
@@ -104,7 +104,7 @@ def _read(file: Path, workload: Workload) -> tuple[Needs, int] | None:
         if (len(passes), len(lengths), len(corners)) != (2, 2, 4):
             return None
         shape: Any = Activations(passes, lengths, corners)  # type: ignore[arg-type]  # of the lengths just checked
-        needs = Needs(workload, KvShape(parts), _size(kept["activations"]), shape, _size(kept["kept"]))
+        needs = MeasuredNeeds(workload, KvShape(parts), _size(kept["activations"]), shape, _size(kept["kept"]))
         return needs, _size(kept["dense"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -121,7 +121,7 @@ def _size(value: Any, kind: type = int) -> Any:
     return value
 
 
-def _write(file: Path, found: tuple[Needs, int]) -> None:
+def _write(file: Path, found: tuple[MeasuredNeeds, int]) -> None:
     """Write a file in one step, and drop the oldest ones. Nothing happens where that cannot be."""
     needs, dense = found
     shape = needs.passes

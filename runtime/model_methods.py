@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
+from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.experts.forward import IMPLEMENTATION
 from moepack.runtime.residency.kv_reserve import UNCOUNTED
 
@@ -25,9 +26,11 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         return int(kind.get_memory_footprint(self, return_buffers) + self._moepack_wrapper.expert_bytes())
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Parameters, the experts' included, as of the checkpoint's model."""
+        """Parameters, those of experts and packed matrices included, as of the checkpoint's model."""
         own = kind.num_parameters(self, only_trainable, exclude_embeddings)
-        return int(own + (0 if only_trainable else self._moepack_wrapper.expert_parameters()))
+        packed = (m.matrix for m in self.modules() if isinstance(m, PackedLinear))
+        held = sum(x.weights + x.rows * x.bias for x in packed) + self._moepack_wrapper.expert_parameters()
+        return int(own + (0 if only_trainable else held))
 
     def refuse_copies(self: Any, *_: Any) -> Any:
         """A loaded bundle is not pickled or copied."""
@@ -55,10 +58,12 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         return kind._apply(self, fn, *args, **kwargs)
 
     def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Not in a budget, which has counted the embeddings as they are."""
+        """Refused in a budget, which has counted the embeddings as they are, and where the output's rows are packed."""
         now = self.get_input_embeddings().weight.shape[0]
         if self._moepack_wrapper.in_budget and (new_num_tokens or now) != now:
             raise InputError("embeddings of a model served in a budget keep their size: load it without one")
+        if isinstance(head := self.get_output_embeddings(), PackedLinear) and (new_num_tokens or now) != now:
+            raise InputError(f"lm_head is packed at {head.version.name} and keeps its size: load it with dense='bf16'")
         return kind.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)
 
     def set_experts_implementation(self: Any, experts_implementation: Any) -> None:

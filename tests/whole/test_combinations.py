@@ -22,6 +22,7 @@ import torch
 import moepack
 from moepack.calibrate.text.windows import document_windows, load_tokenizer
 from moepack.generation import generate
+from moepack.pack.errors import InputError
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
@@ -222,3 +223,16 @@ def test_a_divergence_is_of_the_versions_not_of_the_budget(tiny: Make, evaluatio
             found = evaluate(bundle, files, options, LENGTH, SAMPLES, kl=True)
             # Logarithms of probabilities of some 2^-8, summed in float32: 2^-21 each.
             assert found.kl == pytest.approx(kl, abs=1e-6) and (dense is not None or found.top1_agreement == 1)
+
+
+def test_a_packed_head_counts_its_parameters_and_keeps_its_size(tiny: Make) -> None:
+    exact, packed = (moepack.load(tiny(False), dense=dense) for dense in ("bf16", "w4"))
+    assert (
+        exact.num_parameters()
+        == packed.num_parameters()
+        == reference(tiny(False), None, (("bf16",) * 4,) * 2).num_parameters()
+    )
+    exact.resize_token_embeddings(300)
+    assert exact(torch.arange(9)[None]).logits.shape[-1] == 300
+    with pytest.raises(InputError, match="lm_head is packed at w4"):
+        packed.resize_token_embeddings(300)

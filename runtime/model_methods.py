@@ -48,13 +48,7 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         """Refuse moves, and in a budget wider dtypes (`to`, `cuda`, `double` call this)."""
-        for device, dtype in {(t.device, t.dtype) for t in (*self.parameters(), *self.buffers())}:
-            made = fn(torch.empty(0, device=device, dtype=dtype))
-            if made.device != device:
-                where = f"it is on {device}, and not on {made.device}"
-                raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
-            if made.dtype.itemsize > dtype.itemsize and self._moepack_wrapper.in_budget:
-                raise InputError("a cast would take more than the budget counted: pass dtype= to moepack.load instead")
+        _refuse_moves(self, fn)
         return kind._apply(self, fn, *args, **kwargs)
 
     def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +76,16 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
     made = (get_memory_footprint, num_parameters, save_pretrained, push_to_hub, _apply, set_experts_implementation,
             resize_token_embeddings, init_continuous_batching)  # fmt: skip
     return {"__reduce_ex__": refuse_copies, **{m.__name__: m for m in made if hasattr(kind, m.__name__)}}
+
+
+def _refuse_moves(model: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    for device, dtype in {(t.device, t.dtype) for t in (*model.parameters(), *model.buffers())}:
+        made = fn(torch.empty(0, device=device, dtype=dtype))
+        if made.device != device:
+            where = f"it is on {device}, and not on {made.device}"
+            raise InputError(f"{where}: a loaded bundle does not move; pass device= to moepack.load")
+        if made.dtype.itemsize > dtype.itemsize and model._moepack_wrapper.in_budget:
+            raise InputError("a cast would take more than the budget counted: pass dtype= to moepack.load instead")
 
 
 def _adapters_alone(model: Any) -> None:

@@ -149,7 +149,7 @@ def main() -> None:
     quiet_libraries()
     calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
     data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
-    samples, windows, seeds = (64, 8, 2) if args.quick else (args.samples, args.windows, args.seeds)
+    samples, windows, seeds = (16, 2, 1) if args.quick else (args.samples, args.windows, args.seeds)
     shown = f"calibration: {{samples: {samples}, length: {args.length}, batch_size: 16}}"
 
     def made_by(method: str, into: Path) -> Bundle:

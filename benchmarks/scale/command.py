@@ -3,8 +3,9 @@
     python -m benchmarks.scale                does a second worker help?
     python -m benchmarks.scale --pieces       seconds of a batch at large models' shapes, and clusters by simulation
 
-The first builds a generated checkpoint of 8 layers by GPTQ on clusters of one and of two workers of one core each, each
-in a process of its own; Ray's start and the workers' imports, the same for every build, are not counted. The second
+The first builds a generated checkpoint of 8 layers (2 with `--quick`) by GPTQ on clusters of one
+and of two workers of one core each, each in a process of its own; Ray's start and the workers' imports, the same for
+every build, are not counted. The second
 measures one batch of each shape on one core, with the recipe's tokens, and a BF16 product as large as an expert's, in
 seconds of the processor, so that a busy machine tells the same. What is simulated with them, and so assumed, stands in
 simulation.py. There: nodes of 64 such cores, 25 Gb/s links, a filesystem of 2 GB/s, 75 GB for tokens.
@@ -25,7 +26,6 @@ from benchmarks.common import EXAMPLES, Target, arguments, finish
 
 from .simulation import Cluster, Job, simulate
 
-LAYERS = 8
 _RECIPE = "quantize: {{method: gptq, loss_tokens: 512}}\ncalibration: {{samples: {}, length: 256, batch_size: 8}}"
 # Name, shipped recipe, layers with experts, hidden, expert size, experts, top-k, parameters that a token uses.
 MODELS = (
@@ -79,12 +79,12 @@ def apart(function: Any, *values: Any) -> Any:
 
 def workers(quick: bool, out: Path | None) -> None:
     """One worker and two."""
-    hidden, experts, size, samples = (256, 32, 128, 8) if quick else (512, 32, 512, 32)
+    layers, hidden, experts, size, samples = (2, 256, 8, 64, 2) if quick else (8, 512, 32, 512, 32)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
-        generate(checkpoint, LAYERS, hidden, experts, size)
-        weights = 2 * LAYERS * experts * 3 * hidden * size
+        generate(checkpoint, layers, hidden, experts, size)
+        weights = 2 * layers * experts * 3 * hidden * size
         for count in (1, 2):
             bundle = Path(folder) / f"bundle-{count}"
             made = apart(on_ray, str(checkpoint), str(bundle), _RECIPE.format(samples), count)
@@ -98,7 +98,7 @@ def workers(quick: bool, out: Path | None) -> None:
         Target("bytes through the driver beside tokens, over bytes of weights", beside, 0.01, "lower"),
         Target("bundles that differ", float(one["sha256"] != two["sha256"]), 0, "lower"),
     ]  # fmt: skip
-    finish(f"a build of {LAYERS} layers on Ray", list(rows[0]), rows, targets, out)
+    finish(f"a build of {layers} layers on Ray", list(rows[0]), rows, targets, out)
 
 
 def bytes_of(bundle: Path) -> str:

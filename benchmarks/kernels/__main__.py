@@ -39,6 +39,7 @@ SPEEDUP = {"w8": (1.2, 1.8), "w4": (1.5, 2.5), "w3": (1.5, 2.5), "w2": (2.0, 4.0
 def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages: str) -> list[dict[str, Any]]:
     """A row a version, and one for a layer whose experts are in all of them."""
     from moepack.runtime.experts.cpu import forward
+    from moepack.runtime.experts.handles import LayerCall
     from moepack.runtime.kernels.affine_native import read
 
     hidden, inner, experts, top_k = SHAPES[shape]
@@ -65,7 +66,7 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages:
                 pool = pools[versions[k]]
                 layer.use(e, pool, (i * len(used) + k) % len(pool))
             began = time.perf_counter()
-            forward(module, layer, x, index, gates)  # type: ignore[arg-type]
+            forward(LayerCall(module, layer, x, index, gates))  # type: ignore[arg-type]
             spent.append(time.perf_counter() - began)
             return None
 

@@ -46,6 +46,7 @@ def layer_like(
     layer = SimpleNamespace(
         layer=ExpertLayer(0, "experts", len(of_expert), matrices),
         device_table=lambda: table,
+        served=sorted(numbers[v.name] for v in used),
         forms=lambda i: forms[i],
         keep=keep,
     )
@@ -98,6 +99,7 @@ def measure(
 ) -> tuple[list[dict[str, Any]], list[Target]]:
     """Rows and targets of one layer: decode with 1 and 16 tokens, prefill with 2,048."""
     from moepack.runtime.experts.gpu import forward
+    from moepack.runtime.experts.handles import LayerCall
 
     device = torch.device("cuda")
     hidden, inner, experts, top_k = sizes
@@ -116,7 +118,7 @@ def measure(
             theirs = seconds(replayed(lambda x=x, i=index: grouped(weights[0], weights[1], x, i)), runs)  # type: ignore[misc]
             for name, of_expert in mixes.items():
                 layer, size = layer_like(matrices, versions, of_expert, device)
-                work = replayed(lambda x=x, i=index, g=gates, k=layer: forward(module, k, x, i, g))  # type: ignore[misc]
+                work = replayed(lambda x=x, i=index, g=gates, k=layer: forward(LayerCall(module, k, x, i, g)))  # type: ignore[misc]
                 ours = seconds(work, runs)
                 used = {int(e) for e in torch.stack(picks).reshape(-1)}
                 floor = sum(size[of_expert[e]] for e in used) / rate

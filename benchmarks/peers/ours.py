@@ -15,6 +15,7 @@ from benchmarks.kernels.layers import Module, Pool
 from moepack.pack.spec import ExpertLayer, Matrix, Version, version_names
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.cpu import forward
+from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels.affine_native import LEVELS, LayerForms, level, openmp, read
 from moepack.runtime.kernels.forms import handle
 from moepack.runtime.kernels.reference import plain_weights, sections_of
@@ -71,7 +72,7 @@ def run_layer(key: str, index: list[list[int]], step: int, first: int, passes: i
         for i in range(first, first + warm + passes):
             chosen = (ids + i * step) % len(layer.pool)
             began = time.perf_counter()
-            forward(module, layer, x, chosen, gates)  # type: ignore[arg-type]
+            forward(LayerCall(module, layer, x, chosen, gates))  # type: ignore[arg-type]
             times.append(time.perf_counter() - began)
     return times[warm:]
 

@@ -23,7 +23,7 @@ from moepack.pack.codec.exponent import HEADER, TILE
 from moepack.pack.codec.lossless import directory_size
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
-from moepack.runtime.experts.packed_gpu import CodedPart, GpuPackedExtent, parts_of
+from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.store.cudart import Cudart, HostCalls
 from moepack.runtime.store.files import BackingStore, Stored
@@ -269,7 +269,7 @@ class CudaDevice(Migration):
     ) -> Tensor:
         """Issue the decoder, and the copies of biases beside it; returns where it will report on the host."""
         parts = self._look(source, layer, slot, held)
-        packed = GpuPackedExtent(slot.device, parts, layer, make_forms(layer.matrices, version), target, source.where)
+        packed = GpuPackedExtent(slot.device, layer, make_forms(layer.matrices, version), target, source.where, parts)
         try:
             found = self._gpu.decode([packed.job(i, self._gpu.copy) for i in range(len(layer.matrices))])
         except ValueError as error:

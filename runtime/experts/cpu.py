@@ -1,14 +1,14 @@
-"""The experts' forward on a CPU with compiled kernels: routing in, weighted sum out.
+"""The experts' forward on a CPU with compiled kernels.
 
-All experts run in one call a matrix: those with few tokens straight from their packed bytes, those with many in tiles
+One call a matrix runs all experts: those with few tokens straight from their packed bytes, those with many in tiles
 unpacked into a buffer that stays in cache. Where the processor does not multiply BF16, or activations are float32,
-torch multiplies by those tiles instead. backends.py says what few means.
+torch multiplies by those tiles instead. backends.py measures the limit between few and many.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,64 +22,50 @@ from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix, of_pa
 from . import backends
 
 if TYPE_CHECKING:
-    from .handles import Pages, Snapshot
+    from .handles import LayerCall, Snapshot
 
 Limits = npt.NDArray[np.int64]
+Many = list[tuple[int, Tensor]]  # experts, and their slots in order
 
 
-def forward(
-    module: Any,
-    experts: Snapshot,
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    pages: Pages | None = None,
-) -> Tensor:
-    """`experts_forward` on a CPU; arguments and result as there. `pages` of experts that are to be decoded first."""
-    y = rows(module, experts, hidden, top_k_index, pages=pages)
-    return summed(experts, y, hidden, top_k_index, top_k_weights)
+def forward(call: LayerCall) -> Tensor:
+    """`experts_forward` on a CPU: [tokens, hidden]."""
+    return summed(call, rows(call))
 
 
-def rows(
-    module: Any,
-    experts: Snapshot,
-    hidden: Tensor,
-    top_k_index: Tensor,
-    threads: int | None = None,
-    pages: Pages | None = None,
-) -> Tensor:
-    """What every slot's expert makes of its token, [slots, hidden], float32 or bfloat16; its gate does not weigh yet.
+def rows(call: LayerCall, threads: int | None = None) -> Tensor:
+    """The output of every slot's expert, [slots, hidden], float32 or bfloat16, before its gate weighs it.
 
-    An expert's rows have the same bits whatever the others are, and on however many threads of the kernels' (torch's
-    number without `threads`). Rows of slots without an expert hold anything.
+    An expert's rows have the same bits whatever the others are, and on any number of kernel threads (torch's number
+    without `threads`). Rows of slots without an expert hold anything.
     """
-    x = (hidden if hidden.dtype in DTYPES else hidden.float()).detach().contiguous()
-    tokens = len(x)
-    if not tokens:
-        return x.new_empty(0, hidden.shape[-1])
-    index = top_k_index.long().contiguous()
+    module, experts = call.module, call.experts
+    x = (call.hidden if call.hidden.dtype in DTYPES else call.hidden.float()).detach().contiguous()
+    if not len(x):
+        return x.new_empty(0, call.hidden.shape[-1])
+    index = call.index.long().contiguous()
     limits = backends.direct_limits(x.dtype, experts.of.versions)  # torch's threads: a tier's own make the same bits
-    many = [] if has_tiles(x.dtype) or tokens <= limits.min() else _many(index, experts, limits)
-    h = _matrix(experts, 0, x, index, many, limits, threads, pages)
+    many = [] if has_tiles(x.dtype) or len(x) <= limits.min() else _many(index, experts, limits)
+    h = _matrix(call, 0, x, index, many, limits, threads)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = _matrix(experts, 1, h.contiguous(), index, many, limits, threads, pages)
+    y = _matrix(call, 1, h.contiguous(), index, many, limits, threads)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()
     return y
 
 
-def summed(experts: Snapshot, y: Tensor, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def summed(call: LayerCall, y: Tensor) -> Tensor:
     """Rows weighted and added over a token's slots, in their order: [tokens, hidden] in hidden's dtype."""
-    out = torch.empty(len(hidden), hidden.shape[-1], dtype=y.dtype)
-    gates = top_k_weights.detach()
+    out = torch.empty(len(call.hidden), call.hidden.shape[-1], dtype=y.dtype)
+    gates = call.weights.detach()
     gates = gates if gates.dtype in DTYPES else gates.float()
-    if len(hidden):
-        combine(y, top_k_index.long().contiguous(), gates.contiguous(), experts.of.layer.experts, out)
-    return out.to(hidden.dtype)
+    if len(call.hidden):
+        combine(y, call.index.long().contiguous(), gates.contiguous(), call.experts.of.layer.experts, out)
+    return out.to(call.hidden.dtype)
 
 
-def _many(index: Tensor, experts: Snapshot, limits: Limits) -> list[tuple[int, Tensor]]:
-    """The experts with more slots than their version's limit, and their slots in order."""
+def _many(index: Tensor, experts: Snapshot, limits: Limits) -> Many:
+    """The experts with more slots than their version's limit."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=experts.of.layer.experts)[: experts.of.layer.experts].tolist()
@@ -93,19 +79,13 @@ def _many(index: Tensor, experts: Snapshot, limits: Limits) -> list[tuple[int, T
 
 
 def _matrix(
-    experts: Snapshot,
-    matrix: int,
-    x: Tensor,
-    index: Tensor,
-    many: list[tuple[int, Tensor]],
-    limits: Limits,
-    threads: int | None,
-    pages: Pages | None,
+    call: LayerCall, matrix: int, x: Tensor, index: Tensor, many: Many, limits: Limits, threads: int | None
 ) -> Tensor:
     """One matrix of every slot: [slots, rows] in x's dtype, rounded where the model's own forward rounds.
 
-    Finer than that would serve no one: a token near two experts then goes to the other than in the plain model.
+    Without that rounding, tokens near two experts would go to the other than in the plain model.
     """
+    experts, pages = call.experts, call.pages
     assert experts.of.native is not None
     m, slots = experts.of.layer.matrices[matrix], index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
@@ -114,9 +94,8 @@ def _matrix(
     if sum(len(s) for _, s in many) < slots:
         with nullcontext() if pages is None else pages.decoding(matrix) as coded:
             product(experts.of.native, matrix, experts.table, x, index, out, limits, threads, coded)
-    share = slots // len(x)
     for expert, where in many:
-        mine = x[where // share]
+        mine = x[where // (slots // len(x))]
         made, bias = experts.handles[expert], experts.bias(expert, matrix, x.dtype)
         if made.weights and made.weights[matrix].dtype == x.dtype and not emulated(x.device, x.dtype):
             out[where] = torch.nn.functional.linear(mine, made.weights[matrix], bias)
@@ -132,8 +111,8 @@ def _unpacked(experts: Snapshot, expert: int, matrix: int, threads: int | None) 
     """The rows of a packed matrix, for torch."""
     made, native = experts.handles[expert], experts.of.native
     assert made.version is not None and native is not None
-    number, extent = native.numbers[made.version.name], made.extent
+    number = native.numbers[made.version.name]
     return of_packed(
         native.matrices[matrix].cols,
-        lambda tile, first: unpack(native, matrix, number, extent, tile, first, threads),
+        lambda tile, first: unpack(native, matrix, number, made.extent, tile, first, threads),
     )

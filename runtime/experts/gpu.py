@@ -1,6 +1,6 @@
 """The experts' forward on a GPU: one routing geometry, one launch a version and matrix, no wait for the device.
 
-The gate activation is fused where it is silu(gate) * up on halves; other families' own `_apply_gate` runs in between.
+The kernel makes the gate activation silu(gate) * up on halves; other families' own `_apply_gate` runs between products.
 """
 
 from __future__ import annotations
@@ -13,50 +13,39 @@ from torch import Tensor
 from moepack.runtime.kernels.affine_triton import DECODE, PREFILL, product, route
 
 if TYPE_CHECKING:
-    from .handles import Pages, Snapshot
+    from .handles import LayerCall
 
 
-def forward(
-    module: Any,
-    experts: Snapshot,
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    pages: Pages | None = None,
-) -> Tensor:
-    """`experts_forward` on a GPU; arguments and result as there. `pages` of experts that are to be decoded first."""
-    tokens, top_k = top_k_index.shape
+def forward(call: LayerCall) -> Tensor:
+    """`experts_forward` on a GPU: [tokens, hidden]."""
+    module, experts, hidden, pages = call.module, call.experts, call.hidden, call.pages
+    tokens, top_k = call.index.shape
     x = (hidden if hidden.dtype in (torch.float32, torch.bfloat16) else hidden.float()).detach().contiguous()
     if not tokens:
         return torch.empty_like(hidden)
     count, (first, second) = experts.of.layer.experts, experts.of.layer.matrices
     tiling = DECODE if tokens * top_k <= DECODE.tokens * count else PREFILL
-    geometry = route(top_k_index.long(), count, tiling.tokens)
+    geometry = route(call.index.long(), count, tiling.tokens)
     handles, slots, fused = experts.device_table(), tokens * top_k, _fuses(module)
     h = x.new_empty(slots, first.rows // 2 if fused else first.rows)
     if pages is not None:
         pages.ready(0)
-    product(first, experts.of.forms(0), experts.served(), handles, geometry, x, h, tiling, fused)
+    product(first, experts.of.forms(0), experts.served, handles, geometry, x, h, tiling, fused)
     if not fused:
         h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
     if pages is not None:
         pages.ready(1)
     y = x.new_zeros(slots, second.rows)  # rows of experts past the last stay zero
-    product(second, experts.of.forms(1), experts.served(), handles, geometry, h, y, tiling)
+    product(second, experts.of.forms(1), experts.served, handles, geometry, h, y, tiling)
     if getattr(module, "has_post_expert_norm", False):
-        y = module.post_expert_norm(y) * (top_k_index.reshape(-1, 1) < count)
-    weighted = y * top_k_weights.detach().reshape(-1, 1)
+        y = module.post_expert_norm(y) * (call.index.reshape(-1, 1) < count)
+    weighted = y * call.weights.detach().reshape(-1, 1)
     return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden.dtype)
 
 
 def _fuses(module: Any) -> bool:
-    """Whether the family's activation is the one that the kernel makes."""
-    gate = getattr(type(module), "_apply_gate", None)
-    silu = (
-        isinstance(getattr(module, "act_fn", None), torch.nn.SiLU) or _name(getattr(module, "act_fn", None)) == "silu"
-    )
+    """Whether the family's activation is silu(gate) * up on halves."""
+    gate, act = getattr(type(module), "_apply_gate", None), getattr(module, "act_fn", None)
+    name = str(getattr(act, "__name__", type(act).__name__)).lower().removesuffix("activation")
+    silu = isinstance(act, torch.nn.SiLU) or name == "silu"
     return bool(module.has_gate and silu and getattr(gate, "__name__", "") == "_default_apply_gate")
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__)).lower().removesuffix("activation")

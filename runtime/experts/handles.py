@@ -1,6 +1,6 @@
-"""The experts of a layer as the forward pass finds them: handles, which say which version of each is active.
+"""The experts of a layer as the forward pass finds them: a handle names each expert's active version.
 
-Publishing makes a new snapshot of a layer; a forward pass (forward.py) reads the one it began with. Decides nothing.
+Publishing makes a new snapshot of a layer; a forward pass (forward.py) reads the one it began with.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,8 +25,7 @@ from moepack.runtime.step import StepOpener
 
 from . import backends
 from .host_tier import HostTier
-from .packed import PackedExtent
-from .packed_gpu import GpuPackedExtent
+from .packed import GpuPackedExtent, PackedExtent
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import CodedExperts
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """One expert's active placement, complete.
+    """One expert's active placement.
 
     Attributes:
         version: its encoding; None where the expert is absent.
-        extent: uint8, the expert as it is in memory (`Version.sections`), beginning on a multiple of 64.
+        extent: uint8, the expert as it is in memory (`Version.sections`), beginning on a multiple of 64. An expert that
+            is packed or in the backing store is there only while its layer runs.
         weights: BF16 views [rows, cols] of a plain version's matrices; empty for others.
         biases: one BF16 view [rows] or None a matrix.
-        packed: of a version that is on the device as it is stored: its bytes. `extent` is then, as for one in the
-            backing store, where it is while its layer runs; nobody else may read it.
+        packed: the stored bytes of an expert that is on the device as it is stored.
     """
 
     version: Version | None
@@ -53,7 +53,7 @@ class Handle:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes it takes on its device; those of the window are not its own."""
+        """Bytes it takes on its device, without the window's."""
         if self.packed is not None:
             return self.packed.extent.numel()
         return self.extent.numel() if self.where is Where.DEVICE else 0
@@ -66,25 +66,25 @@ class Pages(Protocol):
     """The pages of one pass's experts, while its layer runs."""
 
     def decoding(self, matrix: int) -> AbstractContextManager[CodedExperts | None]:
-        """Around the product of one matrix, which is to decode those that are yielded first."""
+        """Around the product of one matrix, which first decodes the experts that are yielded."""
 
     def ready(self, matrix: int) -> None:
-        """Return once all that is needed of one matrix is in its place."""
+        """Return once one matrix of every needed expert is in its place."""
 
 
-RUN_THERE = PAGED | {Where.DEVICE}  # where those are that the device runs
+RUN_THERE = PAGED | {Where.DEVICE}  # places of experts that the device runs
 NOTHING = Handle(None, torch.empty(0, dtype=torch.uint8), (), (), Where.ABSENT)
 
 
 class ServedLayer:
-    """What is the same for every snapshot of a layer: its shapes, versions, device and kernels.
+    """A layer's shapes, versions, device and kernels: the same for all its snapshots.
 
     Attributes:
-        layer, versions, device: the layer, those that handles may name by their numbers, where extents are.
+        layer, versions, device: the layer, the versions that handles name by number, and the extents' device.
         sections: by a version's name, the sections of each matrix by kind.
-        native, backend: what kernels read of the layer, and which run it.
-        tier: what runs its experts on the host, beside the device's; None where none can be there.
-        makes_up_for_absent: whether gate weights of absent experts go to those of a token's others (forward.py).
+        native, backend: the forms that CPU kernels read, and the kind of kernel.
+        tier: runs experts on the host, beside the device's; None without one.
+        makes_up_for_absent: whether a token's other experts take over gate weights of absent ones (forward.py).
     """
 
     def __init__(self, layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> None:
@@ -105,8 +105,7 @@ class ServedLayer:
         where: Where = Where.DEVICE,
         packed: PackedExtent | GpuPackedExtent | None = None,
     ) -> Handle:
-        """The handle of a version whose bytes are complete in `extent`, uint8, beginning on a multiple of 64; of one in
-        PAGED they are while its layer runs."""
+        """The handle of a version whose bytes are in `extent`, as `Handle` has it."""
         weights = plain_weights(extent, self.sections[version.name])
         biases = tuple(
             extent[s["bias"].offset : s["bias"].end].view(torch.bfloat16) if "bias" in s else None
@@ -115,7 +114,7 @@ class ServedLayer:
         return Handle(version, extent, weights, biases, where, packed)
 
     def lossless_forms(self, version: Version) -> tuple[Form, ...]:
-        """Where the matrices of a version stand in an expert."""
+        """The places of a version's matrices in an expert."""
         return self._forms[version.name]
 
     def on_host(self) -> ServedLayer:
@@ -134,15 +133,13 @@ class ServedLayer:
 
 
 class Snapshot:
-    """The experts of one layer as a step sees them, from its beginning to its end: it never changes.
+    """The experts of one layer as a step sees them. It never changes.
 
     Attributes:
         of: the layer.
-        table: what kernels index, uint64 [experts]: an extent's address and its version's number; not to be written to.
-        handles: what is active, by expert: it keeps the extents alive.
+        table: read by kernels, uint64 [experts]: an extent's address and its version's number; not to be written to.
+        handles: the active placements, by expert; they keep the extents alive.
     """
-
-    __slots__ = ("_maps", "_on_device", "_paged", "_places", "_served", "handles", "of", "table")
 
     def __init__(
         self,
@@ -151,19 +148,15 @@ class Snapshot:
         handles: tuple[Handle, ...],
         on_device: Tensor | None = None,
     ) -> None:
-        self.of, self.table, self.handles = of, table, handles
-        self._on_device = on_device
-        self._places: frozenset[Where] | None = None
-        self._served: list[int] | None = None
-        self._paged: npt.NDArray[np.bool_] | None = None
+        self.of, self.table, self.handles, self._on_device = of, table, handles, on_device
         self._maps: dict[frozenset[Where], Tensor] = {}
 
     def over(self, words: Tensor) -> Snapshot:
-        """The same, read through a table that is on the device already."""
+        """The same snapshot with a table that is on the device already."""
         return Snapshot(self.of, self.table, self.handles, words[: len(self.table)])
 
     def device_table(self) -> Tensor:
-        """The handle table on the device, int64 [experts]; where none was given it is copied, once, and waits."""
+        """The handle table on the device, int64 [experts]. A first call without one copies it and waits."""
         if self._on_device is None:
             device = self.of.device
             with torch.inference_mode(False):
@@ -172,35 +165,32 @@ class Snapshot:
                 torch.cuda.synchronize(device)  # another stream may read it next
         return self._on_device
 
+    @cached_property
     def served(self) -> list[int]:
-        """The numbers of the versions that experts which the device runs have."""
-        if self._served is None:
-            here = [h.version for h in self.handles if h.version is not None and h.where in RUN_THERE]
-            self._served = sorted({self.of.number(v) for v in here})
-        return self._served
+        """The version numbers of the experts that the device runs."""
+        here = [h.version for h in self.handles if h.version is not None and h.where in RUN_THERE]
+        return sorted({self.of.number(v) for v in here})
 
+    @cached_property
     def places(self) -> frozenset[Where]:
         """Where its experts are."""
-        if self._places is None:
-            self._places = frozenset(h.where for h in self.handles)
-        return self._places
+        return frozenset(h.where for h in self.handles)
 
+    @cached_property
     def paged(self) -> npt.NDArray[np.bool_]:
         """Whether each expert's weights have memory only while they are needed, bool [experts]."""
-        if self._paged is None:
-            self._paged = np.array([h.where in PAGED for h in self.handles], bool)
-        return self._paged
+        return np.array([h.where in PAGED for h in self.handles], bool)
 
     def only(self, index: Tensor, here: frozenset[Where]) -> Tensor:
-        """The router's choice [tokens, top_k] with a number past the last expert for those that are not in `here`."""
-        if self.places() <= here:
+        """The router's choice [tokens, top_k] with a number past the last expert for experts that are not in `here`."""
+        if self.places <= here:
             return index
-        key, count = here, len(self.handles)
-        if key not in self._maps:
+        count = len(self.handles)
+        if here not in self._maps:
             moved = [e if h.where in here else count for e, h in enumerate(self.handles)]
             with torch.inference_mode(False):
-                self._maps[key] = torch.tensor([*moved, count], dtype=torch.int64).to(index.device)
-        return self._maps[key][index.long().clamp(max=count)]
+                self._maps[here] = torch.tensor([*moved, count], dtype=torch.int64).to(index.device)
+        return self._maps[here][index.long().clamp(max=count)]
 
     def weight(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor:
         """One matrix of an expert's active version, [rows, cols] in `dtype`."""
@@ -217,17 +207,37 @@ class Snapshot:
         return None if bias is None else bias.to(dtype)
 
 
+@dataclass(slots=True)
+class LayerCall:
+    """One call of a layer's experts.
+
+    Attributes:
+        module: the experts module.
+        experts: the snapshot that it reads.
+        hidden: [tokens, hidden].
+        index, weights: [tokens, top_k]; an index past the last expert adds nothing.
+        pages: of experts that are decoded for this call; None without any.
+    """
+
+    module: Any
+    experts: Snapshot
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+    pages: Pages | None = None
+
+
 class LayerExperts:
     """The handles of one layer.
 
     Attributes:
         of: the layer.
-        current: what a step that begins now sees. Publishing replaces it.
+        current: the snapshot for a step that begins now. Publishing replaces it.
         model: the key of the model, by which the running step is found (runtime/step.py).
         position: the layer's place among the model's layers of experts.
-        steps: opens a step for a call outside any: the model's forward wrapper. None once the model has gone.
-        number: of the layer's operator (op.py).
-        no_gradients: why a pass may not keep what gradients need; empty where it may.
+        steps: the model's forward wrapper, which opens a step for a call outside any. None once the model has gone.
+        number: of the module for its operator (op.py).
+        no_gradients: the reason why gradients are refused; empty where they are not.
     """
 
     model: object = None
@@ -246,14 +256,14 @@ class LayerExperts:
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
     def let_go(self) -> None:
-        """Forget the forward wrapper: it knows the layer, and a circle of references would keep the layer's memory."""
+        """Forget the forward wrapper: it refers to the layer, and a circle of references would keep its memory."""
         self.steps = None
 
     def publish(self, expert: int, made: Handle) -> None:
-        """Make a version of an expert the active one for steps that begin from now on; one thread at a time.
+        """Make a placement active for steps that begin from now on; one thread at a time.
 
-        First versions come in the experts' order. A step that has begun goes on with what it saw: the caller keeps the
-        bytes of the version before alive until the last of those has ended.
+        First placements come in the experts' order. A step that has begun reads the old one: the caller keeps its bytes
+        until the last such step has ended.
         """
         before, word = self.current, 0
         if made.version is not None:

@@ -1,8 +1,8 @@
-"""The torch operator `moepack::experts`, which compiled models call.
+"""The torch operators `moepack::experts` and `moepack::dense`, which compiled models call.
 
-An operator takes tensors and numbers, so each experts module is registered under a number while it lives. The operator
-runs `experts_forward`: results are equal to the bit. A compiled pass is one step, from its first layer of experts to
-its last (`ForwardWrapper.compiled_layer`).
+An operator takes tensors and numbers, so each module is registered under a number while it lives. The operators run
+`experts_forward` and `PackedLinear.forward`: results are equal to the bit. A compiled pass is one step, from its first
+layer of experts to its last (`ForwardWrapper.compiled_layer`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ _modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def enter(module: Any) -> int:
-    """Register an experts module and return its number."""
+    """Register a module and return its number."""
     number = next(_numbers)
     _modules[number] = module
     return number
+
+
+def _gone() -> InputError:
+    return InputError("the model of a compiled pass has gone: load the bundle and compile it again")
 
 
 @torch.library.custom_op("moepack::experts", mutates_args=())
@@ -35,7 +39,7 @@ def experts(hidden: Tensor, index: Tensor, weights: Tensor, layer: int) -> Tenso
     Args:
         hidden: [tokens, hidden].
         index, weights: [tokens, top_k], the router's choice.
-        layer: the number that `enter` gave.
+        layer: the module's number.
 
     Returns:
         [tokens, hidden].
@@ -46,11 +50,24 @@ def experts(hidden: Tensor, index: Tensor, weights: Tensor, layer: int) -> Tenso
     module = _modules.get(layer)
     steps: StepOpener | None = None if module is None else module._moepack.steps
     if steps is None:
-        raise InputError("the model of a compiled pass has gone: load the bundle and compile it again")
-    out = steps.compiled_layer(module, hidden, index, weights)
-    return out.contiguous()
+        raise _gone()
+    return steps.compiled_layer(module, hidden, index, weights).contiguous()
 
 
 @experts.register_fake
 def _(hidden: Tensor, index: Tensor, weights: Tensor, layer: int) -> Tensor:
     return hidden.new_empty(hidden.shape)
+
+
+@torch.library.custom_op("moepack::dense", mutates_args=())
+def dense(x: Tensor, number: int, rows: int) -> Tensor:
+    """Run the packed linear map with this number, which has `rows` rows; raises as `experts`."""
+    if (module := _modules.get(number)) is None:
+        raise _gone()
+    made: Tensor = module.forward(x)
+    return made.contiguous()
+
+
+@dense.register_fake
+def _(x: Tensor, number: int, rows: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)

@@ -1,60 +1,72 @@
-"""A lossless extent that stays as it is stored, and is decoded to a fixed address when somebody needs the weights.
+"""A lossless extent that stays in memory as it is stored, and is decoded to a fixed address when its layer runs.
 
-Its digest was checked when it was read; what only decoding shows is checked then. Decides nothing about when.
+Its digest was checked when it was read; errors that only decoding can find are raised then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moepack.pack.codec import exponent_fast
 from moepack.pack.codec.bits import Bf16Bits, Buffer
+from moepack.pack.codec.exponent import HEADER, parse
 from moepack.pack.codec.lossless import directory
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.kernels.forms import Form
 
+Copy = Callable[[Tensor, Tensor], None]  # to, from: on the current stream
 
-class PackedExtent:
+
+@dataclass(eq=False)
+class _Stored:
     """One expert's extent in memory.
 
     Attributes:
         extent: uint8, exactly the extent.
+        layer: the expert's.
+        forms: the place of each matrix, once decoded.
+        target: uint8, the memory that they are decoded to: its address stays.
+        where: file, layer, expert and version, for errors.
     """
 
-    def __init__(self, extent: Tensor, layer: ExpertLayer, forms: Sequence[Form], target: Tensor, where: str) -> None:
-        """Look at nothing yet.
+    extent: Tensor
+    layer: ExpertLayer
+    forms: Sequence[Form]
+    target: Tensor
+    where: str
 
-        Args:
-            extent: uint8, exactly the extent.
-            layer: whose expert it is.
-            forms: where each matrix stands, once decoded.
-            target: uint8, where they are decoded to: an address that stays.
-            where: file, layer, expert and version, for errors.
-        """
-        self.extent, self._layer, self._forms, self._target, self._where = extent, layer, tuple(forms), target, where
-        self._parts: list[tuple[Buffer, Bf16Bits | None]] | None = None
-        self._opened: list[Any] = [None] * len(layer.matrices)
+    def damaged(self, why: str = "a matrix does not decode") -> BundleError:
+        """The error for bytes that are not a coded matrix."""
+        return BundleError.single(self.where, "codec", why)
+
+
+@dataclass(eq=False)
+class PackedExtent(_Stored):
+    """One expert's extent in host memory. Its parts are found when they are first needed."""
+
+    _parts: list[tuple[Buffer, Bf16Bits | None]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._opened: list[Any] = [None] * len(self.layer.matrices)
 
     def _part(self, matrix: int) -> tuple[Buffer, Bf16Bits | None]:
         if self._parts is None:
             try:
-                self._parts = directory(self._layer.matrices, self.extent.numpy())
+                self._parts = directory(self.layer.matrices, self.extent.numpy())
             except CodecError as error:
                 raise self.damaged(str(error)) from None
         return self._parts[matrix]
 
-    def damaged(self, why: str) -> BundleError:
-        """What to raise for bytes that are no coded matrix."""
-        return BundleError.single(self._where, "codec", why)
-
     def opened(self, matrix: int) -> int:
-        """The address of what a kernel decodes one matrix from (affine_native.CodedExperts); 0 where none can.
+        """The address from which a kernel decodes one matrix (affine_native.CodedExperts); 0 where none can.
 
         Raises:
             BundleError: when the extent is not well formed.
@@ -62,34 +74,27 @@ class PackedExtent:
         if self._opened[matrix] is None:
             if (native := _native()) is None:
                 return 0
-            coded = self._part(matrix)[0]
-            at = self._target.data_ptr() + self._forms[matrix].low
-            opened = native.open_coded(coded, self._layer.matrices[matrix].weights, at)
+            at = self.target.data_ptr() + self.forms[matrix].low
+            opened = native.open_coded(self._part(matrix)[0], self.layer.matrices[matrix].weights, at)
             self._opened[matrix] = opened, opened.address if opened else 0
         return int(self._opened[matrix][1])
 
     def bias(self, matrix: int) -> None:
         """Write one matrix's bias, if it has any, to its place."""
-        if (at := self._forms[matrix].bias) < 0:
-            return
-        if (bias := self._part(matrix)[1]) is not None:
-            self._target.numpy()[at : at + bias.nbytes].view(np.uint16)[:] = bias
+        at = self.forms[matrix].bias
+        if at >= 0 and (bias := self._part(matrix)[1]) is not None:
+            self.target.numpy()[at : at + bias.nbytes].view(np.uint16)[:] = bias
 
     def decode(self, matrix: int, threads: int | None) -> None:
         """Write one matrix and its bias to their places; releases the GIL.
 
-        Args:
-            matrix: which.
-            threads: how many to use.
-
         Raises:
             BundleError: when the extent is not well formed.
         """
-        low, count = self._forms[matrix].low, 2 * self._layer.matrices[matrix].weights
+        low, count = self.forms[matrix].low, 2 * self.layer.matrices[matrix].weights
+        room = self.target.numpy()[low : low + count].view(np.uint16)
         try:
-            exponent_fast.decode_into(
-                self._part(matrix)[0], self._target.numpy()[low : low + count].view(np.uint16), threads
-            )
+            exponent_fast.decode_into(self._part(matrix)[0], room, threads)
         except CodecError as error:
             raise self.damaged(str(error)) from None
         self.bias(matrix)
@@ -98,3 +103,51 @@ class PackedExtent:
 def _native() -> ModuleType | None:
     engine = exponent_fast.engine()
     return engine if hasattr(engine, "open_coded") else None
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPart:
+    """One coded matrix inside an extent.
+
+    Attributes:
+        at, size: of its coded bytes.
+        header: a copy of their first 48.
+        bias: offset of its bias; -1 without one.
+    """
+
+    at: int
+    size: int
+    header: Buffer
+    bias: int
+
+
+def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[CodedPart, ...]:
+    """The parts of an extent whose directory and whose matrices' headers are on the host.
+
+    Raises:
+        CodecError: when it is not well formed.
+    """
+    out, start = [], extent.ctypes.data
+    for m, (coded, bias) in zip(layer.matrices, directory(layer.matrices, extent), strict=True):
+        parse(coded, m.weights)
+        place = -1 if bias is None else bias.ctypes.data - start
+        out.append(CodedPart(coded.ctypes.data - start, len(coded), coded[:HEADER].copy(), place))
+    return tuple(out)
+
+
+@dataclass(eq=False)
+class GpuPackedExtent(_Stored):
+    """One expert's extent in device memory; `parts` were found on the host before it went there."""
+
+    parts: Sequence[CodedPart]
+
+    def job(self, matrix: int, copy: Copy) -> Any:
+        """The decode job of one matrix. Its bias is copied by `copy`; both run on the current stream."""
+        from moepack.runtime.kernels.exponent_triton import DecodeJob
+
+        part, form, m = self.parts[matrix], self.forms[matrix], self.layer.matrices[matrix]
+        if part.bias >= 0:
+            size = 2 * m.rows
+            copy(self.target[form.bias : form.bias + size], self.extent[part.bias : part.bias + size])
+        out = self.target[form.low : form.low + 2 * m.weights].view(torch.bfloat16)
+        return DecodeJob(self.extent[part.at : part.at + part.size], part.header, out)

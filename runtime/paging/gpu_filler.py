@@ -26,7 +26,7 @@ from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.devices.cuda import CudaDevice, read_heads
 from moepack.runtime.devices.torch_cuda import LOADS, Gpu, GpuEvent
 from moepack.runtime.experts.handles import Snapshot
-from moepack.runtime.experts.packed_gpu import CodedPart, GpuPackedExtent, parts_of
+from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import Form
 from moepack.runtime.planning.paging import LOADERS
 from moepack.runtime.store.files import Stored
@@ -175,7 +175,7 @@ class GpuFiller:
         self, position: int, expert: int, extent: Tensor, parts: Sequence[CodedPart], where: str
     ) -> GpuPackedExtent:
         layer, forms = self._layers[position]
-        return GpuPackedExtent(extent, parts, layer, forms, self.space.extent(position, expert), where)
+        return GpuPackedExtent(extent, layer, forms, self.space.extent(position, expert), where, parts)
 
     def read(self, loader: int, position: int, expert: int) -> tuple[GpuPackedExtent, int]:
         """To the loader's buffer on the device: from pinned memory in one copy, else through the file and the loader's

@@ -15,7 +15,7 @@ import torch
 
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices.torch_cuda import LOADS, Gpu
-from moepack.runtime.experts.packed_gpu import GpuPackedExtent, parts_of
+from moepack.runtime.experts.packed import GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms, resident_size
 from moepack.runtime.planning.paging import BRIEFLY, LOADERS
 from moepack.runtime.policies.contract import Ladder
@@ -55,7 +55,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder, gpu: Gpu, experts: int = 8) ->
 
         def decode(number: int) -> list[object]:
             parts = parts_of(layer, pinned[number].numpy())
-            packed = GpuPackedExtent(there[number], parts, layer, forms, outs[number], stored[number].where)
+            packed = GpuPackedExtent(there[number], layer, forms, outs[number], stored[number].where, parts)
             return [packed.job(m, gpu.copy) for m in range(len(layer.matrices))]
 
         def all_of_them() -> None:

@@ -122,7 +122,7 @@ class Paging:
         Raises:
             BundleError: where what is needed is damaged; on a GPU, for what the layer before read.
         """
-        paged = snapshot.paged()
+        paged = snapshot.paged
         chosen = np.bincount(self.filler.chosen(index).ravel(), minlength=len(paged))[: len(paged)]
         active = np.flatnonzero((chosen > 0) & paged).tolist()
         self._settle(step)
@@ -194,7 +194,7 @@ class Paging:
         if position >= self._layers:
             return  # what the next step needs is not known, nor which snapshot it reads
         snapshot: Snapshot = step.snapshots[position]
-        experts = np.flatnonzero(snapshot.paged()).tolist()
+        experts = np.flatnonzero(snapshot.paged).tolist()
         with self._lock:
             if self._closed or self._line or not experts:
                 return

@@ -22,7 +22,7 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import forward as forward_module
 from moepack.runtime.experts.forward import across, experts_forward
-from moepack.runtime.experts.handles import NOTHING, LayerExperts, Snapshot
+from moepack.runtime.experts.handles import NOTHING, LayerCall, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import HostTier
 from moepack.runtime.kernels.forms import make_forms, resident_size
 from moepack.runtime.policies.placements import Where
@@ -329,7 +329,7 @@ def test_on_another_device_the_host_runs_beside_it(tier: HostTier) -> None:
     module = layer_of(places, tier, Launching())
     x, index, gates = routed(6, 3, torch.float32)
     with torch.inference_mode():
-        got = across(module, module._moepack.current, x, index, gates, tier)
+        got = across(LayerCall(module, module._moepack.current, x, index, gates), tier)
         plain = layer_of([Where.DEVICE if w is Where.HOST else w for w in places], None, module)
         want = experts_forward(plain, x, index, gates)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward, reference_forward
-from moepack.runtime.experts.handles import LayerExperts, Snapshot
+from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.step import Step, opened
 
@@ -78,7 +78,7 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
     with opened(Step(snapshots=[module._moepack.current], counters=counters)):
         out = experts_forward(module, x, index, gates)
     assert out.shape == x.shape and out.dtype == x.dtype and launches.count == 4
-    assert module._moepack.current.served() == [1, 2]
+    assert module._moepack.current.served == [1, 2]
 
 
 @pytest.mark.parametrize("waiting", ["counts", "experts"])
@@ -88,7 +88,7 @@ def test_planted_waits_are_found(module: Module, waiting: str) -> None:
         if waiting == "counts":
             Counters([8], False, META).layer(0)
         else:
-            reference_forward(module, module._moepack.current, x, index, gates)
+            reference_forward(LayerCall(module, module._moepack.current, x, index, gates))
 
 
 def test_counts_and_gates_without_padding() -> None:

@@ -357,6 +357,7 @@ def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: 
     from moepack.runtime.attach import load_map
     from moepack.runtime.experts import cpu
     from moepack.runtime.experts.forward import reference_forward
+    from moepack.runtime.experts.handles import LayerCall
 
     native.use_level(level)
     model = moepack.load(bundle, dtype=dtype, policy="static:w2")
@@ -369,16 +370,16 @@ def test_the_forward_is_the_fallbacks(bundle: Path, dtype: torch.dtype, tokens: 
     index[: tokens // 2, 0] = 3  # one busy expert
     gates = torch.rand(tokens, 4, generator=generator).to(dtype)
     with torch.inference_mode():
-        want = reference_forward(module, experts.current, x, index, gates)
-        got = cpu.forward(module, experts.current, x, index, gates)
-        assert torch.equal(got, cpu.forward(module, experts.current, x, index, gates))
+        want = reference_forward(LayerCall(module, experts.current, x, index, gates))
+        got = cpu.forward(LayerCall(module, experts.current, x, index, gates))
+        assert torch.equal(got, cpu.forward(LayerCall(module, experts.current, x, index, gates)))
         assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
         before, other = experts.current.table.copy(), model.model.layers[1].mlp.experts._moepack.current.handles[0]
         experts.publish(0, other)
         changed = experts.current.table != before
         assert changed.tolist() == [True] + [False] * 15
-        want = reference_forward(module, experts.current, x, index, gates)
-        got = cpu.forward(module, experts.current, x, index, gates)
+        want = reference_forward(LayerCall(module, experts.current, x, index, gates))
+        got = cpu.forward(LayerCall(module, experts.current, x, index, gates))
         assert relative(got, want.double().numpy()) <= (1e-5 if dtype == torch.float32 else 1e-2)
 
 

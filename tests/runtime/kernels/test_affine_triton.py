@@ -89,6 +89,7 @@ def test_the_forward_is_the_references(bundle: Path) -> None:
     from moepack.runtime.attach import load_map
     from moepack.runtime.experts import gpu
     from moepack.runtime.experts.forward import reference_forward
+    from moepack.runtime.experts.handles import LayerCall
 
     model = moepack.load(bundle, policy="static:w2", dtype=torch.float32, device=DEVICE)
     module = model.model.layers[1].mlp.experts
@@ -100,8 +101,8 @@ def test_the_forward_is_the_references(bundle: Path) -> None:
     assert gpu._fuses(module)
     with torch.inference_mode():
         for _ in range(2):
-            want = reference_forward(module, experts.current, x, index, gates)
-            got = gpu.forward(module, experts.current, x, index, gates)
+            want = reference_forward(LayerCall(module, experts.current, x, index, gates))
+            got = gpu.forward(LayerCall(module, experts.current, x, index, gates))
             assert relative(got.cpu(), want.double().cpu().numpy()) <= 1e-5
             experts.publish(1, model.model.layers[1].mlp.experts._moepack.current.handles[1])
             assert experts.current.handles[1].version.name == "w2"

@@ -252,10 +252,11 @@ def test_the_weights_of_those_that_stay(bundle: Path) -> None:
             index = torch.where(there[index], index, 16)
             module._moepack.of.makes_up_for_absent = False
             from moepack.runtime.experts.forward import _run
+            from moepack.runtime.experts.handles import LayerCall
 
-            outs[answer] = _run(module, handles, x, index, kept)
+            outs[answer] = _run(LayerCall(module, handles, x, index, kept))
             module._moepack.of.makes_up_for_absent = answer == "yes"
-            assert torch.equal(_run(module, handles, x, given[0][1], weights), outs[answer])
+            assert torch.equal(_run(LayerCall(module, handles, x, given[0][1], weights)), outs[answer])
             assert 0 < int(there.sum()) < 16
         model.moepack.close()
     assert not torch.equal(outs["yes"], outs["no"])

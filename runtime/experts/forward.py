@@ -160,8 +160,8 @@ def across(call: LayerCall, tier: HostTier) -> Tensor:
     arrive = tier.link.fetch(call.hidden, experts.only(call.index, _HOST), call.weights)
     there = Snapshot(experts.of.on_host(), experts.table, experts.handles)
 
-    def work(*given: Tensor) -> tuple[Tensor, int]:
-        mine = LayerCall(tier.module(call.module), there, *given)
+    def work(x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, int]:
+        mine = LayerCall(tier.module(call.module), there, x, index, weights)
         return _sum(mine, _rows(mine, tier.threads)), _read(mine)
 
     with tier.beside(work, arrive) as job:

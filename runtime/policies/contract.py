@@ -1,8 +1,8 @@
-"""What serving tells a policy, and what it asks of one. Pure: numbers in, decisions out, no torch.
+"""What serving tells a policy, and what a policy answers. Pure: numbers in, decisions out, no torch.
 
-A policy is one file with an `Entry` and one line in registry.py. One that never changes anything answers with a map
-(`versions`); one that changes placements while the model is served is made when it is loaded (`make`), says what it
-needs to know, and is handed events. Decides nothing.
+A policy is one file with an `Entry`, and one line in registry.py. A policy that never changes anything answers with a
+map (`versions`). A policy that changes placements is made when a model is loaded (`make`). It says what it needs to
+know, and receives events.
 """
 
 from __future__ import annotations
@@ -19,56 +19,62 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.knapsack import Table
 
-from .placements import Placement
+from .placements import Placement, find_version
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
 Key = tuple[int, int]  # layer position, expert
-Wanted = Mapping[Key, int]  # experts that are to be elsewhere than at the base placement, the most wanted first
+Wanted = Mapping[Key, int]  # placements of the experts that leave the base placement, the most wanted first
 Versions = tuple[tuple[str, ...], ...]  # a version's name by layer position and expert
-Ladder = tuple[Placement, ...]  # the best first; other code counts in it. The last is the base
-Counts = Sequence[npt.NDArray[np.int64]]
-Sums = Sequence[npt.NDArray[np.float64]]
+Ladder = tuple[Placement, ...]  # the best first, the base last; other code uses indices into it
 Ints = npt.NDArray[np.int64]  # [experts]
 Floats = npt.NDArray[np.float64]  # [experts]
+Counts = Sequence[Ints]
+Sums = Sequence[Floats]
 
 
 class Changes(dict[Key, int]):
-    """An answer to `LayerReached` that names only what is to change: everything else stays wanted as it was.
-
-    Experts at the base placement leave.
-    """
+    """An answer to `LayerReached` that names only what changes. An expert named at the base placement leaves."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """What the router chose.
+class Event:
+    """Something that a policy is told.
 
     Attributes:
-        time: seconds on a clock that never goes back.
+        time: seconds on a monotonic clock.
         capacity: [layers], bytes of device memory that each layer's experts may take beyond what they all take at the
             base placement.
-        counts: int64 [experts] a layer, how often the router chose each; padding is left out.
-        gates: float64 [experts] a layer, the sums of its weights there; empty for a policy that does not need them.
     """
 
     time: float
     capacity: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted(Event):
+    """An event with routing statistics.
+
+    Attributes:
+        counts: int64 [experts] a layer, how often the router chose each expert, without padding.
+        gates: float64 [experts] a layer, the sums of its gate weights; empty unless the policy needs them.
+    """
+
     counts: Counts
     gates: Sums = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Interval(Counted):
-    """Time has gone by, or what fits has changed. Counts are of the steps that ended since the last interval.
+    """Time has passed, or the capacity has changed. Counts cover the steps that ended since the last interval.
 
-    For a policy that needs timings also, of those steps that were no prompts:
+    The other fields cover those of the steps that read no prompt, for a policy that needs timings:
 
     Attributes:
-        steps: how many.
-        computed: seconds that they took, without those that they waited for experts.
-        loaded: [layers][placements], bytes of weights that they had to have brought, by where those came from.
+        steps: their number.
+        computed: seconds that they took, without waits for experts.
+        loaded: [layers][placements], bytes of weights that they needed, by the placement that the weights came from.
     """
 
     steps: int = 0
@@ -77,92 +83,71 @@ class Interval(Counted):
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceBegan:
-    """The first step of a sequence begins. A sequence is the batch behind one KV cache; a pass without a cache is one.
+class SequenceBegan(Event):
+    """The first step of a sequence begins. A sequence is the batch behind one KV cache, or a pass without a cache.
 
     Attributes:
-        time, capacity: as of `Counted`.
-        tokens: of its prompt, or of the first chunk of that, over the batch and with padding; 0 where the prompt was
-            read elsewhere, into a cache that then came here.
-        sequence: its number, from 1; no two have the same.
+        tokens: in its prompt, or in the prompt's first chunk, over the batch and with padding; 0 where the cache was
+            filled elsewhere.
+        sequence: its number, from 1, never used twice.
     """
 
-    time: float
-    capacity: Sequence[int]
     tokens: int
     sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded(Counted):
-    """A step that read a prompt has ended, or a chunk of one: into an empty cache, or several tokens of each sequence
-    that are no guesses (residency/sequences.py).
+    """A step that read a prompt, or a chunk of one, has ended. `counts` and `gates` are of this step alone.
 
-    Attributes:
-        counts, gates: of this step alone.
-        sequence: whose.
+    Such a step fills an empty cache, or adds several tokens to each sequence that are not guesses
+    (residency/sequences.py).
     """
 
     sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class DecodingBegan:
-    """The first step of a sequence that goes on by one token, or verifies guesses, begins. All chunks of its prompt
-    were heard of before.
+class DecodingBegan(Event):
+    """The first step that adds one token to a sequence, or verifies guesses, begins. All of its prompt was reported.
 
-    A later prompt into the same cache, another turn, is `PrefillEnded` again, and decoding then begins again.
-
-    Attributes:
-        time, capacity: as of `Counted`.
-        sequence: whose.
+    A later prompt into the same cache causes `PrefillEnded` again, and then another `DecodingBegan`.
     """
 
-    time: float
-    capacity: Sequence[int]
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceEnded:
-    """A sequence's cache has gone, or was emptied, or there was none and its pass has ended. It is the last of its
-    events; it may come some time after.
+class SequenceEnded(Event):
+    """A sequence's cache was freed or emptied, or its pass without a cache has ended. It may be reported late.
 
-    Attributes:
-        time, capacity: as of `Counted`.
-        sequence: which.
+    It is the sequence's last event.
     """
 
-    time: float
-    capacity: Sequence[int]
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class LayerReached:
+class LayerReached(Event):
     """A layer's experts are about to run.
 
-    The step waits for those of them that the answer names above the base, and for no others. Keys of other layers that
-    are not there are begun in the background, in the answer's order, once all that is waited for has begun: a prefetch,
-    whose deadline is the moment its layer is reached. One that the answer then does not name, or that an earlier answer
-    wants elsewhere, is cancelled.
+    The step waits for the experts of this layer that the answer places above the base. Keys of other layers are
+    prefetches: copied in the background, in the answer's order, behind the copies that the step waits for. A prefetch
+    is cancelled when its layer is reached and the answer does not name it, or when an answer places it elsewhere.
 
     Attributes:
-        time, capacity: as of `Counted`.
         layer: its position.
-        counts: how often the router chose each for it in this step.
-        gates: the sums of its weights there; None for a policy that does not need them.
-        is_prompt: whether the step reads several tokens of a prompt a sequence.
-        important: of `counts`, those of heavy-hitter tokens; None where `Needs.importance` does not ask or the step is
-            no prompt, and in a compiled pass.
-        predicted, predicted_gates: what the next layer's counts and gates will be, by its router on what this layer's
-            experts read; None where `Needs.prediction` does not ask, and at the last layer.
-        placed: the placement that each of the layer's experts is at.
-        coming: the one that is on its way, -1 where none is.
+        counts: how often the router chose each expert in this step.
+        gates: the sums of its gate weights; None for a policy that does not need them.
+        is_prompt: whether the step reads several tokens of a prompt in each sequence.
+        important: the part of `counts` that comes from heavy-hitter tokens; None without `Needs.importance`, outside
+            prompts, and in a compiled pass.
+        predicted, predicted_gates: the next layer's counts and gates, by its router on the input of this layer's
+            experts; None without `Needs.prediction`, and at the last layer.
+        placed: the placement of each of the layer's experts.
+        coming: the placement that is being copied, -1 where none is.
     """
 
-    time: float
-    capacity: Sequence[int]
     layer: int
     counts: Ints
     gates: Floats | None = None
@@ -174,27 +159,24 @@ class LayerReached:
     coming: Ints | None = None
 
 
-Event = Interval | SequenceBegan | PrefillEnded | DecodingBegan | SequenceEnded | LayerReached
-
-
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a policy is told, beside `Interval`, and may do.
+    """What a policy is told beside `Interval`, and what it may do.
 
     Attributes:
         interval: seconds between two `Interval` events.
-        prompts: whether it is told of `SequenceBegan`, `PrefillEnded`, `DecodingBegan` and `SequenceEnded`.
-        layers: whether it is told of `LayerReached`, and the step then waits for what it wants: such steps run one at
-            a time, and there are no intervals. Where an expert has no resident version, and for baselines.
-        gates: whether gate weights are summed up for it.
-        exact: whether an expert on the device that is named on the host, or nowhere, leaves at once; else it stays
-            until somebody needs its bytes.
-        importance: with `layers`, the share of a prompt's tokens that are heavy hitters: those that receive most
-            attention; 0 where nobody asks. A model whose attention does not tell is refused.
-        prediction: with `layers`, whether the next layer's routing is predicted. A model whose routers cannot be asked
+        prompts: whether it receives `SequenceBegan`, `PrefillEnded`, `DecodingBegan` and `SequenceEnded`.
+        layers: whether it receives `LayerReached`, and steps wait for its answers. Such steps run one at a time, and
+            there are no intervals. For experts without a resident version, and for baselines.
+        gates: whether gate weights are summed.
+        exact: whether an expert leaves the device at once when it is wanted on the host or absent; otherwise it stays
+            until its bytes are needed.
+        importance: with `layers`, the share of a prompt's tokens that count as heavy hitters, those that receive the
+            most attention; 0 turns it off. A model whose attention weights cannot be read is refused.
+        prediction: with `layers`, whether the next layer's routing is predicted. A model whose routers cannot be called
             is refused.
-        timings: whether it is told how long steps compute, and what they have brought.
-        pages_ahead: of paged experts, whether a prompt has the next layer's loaded while one runs.
+        timings: whether intervals report computing time and loaded bytes.
+        pages_ahead: for paged experts, whether a prompt loads the next layer's while one runs.
     """
 
     interval: float = 0.1
@@ -209,15 +191,15 @@ class Needs:
 
 
 class LivePolicy(Protocol):
-    """A policy that changes placements. One event at a time is handed to it, on whatever thread."""
+    """A policy that changes placements. It receives one event at a time, on any thread."""
 
     needs: Needs
 
     def decide(self, event: Event) -> Wanted | None:
-        """What is wanted from now on; None where it is what was wanted before."""
+        """Return the wanted placements, or None for no change."""
 
     def worth(self, key: Key) -> float:
-        """What an expert above the base placement is worth there; of any two, the lesser goes first."""
+        """Rate an expert above the base placement. The one with the lower worth leaves first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +208,15 @@ class Setting:
 
     Attributes:
         experts: [layers].
-        ladder: the placements there are, the best first; a policy answers with their numbers.
+        ladder: the placements, the best first; a policy answers with indices into it.
         sizes: [layers][placements], bytes of device memory of an expert.
         traffic: [layers][experts], calibration tokens routed to each, at least one.
         losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
-        most: [layers][placements], how many experts may be at each, where memory is not shared between placements; None
-            where it is.
-        rates: [placements], bytes of weights a second that experts are brought at from each when their layer runs,
-            measured here; infinity where they are there. Empty where all are.
-        together: whether those that bring them work beside one another, as a bus and a GPU do; else they share the
+        most: [layers][placements], how many experts may be at each, where placements do not share memory; None where
+            they do.
+        rates: [placements], measured bytes of weights a second that each placement supplies when a layer runs; infinity
+            where the weights are in place. Empty where all are.
+        together: whether the sources of weights work in parallel, as a bus and a GPU do; otherwise they share the
             machine's cores.
     """
 
@@ -249,19 +231,19 @@ class Setting:
 
     @property
     def base(self) -> int:
-        """The placement of an expert that is not named in an answer."""
+        """The placement of an expert that an answer does not name."""
         return len(self.ladder) - 1
 
     def number(self, name: str) -> int:
-        """The placement of this name (`w4`, `w4@host`, `absent`)."""
+        """Return the index of a placement by its name (`w4`, `w4@host`, `absent`)."""
         return [str(placement) for placement in self.ladder].index(name)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
-    """What a policy that changes placements lets its user choose; subclasses add to it, and name the ladders.
+    """Options of a policy that changes placements. Subclasses add fields, and name the ladders.
 
-    A field's type says how its text is read; `CHOICES` names the words it may be.
+    A field's type says how its text is read. `CHOICES` lists the words that it accepts.
 
     Attributes:
         share: how the budget is shared among layers: "even", or "loss" by the loss tables.
@@ -278,7 +260,7 @@ class LiveOptions:
             raise ValueError("rate is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """The ladders there are to choose from; of several the plan takes the one with the least expected loss.
+        """Return the ladders that the plan chooses from, by the least expected loss.
 
         Args:
             versions: the bundle's, the most precise first.
@@ -290,44 +272,43 @@ class LiveOptions:
 
     @property
     def keeps_low(self) -> bool:
-        """Whether an expert that is promoted keeps its base version; else it gives it back."""
+        """Whether a promoted expert keeps its base version; otherwise the version's memory is freed."""
         return False
 
     @property
     def spare_blocks(self) -> int:
-        """Base blocks of each size that are kept for demotions, where base versions are given back."""
+        """Base blocks of each size that are kept for demotions, where promoted experts free their base version."""
         return 1
 
     @property
     def bytes_per_second(self) -> float | None:
-        """What copies may take; None without a limit."""
+        """Limit for copies; None for no limit."""
         return self.rate * 1e6 or None
 
     @property
     def on_demand(self) -> bool:
-        """Whether experts are absent until a layer that is reached wants them: the budget must then hold all experts of
-        any one layer at the best placement."""
+        """Whether experts are absent until a layer wants them. The budget must then hold any one layer's experts at the
+        best placement."""
         return False
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Bytes that what the policy is told takes inside a pass, beside the model's own activations: the least with
-        which that works, and the most that are of use."""
+        """Bytes inside a pass for measuring what the policy needs to know: the least that works, and the most that
+        helps."""
         return 0, 0
 
     @property
     def makes_up_for_absent(self) -> bool:
-        """Whether the weights of a token's experts that are not absent are scaled so that their sum is what it was."""
+        """Whether the gate weights of a token's present experts are scaled to the sum with the absent ones."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions(LiveOptions):
-    """Of a policy whose ladder is versions on the device.
+    """Options of a policy whose ladder is versions on the device.
 
     Attributes:
-        hi, lo: the ends of the ladder; what is not named is chosen for the least loss that the bundle's calibration
-            foretells in the budget.
+        hi, lo: the ends of the ladder; an end that is not named is chosen for the least expected loss in the budget.
         between: "yes": the versions between the two are served as well; "no": those two alone.
     """
 
@@ -338,12 +319,10 @@ class DeviceOptions(LiveOptions):
     between: str = "yes"
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """One for each pair of ends."""
+        """Return one ladder for each pair of ends."""
         names = [v.name for v in versions]
-        here = ", ".join(names)
         for name in filter(None, (self.hi, self.lo)):
-            if name not in names:
-                raise InputError(f"has no version {name!r}: here are {here}")
+            find_version(name, versions)
         highs = [names.index(self.hi)] if self.hi else list(range(len(names) - 1))
         lows = [names.index(self.lo)] if self.lo else list(range(1, len(names)))
         if not highs or highs == [len(names) - 1]:
@@ -360,13 +339,13 @@ class Entry:
     """A policy by its name.
 
     Attributes:
-        name: what stands before the colon.
+        name: the text before the colon.
         usage: how users write it.
-        parse: reads what stands after the colon; raises InputError, whose text the caller puts the policy before.
+        parse: reads the text after the colon; raises InputError, to whose text the caller adds the policy.
         needs_budget: whether it serves in a memory budget only.
-        versions: of a policy that never changes: the map, from the bundle, what was parsed, and the bytes that a
-            budget leaves to experts (None without one); raises BudgetError where they do not suffice.
-        make: of one that changes placements: the policy, for a setting and what was parsed.
+        versions: for a policy that never changes: makes the map from the bundle, the parsed options, and the bytes that
+            a budget leaves to experts (None without one); raises BudgetError where they do not suffice.
+        make: for a policy that changes placements: makes it for a setting and the parsed options.
     """
 
     name: str
@@ -377,13 +356,20 @@ class Entry:
     make: Callable[[Setting, Any], LivePolicy] | None = None
 
 
+def live_entry(name: str, options: type[LiveOptions], make: Callable[[Setting, Any], LivePolicy]) -> Entry:
+    """Return the entry of a policy that changes placements in a budget, with options written as KEY=VALUE."""
+    return Entry(name, f"{name}[:KEY=VALUE,...]", lambda text: read_options(options, text), True, make=make)
+
+
 Item = TypeVar("Item")
 Options = TypeVar("Options", bound=LiveOptions)
 
 
 def in_turns(items: Iterable[Item], every: int = 1) -> Iterator[Item]:
-    """The items; after so many of them other threads run. A decision over thousands of experts takes milliseconds, and
-    forward passes would wait for the interpreter's lock."""
+    """Iterate, and let other threads run after every so many items.
+
+    A decision over thousands of experts takes milliseconds, and forward passes would wait for the interpreter's lock.
+    """
     for n, item in enumerate(items):
         if n % every == 0:
             time.sleep(0)
@@ -391,10 +377,10 @@ def in_turns(items: Iterable[Item], every: int = 1) -> Iterator[Item]:
 
 
 def read_options(kind: type[Options], text: str) -> Options:
-    """Options written as key=value with commas between.
+    """Read options written as key=value with commas between.
 
     Raises:
-        InputError: for an option that does not exist, or a value that it cannot have.
+        InputError: for an unknown option, or a value that it does not accept.
     """
     known: dict[str, Any] = {f.name: type(f.default) for f in fields(kind)}
     values: dict[str, Any] = {}

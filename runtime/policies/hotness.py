@@ -1,6 +1,6 @@
 """`hotness`: the hottest experts of each layer at high precision, following the workload (dynaexq, section 3.5). Pure.
 
-Decides nothing about copies or blocks: each layer's bytes come with the events.
+Each layer's bytes come with the events.
 """
 
 from __future__ import annotations
@@ -14,40 +14,27 @@ import numpy as np
 from moepack.runtime.allocation.ladder import Floats, Ladder
 from moepack.runtime.allocation.ladder import Ints as Placements
 
-from .contract import (
-    DeviceOptions,
-    Entry,
-    Event,
-    Interval,
-    Key,
-    LiveOptions,
-    Needs,
-    Setting,
-    Wanted,
-    in_turns,
-    read_options,
-)
+from .contract import DeviceOptions, Event, Interval, Key, LiveOptions, Needs, Setting, Wanted, in_turns, live_entry
 
 RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class HotnessOptions(DeviceOptions):
-    """What follows `hotness:`.
+    """Options of `hotness`.
 
     Attributes:
-        prior: "calibration": the experts that were busy in calibration are high from the start; "none": none is.
-        score: "loss": upgrades are ranked by traffic times what the loss tables say a token saves; "counts": by traffic
-            and size alone.
-        keep: "yes": an expert that is promoted keeps its base version; "no": it gives it back.
-        reserve: base blocks of each size that are kept for demotions without `keep`, from 1: so many can be under way
-            in one step.
+        prior: "calibration": experts that were busy in calibration start high; "none": all start low.
+        score: "loss": upgrades are ranked by traffic times the loss saved per token; "counts": by traffic and size.
+        keep: "yes": a promoted expert keeps its base version; "no": the version's memory is freed.
+        reserve: base blocks of each size that are kept for demotions without `keep`, from 1. It limits the demotions
+            under way at once.
         rate: megabytes a second that promotions may copy; 0 for no limit.
         interval: T_u, seconds between decisions.
         alpha: the share of a score that is kept at each decision, from 0 up to but not including 1.
-        margin: by what share of an incumbent's score a newcomer's must exceed it.
+        margin: the share of an incumbent's score by which a newcomer's must exceed it.
         slack: an incumbent stays while its rank is less than this many places below the last that fits.
-        anchor: what the prior weighs beside the scores for as long as the policy runs, in multiples of them.
+        anchor: the lasting weight of the prior beside the scores, in multiples of them.
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -75,33 +62,30 @@ class HotnessOptions(DeviceOptions):
 
     @property
     def keeps_low(self) -> bool:
-        """As `keep` says."""
+        """Whether `keep` is "yes"."""
         return self.keep == "yes"
 
     @property
     def spare_blocks(self) -> int:
-        """As `reserve` says."""
+        """Blocks of `reserve`."""
         return self.reserve
 
 
 class Hotness:
     """The hottest experts of each layer at high precision (dynaexq, section 3.5), on a ladder of any length.
 
-    Counters are added up over an interval T_u; then S <- alpha S + (1 - alpha) c for every expert, and each layer's
-    bytes go to the upgrades that save most a byte: S times what a token then saves in loss, over what it takes
-    (allocation/ladder.py). With two versions of equal gains these are the paper's top n. A newcomer takes an
-    incumbent's place only when the margin and the rank slack both allow it. An interval without any token changes
-    nothing.
+    Counters are summed over an interval T_u. Then S <- alpha S + (1 - alpha) c for every expert. Each layer's bytes go
+    to the upgrades that save the most per byte: S times the loss saved per token, divided by the bytes added
+    (allocation/ladder.py). With two versions of equal gains these are the paper's top n. A newcomer replaces an
+    incumbent only when the margin and the rank slack both allow it. An interval without tokens changes nothing.
 
-    Three things are beyond the paper: more than two versions; loss beside traffic, as an expert can be busy and yet
-    lose little at a low version; and a prior. Scores may start from what calibration saw, as if an interval of such
-    traffic had gone before the first, so that there is a choice before any token; and that prior goes on to weigh
-    `anchor` times as much as the scores do, so that after a shift experts of the workload before do not crowd out those
-    of all others.
+    Beyond the paper are three things. There may be more than two versions. Loss counts beside traffic, because a busy
+    expert may lose little at a low version. Scores may start from calibration's traffic, as if it were an interval
+    before the first, so that there is a choice before any token. That prior keeps `anchor` times the weight of the
+    scores, so that after a shift in the workload its former experts do not crowd out all others.
     """
 
     def __init__(self, setting: Setting, options: HotnessOptions | None = None) -> None:
-        """With the settings and the losses of a plan."""
         self.options = options = options or HotnessOptions()
         self.needs = Needs(interval=min(0.1, options.interval / 4))
         self._setting, self._ladders = setting, []
@@ -121,7 +105,7 @@ class Hotness:
         self._last: float | None = None
 
     def decide(self, event: Event) -> Wanted | None:
-        """Count, and decide when an interval has gone by, or at once where the capacity has changed."""
+        """Count, and decide when an interval has passed, or at once when the capacity has changed."""
         if not isinstance(event, Interval):
             return None
         for mine, new in in_turns(zip(self._counts, event.counts, strict=True), every=16):
@@ -158,17 +142,17 @@ class Hotness:
             counts[:] = 0
 
     def _weigh(self) -> list[Floats]:
-        """Scores with the prior beside them."""
+        """Return the scores with the prior added."""
         rows = in_turns(zip(self.scores, self._prior, strict=True), every=8)
         return [s + self._anchor * s.sum() * q for s, q in rows]
 
     def worth(self, key: Key) -> float:
-        """What an expert's first upgrade saves a byte, as of the last decision."""
+        """Rate an expert by the loss per byte that its first upgrade saves, as of the last decision."""
         p, expert = key
         return float(self._values[p][expert] * self._ladders[p].first[expert])
 
     def wanted(self) -> Wanted:
-        """The placements as they are, those worth most a byte of all layers first."""
+        """Return the current placements above the base, those worth the most per byte first."""
         keys: list[Key] = []
         values: list[Floats] = []
         targets: list[int] = []
@@ -183,10 +167,4 @@ class Hotness:
         return wanted
 
 
-ENTRY = Entry(
-    name="hotness",
-    usage="hotness[:KEY=VALUE,...]",
-    parse=lambda text: read_options(HotnessOptions, text),
-    needs_budget=True,
-    make=Hotness,
-)
+ENTRY = live_entry("hotness", HotnessOptions, Hotness)

@@ -1,8 +1,7 @@
-"""`importance`: each layer's important experts at high precision, loaded when it is reached, and before (dymoe). Pure.
+"""`importance`: each layer's important experts at high precision, loaded on demand and ahead of time (dymoe). Pure.
 
-No expert has a resident version: what a layer needs and the cache lacks is fetched, and the pass waits for it; experts
-that the next layer will need by prediction are fetched meanwhile. Decides nothing about how attention is measured or
-routing predicted: both come with the events.
+No expert has a resident version. A pass waits for the experts that a layer needs and the cache lacks. Meanwhile the
+experts that the next layer is predicted to need are fetched. Token importance and predictions come with the events.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from moepack.pack.spec import Version
 
 from .contract import (
     Changes,
-    Entry,
     Event,
     Floats,
     Ints,
@@ -29,31 +27,30 @@ from .contract import (
     LiveOptions,
     Needs,
     Setting,
-    read_options,
+    live_entry,
 )
 from .mixed_cache import MixedCache
-from .placements import ABSENT, on_device
+from .placements import ABSENT, Placement, find_version
 
-HIGH = 0  # the ladder's first placement; the low one is the second, which with `lo=absent` is the base too
-LOW = 1
-WORKSPACE = 1 << 18, 64 << 20  # bytes in which attention is added up: the least is a head's weights of 21,000 keys
+HIGH, LOW = 0, 1  # placements; with `lo=absent` the low one is the base
+WORKSPACE = 1 << 18, 64 << 20  # bytes for summing attention weights: the least holds a head's weights of 21,000 keys
 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceOptions(LiveOptions):
-    """What follows `importance:`.
+    """Options of `importance`.
 
     Attributes:
-        hi: the version of critical experts; without it the best of at most 4 bits.
-        lo: that of the others, or `absent`: they are left out. Without it `w2`, or the best below `hi`.
-        r: the average over layers of the share of experts that are critical, from 0.5 to 1.
-        heavy: the share of a prompt's tokens that are heavy hitters, at least one of them.
-        by: what makes an expert critical: "importance" (heavy hitters in a prompt, gate weights in decoding), "counts"
-            in place of the former, or "random", to compare with.
-        prefetch: whether what the next layer will need is fetched ahead.
-        reuse: "yes": an expert that is there at high precision is served so where low would do; "no": it is replaced,
-            so that results do not depend on what was asked before.
-        renormalise: with `lo=absent`, whether the weights of a token's experts that stay make up for the others'.
+        hi: the version of critical experts; by default the best of at most 4 bits.
+        lo: the version of the others, or `absent` to leave them out; by default `w2`, or the best below `hi`.
+        r: the share of critical experts, averaged over layers, from 0.5 to 1.
+        heavy: the share of a prompt's tokens that are heavy hitters, at least one token.
+        by: the score of an expert: "importance" (heavy hitters in a prompt, gate weights in decoding), "counts" in
+            place of heavy hitters, or "random" for comparison.
+        prefetch: whether the next layer's predicted experts are fetched ahead.
+        reuse: "yes": an expert that is present at high precision also serves requests for low; "no": it is replaced, so
+            that results do not depend on earlier requests.
+        renormalise: with `lo=absent`, whether the gate weights of a token's present experts are scaled to the full sum.
         seed: of `by=random`.
     """
 
@@ -61,6 +58,8 @@ class ImportanceOptions(LiveOptions):
         **LiveOptions.CHOICES, "by": ("importance", "counts", "random"), "prefetch": ("yes", "no"),
         "reuse": ("yes", "no"), "renormalise": ("yes", "no"),
     }  # fmt: skip
+    keeps_low = on_demand = True
+    spare_blocks = 0
 
     hi: str = ""
     lo: str = ""
@@ -82,49 +81,34 @@ class ImportanceOptions(LiveOptions):
             raise ValueError("seed is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """High, low if there is one, and absent: one ladder."""
+        """Return one ladder: high, low if there is one, and absent."""
         names = [v.name for v in versions]
         small = [v.name for v in versions if v.bits <= 4]
-        high = on_device(self.hi or (small or names)[0], versions)
-        below = names[names.index(str(high)) + 1 :]
+        high = find_version(self.hi or (small or names)[0], versions)
+        below = names[names.index(high.name) + 1 :]
         lo = self.lo or ("w2" if "w2" in below else (below or [str(ABSENT)])[0])
         if lo == str(ABSENT):
-            return [(high, ABSENT)]
-        low = on_device(lo, versions)
+            return [(Placement(high), ABSENT)]
+        low = find_version(lo, versions)
         if lo not in below:
-            raise InputError(f"lo={lo} is not below hi={high}")
-        return [(high, low, ABSENT)]
-
-    @property
-    def keeps_low(self) -> bool:
-        """The base takes no memory: it is always there."""
-        return True
-
-    @property
-    def spare_blocks(self) -> int:
-        """Nothing is demoted into a block."""
-        return 0
-
-    @property
-    def on_demand(self) -> bool:
-        """Always."""
-        return True
+            raise InputError(f"lo={lo} is not below hi={high.name}")
+        return [(Placement(high), Placement(low), ABSENT)]
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """For attention."""
+        """Bytes for summing attention weights."""
         return WORKSPACE if self.by == "importance" else (0, 0)
 
     @property
     def makes_up_for_absent(self) -> bool:
-        """As `renormalise` says."""
+        """Whether `renormalise` is "yes"."""
         return self.renormalise == "yes"
 
 
 def retention(layer: int, layers: int, r: float) -> float:
-    """The share of a layer's experts that are critical, r(l) (equation 4); its mean over layers is `r`.
+    """Return the share of a layer's experts that are critical, r(l) (equation 4). Its mean over layers is `r`.
 
-    Lambda is 2 r - 1, as the cosine's mean is one half. Of one layer alone it is `r` itself.
+    Lambda is 2 r - 1, because the cosine's mean is one half. With one layer the share is `r`.
     """
     if layers == 1:
         return r
@@ -133,16 +117,15 @@ def retention(layer: int, layers: int, r: float) -> float:
 
 
 def critical(share: float, experts: int) -> int:
-    """How many of so many experts are critical, t_l (equation 5)."""
-    return math.ceil(share * experts - 1e-9)  # 0.7 x 10 is 7, whatever the product's last bit says
+    """Return how many of `experts` are critical, t_l (equation 5)."""
+    return math.ceil(share * experts - 1e-9)  # 0.7 x 10 must give 7
 
 
 class Importance:
     """Critical experts at high precision, the others at low or left out (dymoe, section 4).
 
-    Where the paper leaves it open: M of equation 5 is the number of experts that the step needs in the layer. With all
-    of the layer's, t_l would pass top_k in decoding, and nothing would ever be of low precision; in a prompt that needs
-    all of them it is the same, and a short one is nearer to decoding.
+    The paper does not define M of equation 5. Here it is the number of experts that the step needs in the layer. With
+    all experts of the layer, t_l would exceed top_k in decoding, and no expert would be at low precision.
     """
 
     def __init__(self, setting: Setting, options: ImportanceOptions | None = None) -> None:
@@ -154,13 +137,12 @@ class Importance:
         )  # fmt: skip
         layers = len(setting.experts)
         self._shares = [retention(layer, layers, options.r) for layer in range(layers)]
-        self._low = min(LOW, setting.base)
-        self._base = setting.base
+        self._low, self._base = min(LOW, setting.base), setting.base
         self._random = np.random.default_rng(options.seed)
         self._cache = MixedCache(setting.sizes, options.reuse == "yes", setting.most)
 
     def decide(self, event: Event) -> Changes | None:
-        """What the layer needs and the cache lacks, what the next one will need, and what leaves for both."""
+        """Return what the layer lacks, the prefetches for the next layer, and the experts that leave for both."""
         if not isinstance(event, LayerReached):
             return None
         room = sum(event.capacity)
@@ -172,7 +154,7 @@ class Importance:
         return changes
 
     def _ranked(self, event: LayerReached) -> list[int]:
-        """The experts that the step needs, the most important first (equations 2 and 3)."""
+        """Return the experts that the step needs, the most important first (equations 2 and 3)."""
         if self._options.by == "random":
             chosen: list[int] = self._random.permutation(event.counts.nonzero()[0]).tolist()
             return chosen
@@ -184,33 +166,25 @@ class Importance:
         return ranked(event.counts, event.counts)
 
     def _designated(self, layer: int, experts: Sequence[int]) -> dict[int, int]:
-        """Each at its precision."""
         high = critical(self._shares[layer], len(experts))
         return {e: HIGH if i < high else self._low for i, e in enumerate(experts)}
 
     def _ahead(self, layer: int, is_prompt: bool, counts: Ints, gates: Floats) -> dict[int, int]:
-        """What to fetch ahead: of a prompt the most frequent ones, in decoding the predicted ones themselves (equations
-        7 and 8)."""
+        """Return the experts to prefetch: the most frequent in a prompt, the predicted in decoding (eq. 7 and 8)."""
         wants = self._designated(layer, ranked(counts, counts, gates) if is_prompt else ranked(counts, gates))
         return {e: v for e, v in wants.items() if v == HIGH or (v != self._base and not is_prompt)}
 
     def worth(self, key: Key) -> float:
-        """What was used last goes last."""
+        """Rate an expert by its last use."""
         return float(self._cache.last_used(key))
 
 
 def ranked(counts: Ints, *scores: Ints | Floats) -> list[int]:
-    """The experts that have any tokens, by the first score, then by the next, the highest first."""
+    """Return the experts that have tokens, by the first score, then by the next, the highest first."""
     here = counts.nonzero()[0]
     order = np.lexsort([-score[here] for score in reversed(scores)])
     out: list[int] = here[order].tolist()
     return out
 
 
-ENTRY = Entry(
-    name="importance",
-    usage="importance[:KEY=VALUE,...]",
-    parse=lambda text: read_options(ImportanceOptions, text),
-    needs_budget=True,
-    make=Importance,
-)
+ENTRY = live_entry("importance", ImportanceOptions, Importance)

@@ -1,7 +1,7 @@
-"""`lru`: the experts used last at high precision, loaded when they are asked for: forward passes wait. Pure.
+"""`lru`: recently used experts at high precision, loaded when a layer asks for them: forward passes wait. Pure.
 
-A baseline. Low versions are kept beside the high ones: experts come and go inside a forward pass. With `lo=absent`
-there are none: an expert is loaded at the high version whenever it is needed and not there.
+A baseline. Low versions stay beside the high ones, because experts come and go inside a forward pass. With `lo=absent`
+there are no low versions: an expert is loaded at the high version whenever a layer needs it and it is not there.
 """
 
 from __future__ import annotations
@@ -12,50 +12,42 @@ from typing import ClassVar
 
 from moepack.pack.spec import Version
 
-from .contract import Changes, DeviceOptions, Entry, Event, Key, Ladder, LayerReached, Needs, Setting, read_options
+from .contract import Changes, DeviceOptions, Event, Key, Ladder, LayerReached, Needs, Setting, live_entry
 from .mixed_cache import MixedCache
-from .placements import ABSENT, Placement, on_device
+from .placements import ABSENT, Placement, find_version
 
 
 @dataclass(frozen=True, slots=True)
 class RecentOptions(DeviceOptions):
-    """What follows `lru:`; it knows two versions, or one and absence.
+    """Options of `lru`, which uses two versions, or one version and absence.
 
     Attributes:
         lo: also `absent`; `hi` is then the most precise version unless it is named.
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**DeviceOptions.CHOICES, "between": ("no",)}
+    keeps_low = True
+    spare_blocks = 0
 
     between: str = "no"
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """As of `DeviceOptions`; or one version, and absence."""
-        if self.lo != str(ABSENT):
+        """Return the ladders of `DeviceOptions`, or one of one version and absence."""
+        if not self.on_demand:
             return DeviceOptions.ladders(self, versions)
-        return [(on_device(self.hi, versions) if self.hi else Placement(versions[0]), ABSENT)]
-
-    @property
-    def keeps_low(self) -> bool:
-        """Experts come and go inside a forward pass: the low version is there when they leave."""
-        return True
-
-    @property
-    def spare_blocks(self) -> int:
-        """A demotion needs none."""
-        return 0
+        return [(Placement(find_version(self.hi, versions) if self.hi else versions[0]), ABSENT)]
 
     @property
     def on_demand(self) -> bool:
-        """With `lo=absent`."""
+        """Whether `lo` is `absent`."""
         return self.lo == str(ABSENT)
 
 
 class Recent:
-    """The experts used last at high precision, loaded when they are asked for: what caches for offloading do.
+    """Recently used experts at high precision, loaded on demand, as caches for offloading do.
 
-    The room of all layers is one cache. Experts of one layer's call never displace each other: where there are more of
-    them than room, those with the most tokens are loaded and the others run at the base version.
+    All layers share one cache. Experts of one call never displace each other. Where a layer asks for more than fit,
+    those with the most tokens are loaded and the others run at the base version.
     """
 
     needs = Needs(layers=True)
@@ -65,7 +57,7 @@ class Recent:
         self._cache, self._strict = MixedCache(sizes, most=setting.most), setting.ladder[-1] == ABSENT
 
     def decide(self, event: Event) -> Changes | None:
-        """What the cache lacks of what is needed now, and what leaves for it."""
+        """Return the experts to load for a layer, and those that leave for them."""
         if not isinstance(event, LayerReached):
             return None
         needed = dict.fromkeys(sorted(event.counts.nonzero()[0].tolist(), key=lambda e: -event.counts[e]), 0)
@@ -74,14 +66,8 @@ class Recent:
         )
 
     def worth(self, key: Key) -> float:
-        """What was used last goes last."""
+        """Rate an expert by its last use."""
         return float(self._cache.last_used(key))
 
 
-ENTRY = Entry(
-    name="lru",
-    usage="lru[:KEY=VALUE,...]",
-    parse=lambda text: read_options(RecentOptions, text),
-    needs_budget=True,
-    make=Recent,
-)
+ENTRY = live_entry("lru", RecentOptions, Recent)

@@ -1,8 +1,7 @@
 """A cache of experts at several precisions: least recently used, by bytes (dymoe, section 4.4.2). Pure.
 
-An expert is in it at one placement at most. What is asked for at a better placement than it has is a miss, which
-replaces it; what is asked for at a lesser one is served as it is. All layers share its bytes; where memory is cut into
-blocks of each placement once and for all, also those. Decides nothing about what is asked for at which precision.
+An expert is in the cache at one placement at most. A request at a better placement is a miss, and replaces it; a
+request at a worse one is a hit. All layers share the bytes, and the blocks where memory is divided into blocks.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from moepack.pack.errors import InputError
 
 from .contract import Changes, Ints, Key
 
-_Kind = tuple[int, int]  # a placement, and the bytes of an expert there: whose blocks are alike
+_Kind = tuple[int, int]  # a placement and the bytes of an expert there: experts of one kind share blocks
 
 
 class MixedCache:
-    """What is in device memory beyond the base placements, or on its way there.
+    """The experts above the base placement that are in device memory, or being copied there.
 
     Attributes:
-        held: the placement of each expert that is in it, the least recently used first.
-        bytes: that they take.
+        held: their placements, the least recently used first.
+        bytes: their size.
     """
 
     def __init__(
@@ -30,10 +29,9 @@ class MixedCache:
     ) -> None:
         """Args:
         sizes: [layers][placements], bytes of an expert beyond the base, which is the last and takes none.
-        reuse: whether an expert that is there at a better placement than is asked for is served as it is; else it is
-            replaced.
-        most: [layers][placements], blocks that memory is cut into; layers whose experts are of one size at a placement
-            share them. None where bytes are all there is.
+        reuse: whether an expert at a better placement serves a request for a worse one; otherwise it is replaced.
+        most: [layers][placements], blocks of memory; layers with experts of one size share them. None where memory is
+            not divided into blocks.
         """
         self.held: OrderedDict[Key, int] = OrderedDict()
         self.bytes = 0
@@ -52,7 +50,7 @@ class MixedCache:
                     self._most[placement, size] += blocks[placement]
 
     def last_used(self, key: Key) -> int:
-        """When an expert was used last: more is later."""
+        """Return the time of an expert's last use, as a count."""
         return self._used.get(key, 0)
 
     def serve(
@@ -64,23 +62,23 @@ class MixedCache:
         coming: Ints | None = None,
         all_of_them: bool = True,
     ) -> Changes:
-        """Get a layer's experts; others leave for them, the least recently used first. What was foreseen for the layer
-        and is not asked for leaves before those. Where the blocks of a placement do not suffice for the layer alone,
-        the least important are served at another: a better one, else a lesser one.
+        """Request a layer's experts. Others leave for them: prefetches that are not requested, then the least recently
+        used. Where a placement has too few blocks for the layer, the least important experts get the next better
+        placement, or else a worse one.
 
         Args:
             layer: its position.
-            wants: the placement that each expert is asked for at, the most important first.
+            wants: the requested placements, the most important expert first.
             room: bytes that the cache may have.
-            placed, coming: where the layer's experts are and where they are on their way to; without them, as `held`
-                has it. What is neither where it should be nor asked for is given up.
-            all_of_them: whether every expert must be had; else the least important go without.
+            placed, coming: the placements that the layer's experts have, and that are being copied; by default those of
+                `held`. An expert that is not requested and not at its placement is dropped.
+            all_of_them: whether every expert must fit; otherwise the least important are left out.
 
         Returns:
-            what changes: the experts asked for with their placements, and those that leave.
+            The changes: the requested experts with their placements, and those that leave.
 
         Raises:
-            InputError: when they do not fit all together.
+            InputError: when they do not fit together.
         """
         out = Changes()
         for expert in [e for e in self._layers[layer] if e not in wants]:
@@ -99,7 +97,7 @@ class MixedCache:
                 have = have if have in (placed[expert], coming[expert]) else None
             best = have if self._reuse and have is not None and have <= asked else asked
             out[key] = self._allowed(layer, best, used)
-        for expert in reversed(list(wants)):  # the most important is the last used
+        for expert in reversed(list(wants)):  # so that the most important is the most recently used
             self._put((layer, expert), out[layer, expert])
         for gone in [key for key in self.held if key[0] != layer or key[1] not in wants]:
             if self._is_too_much(gone, room):
@@ -116,10 +114,7 @@ class MixedCache:
         return Changes({(layer, e): out.pop((layer, e)) for e in wants} | out)
 
     def foresee(self, layer: int, wants: Mapping[int, int], room: int, needed: Mapping[Key, int]) -> Changes:
-        """Get experts that a layer will ask for, in their order, as far as others can leave for them.
-
-        Neither what is `needed` now nor anything else that this layer will ask for leaves.
-        """
+        """Prefetch experts for a layer, in their order, while others can leave. Those in `needed` and `wants` stay."""
         out = Changes()
         used: Counter[_Kind] = Counter()
         for expert, first in wants.items():
@@ -159,7 +154,7 @@ class MixedCache:
         return placement, self._sizes[key[0]][placement]
 
     def _allowed(self, layer: int, asked: int, used: Counter[_Kind]) -> int:
-        """A placement that has blocks for one more of a layer's experts, beside those in `used`, where it is added."""
+        """Return the nearest placement with a block beside those in `used`, and count it there."""
         nearest = [*range(asked, -1, -1), *range(asked + 1, self._base)]
         most = self._most
         kinds = {v: (v, self._sizes[layer][v]) for v in nearest if v != self._base}
@@ -169,7 +164,7 @@ class MixedCache:
         return found
 
     def _is_too_much(self, key: Key, room: int) -> bool:
-        """Whether there is less than is held, and what an expert has would help."""
+        """Return whether the cache is over its limits and dropping this expert would help."""
         have = self.held.get(key)
         if have is None:
             return False
@@ -177,7 +172,7 @@ class MixedCache:
         return self.bytes > room or (self._most is not None and self._taken[kind] > self._most[kind])
 
     def _put(self, key: Key, placement: int) -> None:
-        """At this placement, and at no other; used now."""
+        """Set an expert's placement and mark it as used now."""
         self._drop(key)
         if placement != self._base:
             self._clock += 1
@@ -187,7 +182,7 @@ class MixedCache:
             self._taken[self._kind(key, placement)] += 1
 
     def _drop(self, key: Key) -> int:
-        """Let an expert go; returns the base."""
+        """Remove an expert; returns the base placement."""
         if (have := self.held.pop(key, None)) is not None:
             self.bytes -= self._size(key, have)
             self._taken[self._kind(key, have)] -= 1

@@ -1,7 +1,7 @@
 """`paged`: experts have memory while their layer runs; how many stay on the device, and how (fluxmoe, section 4.3).
 
-The lossless version in three parts: uncompressed and resident (x), compressed and resident (y), in the backing store
-(z), with x + y + z = 1. Pure: decides nothing about which pages are where at a moment (paging/).
+The experts' lossless version is in three parts: uncompressed and resident (x), compressed and resident (y), in the
+backing store (z), with x + y + z = 1. Pure; paging/ moves the pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.bandwidth import pass_seconds, shares
 
-from .contract import Entry, Event, Interval, Key, Ladder, LiveOptions, Needs, Setting, Wanted, read_options
+from .contract import Event, Interval, Key, Ladder, LiveOptions, Needs, Setting, Wanted, live_entry
 from .placements import Placement, Where
 
 RESIDENT, PACKED, STORED = range(3)  # the ladder
@@ -25,17 +25,17 @@ RATE = 200.0  # megabytes a second, as in hotness.py
 
 @dataclass(frozen=True, slots=True)
 class PagedOptions(LiveOptions):
-    """What follows `paged:`.
+    """Options of `paged`.
 
     Attributes:
-        alpha: the share of experts that are in device memory at first, above 0 up to 1; 0: by bandwidth (equation 8).
-        resident: the share that is kept there uncompressed, as far as there is room; 0 as in the paper's prototype:
-            memory is for the KV cache first, and uncompressed experts are what other policies are for.
-        theta: below this ratio of computing to loading alpha grows; above 1 it falls.
+        alpha: the initial share of experts in device memory, above 0 up to 1; 0: by bandwidth (equation 8).
+        resident: the share of experts kept there uncompressed, where there is room; 0 as in the paper's prototype,
+            which leaves memory to the KV cache first.
+        theta: alpha grows below this ratio of computing time to loading time, and falls above 1.
         interval: seconds between changes of alpha.
-        stagger: "yes": a change is one expert of every layer; "no": as many of one layer, for comparison.
-        ahead: whether prompts have the next layer's experts loaded while one runs.
-        rate: megabytes a second that is read from the store to be resident; 0 for no limit.
+        stagger: "yes": a change is one expert of every layer; "no": as many experts of one layer, for comparison.
+        ahead: whether prompts load the next layer's experts while one layer runs.
+        rate: megabytes a second read from the store to become resident; 0 for no limit.
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -49,6 +49,7 @@ class PagedOptions(LiveOptions):
     stagger: str = "yes"
     ahead: str = "yes"
     rate: float = RATE
+    spare_blocks = 0
 
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
@@ -58,30 +59,23 @@ class PagedOptions(LiveOptions):
             raise ValueError("interval is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """One: the lossless version in its three places."""
+        """Return one ladder: the lossless version in its three places."""
         found = next((v for v in versions if v.entropy_coded), None)
         if found is None:
             raise InputError(f"has no lossless version to page: here are {', '.join(v.name for v in versions)}")
         return [tuple(Placement(found, where) for where in (Where.DEVICE, Where.PACKED, Where.STORED))]
 
-    @property
-    def spare_blocks(self) -> int:
-        """The base takes no memory."""
-        return 0
-
 
 class Paged:
     """The budget-aware residency planner (fluxmoe, Algorithm 2), staggered over layers.
 
-    tau_comp is measured: seconds that decoding steps took without their waits. tau_load follows from the bytes that
-    they had to have brought, by where those came from, and from the bandwidths measured while loading (6, 9, 10). So
-    rho = tau_comp / tau_load tells what the steps' own routing asks for, reuse included. Above 1 alpha falls, below
-    theta it grows, by one expert a layer; between them nothing changes. Bytes come first: whatever rho says, a layer's
-    experts fit its capacity, which is what the KV cache leaves.
+    tau_comp is measured: seconds that decoding steps took without waits. tau_load follows from the bytes that the steps
+    needed, by their source, and from the bandwidths measured while loading (6, 9, 10). rho = tau_comp / tau_load then
+    reflects the steps' routing, reuse included. Above 1 alpha falls, below theta it grows, by one expert a layer;
+    between them nothing changes. At every rho a layer's experts fit its capacity, which is what the KV cache leaves.
 
-    Beyond the paper: a step that the model itself says would go too far is not taken. Where a change of one expert a
-    layer moves rho across the dead zone, alpha would go up and down for ever. A layer's experts stay in one order, by
-    calibration's traffic, so that a change moves the coldest and no two trade places.
+    Beyond the paper, a change is dropped when it would move rho across the dead zone: alpha would oscillate. A layer's
+    experts stay in the order of calibration's traffic, so that a change moves the coldest and no two swap.
 
     Attributes:
         held: how many experts of each layer are wanted in device memory.
@@ -89,7 +83,7 @@ class Paged:
     """
 
     def __init__(self, setting: Setting, options: PagedOptions | None = None) -> None:
-        """With a plan's setting; without rates all experts that fit are wanted there, and rho stays unknown."""
+        """Start at `alpha`. Without rates all experts that fit are wanted on the device, and rho stays None."""
         self.options = options = options or PagedOptions()
         self.needs = Needs(interval=min(0.1, options.interval / 4), timings=True, pages_ahead=options.ahead == "yes")
         self._setting = setting
@@ -107,11 +101,11 @@ class Paged:
 
     @property
     def alpha(self) -> float:
-        """The share of experts that are wanted in device memory."""
+        """The share of experts wanted in device memory."""
         return sum(self.held) / sum(self._setting.experts)
 
     def decide(self, event: Event) -> Wanted | None:
-        """Change alpha where an interval has gone by, and keep what fits."""
+        """Change alpha when an interval has passed, and keep what fits."""
         if not isinstance(event, Interval):
             return None
         if self._last is None:
@@ -126,7 +120,7 @@ class Paged:
             self._steps, self._computed = 0, 0.0
             self._loaded = [[0, 0] for _ in self._loaded]
         placed = [self._fit(p, room) for p, room in enumerate(event.capacity)]
-        self.held = [max(1, n) for _, n in placed]  # at what fits: it grows back from there, as rho asks
+        self.held = [max(1, n) for _, n in placed]  # growth starts from what fits
         if placed == self._before:
             return None
         self._before = placed
@@ -138,7 +132,7 @@ class Paged:
         return wanted
 
     def _fit(self, p: int, room: int) -> tuple[int, int]:
-        """How many experts of a layer are uncompressed and how many in memory at all, in `room` bytes (12)."""
+        """Return how many experts of a layer are uncompressed, and how many in memory, in `room` bytes (12)."""
         whole, packed = self._setting.sizes[p][RESIDENT], self._setting.sizes[p][PACKED]
         held = min(self.held[p], max(0, room) // packed)
         resident = min(held, round(self.options.resident * self._setting.experts[p]))
@@ -164,7 +158,7 @@ class Paged:
         return pass_seconds(loads, self._setting.rates[PACKED:], self._setting.together)
 
     def _changes(self, by: int, capacity: Sequence[int]) -> list[int]:
-        """By how many experts each layer's memory would change: one in each, or as many in one of them in its turn."""
+        """Return the change in each layer's experts: one in each, or as many in one layer, in turns."""
         experts = self._setting.experts
         most = [min(n, max(0, room) // row[PACKED])
                 for n, room, row in zip(experts, capacity, self._setting.sizes, strict=True)]  # fmt: skip
@@ -176,7 +170,7 @@ class Paged:
         return [by * min(free[p], len(free)) if p == chosen else 0 for p in range(len(free))]
 
     def _moved(self, loads: Sequence[Sequence[float]], changes: Sequence[int]) -> list[list[float]]:
-        """What steps would have brought after these changes, were a layer's experts all asked for alike."""
+        """Return the steps' loads after these changes, if a layer's experts were all equally busy."""
         out = []
         for (packed, stored), n, change in zip(loads, self._setting.experts, changes, strict=True):
             size = min(max(change * (packed + stored) / n, -packed), stored)
@@ -188,15 +182,9 @@ class Paged:
         self._turn = (int(np.argmax(np.abs(changes))) + 1) % len(changes)
 
     def worth(self, key: Key) -> float:
-        """Of two experts that leave, the one with less of calibration's traffic goes first."""
+        """Rate an expert by its share of calibration's traffic."""
         row = self._setting.traffic[key[0]]
         return float(row[key[1]]) / float(sum(row))
 
 
-ENTRY = Entry(
-    name="paged",
-    usage="paged[:KEY=VALUE,...]",
-    parse=lambda text: read_options(PagedOptions, text),
-    needs_budget=True,
-    make=Paged,
-)
+ENTRY = live_entry("paged", PagedOptions, Paged)

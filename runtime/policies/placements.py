@@ -1,4 +1,4 @@
-"""Where and as what an expert is served: a version on the device, a version executed on the host, or absent. Data."""
+"""Where and in which form an expert is served: a version on the device, a version run by the host, or absent."""
 
 from __future__ import annotations
 
@@ -11,33 +11,28 @@ from moepack.pack.spec import Version
 
 
 class Where(enum.Enum):
-    """Where an expert's bytes are and its products are made."""
+    """The memory that holds an expert's bytes, and the processor that runs it."""
 
     DEVICE = "device"
-    PACKED = "packed"  # on the device as it is stored, and decoded into a window there when its layer runs (paging/)
-    STORED = "stored"  # in the backing store alone, and read into that window when its layer runs
-    HOST = "host"  # in the host's memory, which no device budget counts; the host's processor makes the products
-    ABSENT = "absent"  # nowhere: the expert adds nothing to the sum of those that a token goes to
+    PACKED = "packed"  # on the device as stored; decoded into a window there when its layer runs (paging/)
+    STORED = "stored"  # in the backing store alone; read into that window when its layer runs
+    HOST = "host"  # in host memory, outside the device's budget; the host's processor runs it
+    ABSENT = "absent"  # nowhere: the expert adds nothing to its tokens' sums
 
 
-PAGED = frozenset({Where.PACKED, Where.STORED})  # whose weights have memory while they are needed
+PAGED = frozenset({Where.PACKED, Where.STORED})  # weights have memory while their layer runs
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One way to serve an expert.
-
-    Attributes:
-        version: its encoding; None where it is absent.
-        where: where it is.
-    """
+    """One way to serve an expert; `version` is None where it is absent."""
 
     version: Version | None
     where: Where = Where.DEVICE
 
     def __post_init__(self) -> None:
         if (self.version is None) != (self.where is Where.ABSENT):
-            raise ValueError("what is absent has no version, and nothing else lacks one")
+            raise ValueError("an absent expert has no version, and every other has one")
         if self.where in PAGED and self.version is not None and not self.version.entropy_coded:
             raise ValueError(f"{self.version.name} is served as it is stored: it has no packed form")
 
@@ -51,10 +46,10 @@ ABSENT = Placement(None, Where.ABSENT)
 
 
 def read_placement(text: str, versions: Sequence[Version]) -> Placement:
-    """The placement that `str` wrote: `w4`, `w4@host`, `bf16@packed`, `bf16@stored` or `absent`.
+    """Return the placement of a name: `w4`, `w4@host`, `bf16@packed`, `bf16@stored` or `absent`.
 
     Raises:
-        InputError: for one that there is not among these versions.
+        InputError: for a placement that these versions do not have.
     """
     if text == "absent":
         return ABSENT
@@ -72,13 +67,13 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
     return Placement(found, places[place])
 
 
-def on_device(name: str, versions: Sequence[Version]) -> Placement:
-    """A version, by its name alone, on the device.
+def find_version(name: str, versions: Sequence[Version]) -> Version:
+    """Return a version by its name.
 
     Raises:
-        InputError: for one that there is not.
+        InputError: for a version that is not there.
     """
     found = next((v for v in versions if v.name == name), None)
     if found is None:
         raise InputError(f"has no version {name!r}: here are {', '.join(v.name for v in versions)}")
-    return Placement(found)
+    return found

@@ -1,7 +1,7 @@
-"""`prefill`: a sequence's prompt says which experts its decoding needs (context-aware-cxl-ndp, section 4). Pure.
+"""`prefill`: a sequence's prompt determines the placement for its decoding (context-aware-cxl-ndp, section 4). Pure.
 
-Algorithm 1: the most important experts of each layer on the device at high precision, the others executed by the host
-at widths that fall with their importance. Decides nothing about copies, nor when the host runs.
+Algorithm 1: the most important experts of each layer on the device at high precision, the others run by the host at
+widths that fall with their importance.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, 
 
 from .contract import (
     DecodingBegan,
-    Entry,
     Event,
+    Floats,
     Interval,
     Key,
     Ladder,
@@ -31,25 +31,24 @@ from .contract import (
     Setting,
     Wanted,
     in_turns,
-    read_options,
+    live_entry,
 )
-from .placements import Placement, Where
+from .placements import Placement, Where, find_version
 
-Floats = npt.NDArray[np.float64]
 Importance = list[Floats]  # [layers][experts], each layer's sum 1, or 0 where nothing was counted
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOptions(LiveOptions):
-    """What follows `prefill:`.
+    """Options of `prefill`.
 
     Attributes:
-        hi: the version on the device; without a name the most precise.
-        k: K, experts of each layer there, as far as the budget holds them; -1 for as many as it holds.
+        hi: the version on the device; by default the most precise.
+        k: K, experts of each layer on the device, limited by the budget; -1 for as many as it holds.
         bits: the average width of a layer's experts on the host.
-        selector: "yes": widths fall with importance, as the loss tables say it pays; "no": all of them have `bits` (the
+        selector: "yes": widths fall with importance, for the least loss by the loss tables; "no": all have `bits` (the
             paper's table 3, "w/o Expert Bitwidth Selector").
-        alpha: what tokens weigh beside router weights in the importance, from 0 to 1.
+        alpha: the weight of token counts beside gate weights in the importance, from 0 to 1.
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "selector": ("yes", "no")}
@@ -68,11 +67,8 @@ class PrefillOptions(LiveOptions):
             raise ValueError("k is from 0, or -1 for as many as the budget holds")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """One: the version on the device, then those of 4 to 1 bits on the host."""
-        names = [v.name for v in versions]
-        if self.hi and self.hi not in names:
-            raise InputError(f"has no version {self.hi!r}: here are {', '.join(names)}")
-        high = versions[names.index(self.hi) if self.hi else 0]
+        """Return one ladder: the version on the device, then those of 4 to 1 bits on the host."""
+        high = find_version(self.hi, versions) if self.hi else versions[0]
         on_host = {v.bits: v for v in versions if v.bits in WIDTHS and v.bits <= high.bits}
         widths = sorted(on_host, reverse=True)
         here = ", ".join(map(str, widths))
@@ -87,7 +83,7 @@ class PrefillOptions(LiveOptions):
 
 @dataclass(slots=True)
 class _Sequence:
-    """One that lives: what its prompts counted, and its importance once decoding has begun."""
+    """A live sequence: the sums over its prompts, and its importance once decoding has begun."""
 
     counts: list[Floats]
     gates: list[Floats]
@@ -97,20 +93,19 @@ class _Sequence:
 class Prefill:
     """Placement by the prompt, once a sequence (context-aware-cxl-ndp, section 4 and algorithm 1).
 
-    P and W of a sequence are the counts and gate sums of all steps that read its prompt; S = alpha P / sum P +
+    P and W of a sequence are the counts and gate sums of all steps that read its prompt. S = alpha P / sum P +
     (1 - alpha) W / sum W, layer by layer. When decoding begins, the top K of each layer go to the device, and the rest
-    gets widths by `prefix_split`, under the average that was asked for. Then nothing changes until another sequence
-    begins to decode.
+    get widths by `prefix_split`, at the average width `bits`. Nothing changes until another sequence begins to decode.
 
     Where the paper is silent:
 
-    - Several sequences that decode at once share the placement: S is the mean of theirs, each counting alike, however
-      long its prompt; in a batch behind one cache, each token alike.
+    - Sequences that decode at the same time share the placement. S is the mean of theirs, with equal weights for
+      sequences, and for tokens within a batch behind one cache.
     - Before any sequence, S is calibration's traffic. A sequence that ends without decoding (a pass without a cache)
-      places experts for those after it, unless another one decodes; it is the prior that stands when no sequence lives.
-    - Experts of the same S go by calibration's traffic: a short prompt leaves most of them at 0.
-    - A budget that shrinks (a KV cache grows) lessens K at once, as its experts have to leave anyhow; one that grows
-      again is seen when the next sequence begins to decode.
+      places experts for later ones, unless another sequence decodes.
+    - Experts of equal S are ordered by calibration's traffic, because a short prompt leaves most of them at 0.
+    - A smaller capacity (a KV cache grows) lowers K at once. A larger one counts when the next sequence begins to
+      decode.
     """
 
     needs = Needs(prompts=True, gates=True, exact=True)
@@ -125,10 +120,10 @@ class Prefill:
         self._prior: Importance = [row / row.sum() for row in self._traffic]
         self._sequences: dict[int, _Sequence] = {}
         self._placed: Importance = []
-        self._high: list[int] = []  # K of each layer as it was wanted last
+        self._high: list[int] = []  # K of each layer in the last answer
 
     def decide(self, event: Event) -> Wanted | None:
-        """A placement when a sequence begins to decode, or has ended without; else where fewer experts fit."""
+        """Place experts when a sequence begins to decode or ends without decoding, and when fewer experts fit."""
         if isinstance(event, PrefillEnded):
             self._add(event)
         elif isinstance(event, DecodingBegan):
@@ -148,8 +143,8 @@ class Prefill:
     def _add(self, event: PrefillEnded) -> None:
         mine = self._sequences.get(event.sequence)
         if mine is None:
-            zeros = [np.zeros(n) for n in self._setting.experts]
-            mine = self._sequences[event.sequence] = _Sequence(zeros, [row.copy() for row in zeros])
+            counts, gates = ([np.zeros(n) for n in self._setting.experts] for _ in range(2))
+            mine = self._sequences[event.sequence] = _Sequence(counts, gates)
         for total, tokens in zip(mine.counts, event.counts, strict=True):
             total += tokens
         for total, weights in zip(mine.gates, event.gates, strict=True):
@@ -171,12 +166,11 @@ class Prefill:
         return [s.importance for s in self._sequences.values() if s.importance]
 
     def _merged(self) -> Importance:
-        """The mean of the sequences that decode."""
-        rows = zip(*self._decoding(), strict=True)
-        return [np.mean(np.stack(layer), axis=0) for layer in rows]
+        """Return the mean of the sequences that decode."""
+        return [np.mean(np.stack(layer), axis=0) for layer in zip(*self._decoding(), strict=True)]
 
     def _fitting(self, capacity: Sequence[int]) -> list[int]:
-        """K of each layer."""
+        """Return K of each layer."""
         setting, k = self._setting, self.options.k
         out = []
         for p, (n, sizes, room) in enumerate(zip(setting.experts, setting.sizes, capacity, strict=True)):
@@ -187,18 +181,15 @@ class Prefill:
 
     def _want(self, importance: Importance, capacity: Sequence[int]) -> Wanted:
         self._placed, self._high = importance, self._fitting(capacity)
-        high: list[tuple[float, Key, int]] = []
-        low: list[tuple[float, Key, int]] = []
+        rows: list[tuple[bool, float, Key, int]] = []
         for p, (s, k) in in_turns(enumerate(zip(importance, self._high, strict=True))):
             order = np.lexsort((-self._traffic[p], -s))
-            high += [(-float(s[e]), (p, int(e)), 0) for e in order[:k]]
-            low += [(-float(s[e]), (p, int(e)), to) for e, to in self._split(p, s, order[k:])]
-        high.sort()
-        low.sort()
-        return {key: to for _, key, to in (*high, *low)}
+            placed = (*((e, 0) for e in order[:k].tolist()), *self._split(p, s, order[k:]))
+            rows += [(to > 0, -float(s[e]), (p, e), to) for e, to in placed]
+        return {key: to for *_, key, to in sorted(rows)}
 
     def _split(self, position: int, s: Floats, experts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """The host's placement of each of a layer's experts there; they come in the order of their importance."""
+        """Pair a layer's experts on the host with their placements, the most important first."""
         bits, losses = self.options.bits, self._setting.losses[position][experts, :0:-1]
         if self.options.selector == "no" or not len(experts):
             widths = [int(bits)] * len(experts)
@@ -207,14 +198,8 @@ class Prefill:
         return zip(experts.tolist(), (self._number[w] for w in widths), strict=True)
 
     def worth(self, key: Key) -> float:
-        """An expert's importance, as of the last decision."""
+        """Rate an expert by its importance, as of the last decision."""
         return float(self._placed[key[0]][key[1]]) if self._placed else 0.0
 
 
-ENTRY = Entry(
-    name="prefill",
-    usage="prefill[:KEY=VALUE,...]",
-    parse=lambda text: read_options(PrefillOptions, text),
-    needs_budget=True,
-    make=Prefill,
-)
+ENTRY = live_entry("prefill", PrefillOptions, Prefill)

@@ -1,4 +1,4 @@
-"""`random`: the versions and numbers of `uniform`, drawn at random in each layer: what knowing nothing gives."""
+"""`random`: the versions and numbers of `uniform`, drawn at random in each layer. A baseline."""
 
 from __future__ import annotations
 
@@ -21,20 +21,14 @@ def _parse(argument: str) -> int:
     return int(value or 0)
 
 
-def random_map(bundle: Bundle, seed: int, room: int) -> Versions:
-    """The map that `room` bytes hold; a seed always draws the same.
+def random_map(bundle: Bundle, seed: int, room: int | None) -> Versions:
+    """Draw the map that fits `room` bytes; a seed always draws the same.
 
     Raises:
-        BudgetError: when the smallest versions pass them.
+        BudgetError: when the smallest versions do not fit.
     """
     draw = random.Random(seed)
-    return tuple(tuple(draw.sample(row, len(row))) for row in uniform_map(bundle, room))
+    return tuple(tuple(draw.sample(row, len(row))) for row in uniform_map(bundle, room or 0))
 
 
-ENTRY = Entry(
-    name="random",
-    usage="random[:seed=N]",
-    parse=_parse,
-    needs_budget=True,
-    versions=lambda bundle, seed, room: random_map(bundle, seed, room or 0),
-)
+ENTRY = Entry("random", "random[:seed=N]", _parse, needs_budget=True, versions=random_map)

@@ -1,4 +1,4 @@
-"""The policies there are, by name: the one line that a new one takes."""
+"""The policies by name. A new one adds its entry here."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ ENTRIES: tuple[Entry, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy as a user wrote it.
-
-    Attributes:
-        entry: which one.
-        argument: what stood after the colon.
-        options: the same, read.
-    """
+    """A policy as a user wrote it: its entry, the text after the colon, and the options read from that."""
 
     entry: Entry
     argument: str
@@ -54,7 +48,7 @@ def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
         in_budget: whether there is a budget; None where that is not known yet.
 
     Raises:
-        InputError: for a policy that does not exist or needs a budget, or options that do not exist.
+        InputError: for an unknown policy or option, or a policy that needs a budget.
     """
     name, _, argument = (text or (hotness.ENTRY if in_budget else static.ENTRY).name).partition(":")
     entry = next((e for e in ENTRIES if e.name == name), None)
@@ -71,5 +65,5 @@ def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
 
 
 def usages(in_budget: bool | None = None) -> str:
-    """How policies are written: all of them, those that need a memory budget, or those that do not."""
+    """Say how policies are written: all of them, those that need a memory budget, or those that do not."""
     return ", ".join(e.usage for e in ENTRIES if in_budget is None or e.needs_budget == in_budget)

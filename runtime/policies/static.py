@@ -14,39 +14,31 @@ if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
 
 
-def static_map(bundle: Bundle, argument: str) -> Versions:
-    """The version of every expert under `static:ARGUMENT`.
+def static_map(bundle: Bundle, argument: str, room: int | None = None) -> Versions:
+    """Make the map of `static:ARGUMENT`, whatever the room.
 
     Args:
         bundle: for its versions, its layers and its allocation.
         argument: a version's name; a JSON file {"versions": [[name, ...], ...]}; "allocation", the map in the bundle's
-            manifest; or nothing: the most precise version that is here.
+            manifest; or nothing, for the most precise version here.
+        room: ignored.
 
     Raises:
         InputError: when a version is not in the bundle, or a map does not fit it.
     """
     present = [v.name for v in bundle.versions]
+    here = ", ".join(present)
     if argument == "allocation":
         if bundle.manifest.allocation is None:
             raise InputError(f"{bundle.path}: its manifest holds no allocation: name a version or a file")
-        return _checked(bundle, bundle.manifest.allocation.versions, f"{bundle.path}: allocation")
-    if argument.endswith(".json"):
-        try:
-            table = json.loads(Path(argument).read_text())["versions"]
-            rows = tuple(tuple(str(name) for name in row) for row in table)
-        except OSError as error:
-            raise InputError(f"{argument}: cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
-            raise InputError(f'{argument}: is not {{"versions": [[name, ...], ...]}}, one list a layer') from None
-        return _checked(bundle, rows, argument)
-    name = argument or present[0]
-    if name not in present:
-        raise InputError(f"{bundle.path}: has no version {name!r}: here are {', '.join(present)}")
-    return tuple((name,) * layer.experts for layer in bundle.layers)
-
-
-def _checked(bundle: Bundle, table: Versions, where: str) -> Versions:
-    present = [v.name for v in bundle.versions]
+        where, table = f"{bundle.path}: allocation", bundle.manifest.allocation.versions
+    elif argument.endswith(".json"):
+        where, table = argument, _read_map(argument)
+    else:
+        name = argument or present[0]
+        if name not in present:
+            raise InputError(f"{bundle.path}: has no version {name!r}: here are {here}")
+        return tuple((name,) * layer.experts for layer in bundle.layers)
     if len(table) != len(bundle.layers):
         raise InputError(f"{where}: has {len(table)} layers, the bundle {len(bundle.layers)} with experts")
     for row, layer in zip(table, bundle.layers, strict=True):
@@ -54,13 +46,17 @@ def _checked(bundle: Bundle, table: Versions, where: str) -> Versions:
             raise InputError(f"{where}: layer {layer.index} has {layer.experts} experts, the map {len(row)}")
         for name in row:
             if name not in present:
-                raise InputError(f"{where}: layer {layer.index}: no version {name!r}: here are {', '.join(present)}")
+                raise InputError(f"{where}: layer {layer.index}: no version {name!r}: here are {here}")
     return table
 
 
-ENTRY = Entry(
-    name="static",
-    usage="static, static:VERSION, static:FILE.json, static:allocation",
-    parse=str,
-    versions=lambda bundle, argument, room: static_map(bundle, argument),
-)
+def _read_map(file: str) -> Versions:
+    try:
+        return tuple(tuple(str(name) for name in row) for row in json.loads(Path(file).read_text())["versions"])
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f'{file}: is not {{"versions": [[name, ...], ...]}}, one list a layer') from None
+
+
+ENTRY = Entry("static", "static, static:VERSION, static:FILE.json, static:allocation", parse=str, versions=static_map)

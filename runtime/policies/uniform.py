@@ -20,10 +20,10 @@ def _parse(argument: str) -> None:
 
 
 def uniform_map(bundle: Bundle, room: int) -> Versions:
-    """The map that `room` bytes hold.
+    """Make the map that fits `room` bytes.
 
     Raises:
-        BudgetError: when the smallest versions pass them.
+        BudgetError: when the smallest versions do not fit.
     """
     sizes = [
         [resident_size(layer.matrices, v) for v in bundle.versions]
@@ -35,9 +35,5 @@ def uniform_map(bundle: Bundle, room: int) -> Versions:
 
 
 ENTRY = Entry(
-    name="uniform",
-    usage="uniform",
-    parse=_parse,
-    needs_budget=True,
-    versions=lambda bundle, _, room: uniform_map(bundle, room or 0),
+    "uniform", "uniform", _parse, needs_budget=True, versions=lambda bundle, _, room: uniform_map(bundle, room or 0)
 )

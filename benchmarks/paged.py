@@ -35,7 +35,6 @@ from benchmarks.kernels.layers import SHAPES, Module
 from moepack.pack.codec.exponent_fast import decode_into
 from moepack.pack.codec.lossless import LosslessMatrix, directory
 from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align
-from moepack.runtime.allocation.bandwidth import pass_seconds
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts
@@ -45,6 +44,7 @@ from moepack.runtime.paging.cpu_filler import CpuFiller
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.paging import window_size
+from moepack.runtime.policies.paged import pass_seconds
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step import Step, opened
 from moepack.runtime.store.files import Stored

@@ -6,7 +6,9 @@ Rows for `benchmarks.policies`, which has the command line. Every row names its 
 from __future__ import annotations
 
 import gc
+import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ import numpy as np
 
 from benchmarks.common import Target
 from benchmarks.decoding import Decoded, decode
-from moepack.runtime.allocation.prefix_split import activation_similarity
 from moepack.runtime.trace import read_trace
 
 from .session import Session
@@ -42,6 +43,13 @@ def similarity(session: Session, work: Path) -> tuple[Rows, list[Target]]:
     mean = {name: statistics.fmean(float(r[name]) for r in rows) for name in ("own", "other text's")}
     found = Target("prefill: similarity of a prompt's experts and its decoding's (0.89)", mean["own"], 0.89, "higher")
     return [*rows, {"table": "prefill: similarity", "what": "all", **mean}], [found]
+
+
+def activation_similarity(prefill: Sequence[float], decoding: Sequence[float]) -> float:
+    """Return the cosine of two counts of a layer's experts, from 0 to 1; 0 where either counted nothing."""
+    a, b = np.array(prefill, np.float64), np.array(decoding, np.float64)
+    size = math.sqrt(float(a @ a)) * math.sqrt(float(b @ b))
+    return float(a @ b) / size if size else 0.0
 
 
 def selector(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:

@@ -1,8 +1,7 @@
 """Which version every expert gets under a byte budget. Pure: numbers in, decisions out, no torch.
 
-Sizes are whole extents in bytes, with scales, zero points and padding; an expert's versions stand in one order
-everywhere, from the most to the least precise for `uniform`. The same numbers give the same allocation every time.
-`prefix_split`, whose budget is in bits, is in prefix_split.py.
+Sizes are whole extents in bytes, with scales, zero points and padding. An expert's versions are in one order
+everywhere. The same numbers give the same allocation every time. prefix_split.py has a budget in bits.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ Table = Sequence[Sequence[float]]  # rows of numbers; the caller defines what a 
 
 
 class BudgetError(ValueError):
-    """A budget that even the smallest versions pass.
+    """A budget below the size of the smallest versions.
 
     Attributes:
-        least: bytes that the smallest versions take: the least budget that would do.
+        least: bytes of the smallest versions, the least budget that works.
     """
 
     def __init__(self, least: float, budget: float) -> None:
@@ -27,33 +26,36 @@ class BudgetError(ValueError):
 
 
 def spent(table: Table, chosen: Sequence[int]) -> float:
-    """The sum of `table[expert][chosen[expert]]`: an allocation's bytes, or its loss."""
+    """Sum `table[expert][chosen[expert]]`: an allocation's bytes, or its loss."""
     return math.fsum(row[v] for row, v in zip(table, chosen, strict=True))
 
 
 def greedy(sizes: Table, losses: Table, budget: float) -> list[int]:
-    """A version for every expert, bytes summing to at most `budget`, by the best loss saved a byte.
+    """Choose a version for every expert, within `budget` bytes, by the best loss saved per byte.
 
-    Every expert starts at its smallest version; upgrades along the lower convex hull of (bytes, loss) are taken in the
-    order of loss saved a byte while they fit. The loss exceeds the least possible one by at most what one upgrade
+    Every expert starts at its smallest version. Upgrades along the lower convex hull of (bytes, loss) are taken in the
+    order of loss saved per byte while they fit. The loss exceeds the least possible one by at most what one upgrade
     saves (Dantzig's bound: the upgrades before the first that does not fit solve the linear relaxation).
 
     Args:
         sizes: sizes[expert][version], bytes.
-        losses: losses[expert][version], expected loss, in any one unit.
+        losses: losses[expert][version], expected loss, in one unit.
         budget: bytes.
 
     Returns:
         The version's index for every expert.
 
     Raises:
-        BudgetError: when even the smallest versions pass the budget.
+        BudgetError: when the smallest versions exceed the budget.
     """
-    hulls = [hull(size, loss) for size, loss in zip(sizes, losses, strict=True)]
-    chosen = [h[0] for h in hulls]
+    chosen, steps = [], []
+    for e, (size, loss) in enumerate(zip(sizes, losses, strict=True)):
+        chain = hull(size, loss)
+        chosen.append(chain[0])
+        steps += [((loss[b] - loss[a]) / (size[b] - size[a]), e, b) for a, b in itertools.pairwise(chain)]
     total = _least(sizes, budget)
     blocked: set[int] = set()
-    for _, e, version in _upgrades(sizes, losses, hulls):
+    for _, e, version in sorted(steps, key=lambda s: s[0]):  # stable: an expert's own upgrades stay in order
         cost = sizes[e][version] - sizes[e][chosen[e]]
         if e in blocked or total + cost > budget:
             blocked.add(e)  # a later upgrade of this expert would build on the one that did not fit
@@ -64,10 +66,10 @@ def greedy(sizes: Table, losses: Table, budget: float) -> list[int]:
 
 
 def uniform(sizes: Table, budget: float) -> list[int]:
-    """One version for all experts, and the next more precise one for as many as still fit.
+    """Choose one version for all experts, and the next more precise one for as many as still fit.
 
-    Blind to losses: what an allocator has to beat. The experts that get the wider version are spread evenly: by the
-    bits of their number, reversed.
+    A baseline that ignores losses. The experts with the more precise version are spread evenly, in the order of their
+    number's bits reversed.
 
     Args:
         sizes: sizes[expert][version], bytes; versions from the most to the least precise.
@@ -77,12 +79,12 @@ def uniform(sizes: Table, budget: float) -> list[int]:
         The version's index for every expert.
 
     Raises:
-        BudgetError: when even the smallest versions pass the budget.
+        BudgetError: when the smallest versions exceed the budget.
     """
     _least(sizes, budget)
     totals = [math.fsum(column) for column in zip(*sizes, strict=True)]
     fitting = [v for v, total in enumerate(totals) if total <= budget]
-    if not fitting:  # no one version fits all, though each expert's smallest would: layers of different shapes
+    if not fitting:  # layers of different shapes: each expert's smallest fits, but no single version does
         return [min(range(len(row)), key=lambda v: (row[v], v)) for row in sizes]
     base = fitting[0]
     chosen, total = [base] * len(sizes), totals[base]
@@ -97,15 +99,6 @@ def uniform(sizes: Table, budget: float) -> list[int]:
     return chosen
 
 
-def _upgrades(sizes: Table, losses: Table, hulls: Sequence[Sequence[int]]) -> list[tuple[float, int, int]]:
-    """All (loss saved a byte, expert, version) along the hulls, best first; an expert's own stay in order."""
-    steps = []
-    for e, (size, loss) in enumerate(zip(sizes, losses, strict=True)):
-        for a, b in itertools.pairwise(hulls[e]):
-            steps.append(((loss[a] - loss[b]) / (size[b] - size[a]), e, b))
-    return sorted(steps, key=lambda s: -s[0])
-
-
 def _least(sizes: Table, budget: float) -> float:
     least = math.fsum(min(row) for row in sizes)
     if least > budget:
@@ -113,19 +106,12 @@ def _least(sizes: Table, budget: float) -> float:
     return least
 
 
-def _front(sizes: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """Versions that no other one matches in both size and loss, from the smallest up."""
-    front: list[int] = []
-    for v in sorted(range(len(sizes)), key=lambda v: (sizes[v], losses[v])):
-        if not front or losses[v] < losses[front[-1]]:
-            front.append(v)
-    return front
-
-
 def hull(sizes: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """Versions on the lower convex hull, from the smallest up, each with less loss than the one before."""
+    """Return the versions on the lower convex hull, from the smallest up, each with less loss than the one before."""
     out: list[int] = []
-    for v in _front(sizes, losses):
+    for v in sorted(range(len(sizes)), key=lambda v: (sizes[v], losses[v])):
+        if out and not losses[v] < losses[out[-1]]:
+            continue
         while len(out) > 1:
             a, b = out[-2], out[-1]
             if (losses[a] - losses[b]) * (sizes[v] - sizes[b]) > (losses[b] - losses[v]) * (sizes[b] - sizes[a]):

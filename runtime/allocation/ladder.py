@@ -1,8 +1,8 @@
-"""How far each expert of a layer climbs its ladder of placements within a layer's bytes: what a byte saves decides.
+"""Place a layer's experts on a ladder within the layer's bytes, by the loss saved per byte. Pure numpy arithmetic.
 
-Each expert's placements have their bytes and their losses; of those, the ones on the convex hull form a chain of
-upgrades, each saving less a byte than the one before. An expert's score, its tokens, multiplies all its losses alike,
-so that the chains are made once and only the scores change. Pure arithmetic on numpy arrays.
+Each placement of an expert has bytes and a loss. The placements on the convex hull form a chain of upgrades, each with
+a smaller saving per byte than the one before. An expert's score, its tokens, multiplies all its losses alike. So the
+chains are made once, and only the scores change.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ class Ladder:
     """The chains of one layer's experts.
 
     Attributes:
-        base: the number of the placement at the foot.
-        steps: upgrades of the longest chain.
+        base: the lowest placement.
+        steps: upgrades in the longest chain.
         cost: int64 [experts, steps], bytes that an upgrade adds.
-        saved: float64 [experts, steps], loss that it saves a token, above 0 where there is an upgrade.
-        to: int64 [experts, steps], the placement that it leads to; -1 where the chain has ended.
-        first: float64 [experts], what the first upgrade saves a token and byte.
+        saved: float64 [experts, steps], loss that it saves per token, above 0 where there is an upgrade.
+        to: int64 [experts, steps], the placement that it leads to; -1 behind the chain's end.
+        first: float64 [experts], loss that the first upgrade saves per token and byte.
     """
 
     def __init__(self, sizes: Sequence[int], losses: Floats, base: int) -> None:
         """Args:
         sizes: [placements], bytes.
-        losses: float64 [experts, placements], squared error a token.
-        base: the placement that every expert has in any case.
+        losses: float64 [experts, placements], squared error per token.
+        base: the placement that every expert has at least.
         """
-        size = np.array(sizes, np.int64)
-        loss = losses
-        at = np.full(len(loss), base)
-        rows = np.arange(len(loss))
+        size, loss = np.array(sizes, np.int64), losses
+        at, rows = np.full(len(loss), base), np.arange(len(loss))
         to, cost, saved = [], [], []
         while True:
             more = size[None, :] - size[at][:, None]
@@ -51,29 +49,28 @@ class Ladder:
             cost.append(np.where(climbs, more[rows, best], 0))
             saved.append(np.where(climbs, less[rows, best], 0.0))
             at = np.where(climbs, best, at)
-        shape = (0, len(loss))
         self.base, self.steps = base, len(to)
-        self.to: Ints = np.array(to, np.int64).reshape(-1, shape[1]).T
-        self.cost: Ints = np.array(cost, np.int64).reshape(-1, shape[1]).T
-        self.saved: Floats = np.array(saved, np.float64).reshape(-1, shape[1]).T
+        self.to: Ints = np.array(to, np.int64).reshape(-1, len(loss)).T
+        self.cost: Ints = np.array(cost, np.int64).reshape(-1, len(loss)).T
+        self.saved: Floats = np.array(saved, np.float64).reshape(-1, len(loss)).T
         self._rate: Floats = self.saved / np.maximum(self.cost, 1)
         self.first: Floats = self._rate[:, 0] if self.steps else np.zeros(len(loss))
         self._loss, self._size = loss, size
         self._sizes, self._least = size.tolist(), int(self.cost[self.cost > 0].min()) if self.steps else 0
 
     def rates(self, scores: Floats) -> Floats:
-        """Loss that every upgrade saves a byte, [experts, steps]."""
+        """Return the loss that every upgrade saves per byte, [experts, steps]."""
         out: Floats = scores[:, None] * self._rate
         return out
 
     def rate_to(self, experts: Ints, placements: Ints) -> Floats:
-        """What experts save a token and byte by being at these placements instead of the base."""
+        """Return the loss saved per token and byte by these placements instead of the base, [experts]."""
         more = self._size[placements] - self._size[self.base]
         out: Floats = (self._loss[experts, self.base] - self._loss[experts, placements]) / np.maximum(more, 1)
         return out
 
     def loss(self, scores: Floats, placements: Ints) -> float:
-        """What these tokens lose with the experts at these placements."""
+        """Return the loss of these tokens with the experts at these placements."""
         return float((scores * self._loss[np.arange(len(scores)), placements]).sum())
 
     def fill(
@@ -85,16 +82,15 @@ class Ladder:
         slack: int = 0,
         most: Sequence[int] | None = None,
     ) -> Ints:
-        """The placement of each expert, int64 [experts], within `room` bytes beyond those of the base.
+        """Place each expert within `room` bytes beyond those of the base; returns int64 [experts].
 
         Args:
             scores: float64 [experts], tokens.
             room: bytes.
             held: int64 [experts], the placements of an earlier answer, whose upgrades count (1 + margin) times.
-            margin: by what share of an incumbent's rate a newcomer's must exceed it.
+            margin: the share of an incumbent's rate by which a newcomer's must exceed it.
             slack: an incumbent's upgrade stays while its rank is less than this many places below the last that fits.
-            most: [placements], how many experts may be at each, where memory is not shared between sizes; the base
-                has no limit.
+            most: [placements], how many experts may be at each except the base, where sizes do not share memory.
         """
         chosen = np.full(len(scores), self.base, np.int64)
         if not self.steps or room < self._least:
@@ -118,22 +114,19 @@ class Ladder:
                 place[expert], left = target, left - more
                 taken[now] -= 1
                 taken[target] += 1
-                moved = most is not None  # what it left may be another's
+                moved = most is not None  # another expert may take the freed place
         return np.array(place, np.int64)
 
     def _order(self, rates: Floats, room: int, held: Ints | None, margin: float, slack: int) -> Ints:
-        """The upgrades that save anything, those that are taken first first: expert * steps + step."""
+        """Return the upgrades that save loss, best first, as expert * steps + step."""
         flat = rates.ravel()
         order = np.argsort(-flat, kind="stable")
         order = order[: np.count_nonzero(flat > 0)]
         if held is None or not (margin or slack):
             return order
-        has = self._has(held).ravel()[order]
+        led = (self.to >= 0) & (self._size[self.to] <= self._size[held][:, None])  # upgrades to the placements held
+        has = led.ravel()[order]
         fits = int(np.searchsorted(np.cumsum(self.cost.ravel()[order]), room, side="right"))
         stays = has & (np.arange(len(order)) < fits + slack)
         value = np.where(stays, np.inf, flat[order] * np.where(has, 1 + margin, 1.0))
         return order[np.argsort(-value, kind="stable")]
-
-    def _has(self, held: Ints) -> npt.NDArray[np.bool_]:
-        """The upgrades that led to the placements held, bool [experts, steps]."""
-        return (self.to >= 0) & (self._size[self.to] <= self._size[held][:, None])

@@ -1,6 +1,6 @@
 """Prefix-structured widths for the experts of one layer (context-aware-cxl-ndp, sections 4.1 and 4.2). Pure.
 
-The paper's budget counts code bits, in one layer; allocation.py has what counts bytes, over all of them.
+The paper's budget counts code bits in one layer; knapsack.py counts bytes over all layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-WIDTHS = (1, 2, 3, 4)  # the paper's: columns of a loss table without a word
+WIDTHS = (1, 2, 3, 4)  # the paper's
 
 
 def prefix_split(
@@ -20,22 +20,20 @@ def prefix_split(
     average_bits: float,
     widths: Sequence[int] = WIDTHS,
 ) -> list[int]:
-    """Widths of one layer's experts that fall with their importance (context-aware-cxl-ndp, section 4.2).
+    """Choose widths for one layer's experts that fall with their importance (context-aware-cxl-ndp, section 4.2).
 
     With the experts in descending order of importance, the first n4 get 4 bits, the next n3 get 3, the next n2 get 2
     and the rest 1. Starting from one bit, R = E (average_bits - 1) increments are spent: 3 n4 + 2 n3 + n2 = R. All
-    (n4, n3) are tried; n2 and n1 follow; prefix sums of the gains L(1) - L(b) give each one's total gain at once.
+    (n4, n3) are tried; n2 and n1 follow; prefix sums of the gains L(1) - L(b) give each split's total gain.
 
-    Beyond the paper, any widths: increments start from the least, and where the widths leave gaps, so that R itself
-    cannot be spent, as much below it as can be is.
-
-    The budget counts code bits, as the paper does, not bytes. Where R is no integer it is rounded down. Experts of one
-    importance keep their order; of splits of one gain the first is taken, n4 and then n3 rising.
+    Beyond the paper, any widths are allowed: increments count from the least width. Where gaps between the widths make
+    R unreachable, the largest sum below R is spent. A fractional R is rounded down. Experts of equal importance keep
+    their order. Of splits with equal gain the first is taken, with n4 and then n3 rising.
 
     Args:
-        importance: [experts], such as `prefill_importance` gives.
+        importance: [experts], as from `prefill_importance`.
         losses: losses[expert] at each width.
-        average_bits: from the least width to the greatest.
+        average_bits: of the codes, from the least width to the greatest.
         widths: ascending.
 
     Returns:
@@ -61,17 +59,17 @@ def prefix_split(
 
 
 def _best(gains: npt.NDArray[np.float64], steps: Sequence[int], count: int, increments: int) -> list[int]:
-    """Where the experts of each width end, the greatest width first, without the least."""
+    """Return the end of each width's experts, the greatest width first, without the least."""
     if len(steps) == 1:
         return []
-    tried = [range(min(count, increments // step) + 1) for step in steps[:1:-1]]  # of all but the two least widths
+    tried = [range(min(count, increments // step) + 1) for step in steps[:1:-1]]  # for all but the two least widths
     grid = np.meshgrid(*(np.arange(len(r)) for r in tried), indexing="ij")
     counts = [n.ravel() for n in grid]
     spent = sum((n * s for n, s in zip(counts, steps[:1:-1], strict=True)), start=np.zeros(1, np.int64))
     taken = sum(counts, start=np.zeros(1, np.int64))
     last = (increments - spent) // steps[1]
     fits = (spent <= increments) & (taken + last <= count)
-    if not fits.any():  # gaps: all get more than the least, and increments are left over
+    if not fits.any():  # gaps: no expert has the least width, and increments are left over
         last = np.minimum(last, count - taken)
         fits = (spent <= increments) & (taken <= count)
     all_spent = np.where(fits, spent + last * steps[1], -1)
@@ -88,29 +86,15 @@ def _best(gains: npt.NDArray[np.float64], steps: Sequence[int], count: int, incr
 
 
 def prefill_importance(counts: Sequence[float], scores: Sequence[float], alpha: float = 0.5) -> list[float]:
-    """How much each expert of a layer matters (context-aware-cxl-ndp, section 4.1): alpha P + (1 - alpha) W.
+    """Return each expert's importance in a layer (context-aware-cxl-ndp, section 4.1): alpha P + (1 - alpha) W.
 
     Args:
         counts: [experts], tokens routed to each.
-        scores: [experts], sums of their routing weights.
+        scores: [experts], sums of their gate weights.
         alpha: the share of the counts; 0.5 in the paper's experiments.
 
     Returns:
-        [experts]; counts and scores are each taken as shares of the layer's sum.
+        [experts]; counts and scores are taken as shares of the layer's sums.
     """
     of_counts, of_scores = sum(counts) or 1.0, sum(scores) or 1.0
     return [alpha * p / of_counts + (1 - alpha) * w / of_scores for p, w in zip(counts, scores, strict=True)]
-
-
-def activation_similarity(prefill: Sequence[float], decoding: Sequence[float]) -> float:
-    """Cosine of two counts of a layer's experts, over the prompt and while decoding (context-aware-cxl-ndp, figure 4).
-
-    Args:
-        prefill, decoding: [experts], tokens routed to each.
-
-    Returns:
-        From 0 to 1; 0 where either counted nothing.
-    """
-    a, b = np.array(prefill, np.float64), np.array(decoding, np.float64)
-    size = math.sqrt(float(a @ a)) * math.sqrt(float(b @ b))
-    return float(a @ b) / size if size else 0.0

@@ -14,7 +14,6 @@ import numpy as np
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.allocation.bandwidth import pass_seconds, shares
 
 from .contract import Event, Interval, Key, Ladder, LiveOptions, Needs, Setting, Wanted, live_entry
 from .placements import Placement, Where
@@ -90,7 +89,7 @@ class Paged:
         self._order = [np.argsort(-np.array(row), kind="stable").tolist() for row in setting.traffic]
         alpha = options.alpha
         if not alpha:
-            alpha = shares(setting.rates[PACKED:])[0] if setting.rates else 1.0
+            alpha = setting.rates[PACKED] / sum(setting.rates[PACKED:]) if setting.rates else 1.0
         self.held = [max(1, round(alpha * n)) for n in setting.experts]
         self.rho: float | None = None
         self._before: list[tuple[int, int]] = []
@@ -185,6 +184,19 @@ class Paged:
         """Rate an expert by its share of calibration's traffic."""
         row = self._setting.traffic[key[0]]
         return float(row[key[1]]) / float(sum(row))
+
+
+def pass_seconds(layers: Sequence[Sequence[float]], rates: Sequence[float], together: bool = True) -> float:
+    """Return the seconds of loading that a pass needs (fluxmoe, equations 6, 9 and 10).
+
+    Args:
+        layers: bytes by layer and source. A source is device memory with compressed experts, or the host.
+        rates: bytes a second of each source.
+        together: whether sources work in parallel, as a bus and a GPU do: the slowest then counts. Sources that share
+            a processor's cores slow each other down, and their times add up.
+    """
+    times = ([size / rate for size, rate in zip(sizes, rates, strict=True)] for sizes in layers)
+    return sum(max(row, default=0.0) if together else sum(row) for row in times)
 
 
 ENTRY = live_entry("paged", PagedOptions, Paged)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.policies.claims import activation_similarity
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import DenseTables
@@ -26,7 +27,7 @@ from moepack.pipeline.allocate import (
 )
 from moepack.pipeline.recipe import ALLOCATORS, Allocate
 from moepack.runtime.allocation.knapsack import BudgetError, greedy, hull, spent, uniform
-from moepack.runtime.allocation.prefix_split import activation_similarity, prefill_importance, prefix_split
+from moepack.runtime.allocation.prefix_split import prefill_importance, prefix_split
 
 Case = tuple[list[list[float]], list[list[float]], float]
 

@@ -11,9 +11,8 @@ import pytest
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.allocation.bandwidth import layer_seconds, pass_seconds, shares
 from moepack.runtime.policies.contract import Interval, Needs, Setting, read_options
-from moepack.runtime.policies.paged import PACKED, RESIDENT, Paged, PagedOptions
+from moepack.runtime.policies.paged import PACKED, RESIDENT, Paged, PagedOptions, pass_seconds
 from moepack.runtime.policies.registry import parse_policy
 
 LAYERS, EXPERTS = 3, 8
@@ -58,19 +57,19 @@ def after(policy: Paged, rho: float, stored: float = 120.0, time: float = 10.0, 
 
 def test_shares_follow_bandwidth() -> None:
     """(8), and that no other split of two backends is sooner done (7), tried out."""
-    assert shares([300.0, 100.0]) == [0.75, 0.25] and sum(shares([5.0, 3.0, 2.0])) == pytest.approx(1)
     rates = [300.0, 100.0]
-    best = min(range(101), key=lambda x: layer_seconds([x, 100 - x], rates))
-    assert best == 75 and layer_seconds([75, 25], rates) == 0.25
+    assert Paged(setting((INF, *rates))).alpha == 0.75
+    best = min(range(101), key=lambda x: pass_seconds([[x, 100 - x]], rates))
+    assert best == 75 and pass_seconds([[75, 25]], rates) == 0.25
 
 
 def test_loading_times_by_hand() -> None:
     """tau_k = bytes / B (6); a layer's is the slowest backend's (9), or the sum; layers add (10)."""
-    assert layer_seconds([600, 100], [300.0, 100.0]) == 2.0
-    assert layer_seconds([600, 100], [300.0, 100.0], together=False) == 3.0
+    assert pass_seconds([[600, 100]], [300.0, 100.0]) == 2.0
+    assert pass_seconds([[600, 100]], [300.0, 100.0], together=False) == 3.0
     assert pass_seconds([[600, 100], [0, 300]], [300.0, 100.0]) == 5.0
     assert pass_seconds([[600, 100], [0, 300]], [300.0, 100.0], together=False) == 6.0
-    assert layer_seconds([], []) == 0.0
+    assert pass_seconds([[]], []) == 0.0
 
 
 # --- the first choice

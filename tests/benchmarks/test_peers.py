@@ -15,9 +15,7 @@ from support import ROOT
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.peers import gguf_layout
-from benchmarks.peers.environments import KT, LLAMA, Peer, environment, reason
-from benchmarks.peers.generated import FULL, QUICK, gguf_file
-from benchmarks.peers.ggml_types import TYPES
+from benchmarks.peers.environments import KT, LLAMA, Peer, environment
 from benchmarks.peers.judge import judged
 from benchmarks.peers.layers import Side, groups, rounds, routing
 from benchmarks.peers.worker import PeerError, Worker
@@ -79,22 +77,6 @@ def test_mixes() -> None:
     assert sum(gguf_layout.more_bits(i, 48) for i in range(48)) == 24
     with pytest.raises(ValueError, match="Q5_K_M"):
         gguf_layout.tensors(CONFIG, "Q5_K_M")
-
-
-def test_metadata_names_what_llama_cpp_asks_for() -> None:
-    keys = gguf_layout.metadata(CONFIG, 1024)
-    assert keys["qwen3moe.expert_used_count"] == 2 and keys["qwen3moe.attention.head_count_kv"] == 2
-    assert keys["qwen3moe.rope.freq_base"] == 5e5 and isinstance(keys["qwen3moe.rope.freq_base"], float)
-    assert gguf_layout.rope_base({"rope_theta": 1e6}) == 1e6
-    assert keys["tokenizer.ggml.model"] == "none"
-
-
-def test_types_have_the_bits_that_they_are_known_for() -> None:
-    assert {n: round(TYPES[n].bits, 4) for n in ("Q4_K", "Q2_K", "Q8_0", "IQ2_XXS", "MXFP4", "BF16", "Q6_K")} == {
-        "Q4_K": 4.5, "Q2_K": 2.625, "Q8_0": 8.5, "IQ2_XXS": 2.0625, "MXFP4": 4.25, "BF16": 16, "Q6_K": 6.5625,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=r"2,880 .* 256"):
-        TYPES["Q4_K"].row_bytes(2880)
 
 
 def test_shapes_without_k_quants_have_others_beside_w4() -> None:
@@ -172,15 +154,6 @@ def test_an_environment_is_used_again_only_for_what_it_was_made_for(
     assert "GGML_NATIVE=ON" in LLAMA.env["CMAKE_ARGS"] and "BLAS" not in LLAMA.env["CMAKE_ARGS"] and not KT.compiles
 
 
-def test_why_an_install_failed_is_one_line() -> None:
-    log = (
-        "Collecting x\n  WARNING: Retrying ... Temporary failure in name resolution\nERROR: No matching distribution\n"
-    )
-    assert reason(log) == "no package index can be reached"
-    assert reason("a\nERROR: Failed building wheel for x\nnote: nothing\n") == "ERROR: Failed building wheel for x"
-    assert reason("") == "it said nothing"
-
-
 SIDE = """
 import os
 from benchmarks.peers.worker import answer, threads
@@ -223,11 +196,6 @@ def test_the_llama_side_imports_nothing_of_moepack() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     # ties to even: 1 + 2^-8 goes down to 1, 1 + 3 * 2^-8 up to 1 + 2^-6
     assert json.loads(done.stdout) == [0x3F80, 0x3F80, 0x3F82, 0xC020]
-
-
-def test_files_of_the_generated_model(tmp_path: Path) -> None:
-    assert FULL.name != QUICK.name and FULL.weights > 3.0e9
-    assert len({gguf_file(tmp_path, mix) for mix in gguf_layout.MIXES}) == len(gguf_layout.MIXES)
 
 
 def test_moments_and_divergence_of_a_model() -> None:

@@ -25,8 +25,9 @@ from moepack.pipeline.recipe import parse_recipe
 
 RECIPE = """
 dense: [w8]
-quantize: {method: gptq, group_size: 64, loss_tokens: 128}
-calibration: {samples: 8, length: 128, batch_size: 8}
+versions: [bf16, w4, w2]
+quantize: {method: gptq, group_size: 64, loss_tokens: 64}
+calibration: {samples: 4, length: 64, batch_size: 2}
 """
 
 

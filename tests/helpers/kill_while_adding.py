@@ -65,8 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("kept", "directory"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--around", type=int, default=8, help="steps before and after the exchange")
-    parser.add_argument("--others", type=int, default=6)
+    parser.add_argument("--around", type=int, default=5, help="steps before and after the exchange")
+    parser.add_argument("--others", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     root, log = args.directory / "at", args.directory / "steps"

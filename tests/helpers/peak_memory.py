@@ -1,9 +1,8 @@
 """Run in a process of its own: what it takes at its peak, as one line of JSON.
 
-python peak_memory.py build CHECKPOINT TEXT BUNDLE BOUND               peak and bound of a bounded build
-python peak_memory.py held FOLDER [--violate]                          growth by activations that lie in a file
-python peak_memory.py batch METHOD                                     growth by an expert batch, and what was said
-python peak_memory.py dense METHOD                                     by a slice of a dense matrix
+python peak_memory.py build CHECKPOINT TEXT BUNDLE   peak of a build in the least that it says it needs, and that bound
+python peak_memory.py parts FOLDER                   growth by activations in a file and in memory, by an expert batch
+                                                     and by a slice of a dense matrix, and what was said of these two
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ RECIPE = "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, l
 MORE = 16  # MiB that the process takes since it was refused
 
 
-def build(checkpoint: str, text: str, bundle: str, bound: str) -> dict[str, int]:
-    """A build in `bound` bytes; "least" is the least that it says it needs."""
+def build(checkpoint: str, text: str, bundle: str) -> dict[str, int]:
+    """A build in the least that it says it needs."""
     from moepack.calibrate import skeleton
     from moepack.pack.errors import InputError
     from moepack.pipeline import build as pipeline
@@ -30,30 +29,43 @@ def build(checkpoint: str, text: str, bundle: str, bound: str) -> dict[str, int]
 
     skeleton.AT_ONCE = 1 << 18  # bytes: a third of a layer's experts, so that these go to disk for the least
     recipe, size = parse_recipe(RECIPE, "test"), 1
-    if bound == "least":
-        try:
-            pipeline.build(checkpoint, bundle, recipe, [text], memory=1)
-        except InputError as error:
-            size = int(str(error).split("the least is ")[1].split("MiB")[0]) + MORE << 20
-    else:
-        size = int(bound)
+    try:
+        pipeline.build(checkpoint, bundle, recipe, [text], memory=1)
+    except InputError as error:
+        size = int(str(error).split("the least is ")[1].split("MiB")[0]) + MORE << 20
     pipeline.build(checkpoint, bundle, recipe, [text], memory=size)
     return {"peak": peak_memory(), "bound": size}
 
 
-def held(folder: str) -> dict[str, int]:
-    """256 MiB of activations written, read and gathered; --violate holds them in memory."""
+def grown_from() -> int:
+    """The memory that is held now; the peak is taken from here on."""
+    from moepack.runtime.devices.glibc import trim
+
+    trim()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_memory()
+
+
+def parts(folder: str) -> dict[str, dict[str, int]]:
+    return {
+        "disk": held(Path(folder)), "memory": held(None), "batch": batch("gptq"), "dense": dense("rtn"),
+        "files": {"left": len(list(Path(folder).iterdir()))},
+    }  # fmt: skip
+
+
+def held(folder: Path | None) -> dict[str, int]:
+    """256 MiB of activations written, read and gathered: in a file, or in memory."""
     from moepack.calibrate.held import RowGather, empty, release
 
-    before, rows = resident_memory(), 1 << 17
-    tensor = empty((rows, 1024), torch.bfloat16, None if "--violate" in sys.argv else Path(folder))
+    before, rows = grown_from(), 1 << 17
+    tensor = empty((rows, 1024), torch.bfloat16, folder)
     for part in tensor.split(4096):
         part.fill_(1.5)
         release(part)
     seen = RowGather(tensor)
     for start in range(0, rows, 8192):
         assert bool((seen[torch.arange(start, start + 8192, 2)] == 1.5).all())
-    return {"growth": peak_memory() - before, "bytes": tensor.nbytes, "files": len(list(Path(folder).iterdir()))}
+    return {"growth": peak_memory() - before, "bytes": tensor.nbytes}
 
 
 def batch(method: str) -> dict[str, int]:
@@ -64,7 +76,6 @@ def batch(method: str) -> dict[str, int]:
     from moepack.pack.spec import ExpertLayer, Matrix, Version
     from moepack.quantize.batch_memory import batch_memory
     from moepack.quantize.expert_batch import Settings, quantise_batch
-    from moepack.runtime.devices.glibc import trim
 
     hidden, size, experts, tokens = 256, 768, 4, 2048
     layer = ExpertLayer(0, "m", experts, (Matrix("gate_up", 2 * size, hidden, False), Matrix("down", hidden, size)))
@@ -82,9 +93,7 @@ def batch(method: str) -> dict[str, int]:
         inputs = torch.randn(tokens, hidden, generator=g).bfloat16()
         seen = Observation(inputs, chosen, torch.full((tokens, 4), 0.5), 64)
         settings = Settings(method, versions, loss_tokens=2048)
-        trim()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident_memory()
+        before = grown_from()
         made = gather_batch(
             Module(), weights.select(range(experts)), range(experts), seen, settings, torch.device("cpu")
         )
@@ -101,7 +110,6 @@ def dense(method: str) -> dict[str, int]:
     """8,192 rows of 1,024 columns at three versions; both numbers in bytes."""
     from moepack.pack.spec import LOSSLESS, DenseMatrix, Matrix, Version
     from moepack.pipeline.tasks.row_shards import RowShardTask, make_row_shard
-    from moepack.runtime.devices.glibc import trim
 
     versions = (Version.of(LOSSLESS, 64), Version.of("w8", 64), Version.of("w4", 64))
 
@@ -111,9 +119,7 @@ def dense(method: str) -> dict[str, int]:
         task = RowShardTask("c", described, range(rows), versions, method, "cpu")
         weight, x = torch.randn(rows, 1024, generator=g).bfloat16(), torch.randn(2048, 1024, generator=g)
         moments = x.T @ x / 2048
-        trim()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident_memory()
+        before = grown_from()
         make_row_shard(task, {"m.weight": weight}, moments, moments, torch.device("cpu"))
         return peak_memory() - before, task.memory
 
@@ -133,6 +139,5 @@ class Module:
 
 
 if __name__ == "__main__":
-    arguments = [a for a in sys.argv[2:] if a != "--violate"]
-    task: Any = {"build": build, "held": held, "batch": batch, "dense": dense}[sys.argv[1]]
-    print(json.dumps(task(*arguments)))
+    task: Any = {"build": build, "parts": parts}[sys.argv[1]]
+    print(json.dumps(task(*sys.argv[2:])))

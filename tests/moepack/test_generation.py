@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,33 +16,10 @@ from moepack.chat import Here, There, talk
 from moepack.generation import GREEDY, Session, generate
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
-from moepack.server.batching.text import Stops
 from moepack.server.options import Sampling
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<a>{% endif %}"
-
-
-def stopped(text: str, stops: list[str], cuts: list[int]) -> tuple[str, list[str]]:
-    told: list[str] = []
-    out, ended = Stops(stops), False
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        if not ended:
-            shown, ended = out.push(text[start:end])
-            told.append(shown)
-    return "".join([*told, "" if ended else out.end()]), told
-
-
-def test_stop_strings_are_never_told_however_the_text_is_cut() -> None:
-    rng = random.Random(0)
-    for _ in range(3000):
-        text = "".join(rng.choice("abc") for _ in range(rng.randint(0, 12)))
-        stops = ["".join(rng.choice("abc") for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(0, 3))]
-        cuts = sorted(rng.randint(0, len(text)) for _ in range(rng.randint(0, 5)))
-        ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
-        want = text[: min(ends)[1]] if ends else text
-        got, told = stopped(text, stops, cuts)
-        assert got == want and want.startswith("".join(told)), (text, stops, cuts)
 
 
 def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle: Path) -> None:

@@ -112,21 +112,6 @@ def test_gptq_is_no_worse_than_the_librarys_and_better_at_few_bits(cols: int) ->
         assert ratio < most, (version.name, ratio)
 
 
-def test_gptq_beats_rounding_on_held_out_inputs() -> None:
-    w, x, held_out = weights(), inputs(), inputs(seed=2)
-    for version, q in gptq.quantise_widths(w, moments(x), [Version.of(f"w{b}", 64) for b in (4, 3, 2)]).items():
-        made = output_error(held_out, w, q, version)
-        assert made < 0.5 * output_error(held_out, w, rtn.quantise(w, version), version)
-
-
-@pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "gptqmodel"])
-def test_eight_bits_lose_little(method: str) -> None:
-    """Measured: 2.7e-5 rounded, 4.0e-6 by GPTQ (the library's 6.8e-6); at 4 bits 0.0075 and 0.0010."""
-    version, w, held_out = Version.of("w8", 64), weights(), inputs(seed=2)
-    made = output_error(held_out, w, quantise(method, w, moments(inputs()), version), version)
-    assert made < {"gptq": 5e-6, "gptqmodel": 8e-6}.get(method, 3.5e-5), made
-
-
 def test_one_bit_is_a_third_of_plain_signs() -> None:
     version, w = Version.of("w1", 64), weights()
     plain = output_error(inputs(seed=2), w, rtn.quantise(w, version), version)

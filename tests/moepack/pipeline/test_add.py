@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import HELPERS, ROOT, Notes, tree
+from tiny_models import save_tiny
 
 import moepack
 from moepack.cli import main
@@ -22,7 +23,7 @@ from moepack.pack.errors import InputError, TargetError
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.add import add
 from moepack.pipeline.executors import local
-from moepack.pipeline.recipe import parse_recipe, with_versions
+from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 
 BASE = "calibration: {samples: 12, length: 64, batch_size: 6}\n"
@@ -100,27 +101,19 @@ def test_added_versions_are_those_of_one_build(
     assert tree(mine / "b") == rebuilt(mine / "b", short_model, text, tmp_path / "fresh")
 
 
-def test_gptq_with_a_map_and_dense_matrices(short_model: Path, text: Path, tmp_path: Path) -> None:
-    """Codes, losses, their errors and the map are bit for bit those of a build in which all widths share a pass."""
-    recipe = f"versions: [w4, w3]\ndense: [w8]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
-    recipe += "allocation: {average_bits: 4.9}\n"
-    pipeline.build(
-        short_model, tmp_path / "b", parse_recipe(recipe, "x"), [text], work=tmp_path / "w", keep=True
-    )  # fmt: skip
-    add(tmp_path / "b", tmp_path / "w", ["w8", "w2", "w1"])
-    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
-    with pytest.raises(InputError, match="w8: dense matrices would have it in groups of 64, experts of 32"):
-        add(tmp_path / "b", tmp_path / "w", ["w8"], {"w8": 32})
-
-
 def test_versions_of_dense_matrices(
     short_model: Path, text: Path, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of the experts is made or asked for, but where these are added to as well; the map takes them in."""
+    """Nothing of the experts is made or asked for, but where these are added to as well; the map takes them in. In the
+    end codes, losses, their errors and the map are bit for bit those of a build in which all widths share a pass."""
     recipe = f"versions: [w4, w3]\ndense: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
     recipe += "allocation: {average_bits: 5.2, dense: true}\n"
-    bundle, work = tmp_path / "b", tmp_path / "w"
-    pipeline.build(short_model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
+    bundle, work, model = (
+        tmp_path / "b",
+        tmp_path / "w",
+        save_tiny("qwen3_moe", tmp_path / "model", short_model, tie_word_embeddings=True),
+    )
+    pipeline.build(model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
     slices = versions_of("make_row_shard", monkeypatch)
     made.clear()
     with monkeypatch.context() as patch:
@@ -130,13 +123,12 @@ def test_versions_of_dense_matrices(
     assert not made and set(slices) == {"bf16", "w8"}, "the lossless one is made with every other"
     found = [(v.name, v.group_size) for v in moepack.open(bundle).dense_versions]
     assert found == [("bf16", 0), ("w8", 32), ("w4", 64)]
-    assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "fresh")
     slices.clear()
     made.clear()
     # Of both at once; and one that both have changes its group size in both.
     add(bundle, work, ["w4", "w2"], {"w4": 32}, dense=["w4"])
     assert set(made) == {"w4", "w2"} and set(slices) == {"bf16", "w4"}
-    assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "again")
+    assert tree(bundle) == rebuilt(bundle, model, text, tmp_path / "again")
     notes, before = Notes(), tree(bundle)
     add(bundle, work, [], dense=["w8"], group_sizes={"w8": 32}, reporter=notes)
     assert tree(bundle) == before and notes.notes == [f"{bundle}: holds these versions already"]
@@ -148,7 +140,7 @@ def test_versions_of_dense_matrices(
     assert [v.name for v in moepack.open(tmp_path / "s").dense_versions] == ["w8"]
     add(tmp_path / "s", work, ["w1"])
     assert [v.name for v in moepack.open(tmp_path / "s").dense_versions] == ["bf16", "w8"]
-    assert tree(tmp_path / "s") == rebuilt(tmp_path / "s", short_model, text, tmp_path / "once more")
+    assert tree(tmp_path / "s") == rebuilt(tmp_path / "s", model, text, tmp_path / "once more")
 
 
 def test_dense_matrices_that_had_none(short_model: Path, text: Path, tmp_path: Path) -> None:
@@ -223,8 +215,6 @@ def test_other_files_and_an_edited_card_stay(mine: Path) -> None:
 
 
 def test_a_shrunk_bundle_gets_back_what_it_had(mine: Path, made: list[str]) -> None:
-    from moepack.pipeline.shrink import shrink
-
     shrink(mine / "b", mine / "small", ["w4"])
     add(mine / "small", mine / "w", ["bf16"])
     assert not made and [v.name for v in moepack.open(mine / "small").versions] == ["bf16", "w4"]
@@ -265,17 +255,10 @@ def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, mon
         refused(r"cannot be replaced in one step here \(Invalid argument\): name a new directory")
     add(tmp_path / "elsewhere", mine / "w", ["w2"])
     assert tree(mine / "b") == before and sorted(p.name for p in mine.iterdir()) == ["b", "w"]
-
-
-def test_what_would_not_compare_is_refused_before_anything_is_thrown_away(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add(mine / "b", mine / "w", ["w2"])
-    before = tree(mine)
-    monkeypatch.setattr("moepack.quantize.losses.ESTIMATE", 0)
-    with pytest.raises(InputError, match=r"measures losses in another way \(\d+, now 0\)"):
-        add(mine / "c", mine / "w", ["w2"], fresh=True)
-    assert tree(mine) == before
+    added = tree(mine)
+    monkeypatch.setattr("moepack.quantize.losses.ESTIMATE", 0)  # before anything is thrown away
+    refused(r"measures losses in another way \(\d+, now 0\)", output=mine / "c", fresh=True)
+    assert tree(mine) == added
 
 
 def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path, tmp_path: Path) -> None:
@@ -293,7 +276,6 @@ def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path
     assert tree(bundle) == before
     pipeline.quantize(work, parse_recipe(recipe, "x"), fresh=True)
     assert add(bundle, work, [], dense=["w8"]).dense == ("bf16", "w8", "w4")
-    assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "fresh")
     record = json.loads((work / "run.json").read_text())
     (work / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k != "dense"}))
     with pytest.raises(InputError, match="the model has no dense matrices that get versions"):
@@ -303,18 +285,14 @@ def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path
 def test_a_work_directory_that_was_calibrated_again(short_model: Path, text: Path, tmp_path: Path) -> None:
     """On the same tokens by the same recipe for quantising, but in another dtype: its versions are others."""
     recipe = f"versions: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
-    bundle, work = tmp_path / "b", tmp_path / "w"
-    pipeline.build(short_model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
+    bundle, work, model = tmp_path / "b", tmp_path / "w", save_tiny("qwen3_moe", tmp_path / "model", short_model)
+    pipeline.build(model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
     before, other = tree(bundle), recipe.replace("batch_size: 6", "batch_size: 6, dtype: float32")
-    pipeline.calibrate(short_model, work, parse_recipe(other, "x"), [text], fresh=True)
+    pipeline.calibrate(model, work, parse_recipe(other, "x"), [text], fresh=True)
     pipeline.quantize(work, parse_recipe(recipe, "x"))
     with pytest.raises(InputError, match=r"its experts/w4/.* is not the one of .*: it was built anew since"):
         add(bundle, work, ["w2"])
     assert tree(bundle) == before
-    pipeline.calibrate(short_model, work, parse_recipe(recipe, "x"), [text], fresh=True)
-    pipeline.quantize(work, parse_recipe(recipe, "x"))
-    add(bundle, work, ["w2"])
-    assert tree(bundle) == rebuilt(bundle, short_model, text, tmp_path / "fresh")
 
 
 def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,21 +320,7 @@ def test_killed_at_every_step(kept: Path, tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     old, new = (int(n) for n in run.stdout.split()[-2:])
-    assert old >= 10 and new >= 5, run.stdout
-
-
-def test_recipes_with_other_versions() -> None:
-    recipe = parse_recipe(
-        "versions: [w4]  # mine\nquantize: {group_size: {w4: 128}}\nallocation: {average_bits: 4.3}", "x"
-    )
-    more = parse_recipe("versions: [bf16, w4, w2]\nquantize: {group_size: {w4: 32}}", "x").version_specs()
-    made = with_versions(recipe, more, ())
-    assert made.version_specs() == more and made.allocation == recipe.allocation
-    assert made.versions == ("bf16", "w4", "w2") and parse_recipe(made.text, "x") == made
-    assert with_versions(parse_recipe("", "x"), more[:1], ()).quantize.group_size == 64
-    both = with_versions(recipe, more, more[1:])
-    assert both.dense_specs() == more and parse_recipe(both.text, "x") == both
-    assert with_versions(both, more, ()).dense == ()
+    assert old >= 8 and new >= 4, run.stdout
 
 
 def test_on_the_command_line(
@@ -380,24 +344,19 @@ def test_on_the_command_line(
     assert "w3: 32 experts by rtn" in capsys.readouterr().out
     common = [*common[:5], "-q"]
     before, out = tree(tmp_path / "b"), "leave --recipe, --calibration and --keep out"
+    work = ("--work", str(tmp_path / "w"))
     for more, word in (
         (("--add", "w1"), "name its --work"),
-        (("--work", str(tmp_path / "w"), "--add", "w1", "--dry-run"), "leave one of them out"),
-        (
-            ("--work", str(tmp_path / "w"), "--add", "w1", "-r", "x.yaml"),
-            out,
-        ),
-        (
-            ("--work", str(tmp_path / "w"), "--add", "w1", "-c", str(text)),
-            out,
-        ),
-        (("--work", str(tmp_path / "w"), "--add", "w1", "--keep"), out),
-        (("--work", str(tmp_path / "w"), "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),
-        (("--work", str(tmp_path / "w"), "--add-dense", "w8"), "was calibrated without dense"),
-        (("--work", str(tmp_path / "w"), "--add", ""), "name the versions to add"),
-        (("--work", str(tmp_path / "w"), "--add-dense", ""), "name the versions to add"),
-        (("--work", str(tmp_path / "w"), "--group-size", "w2"), "write VERSION=SIZE"),
-        (("--work", str(tmp_path / "w"), "--group-size", "w2=32"), "name the versions to add|--group-size w2"),
+        ((*work, "--add", "w1", "--dry-run"), "leave one of them out"),
+        ((*work, "--add", "w1", "-r", "x.yaml"), out),
+        ((*work, "--add", "w1", "-c", str(text)), out),
+        ((*work, "--add", "w1", "--keep"), out),
+        ((*work, "--add", "w1", "--memory", "1MiB"), "--memory 1MiB cannot be kept"),
+        ((*work, "--add-dense", "w8"), "was calibrated without dense"),
+        ((*work, "--add", ""), "name the versions to add"),
+        ((*work, "--add-dense", ""), "name the versions to add"),
+        ((*work, "--group-size", "w2"), "write VERSION=SIZE"),
+        ((*work, "--group-size", "w2=32"), "name the versions to add|--group-size w2"),
     ):
         monkeypatch.setattr(sys, "argv", [*common, *more])
         with pytest.raises(SystemExit) as end:

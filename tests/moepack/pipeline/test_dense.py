@@ -33,11 +33,12 @@ from moepack.quantize import dense_matrix
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
-RECIPE = """
+CALIBRATION = "calibration: {samples: 8, length: 64, batch_size: 3}"
+RECIPE = f"""
 versions: [bf16, w4]
 dense: [w8, w4]
-quantize: {method: gptq, group_size: 32, loss_tokens: 64}
-calibration: {samples: 8, length: 64, batch_size: 3}
+quantize: {{method: gptq, group_size: 32, loss_tokens: 64}}
+{CALIBRATION}
 """
 UNTIED = {"tie_word_embeddings": False, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
 RECIPES = parse_recipe(RECIPE, "test")
@@ -265,16 +266,23 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "gpt_oss"])
 def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """Latent attention, shared experts, dense layers, linear attention, biases: routers are never among them."""
+    """Latent attention, shared experts, dense layers, linear attention, biases, transposed and interleaved matrices:
+    routers are never among the dense ones, and the dry run's bytes are those of the bundle."""
     source = tiny_models.save_tiny(
         family, tmp_path / "checkpoint", demo_model, hidden_size=128, tie_word_embeddings=False
     )
-    recipe = parse_recipe(RECIPE.replace("gptq", "rtn"), "test")
-    expected = estimate(source, tmp_path / "bundle", recipe, [text])
+    sizes = "method: rtn, group_size: {w4: 128, w2: 32}, loss_tokens: 64"
+    recipe = parse_recipe(f"quantize: {{{sizes}}}\ndense: [w8, w4]\n{CALIBRATION}", "test")
+    expected = estimate(source, tmp_path / "out" / "bundle", recipe, [text])
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
     pipeline.build(source, tmp_path / "bundle", recipe, [text])
     assert verify(tmp_path / "bundle", source) == []
     facts = inspect(tmp_path / "bundle")
     assert expected.dense_versions == {name: v["bytes"] for name, v in facts["dense_versions"].items()}
+    assert expected.versions == {name: v["bytes"] for name, v in facts["versions"].items()}
+    assert expected.dense_bytes <= facts["dense_bytes"] <= expected.dense_bytes + 64 * 1024  # headers
+    assert expected.experts == facts["experts"] and expected.layers == facts["moe_layers"]
+    assert all(part > 0 for part in expected.memory.values()) and expected.seconds["quantise"] > 0
     modules = {m.module for m in moepack.open(tmp_path / "bundle").manifest.dense}
     last = {n.rpartition(".")[2] for n in modules}
     assert "lm_head" in last and not last & {"gate", "router", "shared_expert_gate"}
@@ -282,13 +290,6 @@ def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> 
     wanted = {"deepseek_v3": "kv_a_proj_with_mqa", "qwen3_next": "in_proj_qkvz", "gpt_oss": "o_proj"}
     assert family != "gpt_oss" or {"q_proj", "o_proj"} <= last
     assert wanted[family] in last or family == "deepseek_v3"
-
-
-def test_tied_embeddings_stay(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    pipeline.build(demo_model, tmp_path / "bundle", parse_recipe(RECIPE.replace("gptq", "rtn"), "test"), [text])
-    bundle = moepack.open(tmp_path / "bundle")
-    assert {m.module.rpartition(".")[2] for m in bundle.manifest.dense} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert "model.embed_tokens.weight" in bundle.dense()
 
 
 def test_shrink(dense: Path, tmp_path: Path) -> None:
@@ -307,17 +308,6 @@ def test_shrink(dense: Path, tmp_path: Path) -> None:
         verify(tmp_path / "w8", "anything")
     card = (tmp_path / "w8" / "README.md").read_text()
     assert "| w8 | 12 matrices outside the experts: 8 bits" in card and card.count("outside the experts:") == 1
-
-
-def test_recipes_name_versions_of_dense_matrices() -> None:
-    specs = RECIPES.dense_specs()
-    assert [(v.name, v.group_size) for v in specs] == [("bf16", 0), ("w8", 32), ("w4", 32)]
-    sizes = parse_recipe("dense: [w8]\nquantize: {group_size: {w8: 128}}\n", "r").dense_specs()
-    assert [(v.name, v.group_size) for v in sizes] == [("bf16", 0), ("w8", 128)]
-    assert parse_recipe("", "r").dense_specs() == ()
-    for wrong, message in (("[w9]", "w9"), ("[w8, w8]", "once"), ("w8", "list")):
-        with pytest.raises(InputError, match=message):
-            parse_recipe(f"dense: {wrong}", "r")
 
 
 def test_one_allocation_over_experts_and_dense_matrices(checkpoint: Path, text: Path, tmp_path: Path) -> None:

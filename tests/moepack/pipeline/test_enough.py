@@ -116,13 +116,13 @@ def test_nothing_is_said_where_all_have_enough() -> None:
     assert "3 of 1,024 experts" in (said := enough.advice({2: 1, 7: 2}, 1024)) and "layer 7: 2" in said
 
 
-def test_weights_of_a_recipe_reach_the_windows(demo_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_weights_of_a_recipe_reach_the_windows(short_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
     mixed = f"calibration: {{data: [{{source: '{text}', weight: 3}}, '{evaluation}'], samples: 8, length: 32}}"
     recipe = parse_recipe(f"versions: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{mixed}", "x")
     assert recipe.calibration.data == (TextSource(str(text), 3.0), TextSource(str(evaluation), 1.0))
-    pipeline.build(demo_model, tmp_path / "b", recipe)
+    pipeline.build(short_model, tmp_path / "b", recipe)
     calibration = moepack.open(tmp_path / "b").manifest.provenance["calibration"]
     assert calibration["windows"] == [6, 2] and calibration["sources"] == [text.name, evaluation.name]
-    pipeline.build(demo_model, tmp_path / "c", recipe, [evaluation])
+    pipeline.build(short_model, tmp_path / "c", recipe, [evaluation])
     assert moepack.open(tmp_path / "c").manifest.provenance["calibration"]["windows"] == [8]
     assert tree(tmp_path / "b") != tree(tmp_path / "c")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def test_as_many_at_once_as_threads_and_memory_allow(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_killed_worker_was_writing_goes_with_the_run(
-    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = WorkDirectory.mark
 
@@ -105,7 +105,7 @@ def test_what_a_killed_worker_was_writing_goes_with_the_run(
         mark(self, stage, layer, note)
 
     monkeypatch.setattr(WorkDirectory, "mark", left)
-    build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], work=tmp_path / "work")
+    build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], work=tmp_path / "work")
     assert list((tmp_path / "work" / "objects").iterdir()) == []
 
 
@@ -215,12 +215,9 @@ def test_what_a_killed_build_was_writing_is_removed(tmp_path: Path) -> None:
     kept = work.object("0" * 64)
     kept.write_bytes(b"done")
     (kept.parent / "tmpabc").mkdir()
-    leave: list[Callable[[], object]] = [
-        (kept.parent / "tmpabc" / "w4.safetensors").touch, (kept.parent / f"{'0' * 64}.1f2e.partial").touch,
-        (kept.parent / f"{'1' * 64}.12345678").touch, lambda: DirectoryProbe.leave(work.path),
-    ]  # fmt: skip
-    for make in leave:
-        make()
+    for name in ("tmpabc/w4.safetensors", f"{'0' * 64}.1f2e.partial", f"{'1' * 64}.12345678"):
+        (kept.parent / name).touch()
+    DirectoryProbe.leave(work.path)
     work.tidy()
     assert list(kept.parent.iterdir()) == [kept]
     assert sorted(p.name for p in work.path.iterdir()) == ["lock", "objects"]

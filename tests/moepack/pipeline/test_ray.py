@@ -304,16 +304,3 @@ def test_a_batch_asks_for_what_it_takes(tmp_path: Path) -> None:
     want = {"CPU": 1.0, "memory": float(on_ray.PROCESS + work.memory(0))}
     assert needs(work.memory(0), 0) == want and needs(work.memory(0), 1) == {**want, "GPU": 1.0}
     assert len(pickle.dumps(work)) < 4096
-
-
-def test_a_cluster_that_does_not_answer_is_one_line(short_model: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="Ray at"):
-        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], engine="ray", address="127.0.0.1:1")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_address_needs_the_engine(short_model: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--engine ray"):
-        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], address="auto")
-    with pytest.raises(InputError, match="unknown"):
-        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], engine="dask")

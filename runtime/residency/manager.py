@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -175,7 +174,6 @@ class ResidencyManager:
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
-        self._one_at_a_time = threading.RLock()
 
     def _load(self, wanted: Wanted) -> None:
         first = {} if self.plan.keep else wanted
@@ -229,10 +227,6 @@ class ResidencyManager:
 
     # --- steps
 
-    def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Around all of a pass, its waiting for room too: under a policy that blocks, one runs at a time."""
-        return self._one_at_a_time if self._blocking else contextlib.nullcontext()
-
     @contextlib.contextmanager
     def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
         """Around a pass with these arguments, outside its step: what it reads of a sequence, for `step`, and who is to
@@ -249,27 +243,26 @@ class ResidencyManager:
 
     @contextlib.contextmanager
     def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None, counted: bool = True) -> Iterator[Step]:
-        """Around a forward pass: it reads one snapshot, and blocks drain behind it, however it ends.
+        """Open the step of a forward pass. The pass reads one snapshot; blocks are freed behind it, however it ends.
 
-        Inside a step of the same thread it is that one. Under a policy that blocks, one runs at a time.
+        Inside a step of the same thread it is that one.
 
         Args:
-            prompt: what `sequence` gave.
-            mask: int64 [tokens] on the device, 0 for padding; without it all tokens are text.
+            prompt: from `sequence`.
+            mask: int64 [tokens] on the device, 0 for padding; None where all tokens are text.
             counted: whether the step's routing is counted.
         """
         if (running := step_of(self.key)) is not None:
             yield running
             return
-        with self.pass_lock():
-            if self.statistics.begins(prompt):
-                self._soon()
-            step = self._begin(prompt, mask, counted)
-            try:
-                with opened(step):
-                    yield step
-            finally:
-                self._end(step)
+        if self.statistics.begins(prompt):
+            self._soon()
+        step = self._begin(prompt, mask, counted)
+        try:
+            with opened(step):
+                yield step
+        finally:
+            self._end(step)
 
     def _begin(self, prompt: Prompt, mask: Tensor | None, counted: bool) -> Step:
         number, (epoch, snapshots) = self.residency.begin()
@@ -288,12 +281,13 @@ class ResidencyManager:
             raise
 
     def _end(self, step: Step) -> None:
-        if self.paging is not None:
-            self.paging.end(step)
+        with contextlib.ExitStack() as ends:  # each of these is called, whichever of them raises
+            ends.callback(self.residency.end, step.number)
+            if step.table is not None and self._tables is not None:
+                ends.callback(self._tables.give, step.table)
+            if self.paging is not None:
+                ends.callback(self.paging.end, step)
         step.seconds = time.perf_counter() - step.began - step.waited
-        if step.table is not None and self._tables is not None:
-            self._tables.give(step.table)
-        self.residency.end(step.number)
         if step.counters is not None:
             step.counters.send()
             self.statistics.ended(step)
@@ -420,7 +414,10 @@ class ResidencyManager:
 
     def _shut(self, wait: bool = True) -> None:
         """End the streams and close the files; once no step reads them, forget what keeps the experts' memory."""
-        self._end_streams(wait)
+        try:
+            self.each_round()  # a step that was interrupted would keep the experts' memory
+        finally:
+            self._end_streams(wait)
         self.each_round = lambda: None
         forget = [self.paging.forget] if self.paging is not None and self._on_gpu else []
         self.residency.let_go([*(layer.let_go for layer in self.layers), *forget])

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,20 @@ def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str, error: typ
     thread.join(30)
     assert out and torch.isfinite(out[0]).all()
     model.moepack.close()
+
+
+def test_a_step_ends_though_its_pages_do_not(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the blocks that it could read would never be free again."""
+    live = model.moepack.manager
+
+    def fail(step: Any) -> None:
+        raise RuntimeError("pages")
+
+    monkeypatch.setattr(live, "paging", SimpleNamespace(end=fail))
+    with pytest.raises(RuntimeError, match="pages"), live.step():
+        pass
+    monkeypatch.undo()
+    assert open_steps(model) == 0
 
 
 def test_every_way_to_run_a_pass_is_a_step(model: Any) -> None:

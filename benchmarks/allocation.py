@@ -37,10 +37,11 @@ from moepack.pipeline.allocate import (
 )
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import WEIGHTS, parse_recipe
-from moepack.progress import RichReporter, quiet_libraries
+from moepack.progress import RichReporter
 from moepack.reports.evaluate import Evaluation, divergences, evaluate
 from moepack.reports.intervals import clustered
 from moepack.runtime.allocation.knapsack import greedy, spent, uniform
+from moepack.runtime.patches import quiet_libraries
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.contract import Versions
 

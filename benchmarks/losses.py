@@ -28,10 +28,10 @@ from moepack.calibrate.gather import gather_batch
 from moepack.calibrate.stream import StreamedModel
 from moepack.calibrate.text.windows import calibration_windows, load_tokenizer
 from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.progress import quiet_libraries
 from moepack.quantize.expert_batch import ExpertBatch, Settings, expert_batches, quantise_batch
 from moepack.quantize.grid import dequantise
 from moepack.quantize.pooling import MEASURED, measured_row, pooled
+from moepack.runtime.patches import quiet_libraries
 
 COUNTS = (64, 256, 1024, 4096)
 BITS = (4, 3, 2, 1)

@@ -17,10 +17,11 @@ from typing import Any
 from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.progress import RichReporter, quiet_libraries
+from moepack.progress import RichReporter
 from moepack.quantize import methods
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
+from moepack.runtime.patches import quiet_libraries
 from moepack.runtime.planning.options import LoadOptions
 
 LIMITS = {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6.0}  # per cent above the plain model, on each file

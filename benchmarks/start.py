@@ -4,7 +4,7 @@
 
 `moepack generate` of one token, in a process of its own each time that finds its bytecode, beside a process that
 imports torch and the model's class from transformers and does nothing else, with and without the libraries that
-moepack leaves out (startup.py). Processor time is printed beside the clock's: on a shared machine they differ.
+moepack leaves out (runtime/patches.py). Processor time is printed beside the clock's: on a shared machine they differ.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 def measured(bundle: str, repeat: int) -> list[dict[str, Any]]:
     """Medians of each way, in turns."""
-    left_out = f"from moepack.startup import leave_out; leave_out('serve'); {IMPORTS}"
+    left_out = f"from moepack.runtime.patches import leave_out; leave_out('serve'); {IMPORTS}"
     generate = [sys.executable, "-m", "moepack", "generate", bundle, "--prompt", "The", "--max-new-tokens", "1"]
     ways = {
         "importing torch and the model's class": [sys.executable, "-c", IMPORTS],

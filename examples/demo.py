@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moepack.generation import generate
-from moepack.progress import quiet_libraries
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.reports.plan import plan
+from moepack.runtime.patches import quiet_libraries
 from moepack.runtime.planning.options import LoadOptions
 
 HERE = Path(__file__).resolve().parent

@@ -6,7 +6,7 @@ package is light, and lets `transformers.AutoModelForCausalLM.from_pretrained` l
 
 from typing import TYPE_CHECKING, Any
 
-from . import hook
+from .runtime.patches import install
 from .version import __version__
 
 __all__ = ["BudgetExceeded", "BundleError", "InputError", "MoepackError", "__version__", "build", "load", "open"]
@@ -39,4 +39,4 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-hook.install()
+install()

@@ -6,19 +6,12 @@ The pipeline only calls `Reporter`; who shows nothing passes a plain `Reporter()
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 from .memory import peak_memory
-
-
-def quiet_libraries() -> None:
-    """Silence what libraries say of themselves when they are imported, and no user can act on."""
-    # torch warns of torchao's enumerations whenever transformers is imported.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 class Reporter:

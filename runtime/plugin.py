@@ -1,7 +1,7 @@
 """The plug-in: transformers' quantiser hooks, through which a bundle loads like any model.
 
-Imported when transformers' quantisers are (`moepack.hook` sees to that). Before the weights: take the expert parameters
-off the skeleton. After: attach the handles.
+patches.py imports it right after transformers' quantisers, and registers it with them. Before the weights are loaded it
+takes the expert parameters off the skeleton; after, it attaches the handles.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from transformers.integrations.moe import ExpertsInterface
-from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import extract_commit_hash
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -26,7 +24,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import HINT, Version
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.dense.linears import prepare
-from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
+from moepack.runtime.experts.forward import IMPLEMENTATION
 from moepack.runtime.load import check_options
 from moepack.runtime.planning.options import METHOD, SERVED, WORKLOAD, LoadOptions
 from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
@@ -77,6 +75,12 @@ class MoepackConfig(QuantizationConfigMixin):
     def options(self, has_dense: bool = False) -> LoadOptions:
         """The fields that were given, and the environment's."""
         return LoadOptions(**self.given).with_environment(has_dense)
+
+    def merged(self, own: Any) -> MoepackConfig:
+        """These fields over those of config.json's own configuration."""
+        if (own.get("quant_method") if isinstance(own, dict) else own.quant_method) != METHOD:
+            raise _no_bundle()
+        return MoepackConfig(**{**(MoepackConfig(**own) if isinstance(own, dict) else own).given, **self.given})
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json, which also shows how a loaded model is served."""
@@ -164,21 +168,3 @@ def _bundle_of(model: Any, checkpoint_files: Any, options: LoadOptions) -> Bundl
 
 def _no_bundle() -> InputError:
     return InputError(f"{asked.get().name}: not a bundle; moepack build makes one")
-
-
-def _merge(own: Any, given: Any) -> Any:
-    """config.json's quantisation and what a caller of `from_pretrained` gave: transformers' own would warn that most of
-    the latter is ignored."""
-    if not isinstance(given, MoepackConfig):
-        return _merge_theirs(own, given)
-    if (own.get("quant_method") if isinstance(own, dict) else own.quant_method) != METHOD:
-        raise _no_bundle()
-    merged = MoepackConfig(**own) if isinstance(own, dict) else own
-    return MoepackConfig(**{**merged.given, **given.given})
-
-
-register_quantization_config(METHOD)(MoepackConfig)
-register_quantizer(METHOD)(MoepackQuantizer)
-ExpertsInterface.register(IMPLEMENTATION, experts_forward)
-_merge_theirs = AutoHfQuantizer.merge_quantization_configs
-AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge)  # type: ignore[method-assign,assignment]

@@ -32,7 +32,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and not Path(torch.__spec__.c
 
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.startup import UNUSED
+from moepack.runtime.patches import UNUSED
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = """

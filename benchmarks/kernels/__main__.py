@@ -165,7 +165,7 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
     import moepack
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import parse_recipe
-    from moepack.progress import quiet_libraries
+    from moepack.runtime.patches import quiet_libraries
 
     quiet_libraries()
     models: dict[str, Any] = {}

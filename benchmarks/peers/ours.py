@@ -97,8 +97,8 @@ def close_layer(key: str) -> None:
 
 def open_model(key: str, bundle: str, version: str, dense: str | None) -> dict[str, float]:
     """Load a bundle in one version; its other matrices as the checkpoint has them, or in the version `dense`."""
-    from moepack.progress import quiet_libraries
     from moepack.runtime.load import load
+    from moepack.runtime.patches import quiet_libraries
 
     more: dict[str, Any] = {}
     if dense is not None:

@@ -27,9 +27,10 @@ from moepack.pack.reader import open_bundle
 from moepack.pipeline.allocate import bundle_costs, expected_losses, named
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.progress import RichReporter, quiet_libraries
+from moepack.progress import RichReporter
 from moepack.runtime.allocation.knapsack import greedy
 from moepack.runtime.kernels.forms import resident_size
+from moepack.runtime.patches import quiet_libraries
 
 from .claims import prefetch, residency, retention, selector, similarity
 from .session import Session

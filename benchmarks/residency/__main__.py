@@ -25,7 +25,8 @@ from typing import Any
 from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.progress import RichReporter, quiet_libraries
+from moepack.progress import RichReporter
+from moepack.runtime.patches import quiet_libraries
 
 from .decoding import tpot
 from .overlap import overlap

@@ -53,8 +53,7 @@ def _root(
 
 def main() -> None:
     """The console script: runs a command and turns the errors that a user can act on into one line."""
-    from moepack.progress import quiet_libraries
-    from moepack.startup import leave_out
+    from moepack.runtime.patches import leave_out, quiet_libraries
 
     quiet_libraries()
     leave_out(next(iter(sys.argv[1:]), ""))

@@ -6,14 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moepack.startup import UNUSED, leave_out
+import pytest
+
+from moepack.runtime.patches import UNUSED, leave_out
 
 
-def test_only_commands_that_serve_leave_libraries_out() -> None:
+def test_only_commands_that_serve_leave_libraries_out(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: dict[str, object] = {"scipy": sys}
-    leave_out("build", modules)
-    assert modules == {"scipy": sys}
-    leave_out("serve", modules)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "modules", modules)
+        leave_out("build")
+        before = dict(modules)
+        leave_out("serve")
+    assert before == {"scipy": sys}
     assert modules == {**dict.fromkeys(UNUSED), "scipy": sys}, "what is there already stays"
 
 

@@ -13,7 +13,7 @@ from support import ROOT
 
 # From the top floor down: a room may import from rooms below it, and a file from its own room.
 FLOORS = (
-    "moepack",  # the face: cli, hub, hook
+    "moepack",  # the face: cli, hub
     "moepack.pipeline",
     "moepack.reports",
     "moepack.server",
@@ -21,7 +21,7 @@ FLOORS = (
     "calibrate",
     "quantize",
     "recipes",
-    "runtime",  # the entrances: load, attach, plugin, serving, step_hooks, trace
+    "runtime",  # the entrances: load, attach, plugin, patches, serving, forward_wrapper, trace
     "runtime.residency",
     "runtime.dense",
     "runtime.paging",

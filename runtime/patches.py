@@ -1,0 +1,161 @@
+"""Every lasting change that moepack makes to other libraries in its process, each with its reason.
+
+`import moepack` calls `install`; the command line calls `leave_out` and `quiet_libraries`. Other process-wide settings
+are made where they are needed, and undone there: the C library's allocator (devices/glibc.py), transformers' reports
+(calibrate/stream.py). Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+SERVING = frozenset({"serve", "generate", "chat"})
+UNUSED = ("hqq", "scipy", "sklearn", "torchao")
+
+
+def quiet_libraries() -> None:
+    """Silence torch's warning of torchao's enumerations, given whenever transformers is imported: users cannot act."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+
+def leave_out(command: str) -> None:
+    """Have Python report the UNUSED libraries as missing, in a process that runs a command of SERVING.
+
+    transformers imports them wherever it finds them, for other ways to quantise and for losses. No bundle needs them,
+    and importing them takes a second of such a command's start (`python -m benchmarks.start`).
+    """
+    for name in UNUSED if command in SERVING else ():
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
+def register_plugin() -> None:
+    """Register the plug-in with transformers, so that a bundle loads like any quantised model.
+
+    transformers registers a config and a quantiser by its own interface. How it merges config.json's config with a
+    caller's it decides by the classes that it knows: it would drop most of what the caller asked for, with a warning.
+    """
+    from transformers.integrations.moe import ExpertsInterface
+    from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+
+    from moepack.runtime.experts.forward import IMPLEMENTATION, experts_forward
+    from moepack.runtime.planning.options import METHOD
+
+    from .plugin import MoepackConfig, MoepackQuantizer
+
+    register_quantization_config(METHOD)(MoepackConfig)
+    register_quantizer(METHOD)(MoepackQuantizer)
+    ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+    original = AutoHfQuantizer.merge_quantization_configs
+
+    def merge(own: Any, given: Any) -> Any:
+        return given.merged(own) if isinstance(given, MoepackConfig) else original(own, given)
+
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merge)  # type: ignore[method-assign,assignment]
+
+
+def extend_from_pretrained() -> None:
+    """Let `from_pretrained` take `policy`, `device_memory` and the like, which transformers would hand to the model.
+
+    The plug-in also needs what transformers does not tell a quantiser: the model's name, how files are fetched, and the
+    experts' implementation.
+    """
+    from transformers.modeling_utils import PreTrainedModel
+
+    from moepack.pack.errors import InputError
+    from moepack.runtime.planning.options import DEVICE_MEMORY, SERVED, WORKLOAD
+
+    kind: Any = PreTrainedModel
+    original, keywords = kind.from_pretrained.__func__, set(SERVED) - set(WORKLOAD)
+
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        from .plugin import HUB, Asked, MoepackConfig, asked
+
+        given = kwargs.get("quantization_config")
+        ours = isinstance(given, MoepackConfig) or kwargs.keys() & keywords
+        if ours or (os.environ.get(DEVICE_MEMORY) and kwargs.keys() & set(WORKLOAD)):
+            if not isinstance(given, MoepackConfig | None):
+                raise InputError(f"policy and device_memory are for bundles, and so is no {type(given).__name__}")
+            mine = {} if given is None else given.given
+            asks = {name: kwargs.pop(name) for name in SERVED if name in kwargs}
+            kwargs["quantization_config"] = MoepackConfig(**{**mine, **asks})
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        experts = kwargs.get("experts_implementation") or getattr(kwargs.get("config"), "_experts_implementation", None)
+        before = asked.set(Asked(str(name), {name: kwargs[name] for name in HUB if name in kwargs}, experts))
+        try:
+            return original(cls, *args, **kwargs)
+        finally:
+            asked.reset(before)
+
+    kind.from_pretrained = classmethod(from_pretrained)
+
+
+_AFTER: dict[str, Callable[[], object]] = {  # modules, and what is called right after each has run
+    "transformers.quantizers.auto": lambda: importlib.import_module("moepack.runtime.plugin"),
+    "moepack.runtime.plugin": register_plugin,
+    "transformers.modeling_utils": extend_from_pretrained,
+}
+
+
+class _Loader(Loader):
+    """Runs another loader, then calls a function."""
+
+    def __init__(self, inner: Loader, after: Callable[[], object]) -> None:
+        self._inner, self._after = inner, after
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        self._after()
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of `_AFTER`, each until it has run once."""
+
+    def __init__(self) -> None:
+        self._left = dict(_AFTER)
+        self._looking: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._left or name in self._looking:
+            return None
+        self._looking.add(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            self._looking.discard(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, lambda: self.ran(name))
+        return spec
+
+    def ran(self, name: str) -> None:
+        """Call what comes after a module, once."""
+        if (after := self._left.pop(name, None)) is not None:
+            after()
+
+
+def install() -> None:
+    """Extend transformers now, or by an import hook when its modules are imported.
+
+    So it does not matter which of the two is imported first, and `import moepack` does not import transformers.
+    """
+    if not any(isinstance(f, _Finder) for f in sys.meta_path):
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        for name in _AFTER:
+            if name in sys.modules:
+                finder.ran(name)

@@ -1,6 +1,6 @@
-"""The budget of device memory: named reservations whose sum never passes it, at any instant. Standard library only.
+"""The budget of device memory: named reservations whose sum never exceeds it. Standard library only.
 
-Counts bytes that others say they take or give back; allocates nothing and knows no device.
+It counts bytes that other code takes or gives back.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import threading
 class BudgetTracker:
     """Admission by bytes (dynaexq, section 3.3). Every method may be called from any thread.
 
-    A reservation is made before the memory it stands for is touched, and released after that memory is given back:
-    what is really taken is then never more than what is reserved.
-
-    Attributes:
-        budget: bytes of device memory for everything.
+    Reserve before memory is taken, and release after it is given back: the memory in use then never exceeds the
+    reservations. `budget` is the bytes of device memory for everything.
     """
 
     def __init__(self, budget: int, fixed: int = 0) -> None:
-        """Reserve `fixed` bytes (M_fixed: what is no expert and does not change) under the name "fixed".
+        """Reserve `fixed` bytes (M_fixed, planning/fixed.py) under the name "fixed".
 
         Raises:
-            ValueError: when they pass the budget.
+            ValueError: when they exceed the budget.
         """
         if budget < 0 or not 0 <= fixed <= budget:
             raise ValueError(f"{fixed} fixed bytes do not fit a budget of {budget}")
@@ -33,7 +30,7 @@ class BudgetTracker:
         self._refusals = 0
 
     def try_reserve(self, name: str, size: int) -> bool:
-        """Reserve `size` bytes more under a name, or refuse and change nothing. Never waits.
+        """Reserve `size` more bytes under a name and return True, or change nothing and return False. Never waits.
 
         Raises:
             ValueError: for a negative size.
@@ -50,10 +47,10 @@ class BudgetTracker:
             return True
 
     def release(self, name: str, size: int) -> None:
-        """Give back `size` bytes of a name.
+        """Release `size` bytes of a name.
 
         Raises:
-            ValueError: when the name does not hold that many.
+            ValueError: when fewer are reserved under it.
         """
         with self._lock:
             held = self._named.get(name, 0)
@@ -63,7 +60,7 @@ class BudgetTracker:
             self._reserved -= size
 
     def held(self, name: str) -> int:
-        """Bytes reserved under a name."""
+        """Return the bytes reserved under a name."""
         with self._lock:
             return self._named.get(name, 0)
 
@@ -80,17 +77,17 @@ class BudgetTracker:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were ever reserved at one time."""
+        """The most bytes reserved at one time."""
         with self._lock:
             return self._peak
 
     @property
     def refusals(self) -> int:
-        """How many reservations were refused."""
+        """Number of refused reservations."""
         with self._lock:
             return self._refusals
 
     def named(self) -> dict[str, int]:
-        """All reservations by name."""
+        """Return all reservations by name."""
         with self._lock:
             return dict(self._named)

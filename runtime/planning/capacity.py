@@ -1,7 +1,4 @@
-"""What fits a budget: how many bytes each layer's experts may take beyond their base placements. Pure arithmetic.
-
-Numbers in, numbers out, no torch. Sizes are bytes of blocks.
-"""
+"""The bytes that each layer's experts may take beyond their base placements. Pure arithmetic on bytes of blocks."""
 
 from __future__ import annotations
 
@@ -17,23 +14,23 @@ Sizes = Sequence[Sequence[int]]  # [layers][placements], bytes of one expert
 
 
 def base_bytes(sizes: Sizes, experts: Sequence[int], placement: int = -1) -> int:
-    """Bytes of all experts at one placement, the base without a word."""
+    """Return the bytes of all experts at one placement, by default the base."""
     return sum(n * row[placement] for row, n in zip(sizes, experts, strict=True))
 
 
 def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[int]:
-    """How many things each layer may have, every layer the same share of its own, within `room` bytes.
+    """Return how many items fit each layer, the same share in every layer, within `room` bytes.
 
     Args:
-        sizes: [layers], bytes of one.
-        experts: [layers], how many there are.
+        sizes: [layers], bytes of an item.
+        experts: [layers], the number of items.
         room: bytes.
     """
     whole = sum(s * n for s, n in zip(sizes, experts, strict=True))
     share = min(1.0, max(0, room) / whole) if whole else 0.0
     out = [int(n * share) for n in experts]
     left = room - sum(s * n for s, n in zip(sizes, out, strict=True))
-    for p in sorted(range(len(out)), key=lambda p: out[p] - share * experts[p]):  # the most rounded down first
+    for p in sorted(range(len(out)), key=lambda p: out[p] - share * experts[p]):  # the largest remainder first
         if out[p] < experts[p] and sizes[p] <= left:
             out[p] += 1
             left -= sizes[p]
@@ -41,9 +38,9 @@ def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[i
 
 
 def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
-    """Bytes that each layer's experts may take beyond the base: of what the best placement would take, the same share.
+    """Return the bytes that each layer may use above the base: the same share of its size at the best placement.
 
-    Counted in the smallest step there is between two placements, so that little of a layer's part lies idle.
+    Counted in the smallest step between two placements, so that little of a layer's part stays unused.
 
     Args:
         sizes: [layers][placements], the best first, the base last.
@@ -60,8 +57,8 @@ def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
 
 
 def bytes_by_loss(ladders: Sequence[Ladder], traffic: Table, room: int) -> list[int]:
-    """The same where the loss tables say how fast a layer's gains fall: the upgrades that save most a byte, of all
-    layers, until the room is used up; which experts they are does not matter here.
+    """Return the bytes that each layer may use above the base: those of the upgrades that save the most loss per byte,
+    over all layers, until the room is used up.
 
     Args:
         ladders: [layers].

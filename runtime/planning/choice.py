@@ -1,6 +1,6 @@
 """Choose the policy and the versions that serve a bundle, for plans, loading and downloads.
 
-Reads the manifest and the policy's map, no weights; imports no torch.
+It reads the manifest and the policy's map, no weights, and imports no torch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ log = logging.getLogger("moepack.runtime")
 
 
 def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.device], in_budget: bool) -> Policy:
-    """The policy that was named. Without one the most precise version; in a budget `hotness`, or `uniform` where no
-    version can change, which is logged.
+    """Return the policy of a name. By default the most precise version; in a budget `hotness`, or `uniform` where no
+    version can change, with a line in the log.
 
     Args:
         text: as a user wrote it.
-        bundle: what is served.
+        bundle: the bundle.
         devices: of its layers.
         in_budget: whether there is a memory budget.
 
     Raises:
-        InputError: for a policy that does not exist, or needs a budget.
+        InputError: for an unknown policy, or one that needs a budget.
     """
     policy = parse_policy(text, in_budget)
     if text or not policy.is_live:
@@ -47,7 +47,7 @@ def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.devi
 
 
 def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Ladder]:
-    """The ladders of placements that a policy may use on a bundle.
+    """Return the ladders of placements that a policy may use on a bundle.
 
     Raises:
         InputError: when the bundle lacks a version that the options name.
@@ -59,11 +59,11 @@ def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Ladder]:
 
 
 def versions_of(text: str | None, bundle: Bundle, in_budget: bool) -> tuple[str, ...]:
-    """The versions that a policy may serve of a bundle, the most precise first: what has to be fetched for it.
+    """Return the versions that a policy may serve, the most precise first: those to fetch for it.
 
     Args:
         text: as a user wrote it.
-        bundle: with the versions that could be fetched; nothing of them is read.
+        bundle: with the versions that could be fetched; their files are not read.
         in_budget: whether there is a memory budget.
 
     Raises:
@@ -76,5 +76,5 @@ def versions_of(text: str | None, bundle: Bundle, in_budget: bool) -> tuple[str,
     elif policy.entry.versions is not None and not policy.entry.needs_budget:
         names = {name for row in policy.entry.versions(bundle, policy.options, None) for name in row}
     else:
-        names = {v.name for v in bundle.versions}  # what a budget holds decides
+        names = {v.name for v in bundle.versions}  # the choice depends on the budget
     return tuple(v.name for v in bundle.versions if v.name in names)

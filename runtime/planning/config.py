@@ -1,6 +1,6 @@
-"""A bundle's config.json as transformers reads it: whatever is wrong with it is said in one line.
+"""Read a bundle's config.json through transformers, and report any fault in one line.
 
-The file was written by somebody else. Its digest is checked by who opens the bundle. Decides nothing about the model.
+The file is untrusted input. Its digest is checked when the bundle is opened.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import InputError, in_a_line
 from moepack.pack.manifest import CONFIG, Manifest
 
-TOP_K = ("num_experts_per_tok", "num_experts_per_token")  # experts of a token, by families' names for it
+TOP_K = ("num_experts_per_tok", "num_experts_per_token")  # names of top_k in families' configs
 
 
 def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -> Any:
-    """The model's configuration.
+    """Return the model's configuration.
 
     Args:
         bundle: a bundle's directory or Hub id.
-        manifest: the bundle's, where it is here.
+        manifest: the bundle's, if it is on this machine.
         options: of `AutoConfig.from_pretrained`.
 
     Raises:
-        InputError: when transformers does not take it, or it is not that of this bundle's model.
+        InputError: when transformers rejects it, or it does not fit the manifest.
     """
     import torch
     from transformers import AutoConfig
@@ -33,11 +33,12 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
     try:
         config = AutoConfig.from_pretrained(bundle, **options)
         layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    except Exception as error:  # which classes its validation raises depends on transformers' version
+    except Exception as error:  # the classes that validation raises depend on transformers' version
         raise InputError(f"{bundle}: its config cannot be read: {in_a_line(error)}") from None
     if not isinstance(config.dtype, torch.dtype | None):
         raise InputError(f"{bundle}: its config has no dtype that torch knows")
-    if not all(isinstance(name, str) for name in _listed(config.architectures)):
+    names = [] if config.architectures is None else config.architectures
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"{bundle}: its {CONFIG} has architectures that are no list of names")
     if manifest is None:
         return config
@@ -51,24 +52,19 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
 
 
 def check_config(name: str | Path, **options: Any) -> None:
-    """See that a model's configuration has no absurd numbers, before transformers reads it, or its tokenizer, by them.
+    """Check a model's configuration for absurd numbers before transformers builds anything from them.
 
     Args:
         name: a directory or Hub id.
         options: of `AutoConfig.from_pretrained`.
 
     Raises:
-        InputError: when it has.
+        InputError: for such a number.
     """
     from transformers import PretrainedConfig
 
     try:
         document, _ = PretrainedConfig.get_config_dict(name, **options)
-    except Exception:  # what is to be read of it next says what is wrong
+    except Exception:  # the next reader reports what is wrong
         return
     check_counts(f"{name}: its {CONFIG}", document)
-
-
-def _listed(value: Any) -> list[Any]:
-    """What stands in a list, or nothing for None; anything else is an item by itself, which is no name."""
-    return value if isinstance(value, list) else [] if value is None else [None]

@@ -1,7 +1,7 @@
-"""What a memory budget does not hold, as an error that programs take for one of memory.
+"""Errors of a memory budget, in the form that other programs recognise as out of memory.
 
 Batch-size finders lower the batch at a `RuntimeError` of one argument with " out of memory." in it (accelerate, and
-with it transformers' Trainer and lm-eval), others at torch's own `OutOfMemoryError`. Says nothing about why.
+with it transformers' Trainer and lm-eval), or at torch's `OutOfMemoryError`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moepack.pack.errors import InputError
 
 
 class BudgetExceeded(InputError, torch.OutOfMemoryError):
-    """Something needs more memory than the budget has. Less of it may fit: a smaller batch, fewer tokens."""
+    """A request needs more memory than the budget has. A smaller batch or fewer tokens may fit."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -25,10 +25,10 @@ class BudgetExceeded(InputError, torch.OutOfMemoryError):
 
 
 class TooSmallError(BudgetExceeded):
-    """A memory budget below what would do.
+    """A memory budget that is too small.
 
     Attributes:
-        least: the smallest budget that would do, in bytes.
+        least: the smallest budget that works, in bytes.
     """
 
     def __init__(self, text: str, least: int) -> None:

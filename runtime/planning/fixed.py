@@ -1,7 +1,7 @@
-"""M_fixed: what a served model takes of its device that is no expert and does not change (dynaexq, section 3.3).
+"""M_fixed: the device memory of a served model outside its experts (dynaexq, section 3.3).
 
-Dense tensors, the KV cache that was asked for, room for a forward pass's activations, the staging buffer. Measured on a
-skeleton (skeleton.py), the same for `load`, which holds it back, and for `moepack plan`, which foretells it.
+It is the dense tensors, the requested KV cache, a forward pass's activations and the staging buffer. `load`, which
+reserves it, and `moepack plan`, which predicts it, measure it alike on a skeleton (skeleton.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from .config import TOP_K
 from .kv_cache import KvShape
 
 log = logging.getLogger("moepack.runtime")
-FAR = 4096  # tokens of context at which what a longer cache adds to activations is measured, at the least
-LOOPED = 2048  # the longest context that is run where operations grow in number with it (0.1 ms each)
+FAR = 4096  # tokens of the longest context that is measured, at least: activations grow with the cache
+LOOPED = 2048  # the longest context that is measured where the number of operations grows with it (0.1 ms each)
+KEPT = 8  # measurements kept in the process: one model is often planned for, and loaded again
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ class Fixed:
 
     Attributes:
         dense: parameters and buffers outside the experts.
-        kv: the cache that was asked for.
+        kv: the requested cache.
         activations: the most that a forward pass takes beside weights and cache.
-        staging: the buffer that versions pass through on their way into their blocks.
-        window: what experts are decoded into while their layer runs, where a policy pages them.
+        staging: the buffer through which lossless extents are decoded.
+        window: the memory that paged experts are decoded into while their layer runs.
     """
 
     dense: int
@@ -48,23 +49,21 @@ class Fixed:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.dense + self.kv + self.activations + self.staging + self.window
 
     def __str__(self) -> str:
-        parts = ((n, getattr(self, n)) for n in ("dense", "kv", "activations", "staging", "window"))
-        return f"{self.total} bytes outside the experts: " + ", ".join(
-            f"{n} {size}" for n, size in parts if size or n != "window"
-        )
+        parts = [f"{n} {size}" for n, size in asdict(self).items() if size or n != "window"]
+        return f"{self.total} bytes outside the experts: {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What a forward pass takes beside weights and cache, as bilinear in its tokens and in the cache's length.
+    """Bytes of a forward pass beside weights and cache, bilinear in its tokens and in the cache's length.
 
     Attributes:
-        passes, lengths: the tokens of two passes and two lengths of the cache after them, where it was measured.
-        corners: bytes there, for one sequence: both lengths with the first pass, then with the second.
+        passes, lengths: the tokens of two measured passes, and two lengths of the cache after them.
+        corners: bytes measured for one sequence: both lengths with the first pass, then with the second.
     """
 
     passes: tuple[int, int] = (1, 2)
@@ -72,7 +71,7 @@ class Activations:
     corners: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def bytes(self, tokens: int, length: int, batch: int = 1) -> int:
-        """Bytes of a pass of `tokens` tokens that leaves caches of `length` tokens."""
+        """Return the bytes of a pass of `tokens` tokens that leaves caches of `length` tokens."""
         x = (tokens - self.passes[0]) / max(1, self.passes[1] - self.passes[0])
         y = (length - self.lengths[0]) / max(1, self.lengths[1] - self.lengths[0])
         a, b, c, d = self.corners
@@ -81,15 +80,15 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNeeds:
-    """What was measured for a workload.
+    """The measured needs of a workload.
 
     Attributes:
         workload: the workload.
         kv: how a sequence's cache grows.
-        activations: bytes of the largest pass asked for, at the longest cache asked for.
-        passes: those of other passes.
-        kept: of the bytes for activations, what kernels keep between passes, and what weights are unpacked or converted
-            to in parts; they come on top of `passes`.
+        activations: bytes of the largest requested pass, at the longest requested cache.
+        passes: bytes of other passes.
+        kept: the part of `activations` that kernels keep between passes, or unpack and convert weights into; it comes
+            on top of `passes`.
     """
 
     workload: Workload
@@ -100,11 +99,11 @@ class MeasuredNeeds:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the cache asked for."""
+        """Bytes of the requested cache."""
         return self.kv.bytes(self.workload.kv_tokens, self.workload.batch)
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
-        """Bytes that a pass takes beside weights and caches: one as large as asked for, what is held back."""
+        """Return the bytes of a pass beside weights and caches; within the workload, at most the reserved bytes."""
         asked = self.workload
         if not asked.prefill_tokens:
             return 0
@@ -114,7 +113,7 @@ class MeasuredNeeds:
 
 
 def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
-    """Bytes of a model's parameters and buffers, tied ones once; without the experts of `layers`."""
+    """Return the bytes of a model's parameters and buffers, tied ones once, without the experts of `layers`."""
     from .skeleton import EXPERT_PARAMETERS
 
     modules = [model.get_submodule(layer.module) for layer in layers]
@@ -126,23 +125,22 @@ def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
 def measure(
     bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
 ) -> tuple[MeasuredNeeds, int]:
-    """Measure a workload on the skeleton of a model; about ten forward passes without arithmetic.
+    """Measure a workload on the skeleton of a model, in about ten forward passes without arithmetic.
 
     Returns:
-        what it takes, and the bytes of the skeleton's dense tensors.
+        The needs, and the bytes of the skeleton's dense tensors.
 
     Raises:
         InputError: for a model whose forward pass does not run on a skeleton.
     """
     layers = tuple(bundle.layers)
-    same = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
-    model = json.dumps(same, sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
+    model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
     key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload)
     found = _known.get(key)
     if found is None:
         try:
             found = _measure(config, dtype, device, layers, workload)
-        except Exception as error:  # a family whose code looks at values, which a skeleton does not have
+        except Exception as error:  # a family whose code reads values, which a skeleton does not have
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise InputError(
                 f"{bundle.path}: what its forward pass takes cannot be measured ({why}): serve it without a budget"
@@ -153,16 +151,16 @@ def measure(
     return found
 
 
-KEPT = 8  # measurements: the same model is often planned for, and loaded again
 _known: dict[Any, tuple[MeasuredNeeds, int]] = {}
 
 
+def plain_config(config: Any) -> dict[str, Any]:
+    """Return a model's config as a dictionary, without the bundle's part."""
+    return {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+
+
 def _measure(
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    layers: Sequence[ExpertLayer],
-    workload: Workload,
+    config: Any, dtype: torch.dtype, device: torch.device, layers: Sequence[ExpertLayer], workload: Workload
 ) -> tuple[MeasuredNeeds, int]:
     from .skeleton import Probe, skeleton  # which imports transformers' models
 
@@ -188,7 +186,7 @@ def _measure(
             passes = Activations((tokens, 2 * tokens), (0, 1), (once, once, twice, twice))
         activations = max(activations, passes.bytes(tokens, max(tokens, workload.kv_tokens), batch))
         if device.type == "cpu":
-            kept = max(arena_bytes(x, tokens * batch, top_k(config)) for x in layers)
+            kept = max(backends.kept_bytes(x, tokens * batch, top_k(config)) for x in layers)
             kept = max(kept, dense_arena(model, tokens * batch))
             widths = [m.cols for x in layers for m in x.matrices]
             widths += [m.in_features for m in model.modules() if type(m) is torch.nn.Linear]
@@ -197,18 +195,13 @@ def _measure(
 
 
 def top_k(config: Any) -> int:
-    """Experts of a token, by its config's names for it."""
+    """Return the number of experts of a token, from a config."""
     text = config.get_text_config()
     return int(next((k for name in TOP_K if (k := getattr(text, name, None))), 8))
 
 
-def arena_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
-    """Bytes that the CPU kernels keep between calls: by shapes, tokens and threads alone, whichever of them run."""
-    return backends.kept_bytes(layer, tokens, top_k)
-
-
 def dense_arena(model: Any, tokens: int) -> int:
-    """The same of a model's linear maps, those that may share an input together."""
+    """Return the bytes that CPU kernels keep between calls for a model's linear maps, grouped by shared inputs."""
     together: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear:
@@ -218,9 +211,10 @@ def dense_arena(model: Any, tokens: int) -> int:
 
 
 def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: MeasuredNeeds) -> int:
-    """Bytes that the allocator takes at the peak of the largest pass asked for, run on a GPU: libraries' own included.
+    """Run the largest requested pass on a GPU, and return the allocator's peak in bytes.
 
-    The skeleton does not see what cuBLAS and attention kernels take for themselves. Long caches are left to it.
+    It includes what cuBLAS and attention kernels allocate, which the skeleton does not see. Only the skeleton measures
+    long caches.
     """
     from .skeleton import Probe
 

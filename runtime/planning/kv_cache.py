@@ -1,10 +1,8 @@
-"""Cache objects of any architecture, seen as the tensors they hold: their bytes, and how those grow with tokens.
-
-Knows no formula of any architecture: what a cache takes is what its storages take.
-"""
+"""The bytes of KV caches of any architecture, and how they grow with tokens: the bytes of the tensors they hold."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +16,14 @@ class KvShape:
     """How the cache of one sequence grows.
 
     Attributes:
-        parts: of each tensor in it: bytes at no tokens, bytes a token, and the bytes at which it stops growing (a
-            sliding window's), or None.
+        parts: for each tensor, bytes at no tokens, bytes a token, and the bytes at which it stops growing (a sliding
+            window), or None.
     """
 
     parts: tuple[tuple[int, int, int | None], ...] = ()
 
     def bytes(self, tokens: int, batch: int = 1) -> int:
-        """Bytes of the caches of `batch` sequences of `tokens` tokens."""
+        """Return the bytes of the caches of `batch` sequences of `tokens` tokens."""
         if tokens <= 0:
             return 0
         grown = ((constant + slope * tokens, cap) for constant, slope, cap in self.parts)
@@ -37,27 +35,23 @@ class KvShape:
         return sum(slope for _, slope, _ in self.parts)
 
     def tokens(self, size: int, batch: int, most: int) -> int:
-        """The most tokens, up to `most`, of `batch` sequences whose caches fit `size` bytes."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.bytes(middle, batch) <= size else (low, middle - 1)
-        return low
+        """Return the most tokens, up to `most`, at which the caches of `batch` sequences fit `size` bytes."""
+        return bisect.bisect_right(range(1, most + 1), size, key=lambda tokens: self.bytes(tokens, batch))
 
 
 def storages(cache: Any) -> dict[int, int]:
-    """The storages of the tensors that a cache object holds, wherever they stand in it: their bytes by identity."""
+    """Return the bytes of the storages that a cache object holds, by identity, in their order in the object."""
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(cache)}
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of all storages that a cache object holds; one that counts itself says so as `held_bytes`."""
+    """Return the bytes of a cache object: its `held_bytes`, or those of all its storages."""
     counted = getattr(cache, "held_bytes", None)
     return int(counted) if counted is not None else sum(storages(cache).values())
 
 
 def tensors(cache: Any) -> Iterator[Tensor]:
-    """The tensors that a cache object holds."""
+    """Yield the tensors that a cache object holds, at any depth."""
     seen: set[int] = set()
     left = [cache]
     while left:
@@ -76,10 +70,10 @@ def tensors(cache: Any) -> Iterator[Tensor]:
 
 
 def static_length(cache: Any) -> int:
-    """Tokens for which a cache sets memory aside at once, with its first token; 0 for one that grows as it is used."""
+    """Return the tokens for which a cache allocates memory at its first token; 0 for a cache that grows."""
     return max((int(getattr(layer, "max_cache_len", 0) or 0) for layer in getattr(cache, "layers", ())), default=0)
 
 
 def sliding_window(cache: Any) -> int:
-    """The longest window of a cache that forgets what lies before it; 0 where it forgets nothing."""
+    """Return the longest sliding window of a cache; 0 for none."""
     return max((int(getattr(layer, "sliding_window", 0) or 0) for layer in getattr(cache, "layers", ())), default=0)

@@ -1,8 +1,8 @@
-"""Keep in the user's cache what a skeleton's passes take, so that a second plan does not measure it again.
+"""Keep a skeleton's measurements in the user's cache, so that a second plan does not repeat them.
 
-Building and running a skeleton takes most of a plan's time. Only plans read what is kept; loading always measures. The
-name of a file follows from everything that the numbers depend on. A file that cannot be read or written, or that
-holds anything but such numbers, is passed over.
+Building and running a skeleton takes most of a plan's time. Only plans read the cache; loading always measures. A
+file's name is a digest of everything that its numbers depend on. A file that cannot be read or written, or that holds
+anything but such numbers, is ignored.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from .fixed import MeasuredNeeds
     from .options import Workload
 
-FILES = 64  # kept at the most; of more the oldest go
+FILES = 64  # the most that are kept; the oldest go
 LARGEST = 1 << 20  # bytes of a file
-MOST = 1 << 50  # a size in bytes above this is not one
+MOST = 1 << 50  # the largest valid size in bytes
 
 
 def measured(
     bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
 ) -> tuple[MeasuredNeeds, int]:
-    """`fixed.measure`, from the cache where the same was measured before.
+    """Return `fixed.measure`, from the cache if it holds the same measurement.
 
     A model with code of its own is always measured: its code may change under the same name.
     """
@@ -53,7 +53,7 @@ def measured(
 
 
 def cache_folder() -> Path | None:
-    """Where numbers are kept: `moepack/plans` in XDG_CACHE_HOME, or in ~/.cache; None for a user without a home."""
+    """Return the cache's folder: `moepack/plans` in XDG_CACHE_HOME, or in ~/.cache; None for a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         base = Path(named) if named and Path(named).is_absolute() else Path.home() / ".cache"
@@ -63,14 +63,15 @@ def cache_folder() -> Path | None:
 
 
 def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload) -> str:
-    """The digest of everything that the numbers depend on: model, workload, machine, programs."""
+    """Return the digest of everything that the numbers depend on: model, workload, machine, programs."""
     import torch
     import transformers
 
-    model = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    from .fixed import plain_config
+
     parts = (
-        model, getattr(config, "_attn_implementation", None), dtype, device.type, bundle.layers, asdict(workload),
-        torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(),
+        plain_config(config), getattr(config, "_attn_implementation", None), dtype, device.type, bundle.layers,
+        asdict(workload), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith(("MOEPACK_", "ATEN_", "ONEDNN_"))),
         (torch.__version__, transformers.__version__, sys.version), _sources(),
     )  # fmt: skip
@@ -78,7 +79,7 @@ def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, 
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """The files of the runtime and the families, by name, size and time: they say more than a version's number."""
+    """Return the name, size and time of every file of the runtime and the families: a version's number says less."""
     from moepack import families
 
     folders = Path(__file__).resolve().parents[1], Path(families.__file__).resolve().parent
@@ -87,7 +88,7 @@ def _sources() -> list[tuple[str, int, int]]:
 
 
 def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
-    """What a file holds; None for anything else than a regular file of this user with such numbers."""
+    """Read a file's numbers; None for anything but a regular file of this user with valid numbers."""
     from .fixed import Activations, MeasuredNeeds
     from .kv_cache import KvShape
 
@@ -111,18 +112,14 @@ def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
 
 
 def _size(value: Any, kind: type = int) -> Any:
-    """A number of bytes or tokens, of this type.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return a number of bytes or tokens; raise ValueError for anything else."""
     if type(value) not in (int, kind) or not math.isfinite(value) or not 0 <= value <= MOST:
         raise ValueError("not a size")
     return value
 
 
 def _write(file: Path, found: tuple[MeasuredNeeds, int]) -> None:
-    """Write a file in one step, and drop the oldest ones. Nothing happens where that cannot be."""
+    """Write a file in one step, and remove the oldest ones. Errors of the file system are ignored."""
     needs, dense = found
     shape = needs.passes
     kept = {

@@ -1,6 +1,6 @@
 """How a bundle is loaded and served: one record, from the command line or `moepack.load` down to `attach`.
 
-Needs neither torch nor transformers, so that a wrong value is refused before either is imported.
+It imports neither torch nor transformers, so that a wrong value is refused before they load.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.registry import Policy, parse_policy
 
-from .sizes import Bound, parse_bound, parse_size, read_tier
+from .sizes import Bound, parse_bound, parse_size
 
-METHOD = "moepack"  # the quantisation method by which transformers knows a bundle
+METHOD = "moepack"  # the name of the quantisation method in transformers
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICY, DENSE, DEVICE_MEMORY = "MOEPACK_POLICY", "MOEPACK_DENSE", "MOEPACK_DEVICE_MEMORY"  # environment variables
-
-
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
 SERVED = ("policy", "dense", "max_tpot", "device_memory", "host_memory", "host_rate", "host_threads", *WORKLOAD)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a budget must leave room for beside the experts.
+    """The load for which a budget reserves memory beside the experts.
 
     Attributes:
-        kv_tokens: tokens of each sequence's KV cache that are reserved while loading; more are reserved as needed.
+        kv_tokens: tokens of each sequence's KV cache, reserved while loading; more are reserved as needed.
         batch: sequences at a time.
         prefill_tokens: tokens of each sequence in the largest forward pass; 0 leaves activations out of the budget.
         all_logits: whether a pass returns the logits of all its tokens, or only the last token's, as when generating.
@@ -60,34 +58,34 @@ class LoadOptions:
             (PrefillOptions), keeps a prompt's busiest experts on the device and runs the others on the host;
             `importance` (ImportanceOptions) loads experts when a layer needs them, at two precisions by importance, and
             ahead of time; `paged` (PagedOptions) serves `bf16` from compressed bytes, decoded while a layer runs; `lru`
-            is a baseline. docs/policies.md says which to choose. None: the most precise version here; in a budget
-            `hotness`, or `uniform` where no version can change.
+            is a baseline. docs/policies.md compares them. None: the most precise version here; in a budget `hotness`,
+            or `uniform` where no version can change.
         dtype: of the dense tensors and the activations: a torch dtype or its name; "auto" for the checkpoint's own.
         kv_tokens: in a budget, tokens of KV cache a sequence that are reserved from the start. When a sequence needs
-            more, experts are evicted; where that is not enough the forward pass raises BudgetExceeded.
+            more, experts are evicted; if that is not enough, the forward pass raises BudgetExceeded.
         batch: in a budget, sequences at a time.
         prefill_tokens: in a budget, tokens a sequence of the largest forward pass, whose activations are reserved from
             the start; 0 leaves activations out of the budget.
         all_logits: in a budget, whether that pass returns the logits of all its tokens, as `model(ids)` does, or only
             the last token's, as `model.generate` needs.
-        host_memory: on a GPU, bytes of host memory that may be pinned for experts that come and go; None: what the
-            system has left, less a margin. Everywhere, the limit for experts that the host executes.
-        host_rate: bytes a second at which the host reads the experts that it executes (policy `prefill`), to emulate
-            slower memory; None: no limit.
-        host_threads: threads on which the host runs them; None: all of torch's with a GPU, half of them without.
-        revision, token: of a bundle on the Hub, as transformers takes them.
-        attn_implementation: as transformers takes it.
+        host_memory: on a GPU, bytes of host memory that may be pinned for experts; None: what the system has left, less
+            a margin. On every device, the limit for experts that the host runs.
+        host_rate: bytes a second at which the host reads the experts that it runs (policy `prefill`), to emulate slower
+            memory; None: no limit.
+        host_threads: threads on which the host runs experts; None: all of torch's with a GPU, half of them without.
+        revision, token: of a bundle on the Hub, as in transformers.
+        attn_implementation: as in transformers.
         dense: the version of the matrices outside the experts (attention, shared experts, lm_head), where the bundle
             has versions of them: `w8`, `bf16`, or `allocation`, which the manifest names. None: the most precise one
             here; with the policy `static:allocation`, the allocation's.
         max_tpot: the most that decoding one token may take: `50ms`, or bytes that it reads, `2GB`. No policy serves a
             version with which the worst token would take longer.
 
-    `kv_tokens`, `batch`, `prefill_tokens` and `all_logits` may be None: a command then fills in its own (`filled`), and
+    `kv_tokens`, `batch`, `prefill_tokens` and `all_logits` may be None: a command then sets its own (`filled`), and
     `Workload` has the defaults.
 
     Raises:
-        InputError: for a value that cannot be, or a policy that does not exist.
+        InputError: for an invalid value, or a policy that does not exist.
     """
 
     device: str = "cpu"
@@ -110,7 +108,11 @@ class LoadOptions:
     def __post_init__(self) -> None:
         parse_size(self.device_memory)
         parse_size(self.host_memory)
-        read_tier(self.host_rate, self.host_threads)
+        if parse_size(self.host_rate) == 0:
+            raise InputError("host_rate is from 1 byte a second; without it there is no limit")
+        threads = self.host_threads
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise InputError(f"host_threads is a whole number from 1, not {threads!r}")
         parse_bound(self.max_tpot)
         parse_policy(self.policy)
         _ = self.workload
@@ -129,33 +131,33 @@ class LoadOptions:
 
     @property
     def workload(self) -> Workload:
-        """What a budget leaves room for."""
+        """The load for which a budget reserves memory."""
         given = {name: getattr(self, name) for name in WORKLOAD}
         return Workload(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def torch_dtype(self) -> Any:
-        """`dtype` as transformers takes it."""
+        """`dtype` in the form that transformers accepts."""
         import torch
 
         return getattr(torch, self.dtype) if isinstance(self.dtype, str) and self.dtype != "auto" else self.dtype
 
     def served(self) -> dict[str, Any]:
-        """The fields that transformers does not know, where they are given: what the plug-in reads."""
+        """Return the given fields that transformers does not know, for the plug-in."""
         return {name: value for name in SERVED if (value := getattr(self, name)) is not None}
 
     def filled(self, **values: Any) -> LoadOptions:
-        """A copy with these values where the options have None."""
+        """Return a copy with these values where the options have None."""
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
     def with_environment(self, has_dense: bool = False) -> LoadOptions:
-        """A copy with MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY where the options have None.
+        """Return a copy with MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY where the options have None.
 
-        They are for programs that load a bundle by its path. MOEPACK_DENSE counts for a bundle that has versions of its
-        dense matrices (`has_dense`).
+        The variables are for programs that load a bundle by its path. MOEPACK_DENSE counts only for a bundle with
+        versions of its dense matrices (`has_dense`).
 
         Raises:
-            InputError: for a value that cannot be.
+            InputError: for an invalid value.
         """
         memory = os.environ.get(DEVICE_MEMORY) or None
         if self.device_memory is None:
@@ -167,10 +169,10 @@ class LoadOptions:
         return self.filled(policy=policy, dense=dense, device_memory=memory)
 
     def parsed_policy(self) -> Policy:
-        """The policy, which with no name follows from whether there is a budget.
+        """Return the policy; without a name, the default with or without a budget.
 
         Raises:
-            InputError: where it needs a budget and there is none.
+            InputError: if it needs a budget and there is none.
         """
         return parse_policy(self.policy, self.budget is not None)
 

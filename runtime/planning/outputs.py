@@ -1,5 +1,7 @@
-"""What a forward pass is asked to return beyond what was measured for the workload: more logits, a loss, every layer's
-hidden states, attentions or router logits. Bounds from above, by shapes alone."""
+"""Upper bounds, from shapes, of the bytes of outputs that the workload's measurement did not include.
+
+They are further logits, a loss, and every layer's hidden states, attentions or router logits.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from typing import Any
 from torch import Tensor
 
 FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
-FUSED = ("sdpa", "flash", "flex", "paged")  # attention that keeps no weights, and returns none
+FUSED = ("sdpa", "flash", "flex", "paged")  # attention that neither keeps nor returns weights
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Of a model as it was measured.
+    """A model as it was measured.
 
     Attributes:
-        vocab, hidden, heads, layers: of the model; layers of its decoder.
+        vocab, hidden, heads, layers: the model's sizes; `layers` counts its decoder's.
         routed: experts of all layers.
         itemsize: bytes of a number in activations.
-        all_logits: whether logits of all tokens were measured.
-        flags: the outputs that were on in the config, and so were measured.
+        all_logits: whether the measurement included the logits of all tokens.
+        flags: the outputs that were on in the config, and were measured.
     """
 
     vocab: int
@@ -36,9 +38,9 @@ class Outputs:
 
     @classmethod
     def of(cls, model: Any, routed: int, all_logits: bool) -> Outputs:
-        """Of a loaded model with so many experts in all layers."""
+        """Describe a loaded model with `routed` experts in all layers."""
         config = model.config.get_text_config()
-        head = model.get_output_embeddings()  # a packed map has no `weight`; a resized one is not of the config's size
+        head = model.get_output_embeddings()  # packed, it has no `weight`; resized, the config does not know its size
         return cls(
             getattr(head, "out_features", config.vocab_size),
             config.hidden_size,
@@ -47,45 +49,42 @@ class Outputs:
             routed,
             model.dtype.itemsize,
             all_logits,
-            frozenset(name for name in FLAGS if _is_on(getattr(config, name, None))),
+            frozenset(name for name in FLAGS if _is_on(config, {}, name)),
         )
 
     def bytes(self, config: Any, given: Mapping[str, Any], tokens: int, length: int, batch: int) -> int:
-        """Bytes that a pass takes for them.
+        """Return the bytes of a pass's outputs.
 
         Args:
-            config: the model's, as it is now.
+            config: the model's, now.
             given: the pass's arguments by name, with defaults.
-            tokens, length, batch: of the pass: tokens and cached tokens of each sequence, sequences.
+            tokens, length, batch: tokens and cached tokens of each sequence, and the number of sequences.
         """
         text, total = config.get_text_config(), tokens * batch
-        hidden, attentions, router = (name not in self.flags and self._asked(text, given, name) for name in FLAGS)
+        hidden, attentions, router = (name not in self.flags and _is_on(text, given, name) for name in FLAGS)
         size = self._logits(given, tokens) * batch
         if hidden:
             size += (self.layers + 1) * total * self.hidden * self.itemsize
         if attentions and not str(text._attn_implementation).startswith(FUSED):
             size += self.layers * self.heads * total * length * self.itemsize
-        if router:  # in float32, and a layer's probabilities for the loss that balances them
+        if router:  # in float32, with a layer's probabilities for the load balancing loss
             size += 4 * total * (self.routed + 2 * -(-self.routed // self.layers))
         return size
 
-    def _asked(self, config: Any, given: Mapping[str, Any], name: str) -> bool:
-        wanted = given.get(name)
-        return _is_on(getattr(config, name, None) if wanted is None else wanted)
-
     def _logits(self, given: Mapping[str, Any], tokens: int) -> int:
-        """Of a sequence: those of more tokens than the last, and what a loss makes of logits in float32: a copy of
-        narrower ones and their logarithmic probabilities."""
+        """Return a sequence's bytes for further logits, and for a loss: a float32 copy and log probabilities."""
         kept = given.get("logits_to_keep", tokens)
         kept = kept.numel() if isinstance(kept, Tensor) else min(kept or tokens, tokens)
         size = 0
-        if not self.all_logits and "logits_to_keep" in given:  # without that argument there always are all
+        if not self.all_logits and "logits_to_keep" in given:  # without that argument a model returns all
             size += max(0, kept - 1) * self.vocab * self.itemsize
         if given.get("labels") is not None:
             size += kept * self.vocab * (4 + 4 * (self.itemsize < 4))
         return size
 
 
-def _is_on(wanted: Any) -> bool:
-    """A number or a list names hidden states by their index."""
-    return wanted is not None and wanted is not False
+def _is_on(config: Any, given: Mapping[str, Any], name: str) -> bool:
+    wanted = given.get(name)
+    if wanted is None:
+        wanted = getattr(config, name, None)
+    return wanted is not None and wanted is not False  # a number or a list names hidden states by their index

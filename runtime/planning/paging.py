@@ -1,7 +1,7 @@
-"""What expert paging takes and gives: the window's bytes, and the bandwidths that experts are brought at here.
+"""The costs of expert paging: the window's bytes, and the bandwidths at which experts reach it.
 
 The window holds two layers' experts (fluxmoe, section 3.1). Bandwidths are measured (section 4.2), briefly, on extents
-of the bundle itself. Decides nothing about where an expert is.
+of the bundle.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from moepack.runtime.kernels.forms import make_forms, resident_size
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
 
-LOADERS = 2  # threads that bring experts beside the forward pass
-GRANULE = 2 << 20  # bytes of the pieces that a GPU's memory is mapped in
-BRIEFLY = 0.08  # seconds of measuring one backend
+LOADERS = 2  # threads that load experts beside the forward pass
+GRANULE = 2 << 20  # bytes by which a GPU's memory is mapped
+BRIEFLY = 0.08  # seconds of measuring one source
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,8 @@ class WindowSize:
     """The window's blocks.
 
     Attributes:
-        blocks: of each matrix type: as many as two consecutive layers have experts, at the most (the last layer is
-            before the first).
-        sizes: bytes of a block of each type: the largest matrix's, with its bias, in whole pages; on a GPU there is one
+        blocks: of each matrix type: the most experts of two consecutive layers (the first follows the last).
+        sizes: bytes of a block of each type: the largest matrix with its bias, in whole pages; on a GPU there is one
             type, the expert.
     """
 
@@ -46,24 +45,24 @@ class WindowSize:
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """Bytes of all blocks."""
         return self.blocks * sum(self.sizes)
 
 
 def page_sizes(layer: ExpertLayer, version: Version) -> tuple[int, ...]:
-    """Bytes of each matrix of a lossless expert once decoded, its bias with it, in whole system pages."""
+    """Return the bytes of each matrix of a decoded lossless expert, with its bias, in whole system pages."""
     at = [f.low for f in make_forms(layer.matrices, version)]
     whole = align(resident_size(layer.matrices, version), PAGE)
     return tuple(b - a for a, b in pairwise([*at, whole]))
 
 
 def gpu_block(sizes: Sequence[int], granule: int) -> int:
-    """Bytes of a block on a GPU, for experts of these sizes: all matrices of the largest, in whole pieces."""
+    """Return the bytes of a block on a GPU, for the largest of these experts, in whole granules."""
     return align(max(sizes), granule)
 
 
 def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 0) -> WindowSize:
-    """The window of these layers; with `granule` on a GPU, whose blocks are whole experts in such pieces."""
+    """Return the window of these layers; with `granule` that of a GPU, whose blocks are whole experts."""
     experts = [x.experts for x in layers]
     blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
     if granule:
@@ -73,18 +72,18 @@ def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 
 
 
 def is_paged(ladder: Ladder) -> bool:
-    """Whether experts of a ladder are paged."""
+    """Return whether experts of a ladder are paged."""
     return any(placement.where in PAGED for placement in ladder)
 
 
 def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
-    """Bytes of weights a second that experts are brought at from each placement of a ladder; infinity where they are.
+    """Measure the bytes of weights a second that each placement of a ladder supplies; infinity for resident weights.
 
-    What is packed is decoded on torch's threads; what is stored is read, digested and decoded by the loaders. Both run
-    on the same cores: while one does, the other does not.
+    Packed experts are decoded on torch's threads; stored ones are read, digested and decoded by the loaders. The two
+    share the cores, and are measured one after the other.
 
     Raises:
-        BundleError: when an extent that it is measured on is damaged.
+        BundleError: when a measured extent is damaged.
     """
     version = next(p.version for p in ladder if p.where in PAGED)
     assert version is not None
@@ -106,7 +105,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
 
 
 def _rate(work: Callable[[int], object]) -> float:
-    """How often a second something is done at its fastest: others are at work on the machine too."""
+    """Return the highest rate of some work, in calls a second: other programs may slow some calls down."""
     work(0)
     best, began, i = float("inf"), time.perf_counter(), 0
     while time.perf_counter() - began < BRIEFLY or i < 3:

@@ -1,21 +1,20 @@
 """From a bundle, a policy and a budget to a plan: a map that never changes, or a ladder of placements and what fits.
 
-Reads the bundle's calibration tables; capacity.py does the arithmetic. Decides nothing that happens while serving.
+It reads the bundle's calibration tables. capacity.py does the arithmetic.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
-from moepack.runtime.allocation.ladder import Ladder
+from moepack.runtime.allocation.ladder import Floats, Ints, Ladder
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
@@ -29,8 +28,8 @@ from .exceeded import TooSmallError
 from .fixed import Fixed
 from .paging import LOADERS, measure_rates, window_size
 
-ROOMY = 32  # of the bytes beyond the least that would do, a workspace has one in so many
-FEW = 256  # tokens with which an expert's own loss counts as much as its layer's
+ROOMY = 32  # a workspace gets one in so many of the bytes beyond the least budget
+FEW = 256  # tokens at which an expert's own loss counts as much as its layer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +37,25 @@ class Plan:
     """What is served in a budget.
 
     Attributes:
-        ladder: the placements that are served, the best first; the other fields count in it. The last is the base.
-        blocks: [layers][placements], bytes of a block, on the device or the host; 0 for what is absent.
-        sizes: the same on the device alone: 0 for what is on the host.
+        ladder: the placements, the best first and the base last; other fields use indices into it.
+        blocks: [layers][placements], bytes of a block, on the device or the host; 0 for an absent expert.
+        sizes: [layers][placements], bytes of a block on the device; 0 on the host.
         experts: [layers].
-        fixed: bytes outside the experts: dense tensors, KV cache, activations, the staging buffer (M_fixed).
-        staging: of them, the staging buffer's.
-        window: of them, those that experts are decoded into while their layer runs, loaders' buffers included.
+        fixed: bytes outside the experts (M_fixed): dense tensors, KV cache, activations, and the next two.
+        staging: bytes of the staging buffer.
+        window: bytes that paged experts are decoded into while their layer runs, with the loaders' buffers.
         budget: bytes for everything.
         keep: whether an expert above the base keeps its base version.
-        spare_blocks: base blocks of each size class that demotions are copied into; none with `keep`.
+        spare_blocks: base blocks of each size that demotions are copied into; unused with `keep`.
         traffic: [layers][experts], calibration tokens routed to each, at least one.
         losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
-        by_loss: whether layers share the budget by what promotions save there; else evenly.
-        most: [layers][placements], how many experts may be at each, where memory is not shared between placements.
-        demand: bytes that experts which are loaded on demand must find in any case: those of one layer, the largest, at
-            the best placement; 0 where experts have a resident version.
-        workspace: of the fixed bytes, those that what the policy is told takes inside a pass.
-        rates, together: as of `Setting`.
-        granule: bytes of the pieces that paged experts' memory on a GPU is mapped in; 0 on a CPU.
+        by_loss: whether layers share the budget by the loss that promotions save; otherwise evenly.
+        most: [layers][placements], how many experts may be at each, where placements do not share memory.
+        demand: bytes that on-demand loading needs at least: the largest layer's experts at the best placement; 0 where
+            experts have a resident version.
+        workspace: the part of `fixed` for measuring what the policy needs to know.
+        rates, together: as in `Setting`.
+        granule: bytes by which paged experts' memory is mapped on a GPU; 0 on a CPU.
     """
 
     ladder: Placements
@@ -81,24 +80,24 @@ class Plan:
 
     @property
     def base(self) -> int:
-        """The number of the base placement."""
+        """The index of the base placement."""
         return len(self.ladder) - 1
 
     @property
     def reserve(self) -> int:
-        """Bytes of the blocks that demotions are copied into: one of any version at the least, but the best."""
+        """Bytes of the blocks that demotions are copied into: at least one block of any version but the best."""
         if self.demand or (self.keep and len(self.ladder) == 2):
             return 0
         spare = 0 if self.keep else self.spare_blocks * sum({row[self.base] for row in self.sizes})
         return max(spare, *(max(row[1:]) for row in self.sizes))
 
     def capacity(self, kv: int = 0) -> list[int]:
-        """Bytes that each layer's experts may take beyond their base placements, beside a KV reserve of `kv` bytes.
+        """Return the bytes that each layer's experts may take beyond their base placements.
 
-        All base versions and the reserve come off the budget first.
+        The fixed bytes, a KV reserve of `kv` bytes, all base versions and the blocks for demotions come first.
         """
         left = self.budget - self.fixed - kv - base_bytes(self.sizes, self.experts) - self.reserve
-        if self.demand:  # one cache: of what there is, every byte
+        if self.demand:  # one cache for all layers
             share, rest = divmod(max(0, left), len(self.experts))
             return [share + (p < rest) for p in range(len(self.experts))]
         if self.by_loss:
@@ -106,37 +105,38 @@ class Plan:
         return even_bytes(self.growing(), self.experts, left)
 
     def growing(self) -> list[list[int]]:
-        """[layers][placements], bytes that an expert takes there, the base's not counted where that is kept."""
+        """Return the bytes of an expert at each placement, [layers][placements], without a base that is kept."""
         return [[*row[:-1], 0 if self.keep else row[-1]] for row in self.sizes]
 
     def ladders(self) -> list[Ladder]:
-        """The chains of upgrades of each layer's experts."""
+        """Return the chains of upgrades of each layer's experts."""
         return [Ladder(row, loss, self.base) for row, loss in zip(self.growing(), self.losses, strict=True)]
 
     def expected_loss(self) -> float:
-        """Summed squared error on calibration's tokens, with each expert where they would have it."""
-        total = 0.0
-        for ladder, tokens, room in zip(self.ladders(), self.traffic, self.capacity(), strict=True):
-            scores = np.array(tokens, np.float64)
-            total += ladder.loss(scores, ladder.fill(scores, room))
-        return total
+        """Return the summed squared error on calibration's tokens, with the placements that suit them."""
+        return sum(ladder.loss(tokens, placed) for ladder, tokens, placed in self._filled(self.capacity()))
+
+    def _filled(self, capacity: Sequence[int]) -> Iterator[tuple[Ladder, Floats, Ints]]:
+        """Place each layer's experts within its bytes, by calibration's traffic."""
+        for ladder, row, room in zip(self.ladders(), self.traffic, capacity, strict=True):
+            tokens = np.array(row, np.float64)
+            yield ladder, tokens, ladder.fill(tokens, room)
+
+    def _counts(self, capacity: Sequence[int]) -> list[list[int]]:
+        """Count the experts at each placement, [layers][placements]."""
+        return [np.bincount(placed, minlength=len(self.ladder)).tolist() for *_, placed in self._filled(capacity)]
 
     def divided(self) -> Plan:
-        """The same for memory that is cut into blocks once and for all: as many of each as calibration would have.
+        """Return the plan for memory that is divided into blocks while loading: as many of each as suit calibration.
 
-        Where experts are loaded on demand, first blocks at the best placement for all experts of any one layer; layers
-        whose experts are of one size share them.
+        On-demand loading first gets blocks at the best placement for all experts of any one layer; layers whose experts
+        have one size share them.
 
         Raises:
             TooSmallError: when the budget does not hold those, of layers of different sizes.
         """
-        if self.demand:
-            return replace(self, most=self._divided_cache())
-        most = []
-        for ladder, tokens, room in zip(self.ladders(), self.traffic, self.capacity(), strict=True):
-            placed = ladder.fill(np.array(tokens, np.float64), room)
-            most.append(tuple(np.bincount(placed, minlength=len(self.ladder)).tolist()))
-        return replace(self, most=tuple(most))
+        most = self._divided_cache() if self.demand else tuple(map(tuple, self._counts(self.capacity())))
+        return replace(self, most=most)
 
     def _divided_cache(self) -> tuple[tuple[int, ...], ...]:
         left, sizes = sum(self.capacity()), [row[0] for row in self.growing()]
@@ -151,10 +151,7 @@ class Plan:
                 f"would do is {least} bytes",
                 least,
             )
-        counts = []
-        for ladder, tokens in zip(self.ladders(), self.traffic, strict=True):
-            placed = ladder.fill(np.array(tokens, np.float64), -short // len(self.experts))
-            counts.append(np.bincount(placed, minlength=len(self.ladder)).tolist())
+        counts = self._counts([-short // len(self.experts)] * len(self.experts))
         for size, n in largest.items():
             alike = [p for p, s in enumerate(sizes) if s == size]
             room = sum(self.experts[p] for p in alike) - sum(counts[p][0] for p in alike)
@@ -162,7 +159,7 @@ class Plan:
         return tuple(map(tuple, counts))
 
     def policy(self, policy: Policy) -> tuple[LivePolicy, Wanted]:
-        """A policy that changes placements, made for this plan, and what it wants before any token."""
+        """Make a policy that changes placements; returns it, and the placements it wants before any token."""
         assert policy.entry.make is not None
         setting = Setting(
             self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates, self.together
@@ -174,26 +171,25 @@ class Plan:
 
 
 def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, on_gpu: bool = False) -> Plan:
-    """Choose a ladder and see that it fits.
+    """Choose a ladder that fits.
 
     Args:
         bundle: the bundle.
         options: the policy's.
-        outside: bytes outside the experts, but for the staging buffer: dense tensors, KV cache, activations.
+        outside: bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer.
         budget: bytes for everything.
-        on_gpu: whether it is a GPU's: what experts are brought at there is then measured once that is open.
+        on_gpu: whether the device is a GPU; `rates` are then measured later, on the open device.
 
     Raises:
         InputError: when versions are not there.
-        TooSmallError: when the budget does not hold the base placement of every expert, and where experts are loaded on
-            demand a whole layer's.
+        TooSmallError: when the budget does not hold every expert at its base placement, and with on-demand loading a
+            whole layer's at the best.
     """
     ladders = ladders_of(bundle, options)
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses = calibration(bundle, ladders)
     granule = paging.GRANULE if on_gpu else 0
-    plans: list[tuple[float, Plan]] = []
-    least: list[tuple[int, Plan]] = []
+    plans: list[tuple[int, Plan]] = []  # with the least budget of each
     for ladder, loss in zip(ladders, losses, strict=True):
         blocks = tuple(tuple(block_bytes(bundle, position, p) for p in ladder) for position in range(len(experts)))
         on_device = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
@@ -210,36 +206,34 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
             traffic, loss, options.share == "loss", demand=demand, workspace=work, window=window,
             granule=granule if window else 0,
         )  # fmt: skip
-        least.append((needed, plan))
-        if needed <= budget:
-            plans.append((plan.expected_loss(), plan))
-    if not plans:
-        needed, plan = min(least, key=lambda found: found[0])
+        plans.append((needed, plan))
+    fitting = [plan for needed, plan in plans if needed <= budget]
+    if not fitting:
+        needed, plan = min(plans, key=lambda found: found[0])
         what = f"a layer's experts at {plan.ladder[0]}" if plan.demand else f"every expert at {plan.ladder[-1]}"
         raise TooSmallError(
             f"{bundle.path}: a budget of {budget} bytes does not hold {what}: the least "
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
             needed,
         )
-    chosen = min(plans, key=lambda found: found[0])[1]
+    chosen = min(fitting, key=Plan.expected_loss)
     measured = chosen.window and not on_gpu
     return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if measured else chosen
 
 
 def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
-    """Bytes of memory, on the device or the host, that a placement of a layer's expert takes."""
+    """Return the bytes of a placement of a layer's expert, on the device or the host."""
     if placement.version is None or placement.where is Where.STORED:
         return 0
     if placement.where is Where.PACKED:
-        file = bundle.layer_file(placement.version.name, position)
-        return align(max(file.extent_size(e) for e in range(file.layer.extents)), PAGE)
+        return _largest_extent(bundle, placement.version, position)
     return align(resident_size(bundle.layers[position].matrices, placement.version), PAGE)
 
 
 def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int = 0) -> int:
-    """Bytes of the window, and of the buffers that experts are read into on their way there; 0 where none is paged.
+    """Return the bytes of the window and of the loaders' buffers; 0 without paged experts.
 
-    With `granule`, on a GPU: also what the last piece of each pool has beyond the pool's blocks.
+    With `granule`, on a GPU, they include the unused end of each pool's last granule.
     """
     found = next((p.version for p in ladder if p.where in PAGED), None)
     if found is None:
@@ -250,24 +244,24 @@ def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int 
 
 
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums]]:
-    """What calibration saw of each expert (pack/FORMAT.md, "Calibration tables").
+    """Read calibration's traffic and losses (pack/FORMAT.md, "Calibration tables").
 
-    Losses with standard errors are taken as they are: those of experts that few tokens reached lean on their layer
-    already. In bundles without, the loss of an expert with n tokens is drawn to its layer's mean as if by `FEW` tokens
-    more. What is absent loses all of its output.
+    Losses with standard errors are used as they are: those of rarely used experts lean on their layer already. In
+    bundles without standard errors, the layer's mean counts as `FEW` more tokens of each expert. An absent expert loses
+    all of its output.
 
     Returns:
-        Tokens routed to each expert and one more, [layers][experts]; of each ladder, squared error a token that its
+        Tokens routed to each expert plus one, [layers][experts]; for each ladder, squared error a token that its
         placements add to the layer's output, gate weights included, float64 [experts, placements] a layer.
     """
     tables, traffic = bundle.calibration(), []
-    losses: list[list[npt.NDArray[np.float64]]] = [[] for _ in ladders]
+    losses: list[list[Floats]] = [[] for _ in ladders]
     for layer in tables.layers:
         tokens = layer.tokens.astype("float64")[:, None] + 1
         gated = layer.gated.astype("float64")
         relative = layer.relative.astype("float64")
         shares = np.divide(gated, relative, out=np.zeros_like(gated), where=relative > 0)
-        known = np.concatenate([gated, shares.max(1, keepdims=True)], 1)  # the last: an output that is left out
+        known = np.concatenate([gated, shares.max(1, keepdims=True)], 1)  # the last column: absent
         mean = (tokens * known).sum(0) / tokens.sum()
         drawn = known if layer.gated_error is not None else (tokens * known + FEW * mean) / (tokens + FEW)
         traffic.append(tokens[:, 0].tolist())
@@ -278,15 +272,17 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
 
 
 def staging_bytes(bundle: Bundle, version: Version) -> int:
-    """Bytes of the buffer that compressed extents are decoded from; other versions are read into their blocks."""
-    if not version.entropy_coded:
-        return 0
-    files = [bundle.layer_file(version.name, p) for p in range(len(bundle.layers))]
-    return align(max(f.extent_size(e) for f in files for e in range(f.layer.extents)), PAGE)
+    """Return the bytes of the buffer that a lossless version is decoded from; 0 for other versions."""
+    return max(_largest_extent(bundle, version, p) for p in range(len(bundle.layers))) if version.entropy_coded else 0
+
+
+def _largest_extent(bundle: Bundle, version: Version, position: int) -> int:
+    file = bundle.layer_file(version.name, position)
+    return align(max(file.extent_size(e) for e in range(file.layer.extents)), PAGE)
 
 
 def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int | None) -> tuple[Versions, int]:
-    """The map of a policy that changes nothing, and the bytes its experts take.
+    """Return the map of a policy that changes nothing, and the bytes of its experts.
 
     Raises:
         InputError: when the policy does not fit the bundle.
@@ -303,7 +299,11 @@ def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int 
             f"would do is {least} bytes ({fixed})",
             least,
         ) from None
-    experts = expert_bytes(bundle, table)
+    experts = sum(
+        resident_size(layer.matrices, bundle.manifest.version(name))
+        for layer, versions in zip(bundle.layers, table, strict=True)
+        for name in versions
+    )
     if room is not None and experts > room:
         raise TooSmallError(
             f"{bundle.path}: policy {policy} needs {fixed.total + experts} bytes of device memory ({fixed}), the "
@@ -311,12 +311,3 @@ def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int 
             fixed.total + experts,
         )
     return table, experts
-
-
-def expert_bytes(bundle: Bundle, table: Versions) -> int:
-    """Bytes of device memory the experts take under a map; the lossless version is resident decoded."""
-    return sum(
-        resident_size(layer.matrices, bundle.manifest.version(name))
-        for layer, versions in zip(bundle.layers, table, strict=True)
-        for name in versions
-    )

@@ -1,4 +1,4 @@
-"""Sizes as people write them, 24GiB, 1.5g, 4096, and bounds on a token: 50ms, 2GB."""
+"""Read sizes (24GiB, 1.5g, 4096) and bounds on a token (50ms, 2GB)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_size(size: str | int | None) -> int | None:
-    """Bytes of a size; a number is one of bytes.
+    """Return the bytes of a size; a plain number counts bytes.
 
     Raises:
-        InputError: for what is none.
+        InputError: for anything else.
     """
     if size is None:
         return None
@@ -32,11 +32,7 @@ def parse_size(size: str | int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The most that decoding a token may take: seconds, or bytes that it reads.
-
-    Attributes:
-        text: as it was asked for.
-    """
+    """The most that decoding a token may take, in seconds or in bytes that it reads; `text` is what the user wrote."""
 
     text: str
     seconds: float = math.inf
@@ -44,10 +40,10 @@ class Bound:
 
 
 def parse_bound(text: str | int | None) -> Bound | None:
-    """A time, `50ms`, `0.2s`, `800us`; or bytes a token, `2GB`, or a number of them.
+    """Read a time (`50ms`, `0.2s`, `800us`), or bytes a token (`2GB`, or a number).
 
     Raises:
-        InputError: for what is none, or is not above 0.
+        InputError: for anything else, or a bound that is not above 0.
     """
     if text is None:
         return None
@@ -62,17 +58,3 @@ def parse_bound(text: str | int | None) -> Bound | None:
     if not min(bound.seconds, bound.bytes) > 0:
         raise InputError(f"max_tpot {text!r} leaves no time at all")
     return bound
-
-
-def read_tier(rate: str | int | None, threads: int | None) -> tuple[int | None, int | None]:
-    """The host tier's bytes a second and threads.
-
-    Raises:
-        InputError: for a rate or a number of threads below one.
-    """
-    read = parse_size(rate)
-    if read == 0:
-        raise InputError("host_rate is from 1 byte a second; without it there is no limit")
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise InputError(f"host_threads is a whole number from 1, not {threads!r}")
-    return read, threads

@@ -1,9 +1,9 @@
-"""What forward passes take beside weights, measured on a model's skeleton: tensors that have shapes and no memory.
+"""Measure forward passes beside weights on a model's skeleton: tensors that have shapes and no memory.
 
-The skeleton is the real transformers model, built and run under torch's FakeTensorMode, so that every family's cache
-and temporaries come out as its own code makes them, in a second or so and without taking memory. On the ten families
-of the suite storages add up to what they do in a real forward on a CPU, to the byte. What happens inside one torch
-operation is not seen, but for attention on a CPU, which is known. Decides nothing: fixed.py makes a budget of this.
+The skeleton is the real transformers model, built and run under torch's FakeTensorMode. Every family's own code makes
+its cache and temporaries, in about a second and without memory. On the ten families of the suite the storages equal
+those of a real forward pass on a CPU, to the byte. Memory inside one torch operation is not seen, except in a CPU's
+attention, where it is known.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,32 +26,31 @@ from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
 
-from .kv_cache import KvShape, cache_bytes, sliding_window, tensors
+from .kv_cache import KvShape, cache_bytes, sliding_window, storages
 
 IMPLEMENTATION = "moepack-probe"
 EXPERT_PARAMETERS = (
     "gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias",
 )  # fmt: skip
-SHORT = 8  # tokens: a cache's slope is measured between so many and twice as many
+SHORT = 8  # tokens; a cache's slope is measured between this length and twice it
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations make, until they die.
+    """Follows the storages that operations make, until they are freed; those of `model` are not counted.
 
     Attributes:
-        now, peak: bytes alive, and the most there were.
+        now, peak: live bytes, and the most at one time.
         calls: operations so far.
     """
 
     def __init__(self, model: Any) -> None:
-        """What `model` holds is not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.calls = 0
-        self._held = [*model.parameters(), *model.buffers()]  # kept, so that no other storage gets their identity
+        self._held = [*model.parameters(), *model.buffers()]  # kept, so that no new storage gets their identity
         self._seen: dict[int, Any] = {t.untyped_storage()._cdata: None for t in self._held}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it returns."""
+        """Run an operation and count the storages it returns."""
         out = function(*args, **(kwargs or {}))
         self.calls += 1
         for tensor in tree_leaves(out):
@@ -74,14 +73,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Bytes to which the CPU's attention packs keys and values for itself, for every head of the query."""
+    """Return the bytes into which the CPU's attention packs keys and values, for every head of the query."""
     if query.element_size() != 2:
         return 0
     return query.shape[0] * query.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
-    """The model of a config without memory, and the mode to run it under."""
+    """Build the model of a config without memory; returns it, and the mode to run it under."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -90,10 +89,10 @@ def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
         model = model_of(config, dtype=dtype)
         plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if any(re.search(pattern, name) for pattern in plan):  # what loading keeps in float32
+            if any(re.search(pattern, name) for pattern in plan):  # loading keeps it in float32
                 tensor.data = tensor.data.float()
     for module in model.modules():
-        kind = getattr(module, "rope_type", None)  # "dynamic" and "longrope" look at positions, which have no values
+        kind = getattr(module, "rope_type", None)  # "dynamic" and "longrope" read positions, which have no values
         if isinstance(kind, str):
             module.rope_type = "default"
         elif isinstance(kind, dict):
@@ -102,7 +101,7 @@ def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
 
 
 class Probe:
-    """Runs a model whose experts allocate what the real ones do, and read no weights.
+    """Runs a model whose experts allocate as the real ones do, and read no weights.
 
     Attributes:
         model: the model.
@@ -112,7 +111,7 @@ class Probe:
     def __init__(
         self, model: Any, layers: Sequence[ExpertLayer], device: torch.device, mode: FakeTensorMode | None = None
     ) -> None:
-        """For a model on `device`, or a skeleton of one and its mode."""
+        """Prepare a model on `device`, or a skeleton with its mode."""
         self.model, self.calls = model, 0
         self._mode: AbstractContextManager[Any] = nullcontext() if mode is None else mode
         self._on = torch.device("cpu") if mode is not None else device
@@ -121,19 +120,18 @@ class Probe:
             model.get_submodule(layer.module)._moepack_probe = layer, kind
 
     def kv_shape(self) -> KvShape:
-        """How a sequence's cache grows; no parts for a model without a cache."""
+        """Measure how a sequence's cache grows; without parts for a model without a cache."""
         with self._running() as live:
             cache = self._forward(None, SHORT)
             self.calls = live.calls
             if cache is None:
                 return KvShape()
-            short = _sizes(cache)
+            short = list(storages(cache).values())
             self._forward(cache, SHORT)
-            double, far = _sizes(cache), None
+            double, far = list(storages(cache).values()), None
             window = sliding_window(cache)
             if window:
-                far = _sizes(self._forward(None, window + 2 * SHORT))
-                further = _sizes(self._forward(None, window + 3 * SHORT))
+                far, further = (list(storages(self._forward(None, window + n * SHORT)).values()) for n in (2, 3))
         if len(short) != len(double):
             raise ValueError("a cache whose number of tensors changes with its length")
         parts: list[tuple[int, int, int | None]] = []
@@ -146,13 +144,13 @@ class Probe:
     def headroom(
         self, passes: Sequence[int], batch: int, context: int = 0, all_logits: bool = False, cached: bool = True
     ) -> list[int]:
-        """The most that passes take beside weights and the caches they leave, one after another on the same cache.
+        """Measure the peak bytes of passes beside weights and caches, one after another on the same cache.
 
         Args:
             passes: tokens of each sequence in each pass.
             batch: sequences.
-            context: tokens that are in the cache before.
-            all_logits: of every token, and not of the last alone.
+            context: tokens that the cache holds before.
+            all_logits: whether a pass returns the logits of every token, or only the last.
             cached: whether there is a cache.
         """
         out = []
@@ -173,48 +171,26 @@ class Probe:
         out = self.model(input_ids=ids, use_cache=cached, **some)
         return getattr(out, "past_key_values", None)
 
-    def _running(self) -> _Running:
-        return _Running(self.model, self._mode)
-
-
-class _Running:
-    """A model's experts replaced, its storages followed, for the time of a `with`."""
-
-    def __init__(self, model: Any, mode: AbstractContextManager[Any]) -> None:
-        self._model, self._mode, self._live = model, mode, LiveBytes(model)
-        self._no_grad = torch.no_grad()  # and not inference mode, in which composite operations are not taken apart
-        self._configs: dict[int, tuple[Any, Any]] = {}
-
-    def __enter__(self) -> LiveBytes:
-        for module in self._model.modules():
-            config = getattr(module, "config", None)
-            if config is not None and id(config) not in self._configs:
-                self._configs[id(config)] = config, config._experts_implementation_internal
+    @contextmanager
+    def _running(self) -> Iterator[LiveBytes]:
+        """Replace the model's experts, and follow its storages."""
+        named = (getattr(module, "config", None) for module in self.model.modules())
+        configs = {id(c): (c, c._experts_implementation_internal) for c in named if c is not None}
+        try:
+            for config, _ in configs.values():
                 config._experts_implementation_internal = IMPLEMENTATION
-        for context in (self._mode, self._no_grad, self._live):
-            context.__enter__()
-        return self._live
-
-    def __exit__(self, *error: Any) -> None:
-        for context in (self._live, self._no_grad, self._mode):
-            context.__exit__(*error)
-        for config, before in self._configs.values():
-            config._experts_implementation_internal = before
-
-
-def _sizes(cache: Any) -> list[int]:
-    """Bytes of a cache's storages, in the order in which they stand in it."""
-    out: dict[int, int] = {}
-    for tensor in tensors(cache):
-        storage = tensor.untyped_storage()
-        out.setdefault(storage._cdata, storage.nbytes())
-    return list(out.values())
+            # Not inference mode, in which composite operations are not decomposed.
+            with self._mode, torch.no_grad(), LiveBytes(self.model) as live:
+                yield live
+        finally:
+            for config, before in configs.values():
+                config._experts_implementation_internal = before
 
 
 def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Allocates what `experts_forward` does on a device, with one expert chosen by every token: the most it can take.
+    """Allocate as `experts_forward` does when every token chooses one expert, the most it can take.
 
-    Arguments and result as there; the result's values are what memory held.
+    Arguments and result are those of `experts_forward`; the result's values are undefined.
     """
     layer, kind = module._moepack_probe
     tokens, top_k = top_k_index.shape
@@ -233,22 +209,17 @@ def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor:
-    """The result [slots, rows], made beside the tokens of one expert, their results, and what its weights become.
+    """Allocate the result [slots, rows] beside one expert's tokens, their results and its unpacked weights.
 
-    On a CPU with kernels the most that any of their paths takes, so that plans do not depend on the instruction set;
-    fixed.py counts the parts in which weights are unpacked there.
+    On a CPU with kernels it is the most that any of their paths takes, so that plans do not depend on the instruction
+    set. fixed.py counts the memory in which weights are unpacked there.
     """
     out = x.new_empty(tokens * top_k, m.rows)
     if kind == "triton":
         return out
-    mine = x.new_empty(tokens, m.cols)
-    if kind == "native":
-        result = x.new_empty(tokens, m.rows)
-        del mine, result
-        return out
-    result, weights = x.new_empty(tokens, m.rows), x.new_empty(m.rows, m.cols)
-    widened = x.new_empty(m.rows, m.cols, dtype=torch.float32)
-    del mine, result, weights, widened
+    beside = [x.new_empty(tokens, m.cols), x.new_empty(tokens, m.rows)]
+    if kind != "native":
+        beside += [x.new_empty(m.rows, m.cols), x.new_empty(m.rows, m.cols, dtype=torch.float32)]
     return out
 
 

@@ -1,7 +1,7 @@
-"""What decoding a token reads, at which rate, and which versions a bound on it leaves.
+"""The bytes that decoding a token reads, and the versions that a bound on them leaves.
 
-Promoting an expert costs a CPU time: at BF16 a token reads four times the bytes of w4. A bound is kept for the worst
-token there is, all of whose experts are at the most precise version left, so no policy can pass it.
+Promoting an expert makes tokens slower: at BF16 a token reads four times the bytes of w4. A bound holds for the worst
+token, with all of its experts at the most precise version left, so it holds under every policy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .sizes import Bound
 
 
 def dense_read(dense: int, config: Any) -> int:
-    """Bytes of dense tensors that a token reads: all but a table of embeddings that is not the output's too.
+    """Return the dense bytes that a token reads, without an embedding table that is not tied to the output.
 
     Args:
-        dense: bytes of all of them, as they are served.
+        dense: bytes of all dense tensors, as served.
         config: the model's.
     """
     text = config.get_text_config()
@@ -31,21 +31,22 @@ def dense_read(dense: int, config: Any) -> int:
 
 
 def experts_read(bundle: Bundle, version: Version, chosen: int) -> int:
-    """Bytes of experts that a token reads with all of them at one version; `chosen` of a layer's are a token's."""
+    """Return the bytes of experts that a token reads at one version, with `chosen` experts a layer."""
     return sum(min(chosen, x.experts) * resident_size(x.matrices, version) for x in bundle.layers)
 
 
 def within(
     bundle: Bundle, bound: Bound | None, outside: int, chosen: int, measure: Callable[[], float | None]
 ) -> Bundle:
-    """The bundle with the versions that a bound leaves, and no others.
+    """Return the bundle with only the versions that a bound leaves.
 
     Args:
         bundle: the bundle.
         bound: the bound; None leaves all.
         outside: bytes that a token reads outside the experts.
-        chosen: experts of a token.
-        measure: bytes a second that the device reads, or None where it is not here; asked for a bound in seconds.
+        chosen: experts of a token in a layer.
+        measure: returns the bytes a second that the device reads, or None if it is not on this machine; called for a
+            bound in seconds.
 
     Raises:
         InputError: where it leaves none, with the least that a token takes.
@@ -55,7 +56,7 @@ def within(
     rate = measure() if bound.seconds < math.inf else None
     if bound.seconds < math.inf and rate is None:
         raise InputError(f"max_tpot {bound.text}: the device is not here to be measured: name bytes a token")
-    most = min(bound.bytes, bound.seconds * (rate or math.inf) if rate else math.inf)
+    most = min(bound.bytes, bound.seconds * rate if rate else math.inf)
     needed = {v: outside + experts_read(bundle, v, chosen) for v in bundle.versions}
     left = tuple(v for v in bundle.versions if needed[v] <= most)
     if not left:

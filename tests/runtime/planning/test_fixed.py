@@ -26,7 +26,7 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.experts import backends
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.fixed import Activations, Fixed, Workload, arena_bytes, dense_arena, dense_bytes
+from moepack.runtime.planning.fixed import Activations, Fixed, Workload, dense_arena, dense_bytes
 from moepack.runtime.planning.kv_cache import KvShape, cache_bytes
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
@@ -126,7 +126,7 @@ def test_the_served_experts_take_what_the_probes_do(bundle: Path, has: bool, mon
         assert live.peak <= foretold + room * (not by_kernels)
         assert foretold <= 1.15 * live.peak
         assert has or live.peak > foretold, "what is converted need not be counted"
-        arena = max(arena_bytes(x, 512, 2) for x in model.moepack.bundle.layers)
+        arena = max(backends.kept_bytes(x, 512, 2) for x in model.moepack.bundle.layers)
         arena = max(arena, dense_arena(_skeleton(model, bundle)[0], 512))
         cached = Probe(*_skeleton(model, bundle)).headroom([512], 1, 0, True, True)[0]
         assert model.moepack.fixed.activations >= cached + arena + room

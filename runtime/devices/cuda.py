@@ -25,7 +25,7 @@ from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.store.cudart import Cudart, HostCalls
+from moepack.runtime.store.cudart import Cudart
 from moepack.runtime.store.files import BackingStore, Stored
 from moepack.runtime.store.host_limit import host_limits
 from moepack.runtime.store.pinned import Held, HostStore
@@ -115,7 +115,7 @@ class CudaDevice(Migration):
         gpu: Gpu | None = None,
         calls: MappingCalls | None = None,
         granule: int = 0,
-        pins: HostCalls | None = None,
+        pins: Cudart | None = None,
     ) -> None:
         """Set the buffers aside.
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 
-from moepack.runtime.store.cudart import PORTABLE, CudaError, HostCalls
+from moepack.runtime.store.cudart import PORTABLE, CudaError, Cudart
 
 from .cpu import CpuMemory
 
@@ -41,7 +41,7 @@ class RegisteredMemory(CpuMemory):
         pinned: bytes that are.
     """
 
-    def __init__(self, size: int, calls: HostCalls, refusal: Refusal) -> None:
+    def __init__(self, size: int, calls: Cudart, refusal: Refusal) -> None:
         super().__init__(size)
         self.pinned = 0
         self._calls, self._refusal = calls, refusal

@@ -1,8 +1,7 @@
-"""The backing store: extents in the bundle's files, checked against their digests before anyone sees them.
+"""The backing store: extents in the bundle's files, checked against their digests before use.
 
-Extents are read, and not mapped: a file that is cut short is then an error and not a signal, and reading is five times
-as fast as page faults. What is kept of them on the host beside the page cache is pinned.py's matter. Decides nothing
-about what should be resident.
+Extents are read, not mapped: a truncated file is then an error and not a signal, and reading is five times as fast as
+page faults. pinned.py keeps extents on the host beside the page cache.
 """
 
 from __future__ import annotations
@@ -26,30 +25,32 @@ from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import dense_file, expert_file
 
-from .read_ahead import Place, ReadAhead, Report
+from .read_ahead import Place, ReadAhead
 
-DENSE = -1  # stands for a layer's position in the place of a dense matrix
-CHUNK = 1 << 20  # bytes read, and added to the digest, at a time: they are still in cache when they are digested
+DENSE = -1  # the layer position in the place of a dense matrix
+CHUNK = 1 << 20  # bytes read and digested at a time: they are still in the processor's cache for the digest
 
 
 class Cancelled(Exception):
-    """Raised inside a read that is no longer wanted."""
+    """A read is no longer wanted."""
 
 
 class Checked:
-    """Extents whose digests have been checked, by what their files were then: one that was written to since is checked
-    again. Any thread may use it."""
+    """Extents whose digests have been checked, with their files' state: after a write they are checked again.
+
+    Any thread may use it.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Place, tuple[int, int, int]] = {}
 
     def holds(self, stored: Stored) -> bool:
-        """Whether an extent was checked in its file as it is."""
+        """Return whether an extent was checked in the present state of its file."""
         before = self._files.get(stored.place)
         return before is not None and before == _state(stored.file)
 
     def note(self, stored: Stored) -> None:
-        """An extent was read and checked."""
+        """Note that an extent was read and checked."""
         self._files[stored.place] = _state(stored.file)
 
 
@@ -60,17 +61,17 @@ def _state(file: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where one extent stands, and what its bytes must be.
+    """The location of one extent, and its digest.
 
     Attributes:
         file: a descriptor open for reading.
         offset: of its first byte.
-        size: its bytes.
-        sha256: their digest, in hexadecimal.
+        size: in bytes.
+        sha256: the digest in hexadecimal.
         where: file, layer, expert and version, for errors.
-        place: version, layer position, expert; of a dense matrix version, DENSE, its number.
-        ahead: who may have read it already.
-        checked: whether its digest need not be checked again, and notes that it was.
+        place: version, layer position, expert; for a dense matrix version, DENSE, its number.
+        ahead: may have read it already.
+        checked: knows the extents whose digest need not be checked again.
     """
 
     file: int
@@ -92,16 +93,15 @@ class Stored:
         """Read the extent into the first `size` bytes of `out`, and check its digest. Releases the GIL.
 
         Args:
-            out: uint8, contiguous. One that is smaller than the extent holds one chunk after another: the extent is
-                checked, and not kept.
-            before: called with the size of each chunk before it is read; what it raises ends the read.
-            read: reads some bytes from an offset of the file, returning how many; the plain way without it.
-            after: called with where in the extent each chunk begins and ends, once it is in `out`; the digest is
-                checked only after the last.
+            out: uint8, contiguous. A smaller one holds one chunk after another: the extent is checked, and not kept.
+            before: called with the size of each chunk before it is read; its exception ends the read.
+            read: reads some bytes from an offset of the file, and returns how many; by default `preadv`.
+            after: called with the begin and end of each chunk in the extent, once it is in `out`; the digest is checked
+                after the last chunk.
 
         Raises:
-            BundleError: when the file cannot be read to the end, or its bytes do not match their digest; `out` then
-                holds bytes that nobody may use.
+            BundleError: when the file cannot be read to the end, or its bytes do not match their digest; `out` is then
+                invalid.
         """
         ready = self.ahead.take(self.place) if self.ahead is not None else None
         digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
@@ -112,7 +112,7 @@ class Stored:
             if before is not None:
                 before(len(part))
             got = len(part)
-            if ready is not None:  # its digest was checked when it was read
+            if ready is not None:  # checked when it was read
                 part[:] = ready.numpy().data[done : done + got]
             else:
                 got = self._some(part, done, read)
@@ -138,7 +138,7 @@ class Stored:
         return got
 
     def load(self) -> Tensor:
-        """The extent in memory of its own, uint8 [size], beginning on a multiple of 64, which kernels rely on.
+        """Read the extent into its own memory, uint8 [size], at a multiple of 64, which kernels rely on.
 
         Raises:
             BundleError: as `read_into`.
@@ -151,21 +151,20 @@ class Stored:
 
 
 class BackingStore:
-    """Reads extents of an open bundle. `position` counts the layers that have experts."""
+    """Reads extents of an open bundle. `position` counts the layers with experts."""
 
     def __init__(self, bundle: Bundle, checks_again: bool = True) -> None:
-        """Of an open bundle. Without `checks_again`, an extent that was read before is not digested once more as long
-        as its file has not been written to."""
+        """Open the store. Without `checks_again`, an extent is digested once, until its file is written to."""
         self.bundle = bundle
         self._checked = None if checks_again else Checked()
-        self._lock = threading.RLock()  # a finalizer may close on the thread that is inside
+        self._lock = threading.RLock()  # a finalizer may close on the thread that holds it
         self._closed = False
         self._files: dict[str, int] = {}
         self._ahead: ReadAhead | None = None
         weakref.finalize(self, _close, self._files)
 
     def stored(self, version: str, position: int, expert: int) -> Stored:
-        """Where an extent stands. Its file is opened the first time, and its header checked.
+        """Locate an extent. Its file is opened, and its header checked, at the first call.
 
         Raises:
             BundleError: when the file is missing or damaged.
@@ -177,7 +176,7 @@ class BackingStore:
             return self._stored(described, name, expert, (version, position, expert))
 
     def dense(self, version: str, number: int) -> Stored:
-        """Where the extent of a dense matrix stands; its number is that in the manifest's list. As `stored`."""
+        """Locate the extent of a dense matrix, by its number in the manifest's list. Raises as `stored`."""
         with self._lock:
             self._check_open()
             layer, at = self.bundle.dense_place(number)
@@ -207,25 +206,17 @@ class BackingStore:
         return self.dense(version, number) if position == DENSE else self.stored(version, position, number)
 
     @contextlib.contextmanager
-    def reading_ahead(self, wanted: Iterable[Place], report: Report | None = None) -> Iterator[None]:
-        """While a model is loaded: threads read and check these extents, in this order, before they are asked for.
-
-        Args:
-            wanted: what will be asked for.
-            report: called with the bytes that were taken and the bytes in all, on the thread that takes them.
-        """
+    def reading_ahead(self, wanted: Iterable[Place]) -> Iterator[None]:
+        """Read and check these extents in threads, in this order, before the loader asks for them."""
         sizes = []
         for place in wanted:
-            with contextlib.suppress(BundleError):  # who asks for it will see
+            with contextlib.suppress(BundleError):  # raised again when the loader asks for it
                 sizes.append((place, self._at(place).size))
-        ahead = ReadAhead(sizes, lambda place: self._at(place).load(), report)
-        self._ahead = ahead
-        ahead.start()
-        try:
-            yield
-        finally:
-            self._ahead = None
-            ahead.close()
+        with contextlib.closing(ReadAhead(sizes, lambda place: self._at(place).load())) as self._ahead:
+            try:
+                yield
+            finally:
+                self._ahead = None
 
     def close(self) -> None:
         """Close the files that `stored` opened."""

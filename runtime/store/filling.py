@@ -1,7 +1,4 @@
-"""Filling pinned memory: many extents read at once, past the page cache where that is allowed, each checked once.
-
-Decides nothing about which extents they are, or what a region holds.
-"""
+"""Fill pinned memory: many extents read at once, past the page cache where possible, each checked once."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,33 +15,25 @@ from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import PAGE
 
-from .cudart import CudaError, HostCalls
+from .cudart import CudaError, Cudart
 from .files import CHUNK, Stored
 from .pinning import Chain, Mode, Pinned, allocate, anonymous, pin_filled, pin_mapping
 
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a filesystem or a device says that does not read this way
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of file systems and devices without O_DIRECT
 
 
 class PageFile:
-    """A file read with O_DIRECT where that goes, the plain way elsewhere.
-
-    Attributes:
-        direct: whether it goes, as far as is known.
-    """
+    """A file read with O_DIRECT where possible; `direct` says whether it is, as far as is known."""
 
     def __init__(self, path: Path, plain: int) -> None:
-        """`plain` is a descriptor that stays the caller's."""
+        """Open the file once more. The caller keeps the descriptor `plain`."""
         self._plain, self._fd = plain, -1
-        with contextlib.suppress(OSError):  # refused, or gone by now: `plain` is open
+        with contextlib.suppress(OSError):  # refused, or removed: `plain` is open
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
         self.direct = self._fd >= 0 and hasattr(os, "O_DIRECT")
 
     def read(self, part: memoryview, at: int) -> int:
-        """Read some bytes from an offset; returns how many. After a short read the rest may begin within a page.
-
-        Raises:
-            OSError: when it cannot be read.
-        """
+        """Read some bytes from an offset; returns how many. After a short read the rest may begin within a page."""
         if self.direct and not at % PAGE and not len(part) % PAGE:
             try:
                 return os.preadv(self._fd, [part], at)
@@ -55,20 +44,10 @@ class PageFile:
         return os.preadv(self._plain, [part], at)
 
     def close(self) -> None:
-        """Close what was opened here."""
+        """Close the descriptor that was opened here."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-@contextlib.contextmanager
-def page_file(path: Path, plain: int) -> Iterator[PageFile]:
-    """A PageFile for as long as it is used."""
-    file = PageFile(path, plain)
-    try:
-        yield file
-    finally:
-        file.close()
 
 
 class PinnedFiller:
@@ -76,31 +55,31 @@ class PinnedFiller:
 
     def __init__(
         self,
-        calls: HostCalls,
+        calls: Cudart,
         chain: Chain,
         threads: int,
         before: Callable[[int], None],
         done: Callable[[Stored], None],
         damaged: Callable[[str, str], None],
     ) -> None:
-        """As `read_extents`; `damaged` is told what is wrong, and where, of every extent that is not good."""
+        """Take the arguments of `read_extents`; `damaged` is called with the error and place of every bad extent."""
         self._calls, self._chain, self._threads = calls, chain, threads
         self._before, self._done, self._damaged = before, done, damaged
 
     def pin(self, path: Path, extents: Sequence[Stored]) -> tuple[set[int], Pinned | None]:
-        """Fill a region and pin it, going down the chain where that fails.
+        """Fill a region and pin it, and go down the chain on failure.
 
         Args:
             path: of the file that holds the extents.
-            extents: as they lie in the region; as they lie in the file where the chain stands at mappings.
+            extents: in the region's order; in the file's order while the chain is at mappings.
 
         Returns:
-            The numbers of the extents that are good, and the region's memory; None where it was not pinned.
+            The numbers of the good extents, and the region's memory; None where it was not pinned.
         """
         chain, calls = self._chain, self._calls
         size = sum(stored.size for stored in extents)
         if chain.mode is Mode.MAPPED:
-            # Registered before it is checked: from then on the pages that are read are the pages that stay.
+            # Registered before it is checked, so that the checked pages are the ones that stay.
             if not warm(extents, self._threads, self._before):
                 return self._read(path, extents, None), None
             try:
@@ -116,7 +95,7 @@ class PinnedFiller:
                 filled = anonymous(size)
                 good = self._read(path, extents, filled)
                 return good, pin_filled(calls, filled)
-            except (CudaError, OSError) as error:  # of memory: a file's are damage
+            except (CudaError, OSError) as error:  # errors of memory; a file's errors are damage
                 chain.fall(str(error))
         if chain.mode is Mode.ALLOCATED:
             try:
@@ -140,18 +119,18 @@ class PinnedFiller:
             raise
 
     def _read(self, path: Path, extents: Sequence[Stored], out: Buffer | None) -> set[int]:
-        """Read and check a region's extents; returns the numbers of those that are good."""
+        """Read and check a region's extents; returns the numbers of the good ones."""
         rooms = None
         if out is not None:
             rooms, begin = [], 0
             for stored in extents:
                 rooms.append(out[begin : begin + stored.size])
                 begin += stored.size
-        with page_file(path, extents[0].file) as file:
+        with contextlib.closing(PageFile(path, extents[0].file)) as file:
             read = file.read if out is not None else None
             bad = read_extents(extents, rooms, self._threads, self._before, self._done, read)
             if out is not None and not file.direct and hasattr(os, "posix_fadvise"):
-                for stored in extents:  # else the page cache holds them once more
+                for stored in extents:  # the page cache would hold them once more
                     os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
         for i, error in bad.items():
             self._damaged(str(error), extents[i].where)
@@ -166,15 +145,15 @@ def read_extents(
     done: Callable[[Stored], None] = lambda stored: None,
     read: Callable[[memoryview, int], int] | None = None,
 ) -> dict[int, BundleError]:
-    """Read extents in threads and check every digest; returns those that are damaged, by their number.
+    """Read extents in threads and check every digest; returns the errors of damaged ones by their number.
 
     Args:
-        extents: what is read.
-        rooms: where each goes; without it they are checked and not kept.
+        extents: the extents.
+        rooms: the memory for each; without it they are checked and not kept.
         threads: how many.
-        before: called with the size of each chunk before it is read; what it raises ends everything.
-        done: called, on any thread, after each that is good.
-        read: as of `Stored.read_into`.
+        before: called with the size of each chunk before it is read; its exception ends everything.
+        done: called, on any thread, after each good extent.
+        read: as in `Stored.read_into`.
     """
     bad: dict[int, BundleError] = {}
 
@@ -192,7 +171,7 @@ def read_extents(
 
 
 def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None]) -> bool:
-    """Bring extents into the page cache; returns whether all are there to their end."""
+    """Read extents into the page cache; returns whether all are complete."""
     complete = True
 
     def one(i: int) -> None:
@@ -215,7 +194,7 @@ def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None])
 
 
 def in_threads(work: Callable[[int], None], items: Sequence[int], threads: int) -> None:
-    """Do `work` on items, taken in order by threads; the first error ends the taking and is raised."""
+    """Call `work` on items in threads, in order; the first error stops them and is raised."""
     queue, lock = iter(items), threading.Lock()
     errors: list[BaseException] = []
 
@@ -230,7 +209,7 @@ def in_threads(work: Callable[[int], None], items: Sequence[int], threads: int) 
             except BaseException as error:
                 errors.append(error)
 
-    # Daemons: a process that ends does not wait for gigabytes.
+    # Daemons, so that a process can end without waiting for gigabytes.
     workers = [threading.Thread(target=run, name="moepack-fill", daemon=True) for _ in range(min(threads, len(items)))]
     for worker in workers:
         worker.start()

@@ -1,8 +1,7 @@
-"""How much host memory there is, and may be pinned: what the system and the control group have left, less a margin for
-what is pinned. Linux files.
+"""How much host memory is free, and may be pinned: what the system and the control group have left, less a margin.
 
-RLIMIT_MEMLOCK is told, not applied: containers set it to 64 KiB or 8 MiB as a rule, and CUDA's drivers on Linux pin
-gigabytes all the same. Where one holds to it, registering fails, and the chain goes on (pinning.py).
+RLIMIT_MEMLOCK is reported, not applied: containers usually set it to 64 KiB or 8 MiB, and CUDA's drivers on Linux pin
+gigabytes despite it. Where a driver obeys it, registering fails and the chain of pinning.py goes on.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-CGROUPS = Path("/sys/fs/cgroup")
-MARGIN = 16  # a sixteenth of what there is stays free, and 1 GiB at the least: pinned pages are never swapped
+CGROUPS, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MARGIN = 16  # a sixteenth of memory, at least 1 GiB, stays free: pinned pages are never swapped
 
 
-def host_limits(root: Path = CGROUPS, process: Path = Path("/proc/self/cgroup")) -> dict[str, Any]:
-    """Bytes, ready for JSON: `available_bytes`, `cgroup_bytes` (None without a limit), `memlock_bytes` (None without
-    one), `margin_bytes`, and `pinnable_bytes`, what a store takes where nobody says otherwise."""
+def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]:
+    """Return bytes, ready for JSON: `available_bytes`, `cgroup_bytes` (None without a limit), `memlock_bytes` (None
+    without one), `margin_bytes`, and `pinnable_bytes`, a store's default limit."""
     import psutil
 
     memory, cgroup = psutil.virtual_memory(), cgroup_room(root, process)
@@ -30,11 +29,11 @@ def host_limits(root: Path = CGROUPS, process: Path = Path("/proc/self/cgroup"))
     }
 
 
-def available_memory(root: Path = CGROUPS, process: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that a process may still take: what the system has, and no more than its control group."""
+def available_memory() -> int:
+    """Return the bytes that a process may still take, by the system and its control group."""
     import psutil
 
-    return _room(psutil.virtual_memory().available, cgroup_room(root, process))
+    return _room(psutil.virtual_memory().available, cgroup_room(CGROUPS, PROCESS))
 
 
 def _room(available: int, cgroup: int | None) -> int:
@@ -42,13 +41,15 @@ def _room(available: int, cgroup: int | None) -> int:
 
 
 def cgroup_room(root: Path, process: Path) -> int | None:
-    """What the process's control group and those above it have left, page cache that can go not counted as taken;
-    None where none has a limit."""
+    """Return the bytes that the process's control group and those above it have left; None without a limit.
+
+    Page cache that can be dropped does not count as taken.
+    """
     rooms = []
     for group in _groups(root, process):
         most = _number(group, "memory.max", "memory.limit_in_bytes")
         taken = _number(group, "memory.current", "memory.usage_in_bytes")
-        if most is not None and taken is not None and most < 1 << 60:  # version 1 says no limit by a huge one
+        if most is not None and taken is not None and most < 1 << 60:  # version 1 writes no limit as a huge number
             rooms.append(max(0, most - max(0, taken - _reclaimable(group))))
     return min(rooms, default=None)
 
@@ -58,7 +59,7 @@ def _groups(root: Path, process: Path) -> list[Path]:
         lines = process.read_text().splitlines()
     except OSError:
         lines = []
-    found = {root, root / "memory"}  # within a container its own group is mounted there
+    found = {root, root / "memory"}  # a container's own group is mounted there
     for line in lines:
         _, controllers, path = line.split(":", 2)
         base = root if not controllers else root / "memory"

@@ -1,7 +1,7 @@
 """The host's store for a GPU: extents in pinned memory, filled in the background while the model is served.
 
-Regions become usable one after another; until then, and for what does not fit or is damaged, a fetch reads the file
-through its staging buffers (device_cuda.py) and never waits for the filling. Decides nothing about what is fetched.
+Regions become usable one after another. Until then, and for extents that do not fit or are damaged, a fetch reads the
+file through its staging buffers (devices/cuda.py). It never waits for the filling.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import expert_file
 
-from .cudart import CudaError, HostCalls
+from .cudart import CudaError, Cudart
 from .files import BackingStore, Cancelled, Stored
 from .filling import PinnedFiller
 from .pinning import Chain, Mode, Pinned
-from .read_ahead import Place, Report, readers
+from .read_ahead import Place, readers
 from .regions import PIECE, File, Piece, plan_pieces
 
 log = logging.getLogger("moepack.runtime")
-GIVE_WAY = 0.02  # seconds that a chunk of the filling waits, at the most, for fetches that read the same disk
+GIVE_WAY = 0.02  # the most seconds that a chunk of the filling waits for fetches that read the same disk
 
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """One registration. What changes is guarded by the store's lock."""
+    """One registration. The store's lock guards it."""
 
     pinned: Pinned
     tensor: Tensor
@@ -42,19 +42,19 @@ class _Region:
 
 
 class Held:
-    """A pinned extent while it is copied from.
+    """A pinned extent while it is a copy's source.
 
     Attributes:
         bytes: uint8 [size], pinned.
-        mapped: whether these are a file's own pages: the host does not read those, for a file cut short since then
-            would be a signal; the device can.
+        mapped: whether these are a file's own pages. Only the device reads those: on the host, a truncated file would
+            raise a signal.
     """
 
     def __init__(self, bytes_: Tensor, mapped: bool, let_go: Callable[[], None]) -> None:
         self.bytes, self.mapped, self._let_go = bytes_, mapped, let_go
 
     def release(self) -> None:
-        """Say that it is not used any more. Once."""
+        """End the use, once."""
         self.bytes = torch.empty(0)  # a view would keep the memory
         self._let_go()
 
@@ -66,31 +66,22 @@ class HostStore:
         self,
         store: BackingStore,
         versions: Sequence[str],
-        calls: HostCalls,
+        calls: Cudart,
         limit: int,
-        wanted: Mapping[File, Sequence[float]] | None = None,
-        progress: Report | None = None,
         piece: int = PIECE,
-        threads: int | None = None,
     ) -> None:
-        """Nothing is read before `start`.
+        """Prepare the store; nothing is read before `start`.
 
         Args:
             store: the files.
-            versions: what is to be pinned, first things first.
+            versions: the versions to pin, the most important first.
             calls: CUDA's.
-            limit: bytes to pin at the most.
-            wanted: traffic of each expert by version and layer position; as in calibration without it.
-            progress: called with the bytes that were read and those that will be.
-            piece: bytes of a region at the most.
-            threads: that read; without it, as many as while loading.
+            limit: the most bytes to pin.
+            piece: the most bytes of a region.
         """
-        self._store, self._versions, self._limit = store, tuple(versions), limit
-        self._wanted, self._progress, self._piece = wanted, progress, piece
+        self._store, self._versions, self._limit, self._piece = store, tuple(versions), limit, piece
         self._chain = Chain(calls)
-        self._filler = PinnedFiller(
-            calls, self._chain, threads or readers(), self._give_way, self._one_more, self._note
-        )
+        self._filler = PinnedFiller(calls, self._chain, readers(), self._give_way, self._one_more, self._note)
         self._lock = threading.Lock()
         self._regions: dict[Place, _Region] = {}
         self._damaged: dict[str, str] = {}
@@ -104,7 +95,7 @@ class HostStore:
     # --- fetches
 
     def hold(self, place: Place) -> Held | None:
-        """A pinned extent, or None where the file is to be read. Never waits for the filling."""
+        """Return a pinned extent, or None if the file must be read. Never waits for the filling."""
         with self._lock:
             region = self._regions.get(place)
             if region is None:
@@ -120,7 +111,7 @@ class HostStore:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Around a read of a file: the filling gives way to it."""
+        """Mark a read of a file, to which the filling gives way."""
         with self._lock:
             self._fetching += 1
         try:
@@ -145,12 +136,12 @@ class HostStore:
     # --- filling
 
     def start(self) -> None:
-        """Begin to fill, in the background."""
+        """Begin to fill in the background."""
         self._began = time.monotonic()
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all is filled that will be; whether it is."""
+        """Wait until the filling has ended; returns whether it has."""
         return self._filled.wait(seconds)
 
     def _run(self) -> None:
@@ -158,7 +149,7 @@ class HostStore:
             self._fill_all()
         except Cancelled:
             pass
-        except Exception:  # serving goes on from the files
+        except Exception:  # serving continues from the files
             log.exception("filling host memory has stopped")
         self._ended = time.monotonic()
         self._filled.set()
@@ -167,7 +158,7 @@ class HostStore:
 
     def _fill_all(self) -> None:
         sizes = self._sizes()
-        wanted = self._wanted or traffic(self._store, sizes)
+        wanted = traffic(self._store, sizes)
         self._every = sum(sum(of.values()) for of in sizes.values())
         pieces: list[Piece] | None = None
         while self._chain.mode is not Mode.STAGED:
@@ -180,7 +171,7 @@ class HostStore:
                 return
             self._fill(pieces.pop(0))
             if mode is Mode.MAPPED and self._chain.mode is not mode:
-                pieces = None  # what is gathered can be chosen better than what lies in place
+                pieces = None  # gathered extents allow a better choice
 
     def _sizes(self) -> dict[File, dict[int, int]]:
         out: dict[File, dict[int, int]] = {}
@@ -195,7 +186,7 @@ class HostStore:
         return out
 
     def _fill(self, piece: Piece) -> None:
-        """Pin one region the way the chain says, and go down the chain where it fails."""
+        """Pin one region, and go down the chain on failure."""
         try:
             extents = [self._store.stored(*piece.file, e) for e in piece.experts]
         except BundleError as error:
@@ -230,9 +221,6 @@ class HostStore:
     def _one_more(self, stored: Stored) -> None:
         with self._lock:
             self._done += stored.size
-            done, total = self._done, self._total
-        if self._progress is not None:
-            self._progress(done, total)
 
     def _note(self, message: str, where: str) -> None:
         self._damaged[where] = message
@@ -241,11 +229,10 @@ class HostStore:
     # --- seeing
 
     def state(self) -> dict[str, Any]:
-        """What is pinned and how, ready for JSON.
+        """Return the state of the store, ready for JSON.
 
-        `mode` is the way that is taken; `pinned_bytes` are usable, `bytes_to_go` will be read, `file_bytes` stay in
-        files, for want of room or because they are damaged; `fallbacks` are the ways that were given up, with why;
-        `damaged` says where.
+        `mode` is the present way. `pinned_bytes` are usable, `bytes_to_go` will be read, and `file_bytes` stay in files
+        because they do not fit or are damaged. `fallbacks` are the ways given up, with reasons. `damaged` lists places.
         """
         with self._lock:
             usable = sum(region.at[place][1] for place, region in self._regions.items())
@@ -275,7 +262,7 @@ class HostStore:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Stop filling and give everything back; nothing may be held any more. May be called twice."""
+        """Stop filling and free everything; no extent may be held any more. May be called twice."""
         self._closing.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -284,6 +271,6 @@ class HostStore:
 
 
 def traffic(store: BackingStore, sizes: Mapping[File, Mapping[int, int]]) -> dict[File, list[float]]:
-    """How many calibration tokens were routed to each expert (pack/FORMAT.md, "Calibration tables")."""
+    """Return the calibration tokens routed to each expert (pack/FORMAT.md, "Calibration tables")."""
     tokens = [[float(n) for n in layer.tokens] for layer in store.bundle.calibration().layers]
     return {file: tokens[file[1]] for file in sizes}

@@ -1,7 +1,6 @@
-"""Pinned host memory: the ways to have it, and the chain from the best of them to none.
+"""Pinned host memory: the ways to get it, in a chain from the best to none.
 
-A way that fails is given up for the whole store, and the reason kept; its error is cleared by the calls themselves
-(cudart.py). Decides nothing about what is put into the memory.
+A store gives up a way that fails, and keeps the reason. cudart.py clears the error.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import numpy as np
 
 from moepack.pack.codec.bits import Buffer
 
-from .cudart import HOST_REGISTER_SUPPORTED, PORTABLE, READ_ONLY, READ_ONLY_SUPPORTED, CudaError, HostCalls
+from .cudart import HOST_REGISTER_SUPPORTED, PORTABLE, READ_ONLY, READ_ONLY_SUPPORTED, CudaError, Cudart
 
 
 class Mode(enum.StrEnum):
-    """How extents come to the device, the best first."""
+    """How extents reach the device, the best first."""
 
     MAPPED = "mapped"  # the files' own pages, registered: nothing is copied on the host
-    REGISTERED = "registered"  # read into anonymous memory, which is registered afterwards
-    ALLOCATED = "allocated"  # read into memory that CUDA has allocated
-    STAGED = "staged"  # nothing is pinned but a ring of staging buffers: every fetch reads the file
+    REGISTERED = "registered"  # read into anonymous memory, which is then registered
+    ALLOCATED = "allocated"  # read into memory that CUDA allocated
+    STAGED = "staged"  # only staging buffers are pinned: every fetch reads the file
 
 
 ORDER = tuple(Mode)
@@ -36,32 +35,27 @@ ORDER = tuple(Mode)
 
 @dataclass(slots=True)
 class Pinned:
-    """Pinned memory.
-
-    Attributes:
-        mode: how it came about.
-        bytes: its bytes; of a mapping nobody but the device reads them, for a file cut short would be a signal.
-    """
+    """Pinned memory, and its mode. Only the device reads a mapping's bytes: a truncated file would raise a signal."""
 
     mode: Mode
     bytes: Buffer
     _let_go: Callable[[], None]
 
     def close(self) -> None:
-        """Give it back; nobody may use it any more."""
+        """Free the memory."""
         self._let_go()
         self.bytes = np.empty(0, np.uint8)
 
 
 class Chain:
-    """Where in the chain a store stands. One thread advances it.
+    """A store's position in the chain. One thread advances it.
 
     Attributes:
-        mode: the way that is taken now.
-        reasons: the ways that were given up, with why.
+        mode: the present way.
+        reasons: the ways that were given up, with the reasons.
     """
 
-    def __init__(self, calls: HostCalls) -> None:
+    def __init__(self, calls: Cudart) -> None:
         self.mode = Mode.MAPPED
         self.reasons: list[tuple[Mode, str]] = []
         try:
@@ -74,21 +68,21 @@ class Chain:
             self.fall(str(error))
 
     def fall(self, reason: str) -> None:
-        """Give up the way that is taken now."""
+        """Give up the present way."""
         self.reasons.append((self.mode, reason))
         self.mode = ORDER[ORDER.index(self.mode) + 1]
 
 
 def anonymous(size: int) -> Buffer:
-    """Pages of zeros that take memory once they are written; they are given back with the last view of them."""
+    """Return pages of zeros that take memory when written, and are freed with the last view of them."""
     return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
-def pin_mapping(calls: HostCalls, file: int, offset: int, size: int) -> Pinned:
-    """Register pages of a file's mapping, which are best in the page cache: a page that is not there is a fault.
+def pin_mapping(calls: Cudart, file: int, offset: int, size: int) -> Pinned:
+    """Register pages of a file's mapping; a page outside the page cache costs a fault.
 
     Raises:
-        CudaError, OSError, ValueError: when it cannot be.
+        CudaError, OSError, ValueError: when that fails.
     """
     inside = offset % mmap.ALLOCATIONGRANULARITY
     mapping = mmap.mmap(file, inside + size, access=mmap.ACCESS_READ, offset=offset - inside)
@@ -104,19 +98,19 @@ def pin_mapping(calls: HostCalls, file: int, offset: int, size: int) -> Pinned:
     return Pinned(Mode.MAPPED, _at(address, size), let_go)
 
 
-def pin_filled(calls: HostCalls, memory: Buffer) -> Pinned:
-    """Register anonymous memory that has been filled: before that, registering would zero every page first.
+def pin_filled(calls: Cudart, memory: Buffer) -> Pinned:
+    """Register anonymous memory after it was filled: registering empty pages would zero them first.
 
     Raises:
-        CudaError: when it cannot be.
+        CudaError: when that fails.
     """
     address = memory.ctypes.data
     calls.register(address, len(memory), PORTABLE)
     return Pinned(Mode.REGISTERED, memory, lambda: calls.unregister(address))
 
 
-def allocate(calls: HostCalls, size: int) -> Pinned:
-    """Pinned memory from CUDA.
+def allocate(calls: Cudart, size: int) -> Pinned:
+    """Allocate pinned memory from CUDA.
 
     Raises:
         CudaError: when there is none.
@@ -129,11 +123,11 @@ def _at(address: int, size: int) -> Buffer:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
-def probe(calls: HostCalls, size: int = 64 << 20) -> list[dict[str, Any]]:
-    """Try each way of pinning on `size` bytes; the first that works is what a store takes here.
+def probe(calls: Cudart, size: int = 64 << 20) -> list[dict[str, Any]]:
+    """Try each way of pinning on `size` bytes. A store uses the first that works.
 
     Returns:
-        One row a way: `mode`, `works`, `reason` where it does not, `bytes_per_second` of pinning alone where it does.
+        One row a way: `mode`, `works`, and the failure's `reason`, or `bytes_per_second` of pinning alone.
     """
     chain, rows = Chain(calls), []
     given_up = dict(chain.reasons)
@@ -141,7 +135,7 @@ def probe(calls: HostCalls, size: int = 64 << 20) -> list[dict[str, Any]]:
         file.write(bytes(size))
         file.flush()
         filled = anonymous(size)
-        filled.fill(1)  # its pages are there
+        filled.fill(1)  # so that its pages exist
         ways: list[tuple[Mode, Callable[[], Pinned]]] = [
             (Mode.MAPPED, lambda: pin_mapping(calls, file.fileno(), 0, size)),
             (Mode.REGISTERED, lambda: pin_filled(calls, filled)),

@@ -1,7 +1,6 @@
-"""Reading ahead while a model is loaded: threads read and check what the loader will ask for, in its order.
+"""Read ahead while a model is loaded: threads read and check the extents that the loader will ask for, in its order.
 
-The loader goes on one extent at a time. What is digested in threads is waited for only where the disk is slower than
-that. Decides nothing about what is read, or into what it is put.
+The loader takes one extent at a time, and waits only where the disk is slower than that.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-READERS = 4  # threads at the most: enough for a disk's queue; a digest takes a core 0.5 to 2 GB/s
-RUN = 4 << 20  # bytes that a thread reads before it hands them over: one small extent at a time costs too much
-WAITING = 32 << 20  # bytes read and not taken yet, at the most: on a CPU they come on top of the budget for a while
+READERS = 4  # the most threads: enough for a disk's queue; a core digests 0.5 to 2 GB/s
+RUN = 4 << 20  # bytes that a thread reads before it hands them over: single small extents cost too much
+WAITING = 32 << 20  # the most bytes read and not taken yet: on a CPU they exceed the budget for a while
 
 Place = tuple[str, int, int]  # version, layer position, expert
 Report = Callable[[int, int], None]
@@ -26,7 +25,7 @@ _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("moepack
 
 @contextlib.contextmanager
 def loading_report(report: Report | None) -> Iterator[None]:
-    """Reports of whatever is loaded inside go to `report`: transformers stands between it and the loader."""
+    """Call `report` with the bytes taken and the bytes in all, for loads inside, which transformers starts."""
     token = _report.set(report)
     try:
         yield
@@ -35,7 +34,7 @@ def loading_report(report: Report | None) -> Iterator[None]:
 
 
 class _Run:
-    """Extents that one thread reads one after another, and what became of them."""
+    """Extents that one thread reads in order, and their results."""
 
     def __init__(self) -> None:
         self.places: list[Place] = []
@@ -46,16 +45,15 @@ class _Run:
 
 
 class ReadAhead:
-    """Reads in threads of its own. `take` may be called from any thread."""
+    """Reads in its own threads. `take` may be called from any thread."""
 
     def __init__(
         self,
         wanted: Sequence[tuple[Place, int]],
         load: Callable[[Place], Tensor],
-        report: Report | None = None,
         threads: int | None = None,
     ) -> None:
-        """`wanted` are extents and their bytes; `load` reads and checks one; see BackingStore.reading_ahead."""
+        """Start to read `wanted`, extents with their bytes; `load` reads and checks one."""
         self._runs: collections.deque[_Run] = collections.deque()
         self._of: dict[Place, tuple[_Run, int]] = {}
         run = _Run()
@@ -68,7 +66,7 @@ class ReadAhead:
                 run = _Run()
         if run.places:
             self._runs.append(run)
-        self._load, self._report = load, report or _report.get()
+        self._load, self._report = load, _report.get()
         self._change = threading.Condition()
         self._waiting = self._taken = 0
         self._total = sum(size for _, size in self._of.values())
@@ -77,17 +75,14 @@ class ReadAhead:
             threading.Thread(target=self._read, name="moepack-ahead", daemon=True)
             for _ in range(min(readers() if threads is None else threads, len(self._runs)))
         ]
-
-    def start(self) -> None:
-        """Begin."""
         for thread in self._threads:
             thread.start()
 
     def take(self, place: Place) -> Tensor | None:
-        """An extent, checked; None where the caller reads it, because it was not asked for or nobody has begun.
+        """Return a checked extent; None if it was not wanted or no thread has begun it: the caller then reads it.
 
         Raises:
-            BundleError: when it could not be read or is damaged.
+            BundleError: when it cannot be read or is damaged.
         """
         if getattr(self._mine, "reading", False):
             return None
@@ -97,7 +92,7 @@ class ReadAhead:
                 return None
             self._taken += size
             taken, begun = self._taken, run.begun
-            if not begun:  # to wait for a place in the queue would take longer
+            if not begun:  # waiting for its turn would take longer
                 run.places.remove(place)
                 run.size -= size
         result: Tensor | BaseException | None = None
@@ -136,7 +131,7 @@ class ReadAhead:
             return None
 
     def close(self) -> None:
-        """End the threads; what was not begun is not read."""
+        """End the threads; extents that were not begun are not read."""
         with self._change:
             self._runs.clear()
             self._change.notify_all()
@@ -145,6 +140,6 @@ class ReadAhead:
 
 
 def readers() -> int:
-    """How many threads read."""
+    """Return the number of reading threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(READERS, cores)

@@ -1,7 +1,7 @@
-"""Which extents are kept pinned, in which regions and order: arithmetic over sizes and calibration traffic, no more.
+"""Choose the extents to keep pinned, their regions and their order, from sizes and calibration traffic.
 
-A region is one registration: a layer file's extents, or a part of them, never one expert's (a large model has some
-30,000 extents, and drivers keep a table a registration; above 100 to 500 GiB a single one fails).
+A region is one registration: a layer file's extents, or a part of them. A region per expert would be too many (a large
+model has some 30,000 extents, and drivers keep a table for each); a single one fails above 100 to 500 GiB.
 """
 
 from __future__ import annotations
@@ -9,19 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PIECE = 1 << 30  # bytes of a region at the most, unless one extent has more
+PIECE = 1 << 30  # the most bytes of a region, unless one extent is larger
 File = tuple[str, int]  # version, layer position
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region: some extents of one layer file.
-
-    Attributes:
-        file: version and layer position.
-        experts: in the order in which they lie in the region.
-        size: their bytes.
-    """
+    """A region: some extents of one layer file, in the region's order, and their bytes."""
 
     file: File
     experts: tuple[int, ...]
@@ -35,14 +29,14 @@ def plan_pieces(
     in_place: bool,
     most: int = PIECE,
 ) -> list[Piece]:
-    """The regions to pin, in order: the most wanted part of every layer, then the next of every layer.
+    """Return the regions to pin, in order: the most wanted part of every layer, then the next of every layer.
 
     Args:
         sizes: bytes of every extent by its expert, by file in the order of versions and layers.
-        wanted: how much each expert is wanted, likewise.
+        wanted: the traffic of each expert, by file.
         limit: bytes for all regions.
-        in_place: whether regions are parts of the files, in which extents lie one after another in expert order; else
-            they are gathered, and the most wanted come first.
+        in_place: whether regions are parts of the files, with extents in expert order; otherwise extents are gathered,
+            the most wanted first.
         most: bytes of a region.
     """
     rounds: list[tuple[int, Piece]] = []
@@ -66,7 +60,7 @@ def plan_pieces(
 def _most_wanted(
     sizes: Mapping[File, Mapping[int, int]], wanted: Mapping[File, Sequence[float]], limit: int
 ) -> set[tuple[File, int]]:
-    """The extents with the most traffic a byte that fit."""
+    """Return the extents with the most traffic per byte that fit."""
     every = [(-wanted[file][e] / size, i, file, e, size) for i, (file, of) in enumerate(sizes.items())
              for e, size in of.items()]  # fmt: skip
     kept = set()
@@ -78,13 +72,9 @@ def _most_wanted(
 
 
 def _cut(file: File, order: Sequence[int], sizes: Mapping[int, int], most: int) -> list[Piece]:
-    pieces: list[Piece] = []
-    run: list[int] = []
+    runs: list[list[int]] = []
     for e in order:
-        if run and sum(sizes[x] for x in run) + sizes[e] > most:
-            pieces.append(Piece(file, tuple(run), sum(sizes[x] for x in run)))
-            run = []
-        run.append(e)
-    if run:
-        pieces.append(Piece(file, tuple(run), sum(sizes[x] for x in run)))
-    return pieces
+        if not runs or sum(sizes[x] for x in runs[-1]) + sizes[e] > most:
+            runs.append([])
+        runs[-1].append(e)
+    return [Piece(file, tuple(run), sum(sizes[x] for x in run)) for run in runs]

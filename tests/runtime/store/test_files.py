@@ -51,7 +51,7 @@ def test_reading_ahead_gives_the_same_bytes(store: BackingStore, order: str, mon
     monkeypatch.setattr(ahead_module, "WAITING", 300_000)
     seen: list[tuple[int, int]] = []
     total = sum(store.stored(*place).size for place in PLACES)
-    with store.reading_ahead(PLACES, lambda done, of: seen.append((done, of))):
+    with loading_report(lambda done, of: seen.append((done, of))), store.reading_ahead(PLACES):
         for place in PLACES if order == "as asked for" else reversed(PLACES):
             same(store, place)
         same(store, PLACES[3])
@@ -71,7 +71,6 @@ def test_threads_do_read_ahead_and_stay_in_bounds(store: BackingStore, monkeypat
         return store.stored(*place).load()
 
     ahead = ReadAhead(sizes, load, threads=3)
-    ahead.start()
     end = time.monotonic() + 10
     while len(read) < 5 and time.monotonic() < end:
         time.sleep(0.002)

@@ -292,11 +292,9 @@ def test_regions_in_order() -> None:
 
 
 def test_pieces_are_used_one_after_another(opened: BackingStore) -> None:
-    seen: list[tuple[int, int]] = []
     cuda = FakeCudart(NO_MAPPINGS)
-    host = filled(opened, cuda, piece=size_of(opened) // 12, progress=lambda done, total: seen.append((done, total)))
+    host = filled(opened, cuda, piece=size_of(opened) // 12)
     assert 12 <= len(cuda.registered) < 24 and check(host, opened) == set(PLACES)
-    assert [total for _, total in seen] == [size_of(opened)] * 64 and max(done for done, _ in seen) == size_of(opened)
     assert host.state()["read_bytes"] == size_of(opened) and host.state()["bytes_per_second"] > 0
     host.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from .encodings.base import KNOWN
 from .encodings.base import Version as Version
 from .encodings.base import encoding_of as encoding_of
 from .encodings.base import lossless as lossless
@@ -29,7 +30,7 @@ FORMAT_VERSION = 3  # what is written
 READABLE = (2, 3)  # what is read: 2 has neither all encodings nor versions of dense matrices
 DENSE_SINCE = 3  # the first version of the format in which dense matrices have versions
 HINT = "import moepack first: this is a moepack bundle"  # a tensor's name, for transformers' report of what it misses
-LOSSLESS = "bf16"  # the version that every recipe makes of dense matrices, for it holds the checkpoint's bits
+LOSSLESS = next(v.name for v in KNOWN if v.holds)  # what every recipe makes of dense matrices
 MAX_DIM = 1 << 24  # rows or columns of a matrix
 MAX_EXPERTS = 1 << 16
 MAX_LAYERS = 1 << 12

@@ -1,9 +1,8 @@
-"""Routers and attention of a served model on a CPU: their modules' own code, with one name in it standing for a kernel.
+"""Routers and attention of a served model on a CPU: their modules' own code, with one of its global names replaced.
 
-A router's code is the family's; what costs is its linear map, and `F.linear` in it becomes the kernels' product. In
-attention code `ALL_ATTENTION_FUNCTIONS` hands out a function that does a single new token by the kernel and all else by
-the one that was asked for. A module whose code does not read these names stays as it is, and so does a router whose
-numbers would differ.
+In a router `F.linear` becomes the kernels' product. In attention `ALL_ATTENTION_FUNCTIONS` gives a function that does a
+single new token by the kernel and all else by the function that was asked for. A module whose code does not read these
+names stays as it is, and so does a router whose numbers would differ.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.dense_native import KernelMatrix, MatrixGroup, attend, dense, plain_form
 
-from .linears import learns, most_tokens, names_of
+from .linears import in_place_of, learns, most_tokens
 
 ROWS = 16  # random tokens that a router is tried on
-CLOSE = 2.0**-6  # of the greatest number, that results may be apart
+CLOSE = 2.0**-6  # the greatest difference of results, over the greatest number
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
 
@@ -37,7 +36,7 @@ class _Names:
 
 
 def _with_name(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """The same code with a global name that stands for something else."""
+    """A copy of a function with one of its global names replaced."""
     names = {**function.__globals__, name: value}
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -45,18 +44,13 @@ def _with_name(function: types.FunctionType, name: str, value: Any) -> types.Fun
 
 
 def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
-    """A module's forward, where its code reads a global name and nobody has put another in its place."""
+    """A module's forward, where its code reads a global name that was not replaced."""
     function = type(module).forward
     if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
         return None
     if isinstance(function.__globals__.get(name), _Names | _Registry):
-        return None  # done
+        return None  # replaced already
     return function if name in function.__code__.co_names else None
-
-
-def _in_place_of(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A class with that forward; otherwise `kind`, by its name too."""
-    return type(kind.__name__, (kind,), {**names_of(kind), "forward": forward})
 
 
 def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
@@ -64,7 +58,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
 
     Args:
         model: on a CPU, its weights loaded.
-        experts: the names of its experts' modules, beside which routers stand.
+        experts: the names of its experts' modules; routers are their siblings.
     """
     done: dict[str, int] = {}
     most = most_tokens()
@@ -78,7 +72,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
             shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach(), most))
             own, kind = _with_name(function, "F", shim), type(module)
             if _agree(module, own):
-                module.__class__ = _in_place_of(kind, own)
+                module.__class__ = in_place_of(kind, own)
                 done[kind.__name__] = done.get(kind.__name__, 0) + 1
     return done
 
@@ -89,12 +83,8 @@ def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         few = x.dtype == torch.bfloat16 and 0 < x.numel() <= most * x.shape[-1]
-        if (
-            few
-            and bias is None
-            and weight.data_ptr() == at
-            and not (torch.compiler.is_compiling() or learns(x, weight))
-        ):
+        known = few and bias is None and weight.data_ptr() == at
+        if known and not torch.compiler.is_compiling() and not learns(x, weight):
             return dense(of, x)[0]
         return nn.functional.linear(x, weight, bias)
 
@@ -102,13 +92,13 @@ def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
 
 
 def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
-    """Whether a router gives the same by both ways, but for rounding: numbers, not choices, which are made of them."""
+    """Whether a router gives the same numbers by both ways, but for rounding; choices follow from them."""
     weight: Any = module.weight
     x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     try:
         with torch.no_grad():
             wanted, got = module(x), own(module, x)
-    except Exception:  # whatever a family's code raises: then it stays
+    except Exception:  # of any kind, from a family's code
         return False
     wanted, got = (found if isinstance(found, tuple) else (found,) for found in (wanted, got))
     pairs = [(a, b) for a, b in zip(wanted, got, strict=False) if isinstance(a, Tensor)]
@@ -119,7 +109,7 @@ def _agree(module: nn.Module, own: Callable[..., Any]) -> bool:
 
 
 class _Registry:
-    """transformers' attention functions, with one new token's by the kernel."""
+    """transformers' attention functions, with the kernel for one new token."""
 
     def __init__(self, of: Any) -> None:
         self._of = of
@@ -136,7 +126,7 @@ class _Registry:
         return getattr(self._of, name)
 
 
-SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # what the kernel does not do
+SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not have
 
 
 @functools.cache
@@ -178,7 +168,7 @@ def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _attention(kind: type[nn.Module]) -> type[nn.Module]:
     function: Any = kind.forward
-    return _in_place_of(kind, _with_name(function, REGISTRY, _Registry(function.__globals__[REGISTRY])))
+    return in_place_of(kind, _with_name(function, REGISTRY, _Registry(function.__globals__[REGISTRY])))
 
 
 def serve_attention(model: nn.Module) -> dict[str, int]:

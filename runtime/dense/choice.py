@@ -1,5 +1,4 @@
-"""Which version each dense matrix of a bundle is served in, and what that changes in bytes. Pure arithmetic over the
-manifest; knows nothing of models."""
+"""The version in which each dense matrix of a bundle is served, and its bytes: arithmetic over the manifest."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from collections.abc import Sequence
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import LOSSLESS, SECTION, Version, align
-from moepack.runtime.kernels.forms import resident_size
 
 ALLOCATION = "allocation"  # the versions that the manifest names
 
@@ -17,13 +15,13 @@ def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) ->
     """A version for every entry of the manifest's `dense`; empty for a bundle whose dense matrices have none.
 
     Args:
-        text: a version's name; "allocation"; None: those of the manifest's allocation where the policy is its map too,
-            else the most precise version that is here.
+        text: a version's name; "allocation"; None for the allocation's versions where the policy is its map too, else
+            for the most precise version that is here.
         bundle: the bundle.
         policy: as of `moepack.load`.
 
     Raises:
-        InputError: for a version that is not here, or an allocation that does not name any.
+        InputError: for a version that is not here, or an allocation without dense versions.
     """
     manifest, here = bundle.manifest, {v.name: v for v in bundle.dense_versions}
     if not manifest.dense:
@@ -48,15 +46,10 @@ def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) ->
     return tuple(here[name] for name in names)
 
 
-def dense_size(bundle: Bundle, versions: Sequence[Version]) -> int:
-    """Bytes of memory of the matrices in these versions."""
-    pairs = zip(bundle.manifest.dense, versions, strict=True)
-    return sum(align(resident_size((d.matrix,), v), SECTION) for d, v in pairs)
-
-
 def dense_change(bundle: Bundle, versions: Sequence[Version], item: int) -> int:
-    """How many bytes more, or fewer, than with weights of `item` bytes each."""
+    """Bytes of memory that the matrices take in these versions beyond what they take with weights of `item` bytes."""
     if not versions:
         return 0
-    plain = sum(d.matrix.weights + (d.matrix.rows if d.matrix.bias else 0) for d in bundle.manifest.dense)
-    return dense_size(bundle, versions) - item * plain
+    pairs = zip(bundle.manifest.dense, versions, strict=True)
+    packed = sum(align(v.resident_size((d.matrix,)), SECTION) for d, v in pairs)
+    return packed - item * sum(d.matrix.weights + d.matrix.rows * d.matrix.bias for d in bundle.manifest.dense)

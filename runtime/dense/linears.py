@@ -1,16 +1,15 @@
 """Products of a served model's dense matrices on a CPU, by the kernels that run its experts.
 
-torch reads BF16 weights at half of what memory gives for one token. Here a matrix lies in huge pages, in the layout of
-an expert with that matrix alone (kernels/forms.py), whichever version it is in, and maps that are given the same input
-are multiplied by in one call. Where a pass has many tokens, BF16 matrices are torch's (kernels/by_torch.py).
-Decides nothing about which version a matrix is in.
+torch reads BF16 weights at half the memory's bandwidth for one token. Here a matrix lies in huge pages, in the layout
+of an expert with that matrix alone (kernels/forms.py), and one call multiplies all maps that are given the same input.
+torch multiplies BF16 matrices where a pass has many tokens (kernels/by_torch.py).
 """
 
 from __future__ import annotations
 
 import copyreg
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,30 +20,35 @@ from torch import Tensor, nn
 from moepack.pack.errors import InputError
 from moepack.pack.isa import emulated
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import LOSSLESS, SECTION, ExpertLayer, Matrix, Version, align
+from moepack.pack.spec import LOSSLESS, SECTION, ExpertLayer, Matrix, Version, align, is_dense
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels import by_torch
 from moepack.runtime.kernels.forms import compiled as has_kernels
-from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 from moepack.runtime.store.files import DENSE, BackingStore
 
-from .find import groups, linears
 from .packed import PackedLinear
 
-FEW = 16  # tokens whose products are made together for all maps that are given them
-MISSES = 2  # calls one after another whose results nobody took, until a group's maps are multiplied by one by one
+FEW = 16  # tokens: up to here one call makes the products of all maps that are given them
+MISSES = 2  # calls in a row whose spare results were not used, after which a group's maps are multiplied one by one
+# Names of maps that families give one input to. Where one does not, the group dissolves as it runs (linears.py).
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
 
 
 def most_tokens() -> int:
-    """Tokens up to which a BF16 matrix is multiplied by here, and beyond by torch.
+    """The most tokens for which the kernels multiply by a BF16 matrix; torch does beyond.
 
     Measured on one core of an EPYC with AVX-512 BF16, our time over torch's for [4096, 2048] and [2048, 4096], torch
-    kept to the same instruction sets. Where tiles multiply BF16: 0.7 to 1.3 up to 16 tokens and 0.85 to 1.0 up to 64,
-    too little to keep their results beside torch's for. Without tiles the bytes are read directly: 0.4 to 0.6 up to 64
-    tokens with AVX-512 or AVX2, but by plain C 1.4 to 5 times torch's. So there it is the limit that is measured for
-    this machine.
+    kept to the same instruction sets. With BF16 tiles: 0.7 to 1.3 up to 16 tokens and 0.85 to 1.0 up to 64, too little
+    to keep their results beside torch's for. Without tiles the bytes are read directly: 0.4 to 0.6 up to 64 tokens with
+    AVX-512 or AVX2, but 1.4 to 5 by plain C. There the limit is measured on this machine.
     """
     from moepack.runtime.kernels.affine_native import has_tiles
 
@@ -53,9 +57,39 @@ def most_tokens() -> int:
     return backends.dense_limits(torch.bfloat16, [LOSSLESS])[torch.bfloat16][0]
 
 
+def linears(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
+    """A model's dense matrices by their modules' names, in its order, without those inside the modules `experts`."""
+    inside = tuple(f"{name}." for name in experts)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and is_dense(name, module.out_features, module.in_features)
+        and not name.startswith(inside)
+    }
+
+
+def groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Group the names of maps that share an input, in the order of their first ones."""
+    left: dict[str, Any] = dict.fromkeys(names)
+    for name in names:
+        if name not in left:
+            continue
+        parent, _, last = name.rpartition(".")
+        found: tuple[str, ...] = (name,)
+        for family in SIBLINGS:
+            members = tuple(f"{parent}.{other}" for other in family)
+            if last == family[0] and all(member in left for member in members):
+                found = members
+                break
+        for member in found:
+            left.pop(member, None)
+        yield found
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """One dense matrix where it is served from.
+    """One dense matrix in memory.
 
     Attributes:
         matrix: its shape.
@@ -68,15 +102,47 @@ class PackedMatrix:
     extent: Tensor
 
 
-class GroupProducts:
-    """The products of matrices that are given the same input."""
+class Group:
+    """Maps that are given the same input: the first that is called makes the others' results too.
+
+    A kept result is used only for the very same tensor, unchanged. Each thread keeps its own.
+    """
 
     def __init__(self, parts: Sequence[PackedMatrix]) -> None:
-        self._parts = tuple(parts)
+        self._parts, self._size = tuple(parts), len(parts)
         self._made: dict[tuple[int, ...], Any] = {}
+        self._kept = threading.local()
+        self._misses = 0
 
-    def __call__(self, x: Tensor, which: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Of x [..., cols], float32 or bfloat16: [..., rows] of each matrix asked for."""
+    def __deepcopy__(self, memo: object) -> Group:
+        return self
+
+    def run(self, which: int, x: Tensor) -> Tensor:
+        """The product of one map and x [..., cols], float32 or bfloat16."""
+        kept, few = self._kept, x.numel() <= FEW * x.shape[-1]  # many tokens' results would take much memory
+        if self._size > 1 and few:
+            made = kept.__dict__.pop("made", None)
+            if made is not None:
+                of, state, results = made
+                if of is x and which in results and _unchanged(x, state):
+                    out: Tensor = results.pop(which)
+                    if results:
+                        kept.made = made
+                    else:
+                        self._misses = 0
+                    return out
+                self._misses += 1
+                if self._misses >= MISSES:
+                    self._size = 1
+        asked = tuple(range(self._size)) if self._size > 1 and few else (which,)
+        found = dict(zip(asked, self._products(x.detach(), asked), strict=True))
+        out = found.pop(which)
+        if found:
+            kept.made = x, x.clone() if x.is_inference() else x._version, found
+        return out
+
+    def _products(self, x: Tensor, which: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """[..., rows] of each matrix asked for."""
         from moepack.runtime.kernels.dense_native import dense
 
         of = self._made.get(which)
@@ -100,113 +166,68 @@ class GroupProducts:
         return native.MatrixGroup(matrices, {t: v for d in DTYPES for t, v in backends.dense_limits(d, names).items()})
 
 
-class Group:
-    """Maps that are given the same input: the first that is called has the others' results made as well.
-
-    That it is the same is seen, not assumed: the very tensor, unchanged. Threads do not share what is kept.
-    """
-
-    def __init__(self, parts: Sequence[PackedMatrix]) -> None:
-        self._products, self._size = GroupProducts(parts), len(parts)
-        self._kept = threading.local()
-        self._misses = 0
-
-    def __deepcopy__(self, memo: object) -> Group:
-        return self
-
-    def run(self, which: int, x: Tensor) -> Tensor:
-        """What one of the maps makes of x [..., cols], float32 or bfloat16."""
-        kept, few = self._kept, x.numel() <= FEW * x.shape[-1]  # many tokens' results would be held at once for nothing
-        if self._size > 1 and few:
-            made = kept.__dict__.pop("made", None)
-            if made is not None:
-                of, state, results = made
-                if of is x and which in results and _unchanged(x, state):
-                    out: Tensor = results.pop(which)
-                    if results:
-                        kept.made = made
-                    else:
-                        self._misses = 0
-                    return out
-                self._misses += 1
-                if self._misses >= MISSES:
-                    self._size = 1
-        asked = tuple(range(self._size)) if self._size > 1 and few else (which,)
-        found = dict(zip(asked, self._products(x.detach(), asked), strict=True))
-        out = found.pop(which)
-        if found:
-            kept.made = x, x.clone() if x.is_inference() else x._version, found
-        return out
-
-
 def _unchanged(x: Tensor, state: Tensor | int) -> bool:
-    """Whether a tensor is what it was; those of inference mode do not count their changes, and are compared."""
+    """Whether a tensor is as it was. Tensors of inference mode do not count their changes, and are compared."""
     return torch.equal(x, state) if isinstance(state, Tensor) else not x.is_inference() and x._version == state
 
 
 class Place:
-    """Where the kernels find a linear map's weights; a copy of its module has none, and is torch's."""
+    """The kernels' place for a linear map's weights. A copy of its module has none, and torch multiplies by it."""
 
     def __init__(self, module: nn.Linear, group: Group, which: int, most: int) -> None:
-        self.group, self.which, self.most = group, which, most
-        self.weight, self.bias = module.weight.data_ptr(), None if module.bias is None else module.bias.data_ptr()
+        self.group, self.which, self.most, self._at = group, which, most, _addresses(module)
 
     def holds(self, module: nn.Linear) -> bool:
-        """Whether these are the module's weights still, and nobody put others there."""
-        bias = None if module.bias is None else module.bias.data_ptr()
-        return module.weight.data_ptr() == self.weight and bias == self.bias
+        """Whether the module still has the weights that it had."""
+        return _addresses(module) == self._at
 
     def __deepcopy__(self, memo: object) -> None:
         return None
 
 
-class ServedLinear(nn.Linear):
-    """torch's linear map, multiplied by the kernels where they are sooner: BF16, few tokens, no gradients."""
-
-    _moepack_place: Place | None
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        return copyreg.__newobj__, (nn.Linear,), self.__dict__  # type: ignore[attr-defined]
-
-    def forward(self, input: Tensor) -> Tensor:
-        """y = W x + b of x [..., cols]."""
-        place = self._moepack_place
-        if (
-            place is None
-            or torch.compiler.is_compiling()
-            or input.dtype != torch.bfloat16
-            or not input.numel()
-            or input.device.type != "cpu"
-            or learns(input, self.weight, self.bias)
-            or not place.holds(self)
-        ):
-            return nn.functional.linear(input, self.weight, self.bias)
-        if input.numel() <= place.most * input.shape[-1]:
-            return place.group.run(place.which, input)
-        many = by_torch.linear if emulated(input.device, input.dtype) else nn.functional.linear
-        return many(input, self.weight, self.bias)
+def _addresses(module: nn.Linear) -> tuple[int, int | None]:
+    return module.weight.data_ptr(), None if module.bias is None else module.bias.data_ptr()
 
 
-ServedLinear.__name__ = ServedLinear.__qualname__ = nn.Linear.__name__  # as it is printed
-
-
-def names_of(kind: type[nn.Module]) -> dict[str, Any]:
-    """What a class has that stands in for `kind`: its names, and copies that are `kind`'s own."""
+def in_place_of(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of `kind` with that forward. It has `kind`'s name, and copies of its modules are of class `kind`."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
 
     def reduce(self: Any, protocol: object) -> Any:
         return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
 
-    return {**names, "__reduce_ex__": reduce}
+    return type(kind.__name__, (kind,), {**names, "__reduce_ex__": reduce, "forward": forward})
+
+
+def _linear(self: Any, input: Tensor) -> Tensor:
+    """y = W x + b of x [..., cols]: by the kernels for few tokens in BF16 without gradients, else by torch."""
+    place = self._moepack_place
+    if (
+        place is None
+        or torch.compiler.is_compiling()
+        or input.dtype != torch.bfloat16
+        or not input.numel()
+        or input.device.type != "cpu"
+        or learns(input, self.weight, self.bias)
+        or not place.holds(self)
+    ):
+        return nn.functional.linear(input, self.weight, self.bias)
+    if input.numel() <= place.most * input.shape[-1]:
+        return place.group.run(place.which, input)  # type: ignore[no-any-return]
+    many = by_torch.linear if emulated(input.device, input.dtype) else nn.functional.linear
+    return many(input, self.weight, self.bias)
+
+
+ServedLinear = in_place_of(nn.Linear, _linear)
 
 
 def learns(*tensors: Tensor | None) -> bool:
-    """Whether a gradient will be asked of what is made of these."""
+    """Whether autograd records operations on these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> None:
-    """Before a model's weights are loaded: take off it those of the bundle's dense matrices, which come from elsewhere.
+    """Remove from a model, before its weights are loaded, those of the bundle's dense matrices.
 
     Raises:
         InputError: for a matrix that the model does not have.
@@ -228,15 +249,14 @@ def prepare(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> No
 
 
 def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compiled: bool, plain: bool = True) -> None:
-    """After a model's weights were loaded: load its dense matrices, and let the kernels multiply by them.
+    """Load a model's dense matrices after its other weights, and let the kernels multiply by them.
 
     Args:
         model: its other weights loaded.
         bundle: the bundle.
-        versions: of each of its dense matrices, or none for a bundle that has no versions of them: then the model's own
-            are moved.
+        versions: of each of its dense matrices; none where these have no versions: then the model's own are moved.
         compiled: whether the model is on a CPU, and there are compiled kernels.
-        plain: whether they do BF16 matrices too.
+        plain: whether the kernels multiply by BF16 matrices too.
 
     Raises:
         BundleError: when an extent is damaged.
@@ -259,12 +279,12 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
                 module.group, module.which = group, which
             elif plain and isinstance(module, nn.Linear):
                 module._moepack_place = Place(module, group, which, most)  # type: ignore[assignment]
-                module.__class__ = ServedLinear
+                module.__class__ = ServedLinear  # type: ignore[assignment]
 
 
 def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
     """Memory for extents, in one piece of huge pages."""
-    sizes = {name: align(resident_size((m,), v), SECTION) for name, (m, v) in shapes.items()}
+    sizes = {name: align(v.resident_size((m,)), SECTION) for name, (m, v) in shapes.items()}
     memory = CpuMemory(sum(sizes.values()))
     memory.take(0, sum(sizes.values()))
     parts = memory.tensor[: sum(sizes.values())].split(list(sizes.values()))
@@ -272,7 +292,7 @@ def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
 
 
 def _move(found: Mapping[str, nn.Linear]) -> dict[str, PackedMatrix]:
-    """BF16 matrices of a model to where the kernels read them best."""
+    """Move a model's BF16 matrices into huge pages."""
     version = Version.of(LOSSLESS)
     shapes = {
         n: (Matrix("weight", m.out_features, m.in_features, m.bias is not None), version)
@@ -299,7 +319,7 @@ def _views(extent: Tensor, matrix: Matrix, version: Version) -> tuple[Tensor, Te
 
 
 def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict[str, PackedMatrix]:
-    """Every dense matrix of a bundle into memory, and into its module."""
+    """Read every dense matrix of a bundle into memory, and into its module."""
     described = bundle.manifest.dense
     shapes = {d.module: (d.matrix, v) for d, v in zip(described, versions, strict=True)}
     store, out = BackingStore(bundle), {}
@@ -328,7 +348,7 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
                     if bias is not None:
                         module.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
                     if module.weight.data_ptr() != weight.data_ptr():
-                        continue  # in another dtype: nobody reads the extent any more
+                        continue  # in another dtype: the extent is not read again
                 out[name] = PackedMatrix(matrix, version, extent)
     finally:
         host.close()
@@ -337,7 +357,7 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version]) -> dict
 
 
 def _device(model: nn.Module, name: str) -> torch.device:
-    """Where a matrix belongs: to its nearest neighbours that are loaded."""
+    """The device of a matrix: that of its nearest loaded neighbours."""
     while name:
         name = name.rpartition(".")[0]
         found = next((t for t in model.get_submodule(name).parameters() if t.device.type != "meta"), None)

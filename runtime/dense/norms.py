@@ -1,7 +1,7 @@
 """Normalisations of a served model's BF16 rows on a CPU by one kernel call, in place of eight of torch's operations.
 
-Which arithmetic a module does is not read from its name: each of the kernel's forms is run beside it on random rows and
-weights when the model is loaded, and the one that agrees takes its place; where none does the module stays as it is.
+A module's name does not tell its arithmetic. So when a model is loaded each of the kernel's forms is run beside the
+module on random rows and weights. The form that agrees takes its place; without one the module stays as it is.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.dense_native import norm
 
-from .linears import learns, names_of
+from .linears import in_place_of, learns
 
 FORMS = (0, 1, 2)  # small.c
 ROWS = 64  # random rows that a form is tried on
-EQUAL = 0.998  # of their numbers that must be the same bits
-APART = 2  # units in the last place: one of the rounding before the weight, which the weight may double
+EQUAL = 0.998  # share of their numbers that must have the same bits
+APART = 2  # units in the last place: one of the rounding before the weight, which may double it
 
 
 @functools.cache
 def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]:
-    """A class of normalisations whose forward is the kernel's where it can be; otherwise `kind`, by its name too."""
+    """A class of normalisations that calls the kernel where it can."""
     plain, added = kind.forward, ctypes.c_double(epsilon)
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]
             return made
         return norm(x, weight, form, added)
 
-    return type(kind.__name__, (kind,), {**names_of(kind), "forward": forward})
+    return in_place_of(kind, forward)
 
 
 def serve_norms(model: nn.Module) -> dict[str, int]:
-    """Let the kernel do a model's normalisations that it does the same way; returns how many of each class it does.
+    """Let the kernel do the normalisations that it does the same way; returns how many of each class.
 
     A class is tried once for each size of rows.
     """
@@ -57,13 +57,14 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
     done: dict[str, int] = {}
     for module in model.modules():
         weight, epsilon = getattr(module, "weight", None), _epsilon(module)
+        kind: Any = type(module)
         if epsilon is None or not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16 or weight.dim() != 1:
             continue
         if "forward" in module.__dict__ or next(module.children(), None) is not None or weight.device.type != "cpu":
             continue
-        if not _takes_rows_alone(type(module)):
-            continue
-        kind: Any = type(module)
+        parameters = [p.kind for p in inspect.signature(kind.forward).parameters.values()]
+        if parameters != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2:
+            continue  # given more than rows, it may do more than normalise
         key = kind, len(weight), epsilon
         if key not in tried:
             tried[key] = _form(module, epsilon)
@@ -71,12 +72,6 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
             module.__class__ = _served(kind, form, epsilon)
             done[kind.__name__] = done.get(kind.__name__, 0) + 1
     return done
-
-
-def _takes_rows_alone(kind: type[nn.Module]) -> bool:
-    """Whether a class's forward has one argument: one that may be given more does more than normalise."""
-    kinds = [p.kind for p in inspect.signature(kind.forward).parameters.values()]
-    return kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -89,8 +84,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _form(module: nn.Module, epsilon: float) -> int | None:
-    """The kernel's form that gives what the module does; None where none does. Not on its own weights: of ones, as an
-    untrained module has, all forms are alike."""
+    """The kernel's form that agrees with the module on random weights (on ones, all forms agree); None without one."""
     generator = torch.Generator().manual_seed(0)
     try:
         probe: Any = copy.deepcopy(module)
@@ -100,7 +94,7 @@ def _form(module: nn.Module, epsilon: float) -> int | None:
         x = (torch.randn(ROWS, len(weight), generator=generator) * spread).bfloat16()
         with torch.no_grad():
             wanted = probe(x)
-    except Exception:  # whatever a family's code raises: then it stays
+    except Exception:  # of any kind, from a family's code
         return None
     if not isinstance(wanted, Tensor) or wanted.dtype != torch.bfloat16 or wanted.shape != x.shape:
         return None

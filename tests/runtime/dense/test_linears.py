@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense import linears as module_under_test
-from moepack.runtime.dense.find import groups, linears
-from moepack.runtime.dense.linears import Group, PackedMatrix, ServedLinear
+from moepack.runtime.dense.linears import Group, PackedMatrix, ServedLinear, groups, linears
 from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels import affine_native

@@ -7,35 +7,25 @@ checked when an extent is read. `verify` checks all digests, and the rules that 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Iterator
-from functools import partial
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from .codec.bits import Buffer
 from .dense import DenseTensors
-from .errors import BundleError, CodecError, InputError, Kind, Problem
+from .errors import BundleError, CodecError, InputError, Problem
 from .files import digest_of, read_file, size_of
-from .layer_file import LayerFile
-from .manifest import (
-    CARD,
-    CONFIG,
-    DENSE,
-    DENSE_INDEX,
-    MANIFEST,
-    MAX_BYTES,
-    ExpertFileEntry,
-    FileEntry,
-    Manifest,
-)
+from .layer_file import Layer, LayerFile
+from .manifest import CARD, CONFIG, DENSE, DENSE_INDEX, MANIFEST, MAX_BYTES, ExpertFileEntry, FileEntry, Manifest
 from .manifest.parser import parse_manifest
-from .spec import DenseLayer, ExpertLayer, Version, dense_file, expert_file
+from .spec import DenseLayer, ExpertLayer, Version
 from .tables import TABLES, CalibrationTables, read_tables
 from .values import DenseValues, Expert
 
 _CONFIG_BYTES = 64 << 20
-TENSORS = ".safetensors"  # how the names of files end that hold them
+TENSORS = ".safetensors"  # the ending of files of tensors
 
 
 class Bundle:
@@ -59,8 +49,7 @@ class Bundle:
         self.path, self.manifest, self.versions = path, manifest, versions
         self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
         self.dense_layers: tuple[DenseLayer, ...] = manifest.dense_layers
-        self._open: dict[tuple[str, int], LayerFile] = {}
-        self._open_dense: dict[tuple[str, int | None], LayerFile] = {}
+        self._open: dict[str, LayerFile] = {}
 
     @property
     def layers(self) -> tuple[ExpertLayer, ...]:
@@ -74,22 +63,17 @@ class Bundle:
 
     def layer_file(self, version: str, position: int) -> LayerFile:
         """The layer file of the layer at `position` in `layers`; kept open."""
-        key = (version, position)
-        if key not in self._open:
-            layer = self.layers[position]
-            name = expert_file(version, layer.index)
-            entry = self.manifest.expert_files[name]
-            self._open[key] = LayerFile(self.path, name, entry, self.manifest.version(version), layer)
-        return self._open[key]
+        return self._file(self.manifest.version(version), self.layers[position])
 
     def dense_file(self, version: str, layer: DenseLayer) -> LayerFile:
         """The file of a layer's dense matrices; kept open."""
-        key = (version, layer.index)
-        if key not in self._open_dense:
-            name = dense_file(version, layer.index)
-            entry, described = self.manifest.expert_files[name], self.manifest.dense_version(version)
-            self._open_dense[key] = LayerFile(self.path, name, entry, described, layer)
-        return self._open_dense[key]
+        return self._file(self.manifest.dense_version(version), layer)
+
+    def _file(self, version: Version, layer: Layer) -> LayerFile:
+        name = layer.file(version.name)
+        if name not in self._open:
+            self._open[name] = LayerFile(self.path, name, self.manifest.expert_files[name], version, layer)
+        return self._open[name]
 
     def dense_place(self, number: int) -> tuple[DenseLayer, int]:
         """The layer of a dense matrix, by its number in the manifest's list, and its number there."""
@@ -115,7 +99,7 @@ class Bundle:
             if described.module == module:
                 layer, at = self.dense_place(number)
                 file = self.dense_file(version, layer)
-                return DenseValues(described, file.version, file.extent(at), file.place(at))
+                return DenseValues(file.version, file.extent(at), file.place(at), described)
         raise InputError(f"{self.path}: {module!r} is no dense matrix with versions")
 
     def extent(self, version: str, position: int, expert: int, check_digest: bool = True) -> Buffer:
@@ -149,14 +133,13 @@ class Bundle:
         if not 0 <= expert < described.experts:
             raise InputError(f"{self.path}: layer {layer} has no expert {expert}: it has {described.experts}, from 0")
         file = self.layer_file(version, position)
-        return Expert(described, file.version, file.extent(expert), file.place(expert))
+        return Expert(file.version, file.extent(expert), file.place(expert), described)
 
     def dense(self, check_digests: bool = True) -> DenseTensors:
-        """The tensors outside the experts, but for the dense matrices that have versions: a mapping of their names to
-        shapes, with `.numpy(name)`, `.torch(name)`.
+        """The tensors outside the experts without versions: shapes by name, `.numpy(name)`, `.torch(name)`.
 
         Args:
-            check_digests: whether the digest of a file is checked before the first of its tensors is given.
+            check_digests: whether a file's digest is checked before its first tensor is read.
 
         Raises:
             BundleError: when a file's header is damaged.
@@ -179,9 +162,7 @@ class Bundle:
         return tables
 
     def check(self, *names: str) -> None:
-        """Check the digests of these files outside `experts/`; without names, of all but tensors.
-
-        Those are what transformers reads: config, tokenizer, templates.
+        """Check the digests of these files outside `experts/`; without names, of all that hold no tensors.
 
         Raises:
             BundleError: with every file that does not match its digest.
@@ -197,15 +178,15 @@ class Bundle:
 
     def version_bytes(self, version: str) -> int:
         """Bytes of a version's files as stored."""
-        return sum(self.manifest.expert_files[expert_file(version, layer.index)].size for layer in self.layers)
+        return sum(self.manifest.expert_files[layer.file(version)].size for layer in self.layers)
 
     def dense_bytes(self, version: str) -> int:
         """Bytes of the files of a version of the dense matrices."""
-        return sum(self.manifest.expert_files[name].size for name in self.manifest.dense_files(version))
+        return sum(self.manifest.expert_files[layer.file(version)].size for layer in self.dense_layers)
 
     def bits_per_weight(self, version: str) -> float:
         """Bits an expert weight takes: codes with their tables, scales and indexes, without alignment padding."""
-        files = (self.manifest.expert_files[expert_file(version, layer.index)] for layer in self.layers)
+        files = (self.manifest.expert_files[layer.file(version)] for layer in self.layers)
         return 8 * sum(f.payload for f in files) / self.expert_weights
 
 
@@ -236,14 +217,16 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
         raise BundleError([Problem(f"{root}/{p.location}", p.kind, p.message) for p in error.problems]) from None
     enough, is_there = (all, os.path.exists) if skip_partial else (any, os.path.lexists)
 
-    def here(names: Iterable[str]) -> bool:
-        return enough(is_there(root / name) for name in names)
+    def here(version: Version, layers: Sequence[Layer]) -> bool:
+        return enough(is_there(root / layer.file(version.name)) for layer in layers)
 
-    layers = manifest.layers
-    present = tuple(v for v in manifest.versions if here(expert_file(v.name, x.index) for x in layers))
-    dense = tuple(v for v in manifest.dense_versions if here(manifest.dense_files(v.name)))
+    present = tuple(v for v in manifest.versions if here(v, manifest.layers))
+    dense = tuple(v for v in manifest.dense_versions if here(v, manifest.dense_layers))
+    bundle = Bundle(root, manifest, present, dense)
+    expected: dict[str, FileEntry | ExpertFileEntry] = dict(manifest.files)
+    expected |= {name: manifest.expert_files[name] for name, _, _ in _layer_files(bundle)}
     problems: list[Problem] = []
-    for name, entry in _expected_files(manifest, present, dense):
+    for name, entry in expected.items():
         try:
             size = size_of(root, name)
         except BundleError as error:
@@ -257,25 +240,19 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
         problems.append(Problem(str(root), "missing", "no version of the dense matrices is here"))
     if problems:
         raise BundleError(problems)
-    return Bundle(root, manifest, present, dense)
+    return bundle
 
 
-def _expected_files(
-    manifest: Manifest, present: tuple[Version, ...], dense: tuple[Version, ...]
-) -> Iterator[tuple[str, FileEntry | ExpertFileEntry]]:
-    yield from manifest.files.items()
-    for version in dense:
-        for name in manifest.dense_files(version.name):
-            yield name, manifest.expert_files[name]
-    for version in present:
-        for layer in manifest.layers:
-            name = expert_file(version.name, layer.index)
-            yield name, manifest.expert_files[name]
+def _layer_files(bundle: Bundle) -> Iterator[tuple[str, Version, Layer]]:
+    """The layer files that are here, each with its version and layer."""
+    pairs: list[tuple[Version, Layer]] = list(itertools.product(bundle.versions, bundle.layers))
+    pairs += itertools.product(bundle.dense_versions, bundle.dense_layers)
+    for version, layer in pairs:
+        yield layer.file(version.name), version, layer
 
 
 def unlisted(bundle: Bundle) -> list[str]:
-    """Files in a bundle's directory that its manifest does not name, the model card and hidden ones aside. They mean
-    nothing to a bundle; other programs may read them."""
+    """Files in a bundle's directory that its manifest does not name, without the model card and hidden files."""
     listed = {MANIFEST, *CARD, *bundle.manifest.files, *bundle.manifest.expert_files}
     out = []
     for folder, folders, names in os.walk(bundle.path):
@@ -286,8 +263,7 @@ def unlisted(bundle: Bundle) -> list[str]:
 
 
 def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple[str, list[Problem]]]:
-    """Check every digest, decode every lossless extent, and check every rule of FORMAT.md; yields each file's name with
-    its problems.
+    """Check every digest and every rule of FORMAT.md; yields each file's name with its problems.
 
     Args:
         bundle: the bundle.
@@ -297,16 +273,9 @@ def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple
         if only is None or name in only:
             skipped = only is not None and name == DENSE_INDEX  # the files that it names may be elsewhere
             yield name, _check_digest(bundle, name) or ([] if skipped else _check_file(bundle, name))
-    for version in bundle.versions:
-        for position, layer in enumerate(bundle.layers):
-            name = expert_file(version.name, layer.index)
-            if only is None or name in only:
-                yield name, _verify_layer(bundle, name, partial(bundle.layer_file, version.name, position))
-    for version in bundle.dense_versions:
-        for dense in bundle.dense_layers:
-            name = dense_file(version.name, dense.index)
-            if only is None or name in only:
-                yield name, _verify_layer(bundle, name, partial(bundle.dense_file, version.name, dense))
+    for name, version, layer in _layer_files(bundle):
+        if only is None or name in only:
+            yield name, _verify_layer(bundle, version, layer)
 
 
 def _check_digest(bundle: Bundle, name: str) -> list[Problem]:
@@ -343,29 +312,24 @@ def _check_config(bundle: Bundle) -> None:
         raise BundleError.single(where, "value", "its quantization_config is not that of a bundle")
 
 
-def _verify_layer(bundle: Bundle, name: str, opened: Callable[[], LayerFile]) -> list[Problem]:
+def _verify_layer(bundle: Bundle, version: Version, layer: Layer) -> list[Problem]:
     problems: list[Problem] = []
     try:
-        file = opened()
+        file = bundle._file(version, layer)
     except BundleError as error:
         return list(error.problems)
-    version, payload = file.version, 0
-    for number in range(file.layer.extents):
-
-        def wrong(kind: Kind, message: str, where: str = file.place(number)) -> None:
-            problems.append(Problem(where, kind, message))
-
-        matrices = file.layer.extent_matrices(number)
+    payload = 0
+    for number in range(layer.extents):
+        where, matrices = file.place(number), layer.extent_matrices(number)
         try:
             extent = file.extent(number)
-            for kind, message in version.check(matrices, extent):
-                wrong(kind, message)
+            problems.extend(Problem(where, kind, message) for kind, message in version.check(matrices, extent))
             payload += version.payload(matrices, extent)
         except BundleError as error:
             problems.extend(error.problems)
         except CodecError as error:
-            wrong("codec", str(error))
-    listed = bundle.manifest.expert_files[name].payload
+            problems.append(Problem(where, "codec", str(error)))
+    listed = bundle.manifest.expert_files[layer.file(version.name)].payload
     if not problems and payload != listed:
         problems.append(Problem(file.location, "size", f"a payload of {payload} bytes, the manifest says {listed}"))
     return problems

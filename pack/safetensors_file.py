@@ -1,13 +1,14 @@
 """Headers of safetensors files: read with every field checked, written with control over alignment.
 
-The safetensors library reads and writes tensors; it gives neither their offsets in the file, which extents and
-truncation checks need, nor a say in where data begin. Its format: a little-endian 64-bit header length, that many
-bytes of JSON, then the data without holes.
+The safetensors library gives neither tensors' offsets in a file, which extents and truncation checks need, nor control
+over the first byte of data. The format: a little-endian 64-bit header length, that many bytes of JSON, then the data
+without holes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Container, Mapping, Sequence
@@ -21,9 +22,13 @@ from .spec import align
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors format
 MAX_RANK = 64  # dimensions of a tensor
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+# dtype -> bytes of an element, and the dtype's name in torch and in NumPy, empty where NumPy has none.
+DTYPES = {
+    "BOOL": (1, "bool", "?"), "U8": (1, "uint8", "<u1"), "I8": (1, "int8", "<i1"), "F8_E5M2": (1, "float8_e5m2", ""),
+    "F8_E4M3": (1, "float8_e4m3fn", ""), "F8_E8M0": (1, "float8_e8m0fnu", ""), "U16": (2, "uint16", "<u2"),
+    "I16": (2, "int16", "<i2"), "F16": (2, "float16", "<f2"), "BF16": (2, "bfloat16", "<u2"),
+    "U32": (4, "uint32", "<u4"), "I32": (4, "int32", "<i4"), "F32": (4, "float32", "<f4"), "U64": (8, "uint64", "<u8"),
+    "I64": (8, "int64", "<i8"), "F64": (8, "float64", "<f8"),
 }  # fmt: skip
 
 
@@ -58,7 +63,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_open_header(file: BinaryIO, location: str) -> Header:
-    """As `read_header`, of a file that is open; it is read from its start, and left after its header."""
+    """As `read_header`, of an open file; its position is then after the header."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     prefix = file.read(8)
@@ -102,11 +107,9 @@ def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
     begin, end = offsets
     numbers = (*shape, begin, end)
     in_range = all(type(v) is int and 0 <= v < 1 << 48 for v in numbers) and len(shape) <= MAX_RANK
-    if not in_range or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not in_range or not isinstance(dtype, str) or dtype not in DTYPES:
         raise _bad(location, "header", f"tensor {name} has a dtype, shape or offset out of range")
-    expected = ITEM_BYTES[dtype]
-    for d in shape:
-        expected *= d
+    expected = DTYPES[dtype][0] * math.prod(shape)
     if end - begin != expected:
         raise _bad(location, "offsets", f"tensor {name} of {expected} bytes spans {end - begin}")
     return TensorEntry(dtype, tuple(shape), base + begin, base + end)
@@ -119,9 +122,7 @@ def make_header(
     document: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     at = 0
     for name, (dtype, shape) in tensors.items():
-        size = ITEM_BYTES[dtype]
-        for d in shape:
-            size *= d
+        size = DTYPES[dtype][0] * math.prod(shape)
         document[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(document, separators=(",", ":")).encode()
@@ -139,10 +140,10 @@ def merge(
     """Write the tensors of several files into one, copying bytes without loading them.
 
     Args:
-        parts: files, each with what is put before its tensors' names. Names must not collide.
+        parts: files, each with a prefix for its tensors' names. Names must not collide.
         out: the file to write.
         metadata: the new file's metadata; the parts' own are dropped.
-        leave_out: names of tensors that are not wanted, as they would be in the new file.
+        leave_out: names in the new file of tensors to leave out.
 
     Returns:
         The tensors of the new file.
@@ -155,7 +156,7 @@ def merge(
             if prefix + name not in leave_out:
                 found[prefix + name] = (path, entry)
     # Wide elements first: every tensor then begins on a multiple of its element size, as the format advises.
-    order = sorted(found, key=lambda name: (-ITEM_BYTES[found[name][1].dtype], name))
+    order = sorted(found, key=lambda name: (-DTYPES[found[name][1].dtype][0], name))
     header = make_header({name: (found[name][1].dtype, found[name][1].shape) for name in order}, metadata)
     with out.open("wb") as target:
         target.write(header)

@@ -1,7 +1,6 @@
-"""Frozen descriptors of what a bundle holds. Standard library only: nothing here reads a file.
+"""Frozen descriptors of a bundle's contents. Standard library only; every size is in bytes.
 
-Versions and sections stand in encodings/ and sections.py, and may be imported from here. `Manifest` (manifest/) is the
-document that carries the descriptors. Every size is in bytes.
+Versions and sections are defined in encodings/ and sections.py, and may be imported from here.
 """
 
 from __future__ import annotations
@@ -9,21 +8,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from .encodings.base import KNOWN
-from .encodings.base import Version as Version
-from .encodings.base import encoding_of as encoding_of
-from .encodings.base import lossless as lossless
-from .encodings.base import lossy as lossy
-from .encodings.base import version_names as version_names
-from .encodings.bf16 import EXPERT_DTYPES as EXPERT_DTYPES
-from .sections import BLOCK_ROWS as BLOCK_ROWS
-from .sections import GROUPS as GROUPS
-from .sections import MAX_EXTENT as MAX_EXTENT
-from .sections import PAGE as PAGE
-from .sections import SECTION as SECTION
-from .sections import Matrix as Matrix
-from .sections import Section as Section
-from .sections import align as align
+from .encodings.base import KNOWN, Version, encoding_of, lossless, lossy, version_names
+from .encodings.bf16 import EXPERT_DTYPES
+from .sections import BLOCK_ROWS, GROUPS, MAX_EXTENT, PAGE, SECTION, Matrix, Section, align
+
+__all__ = [
+    "BLOCK_ROWS", "EXPERT_DTYPES", "GROUPS", "KNOWN", "MAX_EXTENT", "PAGE", "SECTION", "Matrix", "Section", "Version",
+    "align", "encoding_of", "lossless", "lossy", "version_names",
+]  # fmt: skip
 
 FORMAT_NAME = "moepack"
 FORMAT_VERSION = 3  # what is written
@@ -58,7 +50,11 @@ class ExpertLayer:
         """Weights of one expert."""
         return sum(m.weights for m in self.matrices)
 
-    kind = "experts"  # of its files: their folder, and the format that their metadata name
+    kind = "experts"  # the folder of its files, and the format that their metadata name
+
+    def file(self, version: str) -> str:
+        """The path of its file in a version."""
+        return expert_file(version, self.index)
 
     @property
     def extents(self) -> int:
@@ -67,16 +63,16 @@ class ExpertLayer:
 
     @property
     def label(self) -> str:
-        """What metadata of its files call it."""
+        """Its name in metadata of its files."""
         return str(self.index)
 
     def extent_matrices(self, extent: int) -> tuple[Matrix, ...]:
-        """What an extent holds."""
+        """The matrices in an extent."""
         return self.matrices
 
     def extent_name(self, extent: int) -> str:
         """An extent's name in its file."""
-        return extent_name(extent)
+        return f"expert.{extent:05d}"
 
     def place(self, extent: int) -> str:
         """An extent in words."""
@@ -98,8 +94,8 @@ class DenseMatrix:
     matrix: Matrix
 
 
-LEAST_DENSE = 64  # rows and columns: what is narrower is a gate, or too small to gain by
-ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names of what decides, and does not compute
+LEAST_DENSE = 64  # rows and columns: a narrower matrix is a gate, or too small to gain by
+ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' names
 
 
 def is_dense(module: str, rows: int, cols: int) -> bool:
@@ -109,7 +105,7 @@ def is_dense(module: str, rows: int, cols: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """The dense matrices of one decoder layer, or of all that is outside them: what one file holds of a version.
+    """The dense matrices of one decoder layer, or of all outside the layers. One file holds them in a version.
 
     Attributes:
         index: the decoder layer's; None outside.
@@ -123,6 +119,10 @@ class DenseLayer:
 
     kind = "dense"
 
+    def file(self, version: str) -> str:
+        """The path of its file in a version."""
+        return dense_file(version, self.index)
+
     @property
     def extents(self) -> int:
         """Extents of one of its files: one a matrix."""
@@ -130,11 +130,11 @@ class DenseLayer:
 
     @property
     def label(self) -> str:
-        """What its files and their metadata call it."""
+        """Its name in its files' paths and metadata."""
         return "head" if self.index is None else str(self.index)
 
     def extent_matrices(self, extent: int) -> tuple[Matrix, ...]:
-        """What an extent holds."""
+        """The matrices in an extent."""
         return (self.matrices[extent].matrix,)
 
     def extent_name(self, extent: int) -> str:
@@ -160,11 +160,6 @@ def expert_file(version: str, layer: int) -> str:
     return f"experts/{version}/layer-{layer:03d}.safetensors"
 
 
-def extent_name(expert: int) -> str:
-    """The name of an expert's extent inside its layer file."""
-    return f"expert.{expert:05d}"
-
-
 def dense_file(version: str, layer: int | None) -> str:
-    """The path inside the bundle of a file of dense matrices; `layer` None is what is outside the decoder layers."""
+    """The path inside the bundle of a file of dense matrices; `layer` is None outside the decoder layers."""
     return f"dense/{version}/{'head' if layer is None else f'layer-{layer:03d}'}.safetensors"

@@ -1,7 +1,4 @@
-"""The calibration tables of a bundle: the one reader and writer of calibration.safetensors (FORMAT.md).
-
-What the numbers are good for is for those who read them.
-"""
+"""The calibration tables of a bundle: the one reader and writer of calibration.safetensors (FORMAT.md)."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
@@ -21,7 +19,7 @@ from numpy.typing import NDArray
 from .errors import BundleError, Kind
 from .files import open_file
 from .manifest import TABLES as TABLES
-from .safetensors_file import Header, TensorEntry, merge, read_header, read_open_header
+from .safetensors_file import DTYPES, TensorEntry, merge, read_header, read_open_header
 from .spec import ExpertLayer, version_names
 
 # Name -> dtype and shape; E experts, V versions, N windows of the layer's calibration.
@@ -38,10 +36,9 @@ _DENSE = {
     "relative": ("F32", "MD"), "mse": ("F32", "MD"), "method": ("U8", "MD"),
     "signal": ("F32", "M"), "tokens": ("I64", "M"),
 }  # fmt: skip
-FEW_TOKENS = 256  # below it an expert's losses lean on its layer's, and methods cannot be told apart
+FEW_TOKENS = 256  # with fewer, an expert's losses lean on its layer's, and methods cannot be told apart
 _EAGER = ("tokens", "gate_sum", "mse", "relative", "gated", "method")
 _METHOD = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-_NUMPY = {"F32": "<f4", "U8": "<u1", "I32": "<i4", "I64": "<i8"}
 
 Array = NDArray[Any]
 
@@ -95,10 +92,10 @@ class CalibrationTables:
 
     Attributes:
         path: the file.
-        versions: names of the columns, whether or not the versions are here.
-        methods: what the method numbers mean.
+        versions: names of the columns; some of these versions may be absent.
+        methods: the methods' names, by number.
         layers: one entry a layer that has experts.
-        dense: those of the dense matrices; None where these have no versions.
+        dense: tables of the dense matrices; None where these have no versions.
     """
 
     path: Path
@@ -108,7 +105,7 @@ class CalibrationTables:
     dense: DenseTables | None = None
 
     def columns(self, versions: Sequence[str]) -> list[int]:
-        """Where these versions stand."""
+        """The column numbers of these versions."""
         return [self.versions.index(name) for name in versions]
 
     def few(self) -> dict[int, int]:
@@ -117,17 +114,15 @@ class CalibrationTables:
         return {index: n for index, n in counts.items() if n}
 
     def made_by(self, version: str) -> dict[str, int]:
-        """Method -> experts that it made at a version; "none" for what is stored as it is."""
-        column, counts = self.versions.index(version), dict[str, int]()
-        for layer in self.layers:
-            for number in layer.method[:, column].tolist():
-                counts[self.methods[number]] = counts.get(self.methods[number], 0) + 1
-        return counts
+        """Method -> experts that it made at a version; the method of a version stored as it is is "none"."""
+        column = self.versions.index(version)
+        numbers = (number for layer in self.layers for number in layer.method[:, column].tolist())
+        return dict(Counter(self.methods[number] for number in numbers))
 
     def mean_loss(self, version: str) -> tuple[float, float | None]:
-        """The mean relative loss of a version over all experts, and its standard error where there are any.
+        """The mean relative loss of a version over all experts, and its standard error where errors were kept.
 
-        The experts' errors are taken as independent: those of one layer lean on one another a little.
+        The experts' errors are taken as independent; those of one layer depend on one another a little.
         """
         column, experts = self.versions.index(version), sum(len(layer.tokens) for layer in self.layers)
         mean = float(sum(layer.relative[:, column].sum() for layer in self.layers) / experts)
@@ -137,25 +132,24 @@ class CalibrationTables:
         return mean, math.sqrt(sum(float(np.square(e[:, column], dtype=np.float64).sum()) for e in errors)) / experts
 
     def statistic(self, position: int, name: str) -> Array:
-        """A table that is read on request: how calibration's windows went through the layer at `position`.
+        """A table that is read on request: calibration's windows in the layer at `position`.
 
         Raises:
-            BundleError: when it is not what FORMAT.md says.
+            BundleError: when it is not as FORMAT.md has it.
         """
         layer = self.layers[position]
         with _open(self.path) as f:
-            header = read_open_header(f, str(self.path))
-            place = _of_layer(self.path, header, layer.index, name, len(layer.tokens), len(self.versions))
-            return _read(f, self.path, *place)
+            file = _File(self.path, f)
+            return file.read(*file.of_layer(layer.index, name, len(layer.tokens), len(self.versions)))
 
     def check(self, position: int) -> None:
-        """Read every table of the layer at `position`; raises BundleError for what is not as FORMAT.md says."""
+        """Read every table of the layer at `position`; raises BundleError for one that is not as FORMAT.md has it."""
         for name in _TENSORS.keys() - _EAGER:
             self.statistic(position, name)
 
 
 def shown_loss(loss: float, error: float | None) -> str:
-    """A relative loss for people: with two standard errors, where they are known and not zero."""
+    """A relative loss as text, with two standard errors where they are known and not zero."""
     return f"{loss:.5f}" + (f" ± {2 * error:.5f}" if error else "")
 
 
@@ -163,11 +157,67 @@ def _open(path: Path) -> BufferedReader:
     return os.fdopen(open_file(path.parent, path.name), "rb")
 
 
+class _File:
+    """An open file of tables."""
+
+    def __init__(self, path: Path, file: BufferedReader, sha256: str | None = None) -> None:
+        self._path, self._file = path, file
+        if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise self.bad("digest", "its bytes do not match their digest")
+        self.header = read_open_header(file, str(path))
+
+    def bad(self, kind: Kind, message: str) -> BundleError:
+        return BundleError.single(str(self._path), kind, message)
+
+    def methods(self) -> tuple[str, ...]:
+        methods = tuple(self.header.metadata.get("methods", "").split(","))
+        if not all(map(_METHOD.fullmatch, methods)) or len(set(methods)) != len(methods) or len(methods) > 256:
+            raise self.bad("tables", f"its methods are not names, each once: {','.join(methods)}")
+        return methods
+
+    def versions(self, key: str) -> tuple[str, ...]:
+        versions = tuple(self.header.metadata.get(key, "").split(","))
+        if versions != tuple(n for n in version_names() if n in versions):
+            words = ",".join(versions)
+            raise self.bad("tables", f"its columns are not versions, from most to least precise: {words}")
+        return versions
+
+    def of_layer(self, layer: int, name: str, experts: int, versions: int) -> tuple[str, TensorEntry]:
+        """The place of a layer's table."""
+        counts = self.header.tensors.get(f"layers.{layer}.prefill_counts")
+        windows = counts.shape[0] if counts is not None and counts.shape else 0
+        sizes = {"E": experts, "V": versions, "N": windows}
+        return self.place(f"layers.{layer}.{name}", *(_TENSORS | _ERRORS)[name], sizes)
+
+    def place(self, name: str, dtype: str, shape: str, sizes: Mapping[str, int]) -> tuple[str, TensorEntry]:
+        """A table's name and place. It must have this dtype and shape; `sizes` gives the number for each letter."""
+        entry = self.header.tensors.get(name)
+        if entry is None:
+            raise self.bad("tables", f"has no tensor {name}")
+        if entry.dtype != dtype or entry.shape != tuple(sizes[d] for d in shape):
+            wanted = f"{dtype} [{', '.join(shape)}] with {', '.join(f'{k} = {n}' for k, n in sizes.items())}"
+            raise self.bad("tables", f"{name} is {entry.dtype} {list(entry.shape)}, not {wanted}")
+        return name, entry
+
+    def read(self, name: str, entry: TensorEntry) -> Array:
+        """One table, every number of it finite and at least 0."""
+        self._file.seek(entry.begin)
+        data = bytearray(entry.end - entry.begin)
+        if self._file.readinto(data) != len(data):
+            raise self.bad("truncated", f"ends inside {name}")
+        array = np.frombuffer(data, DTYPES[entry.dtype][2], math.prod(entry.shape)).reshape(entry.shape)
+        if array.size and not (np.isfinite(array).all() and array.min() >= 0):
+            raise self.bad("number", f"{name} holds a number that is not finite, or below 0")
+        return array
+
+
 def read_tables(
     path: Path, layers: Sequence[ExpertLayer], sha256: str | None = None, matrices: int = 0
 ) -> CalibrationTables:
-    """Read the tables of these layers. All that FORMAT.md asks of names, dtypes and shapes is checked, and every number
-    of the tables that are read here; those of others when they are asked for.
+    """Read the tables of these layers.
+
+    All names, dtypes and shapes are checked, and every number that is read here; other tables' numbers are checked when
+    they are asked for.
 
     Args:
         path: calibration.safetensors.
@@ -176,95 +226,28 @@ def read_tables(
         matrices: dense matrices that have versions.
 
     Raises:
-        BundleError: when the file is not whole, or not what FORMAT.md says.
+        BundleError: when the file is not whole, or not as FORMAT.md has it.
     """
     with _open(path) as f:
-        if sha256 is not None and hashlib.file_digest(f, "sha256").hexdigest() != sha256:
-            raise BundleError.single(str(path), "digest", "its bytes do not match their digest")
-        header = read_open_header(f, str(path))
-        versions, methods = _columns(path, header)
-        errors = any(f"layers.{layer.index}.{name}" in header.tensors for layer in layers for name in _ERRORS)
+        file = _File(path, f, sha256)
+        versions, methods = file.versions("versions"), file.methods()
+        errors = any(f"layers.{layer.index}.{name}" in file.header.tensors for layer in layers for name in _ERRORS)
         tables = []
         for layer in layers:
             names = (*_TENSORS, *(_ERRORS if errors else ()))
-            places = {n: _of_layer(path, header, layer.index, n, layer.experts, len(versions)) for n in names}
-            arrays = {n: _read(f, path, *places[n]) for n in names if n in _EAGER or n in _ERRORS}
-            _check_methods(path, f"layer {layer.index}", arrays["method"], methods)
+            places = {n: file.of_layer(layer.index, n, layer.experts, len(versions)) for n in names}
+            arrays = {n: file.read(*places[n]) for n in names if n in _EAGER or n in _ERRORS}
             tables.append(LayerTables(layer.index, **arrays))
         dense = None
         if matrices:
-            columns = _versions(path, header, "dense_versions")
+            columns = file.versions("dense_versions")
             sizes = {"M": matrices, "D": len(columns)}
-            found = {n: _read(f, path, *_place(path, header, "dense", n, _DENSE, sizes)) for n in _DENSE}
-            _check_methods(path, "dense", found["method"], methods)
-            dense = DenseTables(columns, **found)
+            dense = DenseTables(columns, **{n: file.read(*file.place(f"dense.{n}", *_DENSE[n], sizes)) for n in _DENSE})
+        numbers = {f"layer {t.index}": t.method for t in tables} | ({"dense": dense.method} if dense else {})
+        for where, method in numbers.items():
+            if int(method.max(initial=0)) >= len(methods):
+                raise file.bad("tables", f"{where} has a method that metadata do not name")
     return CalibrationTables(path, versions, methods, tuple(tables), dense)
-
-
-def _check_methods(path: Path, where: str, numbers: Array, methods: Sequence[str]) -> None:
-    if int(numbers.max(initial=0)) >= len(methods):
-        raise _bad(path, "tables", f"{where} has a method that metadata do not name")
-
-
-def _bad(path: Path, kind: Kind, message: str) -> BundleError:
-    return BundleError.single(str(path), kind, message)
-
-
-def _columns(path: Path, header: Header) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of versions and of methods."""
-    versions, methods = _versions(path, header, "versions"), tuple(header.metadata.get("methods", "").split(","))
-    if not all(map(_METHOD.fullmatch, methods)) or len(set(methods)) != len(methods) or len(methods) > 256:
-        raise _bad(path, "tables", f"its methods are not names, each once: {','.join(methods)}")
-    return versions, methods
-
-
-def _versions(path: Path, header: Header, key: str) -> tuple[str, ...]:
-    versions = tuple(header.metadata.get(key, "").split(","))
-    if versions != tuple(n for n in version_names() if n in versions):
-        raise _bad(path, "tables", f"its columns are not versions, from most to least precise: {','.join(versions)}")
-    return versions
-
-
-def _of_layer(
-    path: Path, header: Header, layer: int, name: str, experts: int, versions: int
-) -> tuple[str, TensorEntry]:
-    """Where a table of a layer stands."""
-    counts = header.tensors.get(f"layers.{layer}.prefill_counts")
-    windows = counts.shape[0] if counts is not None and counts.shape else 0
-    sizes = {"E": experts, "V": versions, "N": windows}
-    return _place(path, header, f"layers.{layer}", name, _TENSORS | _ERRORS, sizes)
-
-
-def _place(
-    path: Path,
-    header: Header,
-    prefix: str,
-    name: str,
-    tensors: Mapping[str, tuple[str, str]],
-    sizes: Mapping[str, int],
-) -> tuple[str, TensorEntry]:
-    """A table's name and place: of the dtype and shape that `tensors` gives it, whose letters `sizes` explains."""
-    full = f"{prefix}.{name}"
-    dtype, shape = tensors[name]
-    entry = header.tensors.get(full)
-    if entry is None:
-        raise _bad(path, "tables", f"has no tensor {full}")
-    if entry.dtype != dtype or entry.shape != tuple(sizes[d] for d in shape):
-        wanted = f"{dtype} [{', '.join(shape)}] with {', '.join(f'{k} = {n}' for k, n in sizes.items())}"
-        raise _bad(path, "tables", f"{full} is {entry.dtype} {list(entry.shape)}, not {wanted}")
-    return full, entry
-
-
-def _read(file: BufferedReader, path: Path, name: str, entry: TensorEntry) -> Array:
-    """One table, every number of it finite and at least 0."""
-    file.seek(entry.begin)
-    data = bytearray(entry.end - entry.begin)
-    if file.readinto(data) != len(data):
-        raise _bad(path, "truncated", f"ends inside {name}")
-    array = np.frombuffer(data, _NUMPY[entry.dtype], math.prod(entry.shape)).reshape(entry.shape)
-    if array.size and not (np.isfinite(array).all() and array.min() >= 0):
-        raise _bad(path, "number", f"{name} holds a number that is not finite, or below 0")
-    return array
 
 
 def metadata(versions: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
@@ -275,13 +258,13 @@ def metadata(versions: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
 def write_tables(
     path: Path, layers: Mapping[int, tuple[Path, Path]], dense: tuple[Path, Sequence[str]] | None = None
 ) -> None:
-    """Put the tables together.
+    """Merge the tables into one file.
 
     Args:
         path: the file to write.
         layers: layer index -> the safetensors files of its routing statistics and of its losses, tables by their names
             in FORMAT.md; those of losses have `metadata`, the same in all layers.
-        dense: a file of the dense matrices' tables, and the versions that are their columns.
+        dense: a file of the dense matrices' tables, and the versions of its columns.
     """
     parts = [(part, f"layers.{index}.") for index, pair in layers.items() for part in pair]
     columns = dict(read_header(next(iter(layers.values()))[1]).metadata)

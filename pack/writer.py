@@ -1,9 +1,8 @@
 """Writing a bundle so that it is either whole or not there.
 
 Everything goes into a temporary sibling of the target; files are synced, the manifest is written last, and one rename
-makes the bundle appear. A bundle that is there already changes places with its successor, in one step of the kernel's:
-its tables and its manifest change together, and one file after another would leave a moment at which they do not match.
-What an error leaves behind is removed.
+makes the bundle appear. An existing bundle is exchanged with its successor in one system call, because its tables and
+its manifest must change together. After an error everything that was written is removed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import ctypes
 import errno
 import fcntl
 import glob
-import hashlib
 import os
 import secrets
 import shutil
@@ -23,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .errors import TargetError
+from .files import digest_of
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
 from .spec import FORMAT_VERSION
 
@@ -30,7 +29,7 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
 
 
 def existing(path: Path) -> Path:
-    """An absolute path, or the nearest above it that is there."""
+    """An absolute path, or the nearest existing one above it."""
     while not path.exists():
         path = path.parent
     return path
@@ -48,11 +47,7 @@ def check_target(target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Let two directories of one file system change names, in one step.
-
-    Raises:
-        OSError: where the kernel or the file system cannot.
-    """
+    """Exchange the names of two directories of one file system, in one step; OSError where that is impossible."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -62,7 +57,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def check_replaceable(target: Path) -> None:
-    """See, before any work, that a bundle can be replaced where it is: raises TargetError."""
+    """Check, before any work, that a bundle can be replaced where it is: raises TargetError."""
     parent = target.absolute().parent
     pair = [parent / f".{target.name}.try-{secrets.token_hex(4)}" for _ in range(2)]
     try:
@@ -80,7 +75,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def remove_empty(folder: Path, first: Path) -> None:
-    """Remove a folder and those above it, up to `first`, as far as they are empty: another may have written there."""
+    """Remove a folder and those above it, up to `first`, as long as they are empty."""
     while folder.is_relative_to(first):
         try:
             folder.rmdir()
@@ -90,12 +85,12 @@ def remove_empty(folder: Path, first: Path) -> None:
 
 
 def remove_left(folder: Path, prefix: str, lock: str = "") -> None:
-    """Remove directories, of names that begin so, that killed processes left: whose lock nobody holds.
+    """Remove directories that killed processes left: those whose lock is free.
 
     Args:
-        folder: where they are.
+        folder: their parent.
         prefix: of their names.
-        lock: the file in each that its process has locked; the directory itself, without.
+        lock: the file in each that its process locks; the directory itself, without.
     """
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):
@@ -105,12 +100,6 @@ def remove_left(folder: Path, prefix: str, lock: str = "") -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(held)
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -138,8 +127,8 @@ class BundleWriter:
 
     Args:
         target: the bundle's directory.
-        keep: names of files of a bundle that is there, which the new one is to have beside its own; the new one takes
-            its place. None: the target must be new or empty.
+        keep: for an existing bundle that the new one replaces: names of its files that the new one keeps. None: the
+            target must be new or empty.
 
     Raises:
         TargetError: for another target, or one that another process is replacing.
@@ -153,7 +142,10 @@ class BundleWriter:
             check_target(target)
             remove_left(self._target.parent, partial)
         else:
-            self._lock = self._locked()
+            try:
+                self._lock = _lock(self._target)
+            except OSError:
+                raise TargetError(f"{self._target}: another process is replacing it: wait for it") from None
             self.root = self._target.with_name(f".{self._target.name}.successor")
             shutil.rmtree(self.root, ignore_errors=True)  # what a killed process left
         self._files: dict[str, FileEntry] = {}
@@ -164,19 +156,18 @@ class BundleWriter:
         except OSError as error:
             raise TargetError(f"{target}: cannot be written: {error.strerror}") from None
         if keep is None:
-            with contextlib.suppress(OSError):  # where files have no locks, nothing is taken for left either
+            with contextlib.suppress(OSError):  # on a file system without locks remove_left removes nothing either
                 self._lock = _lock(self.root)
 
     def path(self, name: str) -> Path:
-        """Where to write the file that will be `name` in the bundle; its directory is made."""
+        """The path at which to write the bundle's file `name`; its directory is made."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def add(self, name: str) -> None:
-        """Take a file that now stands at `path(name)` into the bundle."""
-        path = self.root / name
-        self._files[name] = FileEntry(path.stat().st_size, sha256_of(path))
+        """Take the finished file at `path(name)` into the bundle."""
+        self._files[name] = FileEntry((self.root / name).stat().st_size, digest_of(self.root, name))
 
     def adopt(self, name: str, source: Path, entry: ExpertFileEntry) -> None:
         """Take a finished layer file into the bundle: a hard link where that works, a copy elsewhere."""
@@ -184,7 +175,7 @@ class BundleWriter:
         self._expert_files[name] = entry
 
     def take(self, name: str, source: Path, entry: FileEntry, link: bool) -> None:
-        """Take another file whose entry is known, as a hard link where that is wanted and works."""
+        """Take another file whose entry is known, as a hard link where `link` asks for it and it works."""
         self._place(name, source, link)
         self._files[name] = entry
 
@@ -224,14 +215,8 @@ class BundleWriter:
         sync(self._target.parent)
         return manifest
 
-    def _locked(self) -> int:
-        try:
-            return _lock(self._target)
-        except OSError:
-            raise TargetError(f"{self._target}: another process is replacing it: wait for it") from None
-
     def _carry(self, name: str) -> None:
-        """A file of the bundle that is there, as it is."""
+        """Keep a file of the existing bundle as it is."""
         path = self.path(name)
         path.unlink(missing_ok=True)
         try:

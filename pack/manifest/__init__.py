@@ -1,7 +1,7 @@
-"""The manifest: the one document that makes a directory a bundle. What it says, and how it is written.
+"""The manifest: the one document that makes a directory a bundle.
 
-Canonical form (sorted keys, one-space indent, no floats) is part of the format: any changed byte changes either the
-form or the digest, so a damaged manifest is found before anything it says is believed (parser.py).
+Canonical form (sorted keys, one-space indent, no floats) is part of the format: any changed byte changes the form or
+the digest, so the parser finds a damaged manifest before it reads any field.
 """
 
 from __future__ import annotations
@@ -12,17 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..spec import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    DenseLayer,
-    DenseMatrix,
-    ExpertLayer,
-    Matrix,
-    Version,
-    dense_file,
-    dense_layers,
-)
+from ..spec import FORMAT_NAME, FORMAT_VERSION, DenseLayer, DenseMatrix, ExpertLayer, Version, dense_layers
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 64 << 20
@@ -30,12 +20,12 @@ MAX_SIZE = 1 << 48  # of any file
 MAX_FILE_HEADER = 100_000_000  # bytes of a layer file before its first extent
 MAX_NAME = 255  # bytes of one part of a path, as file systems have it
 MAX_PATH = 1024  # bytes of a path
-# What every bundle has; the dense tensors are one file, or several with an index.
+# Files of every bundle; the dense tensors are one file, or several with an index.
 CONFIG, TABLES, DENSE, DENSE_INDEX = (
     "config.json", "calibration.safetensors", "model.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
-PACKED = ("experts/", "dense/")  # folders whose files' headers hold the digests of what is in them
-CARD = ("README.md", "losses.png")  # what a page on the Hub shows; the manifest does not list it
+PACKED = ("experts/", "dense/")  # folders of layer files, whose headers hold the digests of their extents
+CARD = ("README.md", "losses.png")  # shown by a page on the Hub; the manifest does not list them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +38,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFileEntry:
-    """A layer file, of experts or of dense matrices. Its header's digest stands here, and the header holds those of the
-    extents.
+    """A layer file, of experts or of dense matrices: the digest of its header, which holds those of the extents.
 
     `payload` is the bytes of its extents without alignment padding.
     """
@@ -62,8 +51,10 @@ class ExpertFileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A version for every expert: `versions[layer position][expert]`, and how it came about; and where dense matrices
-    were chosen with them, a version for each of those, else None."""
+    """A version for every expert, `versions[layer position][expert]`, and its method's name.
+
+    `dense` is a version for each dense matrix; None where they were not chosen.
+    """
 
     name: str
     versions: tuple[tuple[str, ...], ...]
@@ -72,11 +63,13 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a bundle holds. `provenance` is free-form: strings, integers, lists and objects of them.
+    """The contents of a bundle.
 
-    `format_version` is that of a manifest that was read; what is written anew has the latest. `dense` are the matrices
-    outside the experts that have versions, in model order, and `dense_versions` these; both are empty without any.
-    `expert_files` are the layer files, those of dense matrices as well.
+    Attributes:
+        expert_files: the layer files, of experts and of dense matrices.
+        provenance: strings, integers, lists and objects of them.
+        format_version: that of a manifest that was read; new ones have the latest.
+        dense: the matrices outside the experts that have versions, in model order.
     """
 
     model: Mapping[str, Any]
@@ -97,7 +90,7 @@ class Manifest:
 
     @property
     def calibration_tokens(self) -> int:
-        """Tokens of calibration text by the provenance; 0 where it does not say, or nothing that can be."""
+        """Tokens of calibration text by the provenance; 0 where it has no such number."""
         found = self.provenance.get("calibration")
         parts = [found.get(k) if isinstance(found, Mapping) else 0 for k in ("samples", "length")]
         sizes = [n if isinstance(n, int) and 0 <= n < 1 << 48 else 0 for n in parts]
@@ -105,26 +98,20 @@ class Manifest:
 
     def dense_files(self, version: str) -> tuple[str, ...]:
         """The files of a version of the dense matrices."""
-        return tuple(dense_file(version, layer.index) for layer in self.dense_layers)
+        return tuple(layer.file(version) for layer in self.dense_layers)
 
     def dense_version(self, name: str) -> Version:
         """The version of the dense matrices of that name; KeyError where there is none."""
-        for v in self.dense_versions:
-            if v.name == name:
-                return v
-        raise KeyError(name)
+        return {v.name: v for v in self.dense_versions}[name]
 
     def version(self, name: str) -> Version:
-        """The version of that name; KeyError where the bundle does not describe it."""
-        for v in self.versions:
-            if v.name == name:
-                return v
-        raise KeyError(name)
+        """The version of that name; KeyError where there is none."""
+        return {v.name: v for v in self.versions}[name]
 
     def to_json(self) -> bytes:
         """The canonical bytes of manifest.json."""
         files = {k: asdict(v) for k, v in self.files.items()} | {k: asdict(v) for k, v in self.expert_files.items()}
-        document = {
+        document: dict[str, Any] = {
             "format": FORMAT_NAME,
             "format_version": self.format_version,
             "model": dict(self.model),
@@ -132,21 +119,17 @@ class Manifest:
             "versions": [v.record() for v in self.versions],
             "files": files,
             "provenance": dict(self.provenance),
-            "allocation": _document(self.allocation) if self.allocation else None,
+            "allocation": asdict(self.allocation) if self.allocation else None,
         }
+        if self.allocation and self.allocation.dense is None:
+            del document["allocation"]["dense"]
         if self.dense:
-            matrices = [{"layer": d.layer, "module": d.module, **_shape(d.matrix)} for d in self.dense]
+            matrices = [{"layer": d.layer, "module": d.module, **asdict(d.matrix)} for d in self.dense]
+            for matrix in matrices:
+                del matrix["name"]
             document["dense"] = {"matrices": matrices, "versions": [v.record() for v in self.dense_versions]}
         document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
         return canonical(document)
-
-
-def _document(allocation: Allocation) -> dict[str, Any]:
-    return {k: v for k, v in asdict(allocation).items() if k != "dense" or v is not None}
-
-
-def _shape(matrix: Matrix) -> dict[str, Any]:
-    return {"rows": matrix.rows, "cols": matrix.cols, "bias": matrix.bias}
 
 
 def canonical(document: Any) -> bytes:

@@ -1,63 +1,88 @@
-"""Parses a manifest strictly: canonical form, digest, every field and what fields say of each other (FORMAT.md).
+"""Parses a manifest strictly: canonical form, digest, every field and how fields agree (FORMAT.md).
 
-Reports every problem at once. Reads no other file.
+It reports every problem at once, and reads no other file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..errors import BundleError
-from ..spec import (
-    DENSE_SINCE,
-    EXPERT_DTYPES,
-    FORMAT_NAME,
-    MAX_DENSE,
-    MAX_DIM,
-    MAX_EXPERTS,
-    MAX_EXTENT,
-    MAX_LAYERS,
-    PAGE,
-    READABLE,
-    DenseLayer,
-    DenseMatrix,
-    ExpertLayer,
-    Matrix,
-    Version,
-    dense_file,
-    dense_layers,
-    encoding_of,
-    expert_file,
-    version_names,
-)
-from . import (
-    CONFIG,
-    DENSE,
-    DENSE_INDEX,
-    MANIFEST,
-    MAX_BYTES,
-    MAX_FILE_HEADER,
-    MAX_NAME,
-    MAX_PATH,
-    MAX_SIZE,
-    PACKED,
-    TABLES,
-    Allocation,
-    ExpertFileEntry,
-    FileEntry,
-    Manifest,
-    canonical,
-    strict_json,
-)
-from .fields import Checker, show
+from .. import manifest, spec
+from ..errors import BundleError, Kind, Problem
+from ..spec import DenseLayer, DenseMatrix, ExpertLayer, Matrix, Version
+from . import Allocation, ExpertFileEntry, FileEntry, Manifest, canonical, strict_json
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+
+
+class Checker:
+    """Collects problems while fields are read. A wrong field gives a default, so that the rest is still checked."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def wrong(self, where: str, kind: Kind, message: str) -> None:
+        """Note a problem."""
+        self.problems.append(Problem(f"{manifest.MANIFEST}: {where}", kind, message))
+
+    def integer(self, where: str, value: Any, low: int, high: int) -> int:
+        """An integer within bounds; the lower bound for any other value."""
+        if type(value) is int and low <= value <= high:
+            return value
+        self.wrong(where, "range", f"not an integer from {low} to {high}: {show(value)}")
+        return low
+
+    def text(self, where: str, value: Any, allowed: Sequence[str] | None = None) -> str:
+        """A string, one of `allowed` where these are given."""
+        if isinstance(value, str) and (allowed is None or value in allowed):
+            return value
+        self.wrong(where, "value", f"not {'one of ' + ', '.join(allowed) if allowed else 'a string'}: {show(value)}")
+        return allowed[0] if allowed else ""
+
+    def matching(self, where: str, value: Any, pattern: re.Pattern[str], what: str) -> str:
+        """A string that the whole pattern matches; an empty one for any other value."""
+        if isinstance(value, str) and len(value) <= manifest.MAX_PATH and pattern.fullmatch(value):
+            return value
+        self.wrong(where, "text", f"not {what}: {show(value)}")
+        return ""
+
+    def line(self, where: str, value: Any) -> str:
+        """A line of text that a report shows."""
+        if isinstance(value, str) and 0 < len(value) <= manifest.MAX_PATH and value.isprintable():
+            return value
+        self.wrong(where, "text", f"not a line of 1 to {manifest.MAX_PATH} characters that are printed: {show(value)}")
+        return ""
+
+    def items(self, where: str, value: Any, most: int) -> list[Any]:
+        """A list of at most so many; an empty one for any other value."""
+        if isinstance(value, list) and len(value) <= most:
+            return value
+        self.wrong(where, "type", f"not a list of at most {most}: {show(value)}")
+        return []
+
+    def object(self, where: str, value: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:
+        """An object, with exactly these keys where they are given; an empty one for any other value."""
+        if not isinstance(value, dict):
+            self.wrong(where, "type", f"not an object: {show(value)}")
+            return {}
+        if keys is not None and set(value) != set(keys):
+            self.wrong(where, "keys", f"has keys {show(sorted(value))}, not {show(sorted(keys))}")
+        return value
+
+
+def show(value: Any) -> str:
+    """A value in a message: its JSON, or how that begins."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -66,65 +91,55 @@ def parse_manifest(data: bytes) -> Manifest:
     Raises:
         BundleError: with every problem found.
     """
-    if len(data) > MAX_BYTES:
-        raise BundleError.single(MANIFEST, "size", f"{len(data)} bytes, more than {MAX_BYTES}")
+    if len(data) > manifest.MAX_BYTES:
+        raise BundleError.single(manifest.MANIFEST, "size", f"{len(data)} bytes, more than {manifest.MAX_BYTES}")
     try:
         document = strict_json.loads(data)
     except ValueError as error:
-        raise BundleError.single(MANIFEST, "json", f"cannot be parsed: {error}") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
-        raise BundleError.single(MANIFEST, "format", "not a moepack manifest")
+        raise BundleError.single(manifest.MANIFEST, "json", f"cannot be parsed: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != spec.FORMAT_NAME:
+        raise BundleError.single(manifest.MANIFEST, "format", "not a moepack manifest")
     number = document.get("format_version")
-    if type(number) is not int or number not in READABLE:
-        raise BundleError.single(
-            MANIFEST,
-            "format-version",
-            f"format version {show(number)}; this moepack reads {' and '.join(map(str, READABLE))}",
-        )
+    if type(number) is not int or number not in spec.READABLE:
+        known = " and ".join(map(str, spec.READABLE))
+        message = f"format version {show(number)}; this moepack reads {known}"
+        raise BundleError.single(manifest.MANIFEST, "format-version", message)
     try:
         again = canonical(document)
     except RecursionError:
-        raise BundleError.single(MANIFEST, "json", "cannot be parsed: nested too deeply") from None
+        raise BundleError.single(manifest.MANIFEST, "json", "cannot be parsed: nested too deeply") from None
     if again != data:
-        raise BundleError.single(MANIFEST, "canonical", "not in canonical form: damaged or edited")
+        raise BundleError.single(manifest.MANIFEST, "canonical", "not in canonical form: damaged or edited")
     digest = document.pop("sha256", None)  # on a line of its own: writing megabytes a second time would take as long
     without = data.replace(b'\n "sha256": "%s",' % str(digest).encode(), b"", 1)
     if digest != hashlib.sha256(without).hexdigest():
-        raise BundleError.single(MANIFEST, "digest", "its digest does not match: damaged or edited")
+        raise BundleError.single(manifest.MANIFEST, "digest", "its digest does not match: damaged or edited")
     check = Checker()
     keys = ["format", "format_version", "model", "layers", "versions", "files", "provenance", "allocation"]
-    has_dense = number >= DENSE_SINCE and "dense" in document
+    has_dense = number >= spec.DENSE_SINCE and "dense" in document
     check.object("top level", document, [*keys, "dense"] if has_dense else keys)
     layers = _layers(check, document.get("layers"))
-    versions = _versions(check, "versions", document.get("versions"), version_names(number))
+    versions = _versions(check, "versions", document.get("versions"), spec.version_names(number))
     dense, dense_versions = _dense(check, document["dense"]) if has_dense else ((), ())
-    files, expert_files = _files(check, document.get("files"), PACKED if number >= DENSE_SINCE else PACKED[:1])
+    packed = manifest.PACKED if number >= spec.DENSE_SINCE else manifest.PACKED[:1]
+    files, expert_files = _files(check, document.get("files"), packed)
+    found = Manifest({}, layers, versions, files, expert_files, {}, None, number, dense, dense_versions)
     if not check.problems:
-        _layer_files(check, layers, versions, dense_layers(dense), dense_versions, expert_files)
+        _layer_files(check, found)
     model = _model(check, document.get("model"), layers, dense)
-    manifest = Manifest(
-        model,
-        layers,
-        versions,
-        files,
-        expert_files,
-        check.object("provenance", document.get("provenance")),
-        _allocation(check, document.get("allocation"), layers, versions, dense, dense_versions),
-        number,
-        dense,
-        dense_versions,
-    )
+    provenance = check.object("provenance", document.get("provenance"))
+    allocation = _allocation(check, document.get("allocation"), found)
     if check.problems:
         raise BundleError(check.problems)
-    return manifest
+    return replace(found, model=model, provenance=provenance, allocation=allocation)
 
 
 def _model(check: Checker, value: Any, layers: Sequence[ExpertLayer], dense: Sequence[DenseMatrix]) -> dict[str, Any]:
     model = check.object("model", value)
     for key in ("model_type", "architecture"):
         check.matching(f"model.{key}", model.get(key), _NAME, "a name of letters, digits, '.', '_' and '-'")
-    check.text("model.expert_dtype", model.get("expert_dtype"), list(EXPERT_DTYPES))
-    count = check.integer("model.decoder_layers", model.get("decoder_layers"), 1, MAX_LAYERS)
+    check.text("model.expert_dtype", model.get("expert_dtype"), list(spec.EXPERT_DTYPES))
+    count = check.integer("model.decoder_layers", model.get("decoder_layers"), 1, spec.MAX_LAYERS)
     if layers and layers[-1].index >= count and not check.problems:
         check.wrong("model.decoder_layers", "count", f"{count}, and layer {layers[-1].index} has experts")
     last = max((d.layer for d in dense if d.layer is not None), default=0)
@@ -136,7 +151,7 @@ def _model(check: Checker, value: Any, layers: Sequence[ExpertLayer], dense: Seq
 def _layers(check: Checker, value: Any) -> tuple[ExpertLayer, ...]:
     out: list[ExpertLayer] = []
     modules: set[str] = set()
-    for i, item in enumerate(check.items("layers", value, MAX_LAYERS)):
+    for i, item in enumerate(check.items("layers", value, spec.MAX_LAYERS)):
         at = f"layers[{i}]"
         item = check.object(at, item, ["index", "module", "experts", "matrices"])
         matrices = []
@@ -149,12 +164,12 @@ def _layers(check: Checker, value: Any) -> tuple[ExpertLayer, ...]:
             check.wrong(f"{at}.matrices", "count", f"{len(matrices)} matrices, not 2")
         elif wrong := _shapes(*matrices):
             check.wrong(f"{at}.matrices", "shape", wrong)
-        if sum(m.weights * 2 for m in matrices) + 64 * PAGE > MAX_EXTENT:
-            check.wrong(f"{at}.matrices", "overflow", f"an expert of this shape passes {MAX_EXTENT} bytes")
-        index = check.integer(f"{at}.index", item.get("index"), 0, MAX_LAYERS - 1)
+        if sum(m.weights * 2 for m in matrices) + 64 * spec.PAGE > spec.MAX_EXTENT:
+            check.wrong(f"{at}.matrices", "overflow", f"an expert of this shape passes {spec.MAX_EXTENT} bytes")
+        index = check.integer(f"{at}.index", item.get("index"), 0, spec.MAX_LAYERS - 1)
         if out and index <= out[-1].index:
             check.wrong(f"{at}.index", "order", f"{index} does not come after {out[-1].index}")
-        experts = check.integer(f"{at}.experts", item.get("experts"), 1, MAX_EXPERTS)
+        experts = check.integer(f"{at}.experts", item.get("experts"), 1, spec.MAX_EXPERTS)
         module = check.matching(f"{at}.module", item.get("module"), _MODULE, "a module's name")
         if module in modules:
             check.wrong(f"{at}.module", "value", f"{module} stands twice")
@@ -166,7 +181,7 @@ def _layers(check: Checker, value: Any) -> tuple[ExpertLayer, ...]:
 
 
 def _shapes(first: Matrix, down: Matrix) -> str:
-    """What is wrong with an expert's two shapes; nothing where they fit one another."""
+    """The reason why an expert's two shapes do not fit; empty where they do."""
     of_one = 2 if first.name == "gate_up" else 1
     if first.rows != of_one * down.cols:
         return f"{first.name} has {first.rows} rows, not {of_one} for each of down's {down.cols} columns"
@@ -179,12 +194,12 @@ def _dense(check: Checker, value: Any) -> tuple[tuple[DenseMatrix, ...], tuple[V
     document = check.object("dense", value, ["matrices", "versions"])
     out: list[DenseMatrix] = []
     modules: set[str] = set()
-    for i, item in enumerate(check.items("dense.matrices", document.get("matrices"), MAX_DENSE)):
+    for i, item in enumerate(check.items("dense.matrices", document.get("matrices"), spec.MAX_DENSE)):
         at = f"dense.matrices[{i}]"
         item = check.object(at, item, ["layer", "module", "rows", "cols", "bias"])
         layer = item.get("layer")
         if layer is not None:
-            layer = check.integer(f"{at}.layer", layer, 0, MAX_LAYERS - 1)
+            layer = check.integer(f"{at}.layer", layer, 0, spec.MAX_LAYERS - 1)
         if out and _order(layer) < _order(out[-1].layer):
             check.wrong(f"{at}.layer", "order", f"{show(layer)} does not come after {show(out[-1].layer)}")
         module = check.matching(f"{at}.module", item.get("module"), _MODULE, "a module's name")
@@ -192,24 +207,24 @@ def _dense(check: Checker, value: Any) -> tuple[tuple[DenseMatrix, ...], tuple[V
             check.wrong(f"{at}.module", "value", f"{module} stands twice")
         modules.add(module)
         matrix = _matrix(check, at, item, "weight")
-        if matrix.weights * 2 + 64 * PAGE > MAX_EXTENT:
-            check.wrong(at, "overflow", f"a matrix of this shape passes {MAX_EXTENT} bytes")
+        if matrix.weights * 2 + 64 * spec.PAGE > spec.MAX_EXTENT:
+            check.wrong(at, "overflow", f"a matrix of this shape passes {spec.MAX_EXTENT} bytes")
         out.append(DenseMatrix(layer, module, matrix))
     if not out:
         check.wrong("dense.matrices", "count", "no matrix has versions")
-    return tuple(out), _versions(check, "dense.versions", document.get("versions"), version_names())
+    return tuple(out), _versions(check, "dense.versions", document.get("versions"), spec.version_names())
 
 
 def _order(layer: int | None) -> int:
-    """By which dense matrices stand: what is outside the layers comes last."""
-    return MAX_LAYERS if layer is None else layer
+    """The order of dense matrices: those outside the layers come last."""
+    return spec.MAX_LAYERS if layer is None else layer
 
 
 def _matrix(check: Checker, at: str, item: Mapping[str, Any], name: str) -> Matrix:
     if not isinstance(item.get("bias"), bool):
         check.wrong(f"{at}.bias", "type", "not true or false")
-    rows = check.integer(f"{at}.rows", item.get("rows"), 1, MAX_DIM)
-    cols = check.integer(f"{at}.cols", item.get("cols"), 1, MAX_DIM)
+    rows = check.integer(f"{at}.rows", item.get("rows"), 1, spec.MAX_DIM)
+    cols = check.integer(f"{at}.cols", item.get("cols"), 1, spec.MAX_DIM)
     return Matrix(name, rows, cols, item.get("bias") is True)
 
 
@@ -219,7 +234,7 @@ def _versions(check: Checker, where: str, value: Any, known: Sequence[str]) -> t
         at = f"{where}[{i}]"
         item = check.object(at, item, ["name", "encoding", "bits", "group_size", "zero"])
         name = check.text(f"{at}.name", item.get("name"), known)
-        size, sizes = item.get("group_size"), encoding_of(name).group_sizes
+        size, sizes = item.get("group_size"), spec.encoding_of(name).group_sizes
         expected = Version.of(name, size if size in sizes else max(sizes, default=0))
         if canonical(item) != canonical(expected.record()):  # true is 1, and no integer
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {show(item)}")
@@ -233,7 +248,7 @@ def _versions(check: Checker, where: str, value: Any, known: Sequence[str]) -> t
 def safe_path(path: str) -> bool:
     """Whether `path` is a relative POSIX path as FORMAT.md, "Paths", allows it."""
     return (
-        len(path.encode(errors="replace")) <= MAX_PATH
+        len(path.encode(errors="replace")) <= manifest.MAX_PATH
         and path.isprintable()
         and unicodedata.is_normalized("NFC", path)
         and not set(path) & set('\\:*?"<>|')
@@ -242,7 +257,7 @@ def safe_path(path: str) -> bool:
 
 
 def _safe_part(part: str) -> bool:
-    return 0 < len(part.encode(errors="replace")) <= MAX_NAME and part[0] not in ". " and part[-1] not in ". "
+    return 0 < len(part.encode(errors="replace")) <= manifest.MAX_NAME and part[0] not in ". " and part[-1] not in ". "
 
 
 def _files(
@@ -252,36 +267,36 @@ def _files(
     expert_files: dict[str, ExpertFileEntry] = {}
     for path, item in check.object("files", value).items():
         at = f"files[{show(path)}]"
-        if not safe_path(path) or path.casefold() == MANIFEST:
+        if not safe_path(path) or path.casefold() == manifest.MANIFEST:
             check.wrong(at, "path", "not a relative path as the format allows them")
         is_packed = path.startswith(tuple(packed))
         digest_key = "header_sha256" if is_packed else "sha256"
         item = check.object(at, item, ["size", digest_key, *(["header_size", "payload"] if is_packed else [])])
         found = len(check.problems)
-        size = check.integer(f"{at}.size", item.get("size"), 0, MAX_SIZE)
+        size = check.integer(f"{at}.size", item.get("size"), 0, manifest.MAX_SIZE)
         digest = check.text(f"{at}.{digest_key}", item.get(digest_key))
         if not _HEX.fullmatch(digest):
             check.wrong(at, "digest", "not a SHA-256 in lower-case hexadecimal")
         if is_packed:
-            most = size if found == len(check.problems) else MAX_SIZE
-            header = check.integer(f"{at}.header_size", item.get("header_size"), 8, min(most, MAX_FILE_HEADER))
+            most = size if found == len(check.problems) else manifest.MAX_SIZE
+            header = check.integer(f"{at}.header_size", item.get("header_size"), 8, min(most, manifest.MAX_FILE_HEADER))
             payload = check.integer(f"{at}.payload", item.get("payload"), 0, max(most - header, 0))
-            if found == len(check.problems) and (header % PAGE or (size - header) % PAGE):
-                check.wrong(at, "alignment", f"header or data are not whole pages of {PAGE} bytes")
+            if found == len(check.problems) and (header % spec.PAGE or (size - header) % spec.PAGE):
+                check.wrong(at, "alignment", f"header or data are not whole pages of {spec.PAGE} bytes")
             expert_files[path] = ExpertFileEntry(size, header, digest, payload)
         else:
             files[path] = FileEntry(size, digest)
     _together(check, (*files, *expert_files))
-    for path in (CONFIG, TABLES):
+    for path in (manifest.CONFIG, manifest.TABLES):
         if path not in files:
             check.wrong("files", "missing", f"{path} is not listed")
-    if (DENSE in files) == (DENSE_INDEX in files):
-        check.wrong("files", "missing", f"either {DENSE} or {DENSE_INDEX} is listed, and not both")
+    if (manifest.DENSE in files) == (manifest.DENSE_INDEX in files):
+        check.wrong("files", "missing", f"either {manifest.DENSE} or {manifest.DENSE_INDEX} is listed, and not both")
     return files, expert_files
 
 
 def _together(check: Checker, paths: Sequence[str]) -> None:
-    """Paths that name different files on every file system, and folders that are none of the files."""
+    """Check that paths differ on every file system, and that no folder is also a file."""
     taken: dict[str, str] = {}
     for path in paths:
         if (other := taken.setdefault(path.casefold(), path)) != path:
@@ -293,32 +308,23 @@ def _together(check: Checker, paths: Sequence[str]) -> None:
                 check.wrong(f"files[{show(path)}]", "path", "lies below another file")
 
 
-def _layer_files(
-    check: Checker,
-    layers: Sequence[ExpertLayer],
-    versions: Sequence[Version],
-    dense: Sequence[DenseLayer],
-    dense_versions: Sequence[Version],
-    entries: Mapping[str, ExpertFileEntry],
-) -> None:
-    expected: dict[str, tuple[Version, ExpertLayer | DenseLayer]] = {}
-    expected |= {expert_file(v.name, layer.index): (v, layer) for v in versions for layer in layers}
-    expected |= {dense_file(v.name, layer.index): (v, layer) for v in dense_versions for layer in dense}
-    for path in sorted(set(expected) - set(entries)):
+def _layer_files(check: Checker, found: Manifest) -> None:
+    """Compare the layer files that are listed with those of the versions and layers."""
+    pairs: list[tuple[Version, ExpertLayer | DenseLayer]] = list(itertools.product(found.versions, found.layers))
+    pairs += itertools.product(found.dense_versions, found.dense_layers)
+    expected = {layer.file(version.name): (version, layer) for version, layer in pairs}
+    for path in sorted(set(expected) - set(found.expert_files)):
         check.wrong("files", "missing", f"{path} is not listed")
-    for path in sorted(set(entries) - set(expected)):
+    for path in sorted(set(found.expert_files) - set(expected)):
         check.wrong("files", "unexpected", f"{path} belongs to no version and layer")
     for path, (version, layer) in expected.items():
-        entry = entries.get(path)
-        if entry is None:
-            continue
-        sizes = _sizes(layer, version)
-        if sizes is not None and (entry.size - entry.header_size, entry.payload) != sizes:
+        entry, sizes = found.expert_files.get(path), _sizes(layer, version)
+        if entry and sizes is not None and (entry.size - entry.header_size, entry.payload) != sizes:
             check.wrong(f"files[{show(path)}]", "size", f"not {layer.extents} extents of {sizes[0]} bytes in all")
 
 
 def _sizes(layer: ExpertLayer | DenseLayer, version: Version) -> tuple[int, int] | None:
-    """Bytes of a layer's extents, and of their payloads; None where they follow from the values."""
+    """Bytes of a layer's extents and of their payloads; None where they depend on the values."""
     if isinstance(layer, ExpertLayer):  # all extents have one shape
         sizes = version.stored_sizes(layer.matrices)
         return None if sizes is None else (layer.experts * sizes[0], layer.experts * sizes[1])
@@ -326,21 +332,14 @@ def _sizes(layer: ExpertLayer | DenseLayer, version: Version) -> tuple[int, int]
     return (sum(s[0] for s in each), sum(s[1] for s in each)) if each else None
 
 
-def _allocation(
-    check: Checker,
-    value: Any,
-    layers: Sequence[ExpertLayer],
-    versions: Sequence[Version],
-    dense: Sequence[DenseMatrix],
-    dense_versions: Sequence[Version],
-) -> Allocation | None:
+def _allocation(check: Checker, value: Any, found: Manifest) -> Allocation | None:
     if value is None:
         return None
-    item = check.object("allocation", value)
-    has_dense = bool(dense) and "dense" in item
+    item, layers = check.object("allocation", value), found.layers
+    has_dense = bool(found.dense) and "dense" in item
     item = check.object("allocation", value, ["name", "versions", *(["dense"] if has_dense else [])])
-    names = [v.name for v in versions]
-    table = check.items("allocation.versions", item.get("versions"), MAX_LAYERS)
+    names = [v.name for v in found.versions]
+    table = check.items("allocation.versions", item.get("versions"), spec.MAX_LAYERS)
     if len(table) != len(layers):
         check.wrong("allocation.versions", "count", f"{len(table)} layers, not {len(layers)}")
     out = []
@@ -348,7 +347,8 @@ def _allocation(
         out.append(_chosen(check, f"allocation.versions[{i}]", row, layer.experts, names))
     chosen = None
     if has_dense:
-        chosen = _chosen(check, "allocation.dense", item["dense"], len(dense), [v.name for v in dense_versions])
+        names = [v.name for v in found.dense_versions]
+        chosen = _chosen(check, "allocation.dense", item["dense"], len(found.dense), names)
     return Allocation(check.line("allocation.name", item.get("name")), tuple(out), chosen)
 
 

@@ -1,4 +1,4 @@
-"""Typed errors of the whole package. Standard library only; decides nothing about how they are shown."""
+"""Typed errors of the whole package. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-# What can be wrong with a bundle; docs/reading.md says what each means.
+# Kinds of problems of a bundle; docs/reading.md explains each.
 Kind = Literal[
     "alignment", "bits", "canonical", "codec", "count", "digest", "encoding", "file-type", "format",
     "format-version", "header", "json", "keys", "layers", "link", "missing", "number", "offsets", "order", "overflow",
@@ -14,25 +14,22 @@ Kind = Literal[
     "unexpected", "value",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
-LONGEST = 1000  # characters of a message that are shown: what a file holds may be in it
+LONGEST = 1000  # characters of a message that are shown, for it may quote a file
 
-
-# What the code of a model, or of transformers around it, raises where it meets what it was not written for: no weights,
-# layers that do nothing, a config that no model fits. torch.OutOfMemoryError is a RuntimeError too, and is let through
-# before these are caught.
+# Errors from a model's code or transformers on unexpected input: no weights, layers that do nothing, an impossible
+# config. torch.OutOfMemoryError is a RuntimeError too, and passes before these are caught.
 CODE_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text that a terminal shows and does not obey: every character that is not printed, but those of `keep`, as its
-    escape. What a bundle says of itself was written by somebody else."""
+    """Text that is safe in a terminal: unprintable characters, except those in `keep`, become escapes."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def in_a_line(error: BaseException, most: int = 300) -> str:
-    """What an error of another library says, `printable` and in a line; with its class where that is a word or less."""
+    """Another library's error as one `printable` line, with its class where the message is at most a word."""
     words, name = printable(" ".join(str(error).split())[:most]), type(error).__name__
     return words if " " in words else f"{name} {words}".rstrip()
 
@@ -42,12 +39,9 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        location: where: the bundle's directory and the file in it, and after them whatever narrows it down (layer,
-            expert, version, field).
-        kind: one of KINDS, for programs and tests; the message may change, the kind may not.
-        message: what is wrong, in one line of lower case.
-
-    Location and message are made `printable`.
+        location: the bundle's directory, the file in it, then layer, expert, version or field; made `printable`.
+        kind: one of KINDS, for programs and tests. The message may change, the kind may not.
+        message: one line in lower case; made `printable`.
     """
 
     location: str
@@ -99,4 +93,4 @@ class BundleError(MoepackError):
 
 
 class CodecError(MoepackError):
-    """A coded byte stream that does not decode. The caller knows where it stood and says so."""
+    """A coded byte stream that does not decode. The caller adds its place."""

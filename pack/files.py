@@ -1,8 +1,7 @@
-"""Opening files of a bundle: regular files alone, and no path that leaves its directory.
+"""Opening files of a bundle: only regular files, and no path that leaves its directory.
 
-Folders inside it are entered one by one and never through a symbolic link; nothing but a regular file is opened, so
-that nothing waits. One kind of link is followed: that of a snapshot in the Hub's cache into the `blobs` beside
-`snapshots`, which is where huggingface_hub keeps what it has downloaded. Decides nothing about what files hold.
+Folders are entered one by one and never through a symbolic link. Only regular files are opened, because others may
+block. One kind of link is followed: from a snapshot in huggingface_hub's cache into the `blobs` beside `snapshots`.
 """
 
 from __future__ import annotations
@@ -56,10 +55,9 @@ def open_file(root: Path, name: str) -> int:
 
 
 def _open_blob(root: Path, name: str) -> int:
-    """Through a link of the Hub's cache: from `models--A--B/snapshots/COMMIT/NAME` to `models--A--B/blobs/DIGEST`.
+    """Follow a link of the Hub's cache: from `models--A--B/snapshots/COMMIT/NAME` to `models--A--B/blobs/DIGEST`.
 
-    The folders of `name` are none. The target is compared after every link on the way is resolved, so that a `blobs`
-    which is itself a link is refused.
+    The target is compared after every link on the way is resolved, so that a `blobs` which is a link is refused.
     """
     location, home = f"{root}/{name}", Path(os.path.realpath(root))
     target = Path(os.path.realpath(home / name))
@@ -79,7 +77,7 @@ def _check(location: str, found: os.stat_result, folder: str | None = None) -> N
 
 
 def _regular(location: str, file: int) -> int:
-    """See once more what was opened: it may have been replaced since it was looked at."""
+    """Check the opened file again: it may have been replaced since the first check."""
     try:
         _check(location, os.fstat(file))
     except BundleError:

@@ -1,7 +1,6 @@
-"""What may be used of a processor's instruction sets: by compiled loops, and by torch's products in BF16.
+"""The instruction sets that may be used: by compiled loops, and by torch's products in BF16.
 
-Each compiled library asks here for MOEPACK_ISA when it is imported, and processes that it starts inherit the variable.
-What a processor has is the libraries' to say (isa.h), and torch's.
+Each compiled library reads MOEPACK_ISA here when it is imported. It (isa.h) and torch detect the processor's own sets.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ LEVELS = ("plain", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx")  # eac
 
 
 def bound(best: int) -> int:
-    """The highest index into LEVELS that may be used where `best` is what there is: `best`, or what the variable asks.
+    """The highest index into LEVELS that may be used: `best`, the processor's, or the variable's level.
 
     Raises:
         InputError: for a word that is no level, or a level above `best`.
@@ -36,8 +35,7 @@ def bound(best: int) -> int:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether torch multiplies in BF16 faster than in float32 on a device: GPUs since Ampere; CPUs whose instructions
-    for it halve the time."""
+    """Whether torch multiplies in BF16 faster than in float32: on GPUs since Ampere, and CPUs with AVX-512 BF16."""
     import torch
 
     if device.type == "cuda":
@@ -46,7 +44,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def emulated(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch emulates products in `dtype` on a CPU, for want of instructions."""
+    """Whether torch emulates products in `dtype` on a CPU without instructions for them."""
     import torch
 
     return dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16(device)

@@ -1,8 +1,7 @@
-"""Layer files: the extents of one version of one layer, as a safetensors file whose data are whole pages. They hold
-experts, or dense matrices; what differs is said by the layer.
+"""Layer files: the extents of one version of one layer, as a safetensors file whose data are whole pages.
 
-Written front to back with the header last, so that one extent at a time is in memory. Read through a file mapping:
-an extent is a view, no bytes are copied. FORMAT.md, "Layer files".
+They are written front to back with the header last, so that one extent at a time is in memory, and read through a file
+mapping: an extent is a view, and no bytes are copied. FORMAT.md, "Layer files".
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .safetensors_file import Header, make_header, parse_header
 from .spec import MAX_EXTENT, PAGE, DenseLayer, ExpertLayer, Version, align
 
 Layer = ExpertLayer | DenseLayer
-_DIGITS = 15  # of a byte offset, at the most: what a header is sized for before the offsets are known
+_DIGITS = 15  # of a byte offset, at most: a header's size is fixed before the offsets are known
 
 
 def _metadata(version: str, layer: Layer, digests: list[str]) -> dict[str, str]:
@@ -40,7 +39,7 @@ def header_size(version: str, layer: Layer) -> int:
 
 
 class LayerFileWriter:
-    """Writes one layer file. Use as a context manager: what is not closed properly is removed."""
+    """Writes one layer file. A context manager: after an error the file is removed."""
 
     def __init__(self, path: Path, version: str, layer: Layer) -> None:
         self._path, self._version, self._layer = path, version, layer
@@ -55,7 +54,7 @@ class LayerFileWriter:
         self._file.seek(self._header_size)
 
     def add(self, extent: Buffer, payload: int) -> None:
-        """Write the next extent, whole pages, of which `payload` bytes are not padding."""
+        """Write the next extent: whole pages, with `payload` bytes that are not padding."""
         if len(extent) % PAGE or len(self._sizes) == self._layer.extents:
             raise ValueError("an extent is whole pages, and a layer has no more extents than experts or matrices")
         self._file.write(extent.data)
@@ -97,11 +96,11 @@ class LayerFile:
     Args:
         root: the bundle's directory.
         name: the file's path in it.
-        entry: what the manifest says of it.
-        version, layer: whose extents it holds.
+        entry: its entry in the manifest.
+        version, layer: of its extents.
 
     Raises:
-        BundleError: when the file is not what the manifest and the format say.
+        BundleError: when the file does not match the manifest, or breaks the format.
     """
 
     def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: Layer) -> None:

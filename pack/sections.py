@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-PAGE = 4096  # extents start on it: direct I/O, host registration and file mapping all work in pages
-SECTION = 64  # sections start on it: one cache line, and the widest vector load there is
-BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector there is
+PAGE = 4096  # alignment of extents: direct I/O, host registration and file mapping work in pages
+SECTION = 64  # alignment of sections: one cache line, and the widest vector load
+BLOCK_ROWS = 16  # rows of a packed matrix that stand side by side: the lanes of the widest vector
 GROUPS = (128, 64, 32)  # columns that may share a scale
 MAX_EXTENT = (1 << 32) - PAGE  # offsets inside an extent are 32 bits wide
 
@@ -47,10 +48,7 @@ class Section:
     @property
     def size(self) -> int:
         """Its bytes."""
-        n = self.item
-        for d in self.shape:
-            n *= d
-        return n
+        return self.item * math.prod(self.shape)
 
     @property
     def end(self) -> int:
@@ -61,11 +59,6 @@ class Section:
 def groups(matrix: Matrix, group_size: int) -> int:
     """Groups of a row; the last one may be partial."""
     return -(-matrix.cols // group_size)
-
-
-def row_blocks(matrix: Matrix) -> int:
-    """Blocks of BLOCK_ROWS rows; the last one may be filled up."""
-    return -(-matrix.rows // BLOCK_ROWS)
 
 
 def plane_words(cols: int, bits: int) -> int:

@@ -44,19 +44,9 @@ class AffineMatrix:
         return (self.codes.astype(np.float32) - zero[:, group]) * bf16_to_float32(self.scale)[:, group]
 
 
-def encode(
-    matrices: Sequence[Matrix], version: Version, values: Sequence[AffineMatrix], out: Buffer | None = None
-) -> Buffer:
-    """The extent of one expert, padding included, uint8.
-
-    Args:
-        matrices: the expert's matrices.
-        version: an affine version.
-        values: one entry a matrix; shapes must agree with `matrices`.
-        out: where to write; a new zeroed array without it. Gaps between sections must already be zero.
-    """
-    if out is None:
-        out = np.zeros(version.resident_size(matrices), np.uint8)
+def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[AffineMatrix]) -> Buffer:
+    """The extent of one expert, padding included, uint8; `values` has one entry a matrix, of its shape."""
+    out = np.zeros(version.resident_size(matrices), np.uint8)
     for m, v in zip(matrices, values, strict=True):
         if v.codes.shape != (m.rows, m.cols):
             raise ValueError(f"{m.name}: codes are {v.codes.shape}, not {(m.rows, m.cols)}")
@@ -82,8 +72,8 @@ def put_rows(matrix: Matrix, version: Version, rows: range, packed: Buffer, out:
         matrix: the whole matrix.
         version: an affine version.
         rows: a range that begins at a multiple of BLOCK_ROWS and ends at one, or at the last row.
-        packed: the extent of these rows, as a matrix of their own.
-        out: the extent of the whole matrix, zeros where nothing was copied yet.
+        packed: the extent of these rows as a matrix.
+        out: the extent of the whole matrix; other rows stay as they are.
     """
     whole = {s.kind: s for s in version.sections((matrix,))}
     for section in version.sections((replace(matrix, rows=len(rows)),)):

@@ -1,10 +1,9 @@
 """The exponent codec, reference form: BF16 weights to a smaller byte string and back, bit for bit.
 
-A trained matrix uses few of BF16's 256 exponents, and those unevenly (about 2.6 bits of entropy), while sign and
-mantissa are noise: the exponents are Huffman-coded, the other eight bits stored as they are. DFloat11 (Zhang et al.,
-2025) showed that this holds for LLMs; the layout here differs from theirs so that a GPU warp, SIMD and a plain loop
-all decode it without a search: 32 independent lanes a tile, code lengths of at most 8 bits, escapes patched afterwards.
-FORMAT.md, "Coded matrices", is what this implements. exponent_fast.py runs it where the C form was not compiled.
+A trained matrix uses few of BF16's 256 exponents, and those unevenly (about 2.6 bits of entropy); sign and mantissa are
+noise. So the exponents are Huffman-coded, and the other eight bits stored as they are (DFloat11, Zhang et al., 2025).
+Unlike DFloat11's layout, a GPU warp, SIMD and a plain loop decode this one without a search: 32 independent lanes a
+tile, code lengths of at most 8 bits, escapes patched afterwards (FORMAT.md, "Coded matrices").
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ MAX_CODE = 8  # bits: a decoder looks a symbol up in 256 entries, and four symbo
 HEADER = 48
 LANE_WORDS = 9  # a coded tile begins with its base length and mode, then 32 one-byte deltas
 CODED, RAW = 0, 1
-SAMPLED = 1 << 16  # of this many weights on, a quarter makes the code
+SAMPLED = 1 << 16  # weights from which on a quarter of them makes the code
 BLOCK = 128  # weights a block of the sample
-ABREAST = 128  # tiles that `decode` decodes at a time: its arrays then stay in a core's cache
+ABREAST = 128  # tiles decoded at a time, so that the arrays stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,10 @@ class Code:
 
 
 def sample(bits: Bf16Bits) -> Bf16Bits:
-    """The weights that a matrix's code is made of: all of few; of many, one block of 128 in four, by a fixed hash.
+    """The weights that make a matrix's code: all of few; of many, one block of 128 in four, by a fixed hash.
 
-    A quarter of 65,536 says all there is to say about 15 frequencies; counting them all would take as long as coding.
-    The hash keeps the choice from following the rows of a matrix whose columns differ.
+    A quarter of 65,536 is enough for 15 frequencies; counting them all would take as long as coding. Without the hash
+    the sample could follow the rows of a matrix whose columns differ.
     """
     if len(bits) < SAMPLED:
         return bits
@@ -73,11 +72,10 @@ def sample(bits: Bf16Bits) -> Bf16Bits:
 
 
 def make_code(counts: npt.NDArray[np.int64], sampled: bool = False) -> Code:
-    """The best code for exponents that occur counts[0..255] times, no code word above MAX_CODE bits.
+    """The best code for exponents that occur counts[0..255] times, with code words of at most MAX_CODE bits.
 
-    The 15 most frequent exponents get a symbol each (ties: the smaller exponent), all others the escape; where the
-    counts are a sample's, the escape has a code word even if nothing in the sample needs it.
-    Code lengths by package-merge (Larmore and Hirschberg, 1990).
+    The 15 most frequent exponents get a symbol each (ties: the smaller exponent), all others the escape. With counts of
+    a sample the escape always has a code word. Code lengths by package-merge (Larmore and Hirschberg, 1990).
     """
     order = np.lexsort((np.arange(256), -counts))[: SYMBOLS - 1]
     used = [int(e) for e in order if counts[e] > 0]
@@ -145,11 +143,7 @@ def coded_size(weights: int, stream_words: int, patches: int) -> int:
 
 
 def parse(data: Buffer, weights: int) -> CodedMatrix:
-    """Find the parts of a coded matrix and check every count and offset before anything is decoded.
-
-    Args:
-        data: exactly the coded matrix.
-        weights: how many weights the caller expects.
+    """Find the parts of a coded matrix of so many weights; check every count and offset before anything is decoded.
 
     Raises:
         CodecError: for anything that would make a decoder read or write outside its buffers.

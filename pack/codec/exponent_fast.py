@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,7 @@ from . import exponent
 from .bits import Bf16Bits, Buffer, Words
 from .exponent import ESCAPE, LANES, SAMPLED, SYMBOLS, TILE, header, make_code, parse
 
-A = TypeVar("A")
-B = TypeVar("B")
-
-# What the engines answer after 8 * tile.
+# The errors that the engines add to 8 * tile, by number.
 _REASONS = ("", "mode or size", "lane lengths", "patches", "code words")
 _GUARD = 9 * TILE // LANES // 32 + 2  # words a lane of a damaged tile could read past the end of the stream
 _KEPT = 64 << 20  # bytes of scratch a thread keeps at most, three times
@@ -67,12 +64,7 @@ def _shares(tiles: int, threads: int | None) -> list[tuple[int, int]]:
 
 
 def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
-    """Code BF16 bits, uint16 [n]; the same bytes as `exponent.encode`, whatever the number of threads.
-
-    Args:
-        bits: BF16 weights as they are in memory.
-        threads: how many to use; all cores without it.
-    """
+    """Code BF16 bits, uint16 [n]; the same bytes as `exponent.encode`, with any `threads` (default: all cores)."""
     bits = np.ascontiguousarray(bits).reshape(-1)
     loops = engine()
     if loops is None:
@@ -89,8 +81,8 @@ def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
     shortest = int(np.argmax(code.length == code.length[code.length > 0].min())) if bits.size else 0
     fill = int(codewords[shortest]) << 4 | int(code.length[shortest])
     plane = _room("plane", -(-bits.size // 4)).view(np.uint8)[: bits.size]
-    # A tile is written in its coded form only where that is smaller than the raw one, patches included. They are noted
-    # before that is known: room for a whole tile of them more, in every share.
+    # A tile is written in its coded form only where that is smaller than the raw one, patches included. Patches are
+    # written before that is known, so every share has room for a whole tile of them more.
     bound = 1 + TILE // 4
     stream = _room("stream", bound * shares[-1][1])
     patches = _room("patches", bound * shares[-1][1] + TILE * len(shares))
@@ -131,13 +123,9 @@ def _room(name: str, size: int) -> Words:
 def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None:
     """Decode a coded matrix into `out`, uint16 [n], contiguous; C allocates nothing of its size.
 
-    Args:
-        data: exactly the coded matrix.
-        out: where the weights go.
-        threads: how many to use; all cores without it.
-
     Raises:
-        CodecError: when `data` is not a well-formed coded matrix of out.size weights; `out` is then partly written.
+        CodecError: when `data` is not exactly a well-formed coded matrix of out.size weights; `out` is then partly
+            written.
     """
     if out.dtype != np.uint16 or not out.flags.c_contiguous or not out.flags.writeable:
         raise ValueError("decode_into needs a contiguous, writeable uint16 array")
@@ -151,28 +139,19 @@ def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None
     stream = coded.stream
     after = data[len(data) - out.size - 4 * len(stream) :]
     if len(after) >= 4 * (len(stream) + _GUARD):
-        # What follows the stream (the plane) may be read as code words by a damaged tile, and is then rejected.
+        # A damaged tile may read the plane, which follows the stream, as code words, and is then rejected.
         stream = after[: 4 * (len(stream) + _GUARD)].view("<u4")
     else:
         stream = np.concatenate([stream, np.zeros(_GUARD, np.uint32)])
     table = coded.code.table()
-    length_of, exponent_of = table & 15, coded.code.exponent[table >> 4]
-
-    def part(share: tuple[int, int]) -> int:
-        return int(
-            loops.decode(
-                length_of, exponent_of, coded.tile_start, coded.patch_start, coded.patches, stream, coded.plane, out,
-                *share,
-            )
-        )  # fmt: skip
-
-    for status in _map(part, _shares(coded.tiles, threads)):
+    found = (table & 15, coded.code.exponent[table >> 4], coded.tile_start, coded.patch_start, coded.patches, stream)
+    for status in _map(lambda share: loops.decode((*found, coded.plane), out, *share), _shares(coded.tiles, threads)):
         if status:
             raise CodecError(f"tile {status // 8}: bad {_REASONS[status % 8]}")
 
 
-def _map(function: Callable[[A], B], items: Sequence[A]) -> list[B]:
-    """`function` of every item, on the threads where there is more than one."""
+def _map(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """`function` of every item, on threads where there are several items."""
     return [function(items[0])] if len(items) == 1 else list(_pool().map(function, items))
 
 

@@ -1,20 +1,21 @@
 """The exponent codec's loops in C (exponent_*.c), where installing could compile them.
 
-Called through ctypes, which releases the GIL. `level` is 1 where AVX-512 with VBMI is used, else 0: where the processor
-does not have it, or MOEPACK_ISA (isa.py) does not allow it.
+Called through ctypes, which releases the GIL. `level` is 1 with AVX-512 VBMI, and 0 where the processor does not have
+it or MOEPACK_ISA (isa.py) does not allow it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import isa
-from .bits import Bf16Bits, Buffer, Words
+from .bits import Bf16Bits, Buffer
 from .exponent import TILE as TILE
 
 # One name for all Python versions that installing may have built it for; OSError where there is none.
@@ -49,70 +50,51 @@ def count(bits: Bf16Bits, counts: np.ndarray[Any, Any]) -> None:
     _library.moepack_exponent_sample(_at(bits), bits.size, _at(counts))
 
 
-def encode(
-    bits: Bf16Bits,
-    entry: Bf16Bits,
-    fill: int,
-    out: Words,
-    tile_end: Words,
-    patch_end: Words,
-    patches: Words,
-    plane: Buffer,
-) -> None:
-    """Write stream words, patches and their ends by tile; entry[exponent] is escape << 12 | code word << 4 | length."""
-    _library.moepack_exponent_encode(
-        _at(bits), bits.size, _at(entry), int(fill), _at(out), _at(tile_end), _at(patch_end), _at(patches), _at(plane)
-    )
+def encode(bits: Bf16Bits, entry: Bf16Bits, fill: int, *to: np.ndarray[Any, Any]) -> None:
+    """Write stream words, their ends by tile, the patches' ends by tile, patches and plane to the arrays `to`.
+
+    entry[exponent] is escape << 12 | code word << 4 | length.
+    """
+    _library.moepack_exponent_encode(_at(bits), bits.size, _at(entry), int(fill), *map(_at, to))
 
 
-def decode(
-    length_of: Buffer,
-    exponent_of: Buffer,
-    tile_start: Words,
-    patch_start: Words,
-    patches: Words,
-    stream: Words,
-    plane: Buffer,
-    out: Bf16Bits,
-    first_tile: int,
-    last_tile: int,
-) -> int:
-    """Decode tiles first_tile up to last_tile into `out`; 0, or 8 * tile + the number of what is bad."""
-    parts: tuple[np.ndarray[Any, Any], ...]
-    parts = (length_of, exponent_of, tile_start, patch_start, patches, stream, plane, out)
-    return int(_library.moepack_exponent_decode(*(_at(p) for p in parts), out.size, first_tile, last_tile))
+def decode(parts: Sequence[np.ndarray[Any, Any]], out: Bf16Bits, first_tile: int, last_tile: int) -> int:
+    """Decode tiles first_tile up to last_tile into `out`; 0, or 8 * tile + the number of an error.
+
+    `parts` are the table's lengths and exponents, tile starts, patch starts, patches, stream and plane.
+    """
+    addresses = (*map(_at, parts), _at(out))
+    return int(_library.moepack_exponent_decode(*addresses, out.size, first_tile, last_tile))
 
 
 class Opened:
-    """A coded matrix whose header and offsets were checked once, to be decoded in parts by whoever has its address.
+    """A coded matrix whose header and offsets were checked once, to be decoded in parts.
 
     Attributes:
-        address: what `part_address` takes.
+        address: the first argument of the function at `part_address`.
     """
 
-    __slots__ = ("_data", "_room", "address")
-
-    def __init__(self, data: Buffer, room: np.ndarray[Any, Any], address: int) -> None:
-        self._data, self._room, self.address = data, room, address  # they keep the memory
+    def __init__(self, data: Buffer, room: np.ndarray[Any, Any]) -> None:
+        self._data, self._room, self.address = data, room, _at(room)  # the arrays keep the memory
 
     def decode(self) -> int:
-        """Decode all of it on this thread; 0, or 8 * tile + the number of what is bad."""
+        """Decode all of it on this thread; 0, or 8 * tile + the number of an error."""
         tiles = -(-int(self._room[6]) // TILE)
         return int(_library.moepack_exponent_part(self.address, 0, tiles))
 
 
 def open_coded(data: Buffer, weights: int, out: int) -> Opened | None:
-    """Check a coded matrix and make its tables; None for one that is not well formed, or too small to be read so.
+    """Check a coded matrix and make its tables; None for one that is malformed or too small.
 
     Args:
-        data: exactly the coded matrix, beginning on a multiple of 4; it stays as it is as long as it is decoded.
+        data: exactly the coded matrix, beginning on a multiple of 4; it must not change while it is decoded.
         weights: how many it holds.
-        out: the address that they are decoded to: BF16 [weights].
+        out: the address to decode to: BF16 [weights].
     """
     room = np.empty(-(-_library.moepack_exponent_opened() // 8), np.int64)
     if _at(data) % 4 or _library.moepack_exponent_open(_at(data), len(data), weights, out, _at(room)):
         return None
-    return Opened(data, room, _at(room))
+    return Opened(data, room)
 
 
 def part_address() -> int:

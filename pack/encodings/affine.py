@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import Kind
-from ..sections import BLOCK_ROWS, GROUPS, Matrix, groups, plane_words, row_blocks
-from .base import Part, Version
+from ..sections import BLOCK_ROWS, GROUPS, Matrix, groups, plane_words
+from .base import Part, Version, codec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +24,7 @@ class Affine(Version):
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:
         """Planes, scales, zero points where they are stored, and the bias if the matrix has one."""
-        blocks, by_group = row_blocks(matrix), groups(matrix, self.group_size)
+        blocks, by_group = -(-matrix.rows // BLOCK_ROWS), groups(matrix, self.group_size)
         for p, bits in enumerate(self.planes):
             yield f"plane{p}", (blocks, plane_words(matrix.cols, bits), BLOCK_ROWS), 4
         yield "scale", (blocks, by_group, BLOCK_ROWS), 2
@@ -36,16 +36,12 @@ class Affine(Version):
     def encode(
         self, matrices: Sequence[Matrix], values: Sequence[AffineMatrix], threads: int | None = None
     ) -> tuple[Buffer, int]:
-        """See Version; one thread works, whatever `threads` says."""
-        from ..codec import affine
+        """See Version. It uses one thread."""
+        return codec("affine").encode(matrices, self, values), sum(s.size for s in self.sections(matrices))
 
-        return affine.encode(matrices, self, values), sum(s.size for s in self.sections(matrices))
-
-    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> list[AffineMatrix]:
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[AffineMatrix]:
         """See Version. Biases are views of the extent."""
-        from ..codec import affine
-
-        return affine.decode(matrices, self, extent)
+        return codec("affine").decode(matrices, self, extent)  # type: ignore[no-any-return]
 
     def dequantise(self, value: AffineMatrix) -> npt.NDArray[np.float32]:
         """See Version."""
@@ -53,9 +49,7 @@ class Affine(Version):
 
     def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
         """See Version."""
-        from ..codec import checks
-
-        return checks.check_affine(matrices, self, extent)
+        return codec("checks").check_affine(matrices, self, extent)  # type: ignore[no-any-return]
 
 
 def affine(name: str, bits: int, planes: tuple[int, ...], since: int, zero: str = "stored") -> Affine:

@@ -1,7 +1,8 @@
-"""What every encoding answers: a version is an encoding with a size of groups. Standard library only."""
+"""The interface of encodings: a version is an encoding with a group size. Standard library only."""
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,26 +24,26 @@ Part = tuple[str, tuple[int, ...], int]  # a section without its place: kind, sh
 class Version(ABC):
     """One version of a bundle's experts: how codes become bytes, and bytes weights.
 
-    The manifest records `name`, `encoding`, `bits`, `group_size` and `zero`, and two versions are equal where these
-    are. The rest follows from the name.
+    The manifest records `name`, `encoding`, `bits`, `group_size` and `zero`; versions are equal where these are. The
+    other attributes follow from the name.
 
     Attributes:
         name: the version's name, its folder in a bundle and its column in tables.
         encoding: the manifest's word for the family of encodings.
         bits: bits of a code, at most 8; 16 for BF16.
-        kernel: the number by which kernels know it (runtime/kernels/forms.py).
+        kernel: its number in kernels (runtime/kernels/forms.py).
         since: the first version of the format that has it.
         planes: bits of a code (1, 2, 4 or 8) by plane, least significant first; none where codes have no planes.
         zero: "stored", "midpoint" (half the greatest code, not stored) or "none".
-        group_sizes: how many columns may share a scale; none where there are no groups.
+        group_sizes: the numbers of columns that may share a scale; none without groups.
         group_size: columns that share a scale; 0 without groups.
-        holds: of a lossless version, what it keeps of a checkpoint, by the checkpoint's dtype; empty of others.
-        entropy_coded: whether the stored bytes depend on the values. Such a version is decoded when it arrives on its
-            device, and may also stay there as it is stored.
+        holds: a lossless version's contents, by the checkpoint's dtype; empty for others.
+        entropy_coded: whether the stored bytes depend on the values. Such a version is decoded on its device, or stays
+            there as it is stored.
         plain: whether it is in memory as BF16 matrices, section "weight", which torch multiplies by as they are.
-        transform: what activations go through before a product, such as a rotation; None for nothing. No kernel
-            applies one yet: versions that have one are refused.
-        matrix_boundary, extent_boundary: multiples of which a matrix begins, and an extent ends, in memory.
+        transform: applied to activations before a product, such as a rotation; None for nothing. Versions with one are
+            refused: no kernel applies it.
+        matrix_boundary, extent_boundary: alignment in memory of a matrix's begin, and of an extent's end.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Version(ABC):
 
     @staticmethod
     def of(name: str, group_size: int = GROUPS[0]) -> Version:
-        """The version of a name; where there are no groups, `group_size` does not matter.
+        """The version of a name. Without groups, `group_size` is ignored.
 
         Raises:
             ValueError: for an unknown name, or a size of groups that the encoding does not have.
@@ -89,7 +90,7 @@ class Version(ABC):
         return made
 
     def record(self) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """Its record in the manifest."""
         return {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
 
     def described(self) -> str:
@@ -106,7 +107,7 @@ class Version(ABC):
         """The sections of one matrix in memory, in order."""
 
     def sections(self, matrices: Iterable[Matrix]) -> tuple[Section, ...]:
-        """Where everything stands in memory; the same for every expert of a layer, so an extent needs no header."""
+        """The places of all sections in memory: the same for every expert of a layer, so an extent needs no header."""
         out: list[Section] = []
         at = 0
         for i, matrix in enumerate(matrices):
@@ -122,7 +123,7 @@ class Version(ABC):
     def stored_sizes(self, matrices: Sequence[Matrix]) -> tuple[int, int] | None:
         """Bytes of an extent in its file, and of its payload, which is the extent without padding.
 
-        None where they follow from the values. The default holds where an extent is stored as it is in memory.
+        None where they depend on the values. By default an extent is stored as it is in memory.
         """
         return self.resident_size(matrices), sum(s.size for s in self.sections(matrices))
 
@@ -183,11 +184,16 @@ class Version(ABC):
         return sizes[1]
 
 
-KNOWN: tuple[Version, ...] = ()  # from the most to the least precise; of those with groups, at no size yet
+KNOWN: tuple[Version, ...] = ()  # from the most to the least precise; without group sizes
+
+
+def codec(name: str) -> Any:
+    """A module of codec/. It is imported when it is first needed, so that naming a version needs no NumPy."""
+    return importlib.import_module(f"moepack.pack.codec.{name}")
 
 
 def version_names(format_version: int | None = None) -> tuple[str, ...]:
-    """The names that a version of the format has, the latest without one, from the most to the least precise."""
+    """The versions' names in a version of the format (default: the latest), from the most to the least precise."""
     return tuple(e.name for e in KNOWN if format_version is None or e.since <= format_version)
 
 

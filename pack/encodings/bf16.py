@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import Kind
 from ..sections import PAGE, SECTION, Matrix
-from .base import Part, Version
+from .base import Part, Version, codec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..codec.bits import Buffer
     from ..codec.lossless import LosslessMatrix
 
-# What the version holds of a checkpoint, by the dtype of the checkpoint's experts.
+# The version's contents, by the dtype of the checkpoint's experts.
 EXPERT_DTYPES = {
     "BF16": "the checkpoint's own bits",
     "F16": "the checkpoint's FP16 weights rounded to BF16",
@@ -31,8 +31,7 @@ EXPERT_DTYPES = {
 class LosslessBf16(Version):
     """The checkpoint's weights as BF16 (FORMAT.md, "Lossless extents").
 
-    In memory, matrices begin on pages of their own, so that each can be bound to memory, and given back, alone
-    (runtime/paging).
+    In memory each matrix begins on a page, so that runtime/paging can bind and free it alone.
     """
 
     holds = EXPERT_DTYPES
@@ -48,21 +47,17 @@ class LosslessBf16(Version):
             yield "bias", (matrix.rows,), 2
 
     def stored_sizes(self, matrices: Sequence[Matrix]) -> None:
-        """None: they follow from the values."""
+        """None: they depend on the values."""
 
     def encode(
         self, matrices: Sequence[Matrix], values: Sequence[LosslessMatrix], threads: int | None = None
     ) -> tuple[Buffer, int]:
         """See Version."""
-        from ..codec import lossless
+        return codec("lossless").encode(matrices, values, threads)  # type: ignore[no-any-return]
 
-        return lossless.encode(matrices, values, threads)
-
-    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> list[LosslessMatrix]:
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[LosslessMatrix]:
         """See Version. Biases are views of the extent."""
-        from ..codec import lossless
-
-        return lossless.decode(matrices, extent)
+        return codec("lossless").decode(matrices, extent)  # type: ignore[no-any-return]
 
     def dequantise(self, value: LosslessMatrix) -> npt.NDArray[np.uint16]:
         """See Version."""
@@ -77,22 +72,16 @@ class LosslessBf16(Version):
         before: Callable[[int], None] = lambda matrix: None,
     ) -> None:
         """See Version."""
-        from ..codec import lossless
-
-        lossless.restore(matrices, self.sections(matrices), extent, out, threads, before)
+        codec("lossless").restore(matrices, self.sections(matrices), extent, out, threads, before)
 
     def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
         """See Version."""
-        from ..codec import checks, lossless
-
-        lossless.decode(matrices, extent)
-        yield from checks.check_lossless(matrices, extent)
+        self.decode(matrices, extent)
+        yield from codec("checks").check_lossless(matrices, extent)
 
     def payload(self, matrices: Sequence[Matrix], extent: Buffer) -> int:
         """See Version."""
-        from ..codec import lossless
-
-        return lossless.payload(len(matrices), extent)
+        return int(codec("lossless").payload(len(matrices), extent))
 
 
 ENCODINGS = (LosslessBf16("bf16", "exponent-huffman", 16, 16, 2),)

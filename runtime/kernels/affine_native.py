@@ -1,8 +1,8 @@
-"""Experts' products on a CPU by c/product.c and its company, compiled when installed; OSError where they could not be.
+"""Experts' products on a CPU by the compiled library in c/; importing raises OSError where it was not compiled.
 
-Called through ctypes, which releases the GIL. Tensors must live on the CPU and be contiguous; addresses and sizes are
-the caller's word. Work runs on torch's own OpenMP threads where they are GNU's, else on threads that the library keeps:
-two sets of threads on the same cores would wait for one another.
+Called through ctypes, which releases the GIL. Tensors must be on the CPU and contiguous; the library checks neither
+addresses nor sizes. Work runs on torch's OpenMP threads where they are GNU's, else on threads that the library keeps,
+because two sets of threads on the same cores would wait for one another.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .forms import make_forms
 
 # One name for all Python versions that installing may have built it for; OSError where there is none.
 _path = Path(__file__).with_name(f"_affine{sysconfig.get_config_var('EXT_SUFFIX')}")
-library = ctypes.CDLL(str(_path))  # what dense_native.py calls as well
+library = ctypes.CDLL(str(_path))  # dense_native.py calls it too
 WORD, POINTER = ctypes.c_int64, ctypes.c_void_p
 LEVELS = isa.LEVELS
-HERE = int(library.moepack_affine_level(len(LEVELS) - 1))  # the most that this machine has
+HERE = int(library.moepack_affine_level(len(LEVELS) - 1))  # the best level of this machine
 BEST = isa.bound(HERE)
 DTYPES = (torch.float32, torch.bfloat16)
-level = 0  # what `use_level` took
+level = 0  # set by `use_level`
 
 
 class _Gemm(ctypes.Structure):
@@ -44,9 +44,7 @@ class _Gemm(ctypes.Structure):
     ]
 
 
-class Unpack(ctypes.Structure):
-    """What the library's unpacking takes."""
-
+class _Unpack(ctypes.Structure):
     _fields_ = [
         *((name, WORD) for name in ("cols", "first", "last", "ld", "out_bf16", "threads")),
         *((name, POINTER) for name in ("base", "form", "out")),
@@ -61,10 +59,7 @@ class _Combine(ctypes.Structure):
 
 
 def use_level(limit: int = BEST) -> int:
-    """Let the library use instruction sets up to `limit`, an index into LEVELS; returns the one it took.
-
-    Without a limit, and at the most, the best there is, or what MOEPACK_ISA asks for.
-    """
+    """Let the library use instruction sets up to `limit`, an index into LEVELS, and BEST; returns the level it took."""
     global level
     level = int(library.moepack_affine_level(min(limit, BEST)))
     return level
@@ -77,7 +72,7 @@ def build() -> str:
 
 
 def levels() -> tuple[str, ...]:
-    """The levels that this machine has, lowest first: what MOEPACK_ISA may be here."""
+    """The levels that this machine has, lowest first: the values for MOEPACK_ISA."""
     return LEVELS[: HERE + 1]
 
 
@@ -104,11 +99,10 @@ openmp = use_openmp()
 
 
 class CodedExperts:
-    """Matrices of a product that are to be decoded into their place first, and what came of it.
+    """Matrices of a product that are decoded into their place first, and the results.
 
     Attributes:
-        opened: uint64 [experts], what exponent_native.Opened has the address of, or 0 for one that is there.
-        seconds: that threads spent on decoding, added up.
+        opened: uint64 [experts], the address of exponent_native.Opened; 0 for a matrix that is in its place.
     """
 
     def __init__(self, experts: int) -> None:
@@ -117,15 +111,15 @@ class CodedExperts:
 
     @property
     def seconds(self) -> float:
-        """That threads spent on decoding, added up."""
+        """Seconds that threads spent on decoding, added up."""
         return float(self._report[2]) / 1e9
 
     def bad(self) -> tuple[int, int]:
-        """The expert whose bytes are not a coded matrix, and what decoding said."""
+        """The expert whose bytes are not a coded matrix, and the decoder's status."""
         return int(self._report[0]) - 1, int(self._report[1])
 
     def hand(self, gemm: _Gemm) -> None:
-        """Let a product find them."""
+        """Write the matrices' addresses into a product's arguments."""
         from moepack.pack.codec import exponent_native
 
         gemm.coded, gemm.report = self.opened.ctypes.data, self._report.ctypes.data
@@ -133,11 +127,7 @@ class CodedExperts:
 
 
 class BadCodes(CodecError):
-    """A matrix that was to be decoded is not well formed.
-
-    Attributes:
-        expert: whose it is.
-    """
+    """The matrix of `expert` that was to be decoded is not well formed."""
 
     def __init__(self, expert: int, status: int) -> None:
         self.expert = expert
@@ -145,12 +135,12 @@ class BadCodes(CodecError):
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
-    """Whether experts with many tokens of that dtype run in tiles here: BF16, and a processor that multiplies it."""
+    """Whether experts with many tokens of that dtype run in tiles: of BF16, on a processor that multiplies it."""
     return dtype == torch.bfloat16 and level >= LEVELS.index("avx512-bf16")
 
 
 class LayerForms:
-    """The matrices of a layer's experts in all versions that the layer may use: what kernels read beside handles.
+    """The forms of a layer's matrices in all its versions. Kernels read them beside handles.
 
     Attributes:
         matrices: the experts' matrices.
@@ -167,12 +157,12 @@ class LayerForms:
         self._at = [(int(rows.ctypes.data), rows.strides[0]) for rows in self._rows]
 
     def address(self, matrix: int, version: int = 0) -> int:
-        """Where the forms of one matrix begin, at that of a version."""
+        """The address of one matrix's form in a version."""
         first, each = self._at[matrix]
         return first + version * each
 
     def unknown(self, matrix: int, version: int) -> ValueError:
-        """What to raise where the library has no kernel for a version's form of a matrix."""
+        """The error for a version's form of a matrix that the library does not know."""
         names = list(self.numbers)
         if version >= len(names):
             return ValueError(f"a handle has version number {version}: this layer has {', '.join(names)}")
@@ -196,15 +186,15 @@ def product(
 
     Args:
         forms: the layer's.
-        matrix: which of an expert's matrices.
+        matrix: the number of the expert's matrix.
         handles: the handle table, uint64 [experts].
         x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
         index: int64 [slots] or [activations, slots / activations]; an expert past the last is left out.
         out: float32 or bfloat16 [slots, rows]; rows of slots that are left out are not written.
-        limits: int64 [versions], slots: an expert with more runs in tiles where `has_tiles` says so of x (for many,
+        limits: int64 [versions], slots: an expert with more runs in tiles where `has_tiles` holds for x (for many,
             weights are rounded to BF16), and is left out elsewhere.
-        threads: how many; torch's number without it.
-        coded: BF16 matrices that are decoded to where their handles point before they are multiplied by.
+        threads: default: torch's number.
+        coded: BF16 matrices to decode first, to where their handles point.
 
     Raises:
         BadCodes: for one of `coded` that is not well formed; `out` is then partly written.
@@ -213,25 +203,18 @@ def product(
         MemoryError: when there is no room for activations.
     """
     m, slots, rows = forms.matrices[matrix], index.numel(), x.shape[0]
-    _check_product(m, handles, x, index, out)
+    if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, rows):
+        raise ValueError(f"{m.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
+    if x.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64 or handles.dtype != np.uint64:
+        raise ValueError(f"{m.name}: x {x.dtype}, out {out.dtype}, index {index.dtype}")
+    if not (x.is_contiguous() and out.is_contiguous() and index.is_contiguous() and handles.flags.c_contiguous):
+        raise ValueError(f"{m.name}: a tensor is not contiguous")
     gemm = _Gemm(
-        m.rows,
-        m.cols,
-        len(handles),
-        len(forms.numbers),
-        slots,
-        slots // rows,
-        x.dtype == torch.bfloat16,
-        out.dtype == torch.bfloat16,
-        has_tiles(x.dtype),
-        threads or torch.get_num_threads(),
-        x.data_ptr(),
-        index.data_ptr(),
-        out.data_ptr(),
-        handles.ctypes.data,
-        forms.address(matrix),
+        m.rows, m.cols, len(handles), len(forms.numbers), slots, slots // rows, x.dtype == torch.bfloat16,
+        out.dtype == torch.bfloat16, has_tiles(x.dtype), threads or torch.get_num_threads(), x.data_ptr(),
+        index.data_ptr(), out.data_ptr(), handles.ctypes.data, forms.address(matrix),
         (forms.unlimited if limits is None else limits).ctypes.data,
-    )
+    )  # fmt: skip
     if coded is not None:
         coded.hand(gemm)
     failed = int(library.moepack_affine_product(ctypes.byref(gemm)))
@@ -243,25 +226,10 @@ def product(
         raise forms.unknown(matrix, failed - 2)
 
 
-def _check_product(m: Matrix, handles: npt.NDArray[np.uint64], x: Tensor, index: Tensor, out: Tensor) -> None:
-    slots, rows = index.numel(), x.shape[0]
-    if x.shape[-1] != m.cols or out.shape != (slots, m.rows) or not slots or slots % max(1, rows):
-        raise ValueError(f"{m.name}: x {tuple(x.shape)}, out {tuple(out.shape)} and {slots} slots do not fit")
-    if x.dtype not in DTYPES or out.dtype not in DTYPES or index.dtype != torch.int64 or handles.dtype != np.uint64:
-        raise ValueError(f"{m.name}: x {x.dtype}, out {out.dtype}, index {index.dtype}")
-    if not (x.is_contiguous() and out.is_contiguous() and index.is_contiguous() and handles.flags.c_contiguous):
-        raise ValueError(f"{m.name}: a tensor is not contiguous")
-
-
 def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int, threads: int) -> int:
     """The most bytes that products of these sizes keep between calls; the same for all versions, limits and levels.
 
-    Args:
-        m: the matrix.
-        experts: how many there are.
-        slots, activations: of one product.
-        most: slots that one expert can have.
-        threads: on which products run.
+    `most` is the greatest number of slots of one expert.
     """
     gemm = _Gemm(rows=m.rows, cols=m.cols, experts=experts, slots=slots, share=slots // activations, threads=threads)
     return int(library.moepack_affine_kept(ctypes.byref(gemm), WORD(most)))
@@ -290,12 +258,11 @@ def unpack(
 
     Args:
         forms: the layer's.
-        matrix: which of an expert's matrices.
-        version: its number.
+        matrix, version: the numbers of the expert's matrix and version.
         extent: uint8, the whole extent.
         out: float32 or bfloat16 [cols, n], contiguous, n a multiple of 16; rows past the matrix come as zeros.
         first: a multiple of 16.
-        threads: how many; torch's number without it.
+        threads: default: torch's number.
 
     Raises:
         ValueError: for an `out` that does not fit, or a form that the library cannot unpack.
@@ -306,34 +273,32 @@ def unpack(
         raise ValueError(f"{m.name}: rows {first} to {last} do not fit {tuple(out.shape)}")
     if out.dtype not in DTYPES:
         raise ValueError(f"{m.name}: weights come in float32 or bfloat16, not {out.dtype}")
-    call = Unpack(
-        m.cols,
-        first,
-        last,
-        out.shape[1],
-        out.dtype == torch.bfloat16,
-        threads or torch.get_num_threads(),
-        extent.data_ptr(),
-        forms.address(matrix, version),
-        out.data_ptr(),
-    )
-    if library.moepack_affine_unpack(ctypes.byref(call)):
+    if unpack_at(m.cols, extent, forms.address(matrix, version), out, first, threads):
         raise forms.unknown(matrix, version)
 
 
+def unpack_at(cols: int, extent: Tensor, form: int, out: Tensor, first: int, threads: int | None) -> bool:
+    """As `unpack`, by the address of a form and without checks; returns whether the library cannot."""
+    call = _Unpack(
+        cols, first, first + out.shape[1], out.shape[1], out.dtype == torch.bfloat16,
+        threads or torch.get_num_threads(), extent.data_ptr(), form, out.data_ptr(),
+    )  # fmt: skip
+    return bool(library.moepack_affine_unpack(ctypes.byref(call)))
+
+
 def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, threads: int | None = None) -> None:
-    """out[t] = sum over a token's slots, in order and in float32, of gate times y; other ranks' experts add nothing.
+    """out[t] = sum over a token's slots, in order and in float32, of gate times y.
 
     Where y and the gates are both bfloat16 a weighted row is rounded to it before it is added, as a model's own forward
-    does: without that, tokens near two experts would go to the other than in the plain model.
+    does. Otherwise tokens near two experts would go to the other than in the plain model.
 
     Args:
         y: float32 or bfloat16 [tokens * top_k, hidden].
         index: int64 [tokens, top_k].
         gates: float32 or bfloat16 [tokens, top_k].
-        experts: how many there are; slots of an index past them are left out.
+        experts: their number; slots of an index past them are left out.
         out: float32 or bfloat16 [tokens, hidden].
-        threads: how many; torch's number without it.
+        threads: default: torch's number.
     """
     tokens, top_k = index.shape
     tensors = (y, index, gates, out)
@@ -345,23 +310,14 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError("a tensor is not contiguous")
     call = _Combine(
-        tokens,
-        top_k,
-        out.shape[1],
-        experts,
-        y.dtype == torch.bfloat16,
-        out.dtype == torch.bfloat16,
-        y.dtype == gates.dtype == torch.bfloat16,
-        threads or torch.get_num_threads(),
-        y.data_ptr(),
-        index.data_ptr(),
-        wide.data_ptr(),
-        out.data_ptr(),
-    )
+        tokens, top_k, out.shape[1], experts, y.dtype == torch.bfloat16, out.dtype == torch.bfloat16,
+        y.dtype == gates.dtype == torch.bfloat16, threads or torch.get_num_threads(), y.data_ptr(), index.data_ptr(),
+        wide.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
     library.moepack_affine_combine(ctypes.byref(call))
 
 
 def read(addresses: npt.NDArray[np.uint64], size: int, threads: int | None = None) -> None:
-    """Read `size` bytes at each address and do nothing with them: what benchmarks hold a kernel's time against."""
+    """Read `size` bytes at each address: benchmarks compare kernels' times with it."""
     count = threads or torch.get_num_threads()
     library.moepack_affine_read(ctypes.c_void_p(addresses.ctypes.data), WORD(len(addresses)), WORD(size), WORD(count))

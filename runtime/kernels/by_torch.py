@@ -1,7 +1,7 @@
 """Products of many tokens by torch on a CPU, some rows of the weights at a time: for processors without BF16 tiles.
 
-Where a processor has no BF16 instructions at all, torch emulates them: several times slower than float32
-(docs/design/build.md), and in memory that no budget sees. There both sides are converted, and sums rounded once.
+Without BF16 instructions torch emulates them, several times slower than float32 (docs/design/build.md) and in memory
+that no budget counts. There both sides are converted, and sums rounded once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def multiply(x: Tensor, weights: Weights, out: Tensor, bias: Tensor | None = Non
 
     Args:
         x: float32 or bfloat16 [tokens, cols].
-        weights: gives rows `first` to `last` of W in a dtype, turned: [cols, last - first].
+        weights: gives rows `first` to `last` of W in a dtype, transposed: [cols, last - first].
         out: [tokens, rows], of x's dtype.
         bias: [rows].
     """
     rows = out.shape[1]
     dtype = torch.float32 if emulated(x.device, x.dtype) else x.dtype
-    with torch.autocast("cpu", enabled=False):  # it would convert both sides back
+    with torch.autocast("cpu", enabled=False):  # autocast would convert both sides back
         for start in range(0, len(x), TOKENS):
             few = x[start : start + TOKENS].to(dtype)
             for first in range(0, rows, ROWS):
@@ -39,17 +39,17 @@ def multiply(x: Tensor, weights: Weights, out: Tensor, bias: Tensor | None = Non
                 if bias is not None:
                     made += bias[first:last]
                 out[start : start + TOKENS, first:last] = made
-                del made  # before the next is there
+                del made  # before the next is made
             del few
 
 
 def of_matrix(weight: Tensor) -> Weights:
-    """The `weights` of a matrix [rows, cols] that is there."""
+    """The `weights` of a matrix [rows, cols]."""
     return lambda first, last, dtype: weight[first:last].to(dtype).T
 
 
 def of_packed(cols: int, unpack: Callable[[Tensor, int], None]) -> Weights:
-    """The `weights` of a matrix of so many columns that `unpack` writes, from some row on, into [cols, rows]."""
+    """The `weights` of a packed matrix; `unpack(tile, first)` writes rows from `first` on into a tile [cols, rows]."""
 
     def rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
         tile = torch.empty(cols, -(-(last - first) // 16) * 16, dtype=dtype)
@@ -67,7 +67,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def bytes_beside(tokens: int, cols: int) -> int:
-    """The most bytes that `multiply` takes beside x [tokens, cols] and out, on any processor: some of the tokens
-    converted, rows of the weights, and their product."""
+    """The most bytes that `multiply` takes beside x [tokens, cols] and out: tokens, weights and their product."""
     some = min(tokens, TOKENS)
     return 4 * (some * cols + ROWS * (cols + some))

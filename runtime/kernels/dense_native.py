@@ -1,6 +1,4 @@
-"""Products of matrices beside the experts, normalisations and attention of one token, on a CPU by the library of
-affine_native.py, whose conditions hold here too.
-"""
+"""Dense products, normalisations and attention of one token, on a CPU by the library of affine_native.py."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from torch import Tensor
 
 from moepack.pack.spec import LOSSLESS, Version
 
-from .affine_native import DTYPES, POINTER, WORD, Unpack, has_tiles, library
+from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unpack_at
 from .by_torch import multiply, of_matrix, of_packed
 from .forms import Form, kernel_of
 
-PLAIN = Version.of(LOSSLESS)  # in memory a BF16 matrix as it is
+PLAIN = Version.of(LOSSLESS)  # a BF16 matrix in memory
 
 
 class _Attend(ctypes.Structure):
@@ -50,10 +48,10 @@ class KernelMatrix:
     """One matrix that `dense` multiplies by, on the CPU.
 
     Attributes:
-        form: where its parts begin in `data`, as `forms.make_forms` says of an extent; `plain_form` of a BF16 matrix.
+        form: the places of its parts in `data`, by `forms.make_forms`; `plain_form` for a BF16 matrix.
         rows, cols: its shape.
         data: uint8, the whole extent; or bfloat16 [rows, cols]. Contiguous.
-        bias: bfloat16 [rows], of a matrix whose form has none; an extent's own bias needs no mention.
+        bias: bfloat16 [rows], for a matrix whose form has none.
     """
 
     form: Form
@@ -69,7 +67,7 @@ def plain_form() -> Form:
 
 
 class MatrixGroup:
-    """Matrices that share an input, for `dense`: addresses and forms, written down once.
+    """Matrices that share an input, for `dense`.
 
     Attributes:
         matrices: in the order of the results.
@@ -80,10 +78,10 @@ class MatrixGroup:
     def __init__(
         self, matrices: Sequence[KernelMatrix], limits: dict[torch.dtype, Sequence[int]] | None = None
     ) -> None:
-        """Limits that are not given are those of the table in forms.py; backends.dense_limits measures them.
+        """The default limits are those of the table in forms.py.
 
         Raises:
-            ValueError: for matrices of different columns, of none, or tensors that are not as KernelMatrix says.
+            ValueError: for no matrices, different columns, or tensors that are not as KernelMatrix has them.
         """
         self.matrices, self.cols = tuple(matrices), matrices[0].cols if matrices else 0
         kernels = [kernel_of(m.form.name) for m in matrices]
@@ -103,18 +101,11 @@ class MatrixGroup:
             raise ValueError("no matrices")
         self._forms = np.array([m.form.row() for m in matrices], np.int64)
         at, each = self._forms.ctypes.data, self._forms.strides[0]
-        self._call = (_Dense * len(matrices))(
-            *(
-                _Dense(
-                    m.rows,
-                    m.data.data_ptr(),
-                    at + i * each,
-                    _bias_address(m),
-                    (self.limits[DTYPES[0]][i], self.limits[DTYPES[1]][i]),
-                )
-                for i, m in enumerate(self.matrices)
-            )
-        )
+        calls = [
+            _Dense(m.rows, m.data.data_ptr(), at + i * each, _bias_address(m), tuple(self.limits[d][i] for d in DTYPES))
+            for i, m in enumerate(self.matrices)
+        ]
+        self._call = (_Dense * len(matrices))(*calls)
         self._rows = [m.rows for m in matrices]
         self._all = sum(self._rows)
         self._parts = [(r, sum(self._rows[:i])) for i, r in enumerate(self._rows)]
@@ -122,20 +113,15 @@ class MatrixGroup:
 
     def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
         """As affine_native's `unpack`, of one of the matrices."""
-        m = self.matrices[number]
-        call = Unpack(
-            m.cols, first, first + out.shape[1], out.shape[1], out.dtype == torch.bfloat16, threads,
-            m.data.data_ptr(), self._forms.ctypes.data + number * self._forms.strides[0], out.data_ptr(),
-        )  # fmt: skip
-        if library.moepack_affine_unpack(ctypes.byref(call)):
+        m, form = self.matrices[number], self._forms.ctypes.data + number * self._forms.strides[0]
+        if unpack_at(m.cols, m.data, form, out, first, threads):
             raise self.unknown(number)
 
     def unknown(self, number: int) -> ValueError:
-        """What to raise where the library has no kernel for a matrix's form."""
+        """The error for a matrix's form that the library does not know."""
         f = self.matrices[number].form
-        return ValueError(
-            f"{f.name}: the compiled kernels do not know its encoding (number {f.bits}, groups of {f.group})"
-        )
+        form = f"number {f.bits}, groups of {f.group}"
+        return ValueError(f"{f.name}: the compiled kernels do not know its encoding ({form})")
 
 
 def _bias_address(m: KernelMatrix) -> int | None:
@@ -147,13 +133,13 @@ def _bias_address(m: KernelMatrix) -> int | None:
 def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...]:
     """y = W x + b for each of several matrices, in one call: few tokens straight from their bytes, many in tiles.
 
-    Results have the same bits on however many threads, and beside whatever matrices. Where tokens are many and this
-    processor has no tiles for them, torch multiplies by unpacked weights.
+    Results have the same bits on any number of threads (default: torch's), and beside any matrices. torch multiplies
+    many tokens by unpacked weights where this processor has no tiles for them.
 
     Args:
         of: the matrices.
         x: float32 or bfloat16 [..., cols].
-        threads: how many; torch's number without it.
+        threads: default: torch's number.
 
     Returns:
         [..., rows] for each matrix, in x's dtype, contiguous; parts of one tensor.
@@ -174,9 +160,8 @@ def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tenso
         ones = len(lead)
         outs = tuple([made.as_strided((*lead, r), (*(r,) * ones, 1), at) for r, at in of._parts])
     else:
-        outs = tuple(
-            [p.view(*lead, r) for p, r in zip(made.split([tokens * r for r in of._rows]), of._rows, strict=True)]
-        )
+        parts = made.split([tokens * r for r in of._rows])
+        outs = tuple([p.view(*lead, r) for p, r in zip(parts, of._rows, strict=True)])
     threads = threads or torch.get_num_threads()
     bf16, tiles = x.dtype is torch.bfloat16, has_tiles(x.dtype)
     if tokens:
@@ -235,13 +220,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int
         key: bfloat16 [batch, groups, length, cols]; heads are a multiple of groups, and follow one another in each.
         value: bfloat16 [batch, groups, length, out]. The last axes of all three are dense.
         scale: of the products.
-        threads: how many; torch's number without it.
+        threads: default: torch's number.
 
     Returns:
         bfloat16 [batch, 1, heads, out].
 
     Raises:
-        ValueError: for tensors that are not so.
+        ValueError: for tensors of other shapes or strides.
         MemoryError: when there is no room for scores.
     """
     batch, heads, _, cols = query.shape

@@ -1,19 +1,18 @@
-"""The kernels' table of encodings, and what kernels read of a layer: forms and handles. Pure arithmetic.
+"""The kernels' table of encodings, and the forms and handles that kernels read. Pure arithmetic.
 
-A form says where the parts of a matrix begin in an extent. A handle is one 64-bit number, an extent's address with the
+A form gives the offsets of a matrix's parts in an extent. A handle is one 64-bit number, an extent's address with the
 version's number in its low bits, so that publishing another version of an expert is one store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version, encoding_of, version_names
 
 VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves these free
-FIELDS = ("bits", "group", "stored", "low", "high", "scale", "zero", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +23,8 @@ class Kernel:
         float32, bfloat16: on a CPU, tokens up to which an expert runs straight from its bytes, by the dtype of
             activations.
         beside_amx: the same of bfloat16 where AMX runs the others.
-        compiled: whether C and Triton have a case for it. A layer that has a version without one is dequantised by
-            torch (reference.py): slow, and right.
+        compiled: whether C and Triton have a case for it. torch dequantises a layer with a version without one
+            (reference.py), which is slow.
     """
 
     float32: int = 0
@@ -34,8 +33,8 @@ class Kernel:
     compiled: bool = True
 
 
-# By the number that `Version.kernel`, C and Triton name: the bits of a code, 16 for BF16 weights. Limits were measured
-# on one AVX-512 core, those of BF16 beside torch's product and beside AMX tiles.
+# By `Version.kernel`, a number that C and Triton know too. Limits were measured on one AVX-512 core, those of BF16
+# beside torch's product and beside AMX tiles.
 KERNELS = {
     16: Kernel(64, 4, 4),
     8: Kernel(128, 24, 4),
@@ -76,8 +75,8 @@ def compiled_names() -> tuple[str, ...]:
 class Form:
     """One matrix in one version: byte offsets into an extent, as the kernels read them; -1 where there is no bias.
 
-    Where the version is plain, `low` is where the BF16 matrix [rows, cols] begins, row-major. `bits` is the encoding's
-    number in KERNELS.
+    In a plain version the BF16 matrix [rows, cols] begins at `low`, row-major. `bits` is the encoding's number in
+    KERNELS. The kernels read the fields after the name, in this order.
     """
 
     name: str
@@ -91,8 +90,8 @@ class Form:
     bias: int
 
     def row(self) -> tuple[int, ...]:
-        """The fields in the order in which kernels read them."""
-        return tuple(getattr(self, name) for name in FIELDS)
+        """The fields that kernels read."""
+        return astuple(self)[1:]
 
 
 def resident_size(matrices: Sequence[Matrix], version: Version) -> int:

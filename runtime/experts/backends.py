@@ -1,21 +1,20 @@
-"""Which kernel runs what: a table of (device, version, tokens an expert) to kernel, filled by a short autotune.
+"""The kernel for each device, version and number of tokens an expert, by a short autotune.
 
-A CPU multiplies an expert straight from its packed bytes up to some number of tokens, and from there on in tiles of
-unpacked weights: its own for BF16 activations on a processor that multiplies BF16, else torch's matrix product. Where
-that turns depends on the machine and the number of threads, so it is measured when it is first needed, in up to a
-quarter of a second an encoding, and kept in a file of the user's cache. Decides nothing about which version an expert
-has.
+A CPU multiplies an expert straight from its packed bytes up to some number of tokens, and beyond in tiles of unpacked
+weights: the library's for BF16 activations on a processor that multiplies BF16, else torch's. That limit depends on the
+machine and the number of threads. It is measured when it is first needed, in up to a quarter of a second an encoding,
+and kept in a file of the user's cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,32 +24,32 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version, encoding_of
+from moepack.runtime.kernels.by_torch import bytes_beside
 from moepack.runtime.kernels.forms import compiled, compiled_names, kernel_of
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import LayerForms
 
-# Tokens up to which an expert runs from its own bytes, by the dtype of activations and the name of its encoding, used
-# where nothing that was measured could be kept.
+# Tokens up to which an expert runs from its own bytes, by the dtype of activations and the name of its encoding, for
+# machines that cannot keep measurements.
 DEFAULTS = {f"float32 {name}": kernel_of(name).float32 for name in compiled_names()}
 DEFAULTS |= {f"bfloat16 {name}": kernel_of(name).bfloat16 for name in compiled_names()}
 BESIDE_AMX = {f"bfloat16 {name}": kernel_of(name).beside_amx for name in compiled_names()}
 VARIABLE = "MOEPACK_LIMITS"
-AGAINST = "by_torch of normal numbers"  # what packed bytes were measured against: another name has limits measured anew
-TABLES = 15  # machines, levels and numbers of threads that the file holds besides the latest
+AGAINST = "by_torch of normal numbers"  # the other side of measurements; a new name discards the old ones
+TABLES = 15  # older measurements that the file keeps: of other machines, levels and numbers of threads
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def backend(device: torch.device) -> str:
-    """What runs experts on a device: "native" (product.c), "triton", or "reference" (plain torch)."""
-    if device.type == "cpu":
-        return "native" if _native() is not None else "reference"
+    """The kind of kernel for experts on a device: "native" (product.c), "triton", or "reference" (plain torch)."""
+    if device.type == "cpu" and _native() is not None:
+        return "native"
     if device.type == "cuda":
-        try:
+        with contextlib.suppress(ImportError):
             from moepack.runtime.kernels import affine_triton  # noqa: F401
-        except ImportError:
-            return "reference"
-        return "triton"
+
+            return "triton"
     return "reference"
 
 
@@ -64,21 +63,13 @@ def _native() -> Any:
 
 
 def native_layer(layer: ExpertLayer, versions: Sequence[Version], device: torch.device) -> LayerForms | None:
-    """What the compiled CPU kernels read of a layer; None elsewhere, or where there are none for a version."""
+    """A layer's forms for the compiled CPU kernels; None where they do not run one of the versions."""
     native = _native() if device.type == "cpu" and compiled(versions) else None
     return None if native is None else native.LayerForms(layer.matrices, versions)
 
 
-def direct_limit(dtype: torch.dtype, version: Version, threads: int | None = None) -> int:
-    """The most tokens with which an expert in a version still runs straight from its own bytes.
-
-    Measured here, for one number of threads (torch's without `threads`), the first time that somebody asks.
-    """
-    return _limits([f"{_short(dtype)} {version.name}"], threads or torch.get_num_threads())[0]
-
-
 def prepare(dtype: torch.dtype, versions: tuple[Version, ...], device: torch.device) -> None:
-    """Have the limits at hand before the first pass asks for them: under a second where they are not known yet."""
+    """Measure unknown limits, in under a second, before the first pass needs them."""
     if device.type == "cpu" and _native() is not None and compiled(versions):
         direct_limits(dtype if dtype == torch.bfloat16 else torch.float32, versions)
 
@@ -88,16 +79,12 @@ def kept_bytes(layer: ExpertLayer, tokens: int, top_k: int) -> int:
     native, slots, threads = _native(), tokens * top_k, torch.get_num_threads()
     if native is None:
         return 0
-    first, second = layer.matrices
-    sizes: list[int] = [
-        native.kept_bytes(m, layer.experts, slots, activations, tokens, threads)
-        for m, activations in ((first, tokens), (second, slots))
-    ]
-    return max(sizes)
+    pairs = zip(layer.matrices, (tokens, slots), strict=True)  # each with its activations
+    return max(int(native.kept_bytes(m, layer.experts, slots, n, tokens, threads)) for m, n in pairs)
 
 
 def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
-    """The same of products of dense matrices [rows, cols] that share an input."""
+    """As `kept_bytes`, for products of dense matrices [rows, cols] that share an input."""
     if _native() is None:
         return 0
     from moepack.runtime.kernels import dense_native
@@ -106,30 +93,31 @@ def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
 
 
 def unpacked_bytes(tokens: int, cols: int) -> int:
-    """The most bytes that torch's products of so many tokens take beside tokens and results; 0 without kernels, where
-    weights are unpacked whole."""
-    if _native() is None:
-        return 0
-    from moepack.runtime.kernels.by_torch import bytes_beside
-
-    return bytes_beside(tokens, cols)
+    """The most bytes that torch's products of so many tokens take beside tokens and results; 0 without kernels."""
+    return 0 if _native() is None else bytes_beside(tokens, cols)
 
 
 def direct_limits(
     dtype: torch.dtype, versions: tuple[Version, ...], threads: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """`direct_limit` of each version, int64 [versions]: not to be written to."""
+    """The most tokens with which an expert in each version runs straight from its bytes, int64 [versions], read-only.
+
+    They are measured for one number of threads (default: torch's) when they are first asked for.
+    """
     return _direct_limits(dtype, versions, threads or torch.get_num_threads())
-
-
-def dense_limits(dtype: torch.dtype, names: Sequence[str]) -> dict[torch.dtype, list[int]]:
-    """`direct_limit` for the encodings of matrices of `dense_native.MatrixGroup`, as it takes them; torch's threads."""
-    return {dtype: _limits([f"{_short(dtype)} {name}" for name in names], torch.get_num_threads())}
 
 
 @functools.cache
 def _direct_limits(dtype: torch.dtype, versions: tuple[Version, ...], threads: int) -> npt.NDArray[np.int64]:
     return np.array(_limits([f"{_short(dtype)} {v.name}" for v in versions], threads), np.int64)
+
+
+def dense_limits(dtype: torch.dtype, names: Sequence[str]) -> dict[torch.dtype, list[int]]:
+    """The same limits for the encodings of matrices of a `dense_native.MatrixGroup`, on torch's threads."""
+    return {dtype: _limits([f"{_short(dtype)} {name}" for name in names], torch.get_num_threads())}
+
+
+forget = _direct_limits.cache_clear  # limits are then read from the file again
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -143,9 +131,9 @@ def defaults() -> dict[str, int]:
 
 
 def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int]:
-    """The limits of "<dtype> <encoding>" names on this machine; those that are not known yet are measured and kept.
+    """The limits of "<dtype> <encoding>" names on this machine; unknown ones are measured and kept.
 
-    Where nothing can be kept they are the defaults: processes that each measured anew would not compute the same bits.
+    Where nothing can be kept they are the defaults: processes that each measured would not compute the same bits.
     """
     if _native() is None or _fixed():
         return [defaults()[name] for name in names]
@@ -164,11 +152,7 @@ def _limits(names: Sequence[str], threads: int, again: bool = False) -> list[int
 
 
 def _fixed() -> bool:
-    """Whether MOEPACK_LIMITS asks for the limits of the table, on every machine the same.
-
-    Raises:
-        InputError: for another word than "fixed".
-    """
+    """Whether MOEPACK_LIMITS asks for the default limits; InputError for a value other than "fixed"."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "fixed"):
         raise InputError(f"{VARIABLE}={asked}: it may be `fixed`, or not set")
@@ -182,7 +166,7 @@ def _measure(names: Sequence[str], threads: int) -> dict[str, int]:
     for name in names:
         dtype, encoding = name.split()
         out[name] = measure_limit(getattr(torch, dtype), encoding, CANDIDATES, threads)
-    _native().release()  # what it was measured with is more than a small model's plan counts
+    _native().release()  # measuring keeps more memory than a small model's plan counts
     return out
 
 
@@ -192,7 +176,7 @@ def _file() -> Path:
 
 
 def _read() -> dict[str, dict[str, int]]:
-    """What was measured, by machine and number of threads, the latest last; nothing where the file is not ours."""
+    """The measurements by machine and number of threads, the latest last; none where the file is malformed."""
     try:
         tables = json.loads(_file().read_text())["tables"]
         out = {str(m): {str(n): int(v) for n, v in limits.items()} for m, limits in tables.items()}
@@ -211,9 +195,9 @@ def _write(machine: str, limits: dict[str, int]) -> None:
     part.replace(_file())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """One process at a time measures, undisturbed, and the next finds what it kept."""
+    """Let one process at a time measure; the next one then reads its measurements."""
     _file().parent.mkdir(parents=True, exist_ok=True)
     with _file().with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -230,7 +214,7 @@ def _processor() -> str:
 
 
 def _machine(threads: int) -> str:
-    """What a measurement holds for: the machine, the instruction set, the library's very build, torch, threads."""
+    """The key of a measurement: machine, instruction set, the library's build, torch, threads."""
     native = _native()
     level, build = ("none", "") if native is None else (native.LEVELS[native.level], native.build())
     here = f"{platform.node()} {_processor()} {level} {build}"
@@ -238,7 +222,7 @@ def _machine(threads: int) -> str:
 
 
 def autotune() -> dict[str, int]:
-    """Measure every limit anew for torch's number of threads, and keep them: a second or two.
+    """Measure every limit again for torch's number of threads, in a second or two, and keep them.
 
     Returns:
         the limits, by dtype and encoding; the defaults where there are no compiled kernels or nothing can be kept.
@@ -248,13 +232,8 @@ def autotune() -> dict[str, int]:
     return limits
 
 
-def forget() -> None:
-    """Read what was measured from its file again."""
-    _direct_limits.cache_clear()
-
-
 def source() -> str:
-    """Which limits are used here, for reports: where they come from, and for how many threads."""
+    """The source of the limits, for reports."""
     threads = torch.get_num_threads()
     if _native() is None:
         return "none: the kernels are not compiled"

@@ -1,7 +1,7 @@
-"""What the router chose in one step: counts and gate sums by layer and expert, added up on the device.
+"""The routing of one step: counts and gate sums by layer and expert, added up on the device.
 
-Nothing here waits for the device before the step has ended: its numbers are copied out once, behind its last kernel,
-and read when they have arrived. Decides nothing.
+Nothing waits for the device before the step has ended: its numbers are copied once, behind its last kernel, and read
+when they have arrived.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 class Counters:
-    """One step's. They are used again for another after `clear`.
+    """One step's counters. After `clear` they serve another step.
 
     Attributes:
-        counts: int64 [layers, the most experts + 1] on the device; the last column holds what is no expert.
-        sums: float64, of the same shape, or None where nobody needs gate weights.
+        counts: int64 [layers, the most experts + 1] on the device; the last column counts indices past the experts.
+        sums: float64, of the same shape; None where gate weights are not needed.
         mask: int64 [tokens], 0 for padding, whose routing does not count; None where all tokens are text.
         used: whether anything was added.
-        within: counters of some of the step's tokens, and which: they are told as well.
-        tokens: of the step, where there are such.
+        within: counters of parts of the step's tokens, each with its part.
+        tokens: of the step, where there are such parts.
     """
 
     def __init__(self, experts: Sequence[int], gates: bool, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Counters:
         return None if self.sums is None else self.sums[position, : self._experts[position]].cpu().numpy().copy()
 
     def send(self) -> None:
-        """The step has ended: copy its numbers out, behind its kernels."""
+        """Copy the ended step's numbers to the host, behind its kernels."""
         for _, counters in self.within:
             counters.send()
         if self.counts.device.type != "cuda" or not self.used:
@@ -88,7 +88,7 @@ class Counters:
         return [row[:n] for row, n in zip(counts.cpu().numpy(), self._experts, strict=True)], gates
 
     def clear(self) -> None:
-        """Begin another step with nothing counted."""
+        """Set everything to zero for another step."""
         if self.used:
             self.counts.zero_()
             if self.sums is not None:

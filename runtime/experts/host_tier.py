@@ -1,8 +1,7 @@
 """The host tier: threads that run a layer's experts in host memory while the device runs its own.
 
-Weights stay where they are, activations travel (context-aware-cxl-ndp, sections 2.2 and 4.1): one round trip a layer. A
-limit on the bytes read a second makes it a slower tier than the machine's memory is. Decides nothing about which
-experts are here, nor what is computed: forward.py hands it work.
+Weights stay, and activations travel: one round trip a layer (context-aware-cxl-ndp, sections 2.2 and 4.1). A limit on
+the bytes read a second simulates a slower tier than the machine's memory. forward.py gives it work.
 """
 
 from __future__ import annotations
@@ -15,29 +14,19 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Work = Callable[..., tuple[Tensor, int]]  # what it makes, and the bytes of weights that were read for it
-
-
-class Link(Protocol):
-    """How activations go from a device to the host and back."""
-
-    def fetch(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to copy tensors to the host, behind what was issued. What is returned waits for them, on any thread."""
-
-    def send(self, made: Tensor, device: torch.device) -> Tensor:
-        """A result on the device, for what is issued from now on. Waits for nothing there."""
+Work = Callable[..., tuple[Tensor, int]]  # returns a result, and the bytes of weights that were read for it
 
 
 class CudaLink:
-    """Copies through pinned buffers of torch's own, which are used again only once their copies have ended."""
+    """Copies activations to the host and back, through torch's pinned buffers, which wait for their copies to end."""
 
     def fetch(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """On the compute stream; to the host, torch pins what it copies without waiting."""
+        """Begin to copy tensors to the host, on the compute stream. The result waits for them, on any thread."""
         copied = tuple(t.detach().to("cpu", non_blocking=True) for t in tensors)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(tensors[0].device))
@@ -49,19 +38,18 @@ class CudaLink:
         return arrived
 
     def send(self, made: Tensor, device: torch.device) -> Tensor:
-        """From a pinned copy, on the compute stream."""
+        """A result on the device, from a pinned copy, on the compute stream; nothing waits."""
         pinned = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
         return pinned.copy_(made).to(device, non_blocking=True)
 
 
 class HostCall:
-    """A layer's call of the tier: a context that ends when the call has.
+    """A layer's call of the tier: a context whose body runs beside the call.
 
-    What runs inside it runs beside the call. However it is left, the call has ended then: it reads what the pass's step
-    keeps, and a pass that was interrupted must not end its step before.
+    Its exit waits for the call, after an interruption too: the call reads memory that the pass's step keeps.
 
     Attributes:
-        out: what was made, after the context.
+        out: the result, after the context.
     """
 
     def __init__(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]]) -> None:
@@ -69,15 +57,13 @@ class HostCall:
         self.unwanted = False
         self._work: Work | None = work
         self._arrive: Callable[[], tuple[Tensor, ...]] | None = arrive
-        # a tier's thread has neither the caller's modes nor its autocasting
-        self._cast = torch.autocast(
-            "cpu", dtype=torch.get_autocast_dtype("cpu"), enabled=torch.is_autocast_enabled("cpu")
-        )
+        enabled = torch.is_autocast_enabled("cpu")  # a tier's thread has neither the caller's modes nor autocasting
+        self._cast = torch.autocast("cpu", dtype=torch.get_autocast_dtype("cpu"), enabled=enabled)
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
     def run(self, tier: HostTier) -> None:
-        """Do the work and hold to the tier's rate; on the tier's thread."""
+        """Do the work and keep to the tier's rate, on the tier's thread."""
         try:
             if self.unwanted:
                 return
@@ -86,16 +72,14 @@ class HostCall:
                 given = self._arrive()
                 began = time.perf_counter()
                 self.out, size = self._work(*given)
-            if tier.rate is not None:
-                while (left := began + size / tier.rate - time.perf_counter()) > 0 and not (
-                    self.unwanted or tier.closed
-                ):
-                    time.sleep(min(left, 0.05))
+            until = began + size / tier.rate if tier.rate is not None else 0.0
+            while (left := until - time.perf_counter()) > 0 and not (self.unwanted or tier.closed):
+                time.sleep(min(left, 0.05))
             tier.count(size, time.perf_counter() - began)
         except BaseException as error:
             self._error = error
         finally:
-            self._work = self._arrive = None  # they know the model
+            self._work = self._arrive = None  # they refer to the model
             self._ended.set()
 
     def __enter__(self) -> HostCall:
@@ -107,7 +91,7 @@ class HostCall:
         while not self._ended.is_set():
             try:
                 self._ended.wait()
-            except BaseException as caught:  # Ctrl-C while waiting: it goes on once the call has ended
+            except BaseException as caught:  # Ctrl-C while waiting: raised once the call has ended
                 self.unwanted, interrupted = True, caught
         failed, self._error = self._error, None
         if kind is None and (interrupted or failed):
@@ -115,18 +99,17 @@ class HostCall:
 
 
 class HostTier:
-    """A thread that takes one layer's call after another, of whatever pass; its kernels run on several.
+    """A thread that runs one layer's call after another, of any pass; its kernels run on several threads.
 
     Attributes:
-        threads: of the kernels; None for torch's own number. Products of torch's own always take that: their bits may
-            depend on it.
+        threads: of the kernels; None for torch's number. torch's products always use it: their bits may depend on it.
         rate: bytes of weights a second that a call may read; None without a limit.
         link: to the layers' device; None where that is the host.
-        bytes, seconds, calls: read, taken and made since the start.
-        closed: whether it was told to end: calls then run on the threads of those who make them.
+        bytes, seconds, calls: read, spent and made since the start.
+        closed: whether it was told to end: calls then run on their callers' threads.
     """
 
-    def __init__(self, threads: int | None = None, rate: float | None = None, link: Link | None = None) -> None:
+    def __init__(self, threads: int | None = None, rate: float | None = None, link: CudaLink | None = None) -> None:
         self.threads, self.rate, self.link = threads, rate, link
         self.bytes, self.seconds, self.calls = 0, 0.0, 0
         self.closed = self._ended = False
@@ -137,28 +120,25 @@ class HostTier:
         self._thread.start()
 
     def beside(self, work: Work, arrive: Callable[[], tuple[Tensor, ...]] = tuple) -> HostCall:
-        """Begin a call: `work` of what `arrive` waits for. The result is there when the job's context has ended.
-
-        Raises, there: whatever either raised.
-        """
+        """Begin a call: `work` on the result of `arrive`. The call's context then raises errors of either."""
         job = HostCall(work, arrive)
         if self.closed:
             job.run(self)
             return job
         self._jobs.put(job)
-        if self._ended:  # nobody will take it
+        if self._ended:  # the thread does not take it any more
             self._drain()
         return job
 
     def count(self, size: int, seconds: float) -> None:
-        """Add a call's."""
+        """Add a call's numbers."""
         with self._counting:
             self.bytes += size
             self.seconds += seconds
             self.calls += 1
 
     def module(self, module: Any) -> Any:
-        """An experts module as the host runs it: its norm, which has weights, is copied once."""
+        """An experts module for the host: its norm, which has weights, is copied once."""
         if not getattr(module, "has_post_expert_norm", False):
             return module
         if module not in self._norms:
@@ -179,7 +159,7 @@ class HostTier:
                     job.run(self)
 
     def close(self, wait: bool = True) -> None:
-        """End the thread after the calls that were made; later ones run on their own threads. May be called twice."""
+        """End the thread after the calls that were made. May be called twice."""
         self.closed = True
         self._jobs.put(None)
         if wait and threading.current_thread() is not self._thread:
@@ -187,7 +167,7 @@ class HostTier:
 
 
 class OnHost:
-    """What the experts' forward asks of a module, with its norm's weights on the host."""
+    """The attributes of a module that the experts' forward reads, with its norm's weights on the host."""
 
     has_post_expert_norm = True
 

@@ -1,7 +1,6 @@
-"""What the next layer's router will choose, by asking it about what this layer's experts read (dymoe, equation 6).
+"""Predicts the next layer's routing: its router is called on this layer's hidden states (dymoe, equation 6).
 
-The router itself is called, so that scores, groups, biases and corrections are the family's own. Decides nothing about
-what is done with the answer.
+Calling the router itself keeps the family's scores, groups, biases and corrections.
 """
 
 from __future__ import annotations
@@ -22,24 +21,20 @@ from moepack.pack.spec import ExpertLayer
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A layer's router where it stands, so that one that is replaced (by an adapter) is found.
+    """A layer's router, by its parent and name, so that a replaced one (by an adapter) is found.
 
     Attributes:
-        parent: the module that has it.
-        name: its name there.
-        beside: names of what its forward takes beside hidden states, which are the parent's too.
-        width: of hidden states.
+        beside: names of its forward's arguments after hidden states; attributes of the parent.
     """
 
     parent: Any
     name: str
     beside: tuple[str, ...]
-    width: int
 
     def ask(self, hidden: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """What it chooses for [tokens, hidden]: experts and their weights, [tokens, top_k].
+        """Its choice for [tokens, hidden]: experts and their weights, [tokens, top_k].
 
-        Hooks on the router do not hear of it: transformers collects routers' outputs by them.
+        Hooks on the router are not called, because transformers collects routers' outputs by them.
         """
         router = getattr(self.parent, self.name)
         out = type(router).forward(router, hidden, *(getattr(self.parent, name) for name in self.beside))
@@ -55,11 +50,11 @@ class Router:
 
 
 class Prediction:
-    """The next layers' routing, and how often it came true. One pass at a time.
+    """The next layers' routing, and its accuracy. One pass at a time.
 
     Attributes:
-        hits: int64 [layers], choices of text tokens that had been predicted; of the first layer none.
-        choices: int64 [layers], of those that were predicted for, all.
+        hits: int64 [layers], choices of text tokens that were predicted; 0 for the first layer.
+        choices: int64 [layers], all choices in passes with a prediction.
     """
 
     def __init__(self, model: Any, layers: Sequence[ExpertLayer]) -> None:
@@ -77,14 +72,14 @@ class Prediction:
     def ahead(
         self, position: int, hidden: Tensor, index: Tensor, mask: Tensor | None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | tuple[None, None]:
-        """What the layer behind `position` will be asked for: counts and sums of gate weights, [experts].
+        """The predicted routing of the layer after `position`: counts and sums of gate weights, [experts].
 
-        Waits for the device. None behind the last layer.
+        Waits for the device. None after the last layer.
 
         Args:
             position: of the layer that is reached.
-            hidden: [tokens, hidden], what its experts read.
-            index: [tokens, top_k], what its own router chose: it is compared with what was predicted.
+            hidden: [tokens, hidden], its experts' input.
+            index: [tokens, top_k], its own router's choice, which is compared with the prediction.
             mask: [tokens], 0 for padding, which does not count.
         """
         mine = slice(None) if mask is None or len(mask) != len(index) else mask != 0
@@ -108,12 +103,12 @@ class Prediction:
         self.choices[position] += hit.numel()
 
     def rates(self) -> list[float | None]:
-        """By layer, the share of a token's experts that were predicted; None where nothing was."""
+        """By layer, the share of choices that were predicted; None without predictions."""
         return [h / n if n else None for h, n in zip(self.hits.tolist(), self.choices.tolist(), strict=True)]
 
 
 def _router_of(model: Any, layer: ExpertLayer) -> Router:
-    """The module beside the experts with a matrix [experts, hidden]; those called gate or router first."""
+    """The experts' sibling with a matrix [experts, hidden], preferably one named gate or router."""
     above, _, own = layer.module.rpartition(".")
     parent = model.get_submodule(above)
     width = layer.matrices[0].cols
@@ -134,7 +129,7 @@ def _router_of(model: Any, layer: ExpertLayer) -> Router:
     ]
     if any(not hasattr(parent, name) for name in needed):
         raise _refused(where, f"has a router that takes {', '.join(needed)}")
-    made = Router(parent, found[0], tuple(needed), width)
+    made = Router(parent, found[0], tuple(needed))
     parameter = next(router.parameters())
     try:
         with torch.no_grad():

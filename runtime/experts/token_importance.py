@@ -1,9 +1,8 @@
-"""Which tokens of a prompt are heavy hitters: those that receive most attention (dymoe, section 4.2.1).
+"""The heavy hitters of a prompt: the tokens that receive most attention (dymoe, section 4.2.1).
 
-Attention is asked for through transformers' own interface: while a prompt is read, and only then, a model's attention
-goes under another name, whose function calls the one that the model had (so results are the same to the bit) and adds
-up, from the queries and keys that it was given, what each token receives. No other model and no other pass sees that
-name. Decides nothing about experts.
+While a prompt is read, a model's attention has another name in transformers' interface. The function of that name calls
+the model's own (so results are the same to the bit), and adds up the attention that each token receives from the
+queries and keys. Other models and other passes do not use that name.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def attention_received(
     sinks: Tensor | None = None,
     workspace: int = 1 << 20,
 ) -> Tensor:
-    """What each key receives of the attention that queries give, a mean over heads (dymoe, equation 1).
-
-    Chunk by chunk of queries: the matrix of all weights is never there.
+    """The attention that each key receives, a mean over heads (dymoe, equation 1), by chunks of queries.
 
     Args:
         query: [batch, heads, queries, size].
@@ -53,10 +50,10 @@ def attention_received(
         mask: [batch or 1, heads or 1, queries, keys], bool (True: is seen) or to be added; None: all keys are seen, or
             with `causal` those up to the query's own place, counted from the first.
         scaling: of products.
-        causal: whether no query sees a key behind the one that is as far from the last as itself.
-        text: bool [batch, queries]: queries that are no padding; None where all are.
-        softcap: products are bent to stay below it.
-        sinks: [heads], logits that receive attention and are no key.
+        causal: whether a query sees no key after its own; the last query's own key is the last.
+        text: bool [batch, queries], False for padding; None without padding.
+        softcap: limit of products, by tanh.
+        sinks: [heads], logits that receive attention and belong to no key.
         workspace: bytes for a chunk.
 
     Returns:
@@ -65,7 +62,7 @@ def attention_received(
     batch, heads, queries, size = query.shape
     groups, keys = key.shape[1], key.shape[2]
     shared, weights = heads // groups, max(1, workspace // ELEMENT)
-    if weights < shared * keys:  # not even one query of the heads that share keys
+    if weights < shared * keys:  # too little for one query of the heads that share keys
         key, groups, shared = key.repeat_interleave(shared, dim=1), heads, 1
     out = torch.zeros(batch, keys, dtype=torch.float32, device=query.device)
     step = max(1, min(groups, weights // (shared * keys)))  # groups of heads at a time, and queries
@@ -102,12 +99,12 @@ def _hidden(
 
 
 def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> Tensor:
-    """The tokens of the highest scores: of each sequence this share, rounded up; of equals the first.
+    """The tokens of the highest scores: this share of each sequence, rounded up; among equals the first.
 
     Args:
         scores: [batch, tokens].
         share: above 0, up to 1.
-        text: bool [batch, tokens], False for padding, which is never among them.
+        text: bool [batch, tokens], False for padding, which is never chosen.
 
     Returns:
         bool [batch, tokens].
@@ -115,9 +112,8 @@ def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> T
     real = torch.ones_like(scores, dtype=torch.bool) if text is None else text
     most = (real.sum(1, keepdim=True) * share - 1e-6).ceil()
     order = scores.masked_fill(~real, -math.inf).argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
+    numbers = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, numbers)
     return (rank < most) & real
 
 
@@ -125,15 +121,13 @@ class TokenImportance:
     """The heavy hitters of the prompt that is being read, by layer. One pass at a time."""
 
     def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
-        """For the layers of a model that have experts; `share` of a sequence's tokens are heavy hitters.
+        """For a model's layers of experts; `share` of a sequence's tokens are heavy hitters.
 
         Raises:
-            InputError: when the attention before one of them does not tell what tokens receive.
+            InputError: when a layer's attention cannot be observed.
         """
         self._share, self._layers, self._workspace = share, tuple(layers), workspace
-        self._positions: dict[int, int] = {}
-        for position, layer in enumerate(layers):
-            self._positions[id(_attention_of(model, layer.module))] = position
+        self._positions = {id(_attention_of(model, layer.module)): i for i, layer in enumerate(layers)}
         configs = [m.config for m in model.modules() if hasattr(m, "config")]
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
         self._kind = type(model).__name__
@@ -149,7 +143,7 @@ class TokenImportance:
 
     @contextlib.contextmanager
     def watching(self, shape: tuple[int, int], text: Tensor | None, cached: int) -> Iterator[None]:
-        """Around a pass over a prompt.
+        """Observe a pass over a prompt.
 
         Args:
             shape: of its tokens, [batch, tokens].
@@ -157,7 +151,7 @@ class TokenImportance:
             cached: tokens that caches hold before it.
 
         Raises:
-            InputError: when the model was given another attention since it was loaded, that does not tell.
+            InputError: when the model's attention was changed to one that cannot be observed.
         """
         self._check()
         self._shape, self._cached = shape, cached
@@ -174,7 +168,7 @@ class TokenImportance:
             self._heavy.clear()
 
     def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
-        """An attention layer has run."""
+        """Note an attention layer's call."""
         position = self._positions.get(id(module))
         if position is None or (query.shape[0], query.shape[2]) != self._shape:
             return
@@ -190,16 +184,13 @@ class TokenImportance:
         self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
 
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
-        """How many heavy hitters go to each expert of a layer (dymoe, equation 2), int64 [experts].
+        """The number of heavy hitters for each expert of a layer (dymoe, equation 2), int64 [experts].
 
-        Waits for the device.
+        Waits for the device. None where the layer's attention was not observed.
 
         Args:
             position: of the layer.
-            index: [tokens, top_k], the router's choice; a number past the last expert is none.
-
-        Returns:
-            None where nobody has told what its tokens received.
+            index: [tokens, top_k], the router's choice; a number past the last expert is ignored.
         """
         heavy, experts = self._heavy.pop(position, None), self._layers[position].experts
         if heavy is None or heavy.numel() != len(index):
@@ -210,7 +201,7 @@ class TokenImportance:
 
 
 def refused(kind: str, why: str) -> InputError:
-    """Of a model whose attention does not tell."""
+    """The error for a model whose attention cannot be observed."""
     return InputError(
         f"policy importance needs attention weights, which {kind}'s layers do not give ({why}): load it with "
         "attn_implementation='sdpa' or 'eager' where it has those, or name by=counts, which does without"
@@ -239,10 +230,8 @@ def _watched(name: str) -> Callable[..., Any]:
     """The attention function under PREFIX + name."""
 
     def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
-        if name == "eager":
-            run = getattr(sys.modules[type(module).__module__], EAGER)
-        else:
-            run = AttentionInterface()[name]
+        own = sys.modules[type(module).__module__]
+        run = getattr(own, EAGER) if name == "eager" else AttentionInterface()[name]
         out = run(module, query, key, value, mask, **given)
         step = current()
         if step is not None and step.importance is not None:  # set by ForwardWrapper.step for a prompt

@@ -336,7 +336,7 @@ def test_trained_experts_against_float64(bundle: Path, tokens: int) -> None:
     index = torch.arange(10).repeat(tokens, 1)
     for matrix, m in enumerate(experts.of.layer.matrices):
         for dtype in TOLERANCE:
-            limits = np.array([backends.direct_limit(dtype, v) for v in experts.of.versions])
+            limits = backends.direct_limits(dtype, experts.of.versions)
             if not native.has_tiles(dtype):
                 limits[:] = 1 << 40
             x = activations(tokens, m.cols, dtype, seed=matrix)

@@ -1,8 +1,7 @@
-"""The numbers of a config.json that are absurd whatever the model: transformers would work on them for hours, or
-stumble over them once the model is loaded.
+"""Refuses a config.json with numbers that no model has: transformers would work on them for hours.
 
-It makes a dictionary of so many labels and a list of so many layers while it reads the file, and buffers of so many
-columns with a model that has no weights yet. Knows how such numbers are called, not what a model has.
+transformers makes a dictionary of all labels and a list of all layers while it reads the file, and buffers of all
+columns for a model without weights.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MAX_LABELS = 1 << 16
 _MOST = (
     (re.compile(r"num_labels"), MAX_LABELS),
     (re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)|(\w+_)?depths?"), MAX_LAYERS),
-    # Not those that say of the model how large it is, or of its training: nothing is made by them.
+    # Without numbers of the model's size and training: transformers allocates nothing by them.
     (
         re.compile(
             r"(?!total_size$|\w*_(params|parameters|tokens|steps)$)"
@@ -29,8 +28,9 @@ _MOST = (
 
 
 def check_counts(where: str, document: Any) -> None:
-    """See that a configuration, and those inside it, have no more labels, layers and columns than a model can have, and
-    a number where attention slides, which else shows in the first pass alone.
+    """Check the labels, layers and columns of a configuration and those inside it, and the window of sliding attention.
+
+    A wrong window would otherwise fail in the first pass.
 
     Raises:
         InputError: naming the key.

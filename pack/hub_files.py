@@ -1,7 +1,6 @@
-"""Files of a repository on the Hub, several at a time; one bar counts their bytes, and an interruption waits for none.
+"""Downloads files of a repository on the Hub, several at a time, with one bar; an interruption waits for none.
 
-Asks for the names it is given and for no list: a repository may hold any number of others. It is in this folder for the
-reason that hub_name.py is.
+It never lists a repository, which may hold any number of other files. hub_name.py says why it is in this folder.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ def fetch_files(
     each: Callable[[str], object] = lambda name: None,
     **options: Any,
 ) -> None:
-    """Download files of a commit; what was begun before goes on.
+    """Download files of a commit, and continue partial downloads.
 
     Args:
         repo: the repository's name.
-        sizes: names, and how many bytes are expected: for the bar.
+        sizes: names, and their bytes for the bar.
         commit: 40 hexadecimal digits.
-        each: called with the name of each file that is there.
+        each: called with the name of each finished file.
         options: further ones of `huggingface_hub.hf_hub_download`.
     """
     from huggingface_hub import hf_hub_download
@@ -68,7 +67,7 @@ def fetch_files(
 
 
 def _part_of(bar: Any, stopped: threading.Event) -> Any:
-    """What huggingface_hub takes for the bar of one file: it moves that of all, until that is closed."""
+    """A class of bars for huggingface_hub: one file's bar moves the bar of all files, until that is closed."""
 
     class Part:
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:

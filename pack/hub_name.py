@@ -1,7 +1,7 @@
-"""A name that is no directory, asked for on the Hub once, before anything that retries. Downloads nothing.
+"""Asks the Hub once whether a repository exists, and downloads nothing.
 
-huggingface_hub tries again for half a minute: right for a download that has begun, wrong for a mistyped name. It is in
-this folder because those who open bundles and checkpoints by name have no other in common.
+huggingface_hub retries for half a minute, which is too long for a mistyped name. This folder is the only one that all
+users of the module may import.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 from .errors import InputError
 
-SECONDS = 5.0  # that the Hub has to answer, unless HF_HUB_ETAG_TIMEOUT says otherwise
+SECONDS = 5.0  # to wait for the Hub's answer, unless HF_HUB_ETAG_TIMEOUT is set
 
 
 def on_hub(
@@ -21,14 +21,14 @@ def on_hub(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> str | None:
-    """The first of `files` that a repository has, or None where it has none of them.
+    """The first of `files` that a repository has; None where it has none of them.
 
-    Where the Hub is not to be asked or cannot be reached, what was downloaded before counts.
+    Offline, or where the Hub cannot be reached, the local cache answers.
 
     Args:
         name: the repository's.
         files: in it.
-        instead: what else the name was tried as; nothing where it could only be a repository's.
+        instead: the error for other meanings of the name, such as a directory; empty where it has none.
         kind: "model" or "dataset".
         revision: a branch, tag or commit.
         token: as huggingface_hub takes it.
@@ -37,10 +37,16 @@ def on_hub(
         InputError: in one line, when there is no such repository, or the Hub cannot be asked.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import errors as hub
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     also = f"{instead}, and " if instead else ""
-    _check_name(name, instead, also)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a path
+        raise InputError(f"{name}: {instead or 'not the name of a repository'}")
+    try:
+        validate_repo_id(name)
+    except hub.HFValidationError:
+        raise InputError(f"{name}: {also}not the name of a repository on the Hub, OWNER/NAME") from None
     here = [f for f in files if isinstance(try_to_load_from_cache(name, f, revision=revision, repo_type=kind), str)]
     try:
         if constants.HF_HUB_OFFLINE:
@@ -50,12 +56,12 @@ def on_hub(
             try:
                 get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind, revision=revision), token, timeout=seconds)
                 return file
-            except EntryNotFoundError:
+            except hub.EntryNotFoundError:
                 continue
         return None
-    except RevisionNotFoundError:
+    except hub.RevisionNotFoundError:
         raise InputError(f"{name}: has no revision {revision!r} on the Hub") from None
-    except RepositoryNotFoundError:
+    except hub.RepositoryNotFoundError:
         raise InputError(
             f"{name}: {also}no such repository on the Hub, or no access to it: log in with hf auth login"
         ) from None
@@ -66,19 +72,3 @@ def on_hub(
         raise InputError(
             f"{name}: {also}the Hub cannot be reached ({constants.ENDPOINT}: {why}): check the name, or the network"
         ) from None
-
-
-def _check_name(name: str, instead: str, also: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    if _is_path(name):
-        raise InputError(f"{name}: {instead or 'not the name of a repository'}")
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise InputError(f"{name}: {also}not the name of a repository on the Hub, OWNER/NAME") from None
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1

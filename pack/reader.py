@@ -1,7 +1,7 @@
 """Opening a bundle: the manifest, the files it lists, and extents as views of file mappings.
 
-Every size, offset and path is checked before it is used, and all problems are reported at once. Digests of extents are
-checked when an extent is read. `verify` checks all digests, and the rules that need every byte (codec/checks.py).
+Every size, offset and path is checked before it is used, and all problems are reported at once. The digest of an extent
+is checked when it is read. `verify` checks all digests, and the rules that need every byte (codec/checks.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Bundle:
     Attributes:
         path: its directory.
         manifest: its manifest; `manifest.versions` is what was built.
-        versions: what is here, from most to least precise: a version may be absent, but only as a whole.
-        dense_versions: the same of the dense matrices; empty for a bundle in which these have none.
+        versions: the versions that are here, from most to least precise: a version may be absent, but only as a whole.
+        dense_versions: the same of the dense matrices; empty where these have none.
         dense_layers: the manifest's dense matrices, by layer.
     """
 
@@ -76,7 +76,7 @@ class Bundle:
         return self._open[name]
 
     def dense_place(self, number: int) -> tuple[DenseLayer, int]:
-        """The layer of a dense matrix, by its number in the manifest's list, and its number there."""
+        """The layer of the dense matrix with this number in the manifest's list, and its number in the layer."""
         layer = self.dense_layers[bisect.bisect_right(self.dense_layers, number, key=lambda x: x.first) - 1]
         return layer, number - layer.first
 
@@ -195,8 +195,8 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
 
     Args:
         path: its directory.
-        skip_partial: whether a version of which some files are here counts as absent, as in a cache that a download
-            left unfinished; it is a problem without this.
+        skip_partial: whether a version with missing files counts as absent, as after an unfinished download; it is a
+            problem otherwise.
 
     Raises:
         BundleError: with every problem of its manifest and of the files it lists.
@@ -288,28 +288,23 @@ def _check_digest(bundle: Bundle, name: str) -> list[Problem]:
 
 def _check_file(bundle: Bundle, name: str) -> list[Problem]:
     """The rules about a file whose digest is right."""
+    where = f"{bundle.path}/{name}"
     try:
         if name == TABLES:
             tables = bundle.calibration()
             for position in range(len(tables.layers)):
                 tables.check(position)
         elif name == CONFIG:
-            _check_config(bundle)
+            config = json.loads(read_file(bundle.path, CONFIG, _CONFIG_BYTES))
+            if not isinstance(config, dict) or config.get("quantization_config") != {"quant_method": "moepack"}:
+                return [Problem(where, "value", "its quantization_config is not that of a bundle")]
         elif name in (DENSE, DENSE_INDEX):
             bundle.dense()
     except BundleError as error:
         return list(error.problems)
-    return []
-
-
-def _check_config(bundle: Bundle) -> None:
-    where = f"{bundle.path}/{CONFIG}"
-    try:
-        config = json.loads(read_file(bundle.path, CONFIG, _CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
-        raise BundleError.single(where, "json", f"cannot be parsed: {error}") from None
-    if not isinstance(config, dict) or config.get("quantization_config") != {"quant_method": "moepack"}:
-        raise BundleError.single(where, "value", "its quantization_config is not that of a bundle")
+        return [Problem(where, "json", f"cannot be parsed: {error}")]
+    return []
 
 
 def _verify_layer(bundle: Bundle, version: Version, layer: Layer) -> list[Problem]:

@@ -45,14 +45,9 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class LayerTables:
-    """One layer's tables, each as FORMAT.md has it.
+    """One decoder layer's tables (FORMAT.md): [experts] for tokens and gate sums, else [experts, versions].
 
-    Attributes:
-        index: the decoder layer's.
-        tokens, gate_sum: [experts].
-        mse, relative, gated: [experts, versions].
-        method: [experts, versions], numbers.
-        mse_error, relative_error, gated_error: [experts, versions], standard errors, or None where none were kept.
+    Standard errors are None where they were not kept.
     """
 
     index: int
@@ -69,13 +64,9 @@ class LayerTables:
 
 @dataclass(frozen=True)
 class DenseTables:
-    """The tables of the dense matrices, each as FORMAT.md has it.
+    """The tables of the dense matrices (FORMAT.md): [matrices] for signal and tokens, else [matrices, versions].
 
-    Attributes:
-        versions: names of the columns.
-        relative, mse: [matrices, versions].
-        method: [matrices, versions], numbers.
-        signal, tokens: [matrices].
+    `versions` are the names of the columns.
     """
 
     versions: tuple[str, ...]

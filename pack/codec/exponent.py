@@ -121,12 +121,6 @@ class CodedMatrix:
         """Tiles; the last may be partial."""
         return len(self.tile_start) - 1
 
-    def to_bytes(self) -> Buffer:
-        """The byte string of FORMAT.md."""
-        head = header(self.weights, len(self.stream), len(self.patches), self.code)
-        parts = [self.tile_start, self.patch_start, self.patches, self.stream]
-        return np.concatenate([head, *(p.astype("<u4").view(np.uint8) for p in parts), self.plane])
-
 
 def header(weights: int, stream_words: int, patches: int, code: Code) -> Buffer:
     """The first 48 bytes of a coded matrix."""
@@ -207,7 +201,8 @@ def encode(bits: Bf16Bits) -> Buffer:
     none = np.zeros(0, np.uint32)
     ends = [np.cumsum([0, *(len(parts[k]) for parts in made)]).astype(np.uint32) for k in range(2)]
     stream, patches = (np.concatenate([none, *(parts[k] for parts in made)]) for k in range(2))
-    return CodedMatrix(len(exponents), code, ends[0], ends[1], patches, stream, plane).to_bytes()
+    head = header(len(exponents), len(stream), len(patches), code)
+    return np.concatenate([head, *(p.astype("<u4").view(np.uint8) for p in (*ends, patches, stream)), plane])
 
 
 def _encode_tile(tile: Buffer, symbol_of: Buffer, code: Code, words_of: npt.NDArray[np.int64]) -> tuple[Words, Words]:

@@ -82,7 +82,7 @@ def directory(matrices: Sequence[Matrix], extent: Buffer) -> list[tuple[Buffer, 
 
 
 def payload(matrices: int, extent: Buffer) -> int:
-    """Bytes of an extent that carry something: its directory's entries, coded matrices and biases."""
+    """Bytes of an extent without padding: its directory's entries, coded matrices and biases."""
     table = extent[: _ENTRY * matrices].view("<u4").reshape(-1, 2)
     return table.nbytes + int(table[:, 1].sum(dtype=np.int64))
 
@@ -111,7 +111,7 @@ def restore(
     threads: int | None,
     before: Callable[[int], None],
 ) -> None:
-    """Decode an extent to where its matrices and biases stand in memory, by `sections`; see Version.restore."""
+    """Decode an extent into `out`, by `sections`; see Version.restore."""
     from . import exponent_fast
 
     parts = directory(matrices, extent)

@@ -1,10 +1,9 @@
 """Experts' products on a GPU, straight from their extents: a grouped product, one launch a version.
 
-FORMAT.md, "Affine extents". Programs find an expert's extent through the handle table and leave at once where its
-version is not the launch's, so all launches of a layer share one routing geometry. Everything is decided on the device:
-nothing here waits for it, and a CUDA graph may capture it. Codes count from the middle of their range, which BF16 holds
-exactly, so tensor cores multiply codes, not rounded weights; scales and zero points are applied to each group's sums in
-float32.
+Programs find an expert's extent (FORMAT.md, "Affine extents") through the handle table and leave at once where its
+version is not the launch's, so all launches of a layer share one routing geometry. Nothing waits for the device, and a
+CUDA graph may capture it. Codes count from the middle of their range, which BF16 holds exactly: tensor cores multiply
+codes, and scales and zero points are applied to each group's sums in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _BLOCK: tl.constexpr = tl.constexpr(16)  # rows that stand side by side
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What one program makes: `tokens` slots of one expert times `rows` rows; `columns` at a time of a BF16 matrix."""
+    """One program's work: `tokens` slots of one expert times `rows` rows; `columns` at a time of a BF16 matrix."""
 
     tokens: int
     rows: int
@@ -41,12 +40,12 @@ PREFILL = Tiling(64, 128, warps=8)
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Which slots each block of programs takes; the same for every version and matrix of a layer's pass.
+    """The slots of each block of programs; the same for every version and matrix of a layer's pass.
 
     Attributes:
         order: int32 [slots]: slots by expert, in order; those of experts past the last come last.
-        expert, first, count: int32 [blocks]: a block's expert, its first place in `order`, and how many; 0 for none.
-        tokens: slots of a block, at most.
+        expert, first, count: int32 [blocks]: a block's expert, its first place in `order`, and its slots.
+        tokens: the most slots of a block.
     """
 
     order: Tensor
@@ -57,12 +56,9 @@ class Geometry:
 
 
 def route(index: Tensor, experts: int, tokens: int) -> Geometry:
-    """Sort slots by expert and cut them into blocks, on the device and without waiting.
+    """Sort slots by expert and cut them into blocks of `tokens`, on the device and without waiting.
 
-    Args:
-        index: int64 [tokens, top_k]; an expert past the last adds nothing.
-        experts: how many there are.
-        tokens: slots of a block.
+    `index` is int64 [tokens, top_k]; an expert past the last adds nothing.
     """
     flat = index.reshape(-1).clamp(0, experts)
     slots = flat.numel()
@@ -189,13 +185,13 @@ def product(
     Args:
         matrix: the experts' matrix.
         forms: its form in every version, by the version's number.
-        served: the numbers that handles name: a launch each.
+        served: the version numbers in the handles: a launch each.
         handles: int64 [experts] on the device.
         geometry: from `route`, with the tiling's `tokens`.
         x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
         out: [slots, rows], or [slots, rows / 2] gated; rows of slots of absent experts are not written.
-        tiling: what a program makes.
-        gated: make silu(gate) * up of the two halves of the rows.
+        tiling: a program's work.
+        gated: compute silu(gate) * up of the two halves of the rows.
 
     Raises:
         InputError: for an encoding that the kernels do not know.

@@ -1,9 +1,8 @@
 """Decode coded matrices on a GPU: compressed bytes in device memory to BF16, many matrices in one launch.
 
-FORMAT.md, "Coded matrices". A program decodes a few tiles, a warp a tile, a lane of the warp a lane of the tile. What
-the matrices are and where stands in a table of descriptors on the device, so that a promotion's experts, of whatever
-shapes, are one launch. Bytes are expected to have passed their digest; even so every index is bounded, nothing is
-written outside `out`, and lanes that do not end where they should are reported.
+FORMAT.md, "Coded matrices". A program decodes a few tiles, a warp a tile, a lane of the warp a lane of the tile. A
+table of descriptors on the device locates the matrices, so that experts of any shapes are one launch. Bytes have passed
+their digest; even so every index is bounded, nothing is written outside `out`, and lanes that end wrongly are reported.
 
 A weight costs its coded bits read and 2 bytes written: 10.7 / 8 + 2 = 3.3 bytes, which is the floor on the time.
 """
@@ -43,7 +42,7 @@ def _four(p, exponents):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane):  # type: ignore[no-untyped-def]
-    """Write the weights of tiles whose exponents have no code word."""
+    """Write the weights whose exponents have no code word."""
     begin = tl.load(patch_starts + tile, mask=live, other=0).to(tl.int64)
     count = tl.load(patch_starts + tile + 1, mask=live, other=0).to(tl.int64) - begin
     count = tl.minimum(count, n_patches - begin)

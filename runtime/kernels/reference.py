@@ -1,4 +1,4 @@
-"""Weights of an extent in plain torch, on any device: the reference for other kernels, and what runs without them.
+"""Weights of an extent in plain torch on any device: the reference for other kernels, and the fallback.
 
 Values are equal to those of `Version.dequantise`.
 """
@@ -53,22 +53,11 @@ def unpack(plane: Tensor, bits: int, cols: int) -> Tensor:
 
 
 def dequantise(extent: Tensor, sections: Sections, matrix: Matrix, version: Version, dtype: torch.dtype) -> Tensor:
-    """A matrix of an affine extent as [rows, cols] in `dtype`: exact in float32, rounded once in anything narrower.
-
-    Args:
-        extent: uint8, the whole extent.
-        sections: the matrix's.
-        matrix: its shape.
-        version: its encoding.
-        dtype: of the result.
-    """
-    codes: Tensor | None = None
-    shift = 0
-    for p, bits in enumerate(version.planes):
+    """A matrix of an affine extent (uint8) as [rows, cols] in `dtype`: exact in float32, else rounded once."""
+    codes = unpack(section(extent, sections["plane0"]), version.planes[0], matrix.cols)
+    for p, bits in enumerate(version.planes[1:], 1):
         part = unpack(section(extent, sections[f"plane{p}"]), bits, matrix.cols)
-        codes = part if codes is None else codes | part << shift
-        shift += bits
-    assert codes is not None
+        codes = codes | part << sum(version.planes[:p])
     scale = section(extent, sections["scale"]).float()
     if version.stores_zeros:
         zero = section(extent, sections["zero"]).float() * 2.0 ** (version.bits - 8)

@@ -30,11 +30,7 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
     """The dense tensors of a bundle: a mapping of names to shapes, and the tensors themselves on request."""
 
     def __init__(self, root: Path, manifest: Manifest, check_digests: bool = True) -> None:
-        """Read the headers.
-
-        Raises:
-            BundleError: when a file is not whole, or index and files do not agree.
-        """
+        """Read the headers; raises BundleError when a file is not whole, or index and files do not agree."""
         self._root, self._manifest, self._checks = root, manifest, check_digests
         self._places: dict[str, tuple[str, TensorEntry]] = {}  # file, and place in it
         self._checked: set[str] = set()
@@ -84,11 +80,7 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
         return bf16_to_float32(array) if entry.dtype == "BF16" else array
 
     def torch(self, name: str) -> Tensor:
-        """A tensor as it is stored, on the CPU.
-
-        Raises:
-            BundleError: when its file is damaged.
-        """
+        """A tensor as it is stored, on the CPU; raises BundleError when its file is damaged."""
         import torch
 
         entry, data = self._places[name][1], self._bytes(name)

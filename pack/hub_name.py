@@ -26,8 +26,6 @@ def on_hub(
     Offline, or where the Hub cannot be reached, the local cache answers.
 
     Args:
-        name: the repository's.
-        files: in it.
         instead: the error for other meanings of the name, such as a directory; empty where it has none.
         kind: "model" or "dataset".
         revision: a branch, tag or commit.

@@ -32,7 +32,6 @@ class Bundle:
     """An open bundle.
 
     Attributes:
-        path: its directory.
         manifest: its manifest; `manifest.versions` is what was built.
         versions: the versions that are here, from most to least precise: a version may be absent, but only as a whole.
         dense_versions: the same of the dense matrices; empty where these have none.
@@ -84,7 +83,6 @@ class Bundle:
         """One dense matrix in one version, its digest checked: `.numpy()` and `.torch()` are its weight and bias.
 
         Args:
-            version: its name, one of `dense_versions`.
             module: the Linear's name in the transformers model, as in `manifest.dense`.
 
         Raises:
@@ -114,9 +112,7 @@ class Bundle:
         """One expert in one version, its digest checked: `.numpy()` and `.torch()` are its matrices.
 
         Args:
-            version: its name, one of `versions`.
             layer: the decoder layer's index in the model, as in `layers`.
-            expert: from 0.
 
         Raises:
             InputError: when the bundle does not have it.
@@ -194,7 +190,6 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     """Open the bundle at `path`.
 
     Args:
-        path: its directory.
         skip_partial: whether a version with missing files counts as absent, as after an unfinished download; it is a
             problem otherwise.
 
@@ -266,7 +261,6 @@ def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple
     """Check every digest and every rule of FORMAT.md; yields each file's name with its problems.
 
     Args:
-        bundle: the bundle.
         only: names of files in it, where not all are to be checked.
     """
     for name in bundle.manifest.files:

@@ -141,7 +141,6 @@ def merge(
 
     Args:
         parts: files, each with a prefix for its tensors' names. Names must not collide.
-        out: the file to write.
         metadata: the new file's metadata; the parts' own are dropped.
         leave_out: names in the new file of tensors to leave out.
 

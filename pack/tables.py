@@ -211,9 +211,6 @@ def read_tables(
     they are asked for.
 
     Args:
-        path: calibration.safetensors.
-        layers: those of the manifest.
-        sha256: the file's digest, where it is to be checked.
         matrices: dense matrices that have versions.
 
     Raises:
@@ -252,7 +249,6 @@ def write_tables(
     """Merge the tables into one file.
 
     Args:
-        path: the file to write.
         layers: layer index -> the safetensors files of its routing statistics and of its losses, tables by their names
             in FORMAT.md; those of losses have `metadata`, the same in all layers.
         dense: a file of the dense matrices' tables, and the versions of its columns.

@@ -27,7 +27,6 @@ class _Packed:
     """Matrices of one extent, still packed.
 
     Attributes:
-        version: their version.
         extent: its bytes, uint8 [size], read-only.
         where: its place, for messages.
     """

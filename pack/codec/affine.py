@@ -69,8 +69,6 @@ def put_rows(matrix: Matrix, version: Version, rows: range, packed: Buffer, out:
     """Copy some rows into the extent of one matrix.
 
     Args:
-        matrix: the whole matrix.
-        version: an affine version.
         rows: a range that begins at a multiple of BLOCK_ROWS and ends at one, or at the last row.
         packed: the extent of these rows as a matrix.
         out: the extent of the whole matrix; other rows stay as they are.

@@ -88,11 +88,7 @@ def payload(matrices: int, extent: Buffer) -> int:
 
 
 def decode(matrices: Sequence[Matrix], extent: Buffer) -> list[LosslessMatrix]:
-    """The matrices of one extent; biases are views of it.
-
-    Raises:
-        CodecError: when the extent is not well formed.
-    """
+    """The matrices of one extent, biases as views of it; raises CodecError when it is not well formed."""
     from . import exponent_fast
 
     out = []

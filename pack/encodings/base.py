@@ -79,11 +79,7 @@ class Version(ABC):
 
     @staticmethod
     def read(record: Mapping[str, Any]) -> Version:
-        """The version that `record` wrote.
-
-        Raises:
-            ValueError: where no version has this record.
-        """
+        """The version that `record` wrote; raises ValueError where no version has this record."""
         made = Version.of(str(record.get("name")), record.get("group_size") or GROUPS[0])
         if made.record() != record:
             raise ValueError(f"this moepack does not know this form of {made.name}")
@@ -198,11 +194,7 @@ def version_names(format_version: int | None = None) -> tuple[str, ...]:
 
 
 def encoding_of(name: str) -> Version:
-    """The entry of KNOWN of a name.
-
-    Raises:
-        ValueError: for another name, with those there are.
-    """
+    """The entry of KNOWN of a name; raises ValueError for another name, with those there are."""
     for entry in KNOWN:
         if entry.name == name:
             return entry

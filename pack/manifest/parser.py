@@ -86,11 +86,7 @@ def show(value: Any) -> str:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Read manifest.json.
-
-    Raises:
-        BundleError: with every problem found.
-    """
+    """Read manifest.json; raises BundleError with every problem found."""
     if len(data) > manifest.MAX_BYTES:
         raise BundleError.single(manifest.MANIFEST, "size", f"{len(data)} bytes, more than {manifest.MAX_BYTES}")
     try:

@@ -1,7 +1,6 @@
 """JSON with one meaning: UTF-8, no name twice in an object, no floating-point numbers, no NaN.
 
-Python's reader takes the last of two equal names, others the first; what is checked is then not what is used. Decides
-nothing about what documents hold.
+Of two equal names Python's reader takes the last and others the first: a check could then see another value than a user.
 """
 
 from __future__ import annotations
@@ -12,11 +11,7 @@ from typing import Any
 
 
 def loads(data: bytes) -> Any:
-    """Read a document.
-
-    Raises:
-        ValueError: for what is not such JSON, in one line; also where it is nested too deeply.
-    """
+    """Read a document; raises ValueError, with one line, for any other document and for deep nesting."""
     try:
         return json.loads(
             data.decode("utf-8"), object_pairs_hook=_object, parse_float=_refuse_float, parse_constant=_refuse_float

@@ -17,8 +17,6 @@ def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) ->
     Args:
         text: a version's name; "allocation"; None for the allocation's versions where the policy is its map too, else
             for the most precise version that is here.
-        bundle: the bundle.
-        policy: as of `moepack.load`.
 
     Raises:
         InputError: for a version that is not here, or an allocation without dense versions.

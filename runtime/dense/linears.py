@@ -92,8 +92,6 @@ class PackedMatrix:
     """One dense matrix in memory.
 
     Attributes:
-        matrix: its shape.
-        version: its encoding.
         extent: uint8, beginning on a multiple of 64: as an expert's with this matrix alone.
     """
 
@@ -252,8 +250,6 @@ def serve(model: nn.Module, bundle: Bundle, versions: Sequence[Version], compile
     """Load a model's dense matrices after its other weights, and let the kernels multiply by them.
 
     Args:
-        model: its other weights loaded.
-        bundle: the bundle.
         versions: of each of its dense matrices; none where these have no versions: then the model's own are moved.
         compiled: whether the model is on a CPU, and there are compiled kernels.
         plain: whether the kernels multiply by BF16 matrices too.

@@ -136,7 +136,6 @@ class Snapshot:
     """The experts of one layer as a step sees them. It never changes.
 
     Attributes:
-        of: the layer.
         table: read by kernels, uint64 [experts]: an extent's address and its version's number; not to be written to.
         handles: the active placements, by expert; they keep the extents alive.
     """
@@ -212,8 +211,6 @@ class LayerCall:
     """One call of a layer's experts.
 
     Attributes:
-        module: the experts module.
-        experts: the snapshot that it reads.
         hidden: [tokens, hidden].
         index, weights: [tokens, top_k]; an index past the last expert adds nothing.
         pages: of experts that are decoded for this call; None without any.
@@ -231,7 +228,6 @@ class LayerExperts:
     """The handles of one layer.
 
     Attributes:
-        of: the layer.
         current: the snapshot for a step that begins now. Publishing replaces it.
         model: the key of the model, by which the running step is found (runtime/step.py).
         position: the layer's place among the model's layers of experts.

@@ -31,7 +31,6 @@ class _Stored:
 
     Attributes:
         extent: uint8, exactly the extent.
-        layer: the expert's.
         forms: the place of each matrix, once decoded.
         target: uint8, the memory that they are decoded to: its address stays.
         where: file, layer, expert and version, for errors.

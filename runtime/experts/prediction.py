@@ -58,11 +58,7 @@ class Prediction:
     """
 
     def __init__(self, model: Any, layers: Sequence[ExpertLayer]) -> None:
-        """Find the routers.
-
-        Raises:
-            InputError: when one is not found, or does not answer.
-        """
+        """Find the routers; raises InputError when one is not found, or does not answer."""
         self._layers = tuple(layers)
         self._routers = [_router_of(model, layer) for layer in layers]
         self._last: tuple[int, Tensor] | None = None

@@ -49,7 +49,6 @@ def attention_received(
         key: [batch, key heads, keys, size]; heads share keys in groups.
         mask: [batch or 1, heads or 1, queries, keys], bool (True: is seen) or to be added; None: all keys are seen, or
             with `causal` those up to the query's own place, counted from the first.
-        scaling: of products.
         causal: whether a query sees no key after its own; the last query's own key is the last.
         text: bool [batch, queries], False for padding; None without padding.
         softcap: limit of products, by tanh.
@@ -189,7 +188,6 @@ class TokenImportance:
         Waits for the device. None where the layer's attention was not observed.
 
         Args:
-            position: of the layer.
             index: [tokens, top_k], the router's choice; a number past the last expert is ignored.
         """
         heavy, experts = self._heavy.pop(position, None), self._layers[position].experts

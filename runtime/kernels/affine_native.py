@@ -2,7 +2,7 @@
 
 Called through ctypes, which releases the GIL. Tensors must be on the CPU and contiguous; the library checks neither
 addresses nor sizes. Work runs on torch's OpenMP threads where they are GNU's, else on threads that the library keeps,
-because two sets of threads on the same cores would wait for one another.
+because two sets of threads on the same cores would wait for one another. `threads` defaults to torch's number.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ class LayerForms:
     """The forms of a layer's matrices in all its versions. Kernels read them beside handles.
 
     Attributes:
-        matrices: the experts' matrices.
         numbers: each version's number in a handle.
         unlimited: the `limits` of a product that leaves no expert out.
     """
@@ -185,7 +184,6 @@ def product(
     """y = W x + b of every slot: out[s] is the product of expert index[s] and x[s // (slots / activations)].
 
     Args:
-        forms: the layer's.
         matrix: the number of the expert's matrix.
         handles: the handle table, uint64 [experts].
         x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
@@ -193,7 +191,6 @@ def product(
         out: float32 or bfloat16 [slots, rows]; rows of slots that are left out are not written.
         limits: int64 [versions], slots: an expert with more runs in tiles where `has_tiles` holds for x (for many,
             weights are rounded to BF16), and is left out elsewhere.
-        threads: default: torch's number.
         coded: BF16 matrices to decode first, to where their handles point.
 
     Raises:
@@ -257,12 +254,10 @@ def unpack(
     """Weights of an affine version, transposed: out[c, r] is that of row first + r and column c.
 
     Args:
-        forms: the layer's.
         matrix, version: the numbers of the expert's matrix and version.
         extent: uint8, the whole extent.
         out: float32 or bfloat16 [cols, n], contiguous, n a multiple of 16; rows past the matrix come as zeros.
         first: a multiple of 16.
-        threads: default: torch's number.
 
     Raises:
         ValueError: for an `out` that does not fit, or a form that the library cannot unpack.
@@ -298,7 +293,6 @@ def combine(y: Tensor, index: Tensor, gates: Tensor, experts: int, out: Tensor, 
         gates: float32 or bfloat16 [tokens, top_k].
         experts: their number; slots of an index past them are left out.
         out: float32 or bfloat16 [tokens, hidden].
-        threads: default: torch's number.
     """
     tokens, top_k = index.shape
     tensors = (y, index, gates, out)

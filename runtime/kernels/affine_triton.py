@@ -183,14 +183,12 @@ def product(
     """y = W x + b of every slot, one launch a version on the current stream; nothing waits.
 
     Args:
-        matrix: the experts' matrix.
         forms: its form in every version, by the version's number.
         served: the version numbers in the handles: a launch each.
         handles: int64 [experts] on the device.
         geometry: from `route`, with the tiling's `tokens`.
         x: float32 or bfloat16 [activations, cols]; slots are a multiple of activations.
         out: [slots, rows], or [slots, rows / 2] gated; rows of slots of absent experts are not written.
-        tiling: a program's work.
         gated: compute silu(gate) * up of the two halves of the rows.
 
     Raises:

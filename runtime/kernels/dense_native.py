@@ -49,7 +49,6 @@ class KernelMatrix:
 
     Attributes:
         form: the places of its parts in `data`, by `forms.make_forms`; `plain_form` for a BF16 matrix.
-        rows, cols: its shape.
         data: uint8, the whole extent; or bfloat16 [rows, cols]. Contiguous.
         bias: bfloat16 [rows], for a matrix whose form has none.
     """
@@ -137,9 +136,7 @@ def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tenso
     many tokens by unpacked weights where this processor has no tiles for them.
 
     Args:
-        of: the matrices.
         x: float32 or bfloat16 [..., cols].
-        threads: default: torch's number.
 
     Returns:
         [..., rows] for each matrix, in x's dtype, contiguous; parts of one tensor.
@@ -200,8 +197,6 @@ def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tens
     """x [..., cols] over its root mean square by row, times weight [cols]; all BF16, contiguous, on the CPU.
 
     Args:
-        x: the rows.
-        weight: by column.
         form: 0: rounded before the weight; 1: after it; 2: the weight is 1 + weight, in float32.
         epsilon: added to the mean square.
     """
@@ -219,8 +214,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int
         query: bfloat16 [batch, heads, 1, cols].
         key: bfloat16 [batch, groups, length, cols]; heads are a multiple of groups, and follow one another in each.
         value: bfloat16 [batch, groups, length, out]. The last axes of all three are dense.
-        scale: of the products.
-        threads: default: torch's number.
 
     Returns:
         bfloat16 [batch, 1, heads, out].

@@ -1,6 +1,6 @@
 """JSON with one meaning: UTF-8, no name twice in an object, no floating-point numbers, no NaN.
 
-Of two equal names Python's reader takes the last and others the first: a check could then see another value than a user.
+Of two equal names Python's reader takes the last and others the first: a check and a user could see different values.
 """
 
 from __future__ import annotations

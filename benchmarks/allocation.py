@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.common import EXAMPLES, Target, arguments, built, finish, texts
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import Version, lossy
 from moepack.pipeline.allocate import (
@@ -35,9 +35,7 @@ from moepack.pipeline.allocate import (
     split_layers,
     total_bytes,
 )
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import WEIGHTS, parse_recipe
-from moepack.progress import RichReporter
+from moepack.pipeline.recipe import WEIGHTS
 from moepack.reports.evaluate import Evaluation, divergences, evaluate
 from moepack.reports.intervals import clustered
 from moepack.runtime.allocation.knapsack import greedy, spent, uniform
@@ -148,19 +146,12 @@ def main() -> None:
     if not 1 <= args.average_bits <= 4:
         parser.error("--average-bits is from 1 to 4")
     quiet_libraries()
-    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
-    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    _, data = texts(args)
     samples, windows, seeds = (16, 2, 1) if args.quick else (args.samples, args.windows, args.seeds)
-    shown = f"calibration: {{samples: {samples}, length: {args.length}, batch_size: 16}}"
 
     def made_by(method: str, into: Path) -> Bundle:
         exact = "bf16, " if args.divergence else ""
-        recipe = parse_recipe(
-            f"versions: [{exact}w4, w3, w2, w1]\nquantize: {{method: {method}}}\n{shown}", "benchmark"
-        )
-        with RichReporter() as reporter:
-            build(args.checkpoint, into, recipe, calibration, reporter=reporter)
-        return open_bundle(into)
+        return open_bundle(built(args, into, f"{exact}w4, w3, w2, w1", method=method, samples=samples))
 
     if args.divergence:
         with tempfile.TemporaryDirectory() as work:

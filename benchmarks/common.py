@@ -72,6 +72,37 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def model_arguments(description: str | None, samples: int) -> argparse.ArgumentParser:
+    """And those of a benchmark that builds one model: what, by which method, from which texts."""
+    parser = arguments(description)
+    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    parser.add_argument("--calibration", action="append", help="text to calibrate on")
+    parser.add_argument("--data", action="append", help="text to serve or to evaluate on, in this order")
+    parser.add_argument("--method", default="gptq", help="the recipe's quantize.method")
+    parser.add_argument("--samples", type=int, default=samples, help="calibration windows")
+    return parser
+
+
+def texts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """What to calibrate on, and what to serve: the examples' where none is named."""
+    folder = EXAMPLES / "text"
+    return args.calibration or [str(folder / "calibration.jsonl")], args.data or [str(folder / "evaluation.jsonl")]
+
+
+def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> Path:
+    """A bundle of the model at these versions. `own` stands in place of arguments."""
+    from moepack.pipeline.build import build
+    from moepack.pipeline.recipe import parse_recipe
+    from moepack.progress import RichReporter
+
+    asked = {"length": 256, **vars(args), **own}
+    shown = f"calibration: {{samples: {asked['samples']}, length: {asked['length']}, batch_size: 16}}"
+    recipe = parse_recipe(f"versions: [{versions}]\nquantize: {{method: {asked['method']}}}\n{shown}", "benchmark")
+    with RichReporter() as reporter:
+        build(args.checkpoint, bundle, recipe, texts(args)[0], reporter=reporter)
+    return bundle
+
+
 def positive(text: str) -> int:
     """A number of rounds, from the command line."""
     if (number := int(text)) < 1:

@@ -14,11 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import EXAMPLES, Target, arguments, finish
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
-from moepack.progress import RichReporter
-from moepack.quantize import methods
+from benchmarks.common import Target, built, finish, model_arguments, texts
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.runtime.patches import quiet_libraries
@@ -29,18 +25,12 @@ LIMITS = {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6.0}  # per cent above the pl
 
 def main() -> None:
     """Parse arguments, build, evaluate, print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
-    parser.add_argument("--calibration", action="append", help="text to calibrate on")
-    parser.add_argument("--data", action="append", help="text to evaluate on")
-    parser.add_argument("--method", default="gptq", choices=methods.named())
-    parser.add_argument("--samples", type=int, default=384, help="calibration windows")
+    parser = model_arguments(__doc__, 384)
     parser.add_argument("--length", type=int, default=256, help="tokens of a calibration window")
     parser.add_argument("--windows", type=int, default=256, help="windows of 512 tokens to evaluate on, a file")
     args = parser.parse_args()
     quiet_libraries()
-    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
-    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    _, data = texts(args)
     samples, windows = (64, 16) if args.quick else (args.samples, args.windows)
 
     plain = evaluate(args.checkpoint, data, LoadOptions(dtype="float32"), samples=windows)
@@ -55,11 +45,7 @@ def main() -> None:
     targets = []
     with tempfile.TemporaryDirectory() as work:
         for method in dict.fromkeys((args.method, "rtn")):
-            shown = f"calibration: {{samples: {samples}, length: {args.length}, batch_size: 16}}"
-            recipe = parse_recipe(f"quantize: {{method: {method}}}\n{shown}", "benchmark")
-            bundle = Path(work) / method
-            with RichReporter() as reporter:
-                build(args.checkpoint, bundle, recipe, calibration, reporter=reporter)
+            bundle = built(args, Path(work) / method, "bf16, w4, w3, w2, w1", method=method, samples=samples)
             facts = inspect(bundle)
             for version, described in facts["versions"].items():
                 if method != args.method and version == "bf16":

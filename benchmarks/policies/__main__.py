@@ -20,14 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import moepack
-from benchmarks.common import EXAMPLES, arguments, finish, show
+from benchmarks.common import built, finish, model_arguments, show, texts
 from benchmarks.decoding import Decoded, Text
 from moepack.calibrate.text.windows import load_tokenizer, windows
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.allocate import bundle_costs, expected_losses, named
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
-from moepack.progress import RichReporter
 from moepack.runtime.allocation.knapsack import greedy
 from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.patches import quiet_libraries
@@ -101,43 +98,30 @@ def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: P
 
 def main() -> None:
     """Parse arguments, build, serve, print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    parser = model_arguments(__doc__, 192)
     parser.add_argument("--bundle", type=Path, help="one that is built already, with bf16, w4, w3, w2 and w1")
-    parser.add_argument("--calibration", action="append", help="text to calibrate on")
-    parser.add_argument("--data", action="append", help="text to serve, in this order")
-    parser.add_argument("--method", default="gptq", help="the recipe's quantize.method")
-    parser.add_argument("--samples", type=int, default=192, help="calibration windows of 256 tokens")
     parser.add_argument("--windows", type=int, default=12, help="windows to serve, a file")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens after it")
     parser.add_argument("--dtype", default="bfloat16", help="of activations")
     args = parser.parse_args()
     quiet_libraries()
-    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
-    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
     if args.quick:
         args.windows, args.samples, args.prompt, args.tokens = 2, 32, 48, 16
     shares = SHARES[1:2] if args.quick else SHARES
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        bundle = args.bundle
-        if bundle is None:
-            bundle = work / "bundle"
-            shown = f"calibration: {{samples: {args.samples}, length: 256, batch_size: 16}}"
-            text = f"versions: [bf16, w4, w3, w2, w1]\nquantize: {{method: {args.method}}}\n{shown}"
-            with RichReporter() as reporter:
-                build(args.checkpoint, bundle, parse_recipe(text, "benchmark"), calibration, reporter=reporter)
-        tokenizer = load_tokenizer(bundle)
-        texts = [Text(Path(n).stem, windows(n, tokenizer, args.prompt + args.tokens, args.windows)) for n in data]
-        session = Session(bundle, texts, args.prompt, args.dtype)
+        bundle = args.bundle or built(args, work / "bundle", "bf16, w4, w3, w2, w1")
+        tokenizer, length = load_tokenizer(bundle), args.prompt + args.tokens
+        served = [Text(Path(n).stem, windows(n, tokenizer, length, args.windows)) for n in texts(args)[1]]
+        session = Session(bundle, served, args.prompt, args.dtype)
         best, counted = session.run("static:bf16")
         rows = [session.row("", "all bf16", best, counted, best), *at_budgets(session, best, shares, work)]
         claims, targets = similarity(session, work)
         for measure in () if args.quick else (selector, retention, prefetch, residency):
             more, others = measure(session, best)
             claims, targets = [*claims, *more], [*targets, *others]
-    columns = ["budget", "policy", *(t.name for t in texts), "KL, mnat", "+-", "TTFT ms", "TPOT p50 ms", "TPOT p99 ms"]
+    columns = ["budget", "policy", *(t.name for t in served), "KL, mnat", "+-", "TTFT ms", "TPOT p50 ms", "TPOT p99 ms"]
     columns += ["MB copied", "MB demand", "MB ahead", "waits", "peak MB", "least MB"]
     name = args.checkpoint.name if args.bundle is None else args.bundle.name
     show("the papers' tables", ["table", "what", *dict.fromkeys(k for r in claims for k in r if k in CLAIMS)], claims)

@@ -22,10 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import EXAMPLES, Target, arguments, finish
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
-from moepack.progress import RichReporter
+from benchmarks.common import Target, built, finish, model_arguments, texts
 from moepack.runtime.patches import quiet_libraries
 
 from .decoding import tpot
@@ -35,14 +32,9 @@ from .quality import quality
 
 def main() -> None:
     """Parse arguments, build, serve, print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
+    parser = model_arguments(__doc__, 192)
     parser.add_argument("--bundle", type=Path, help="one that is built already, with bf16 and the low version")
-    parser.add_argument("--calibration", action="append", help="text to calibrate on")
-    parser.add_argument("--data", action="append", help="text to serve, in this order")
     parser.add_argument("--low", default="w2", help="the low version")
-    parser.add_argument("--method", default="gptq", help="the recipe's quantize.method")
-    parser.add_argument("--samples", type=int, default=192, help="calibration windows of 256 tokens")
     parser.add_argument("--windows", type=int, default=128, help="windows to serve, a file")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--dtype", default="bfloat16", help="of activations")
@@ -55,20 +47,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="of a pass that overlaps others")
     args = parser.parse_args()
     quiet_libraries()
-    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
-    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    _, data = texts(args)
     if args.quick:
         args.windows, args.samples, args.turns, args.steps, args.seconds = 32, 32, 4, 40, 2.0
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        bundle = args.bundle
-        if bundle is None:
-            bundle = work / "bundle"
-            shown = f"calibration: {{samples: {args.samples}, length: 256, batch_size: 16}}"
-            versions = ", ".join(dict.fromkeys(["bf16", "w4", "w3", args.low]))
-            text = f"versions: [{versions}]\nquantize: {{method: {args.method}}}\n{shown}"
-            with RichReporter() as reporter:
-                build(args.checkpoint, bundle, parse_recipe(text, "benchmark"), calibration, reporter=reporter)
+        versions = ", ".join(dict.fromkeys(["bf16", "w4", "w3", args.low]))
+        bundle = args.bundle or built(args, work / "bundle", versions, length=256)
         rows: list[dict[str, Any]] = []
         targets: list[Target] = []
         if not args.overlap:

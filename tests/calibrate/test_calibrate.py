@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,6 @@ from moepack.calibrate.forward import CalibrationPass, Observation
 from moepack.calibrate.gather import gather_batch
 from moepack.calibrate.statistics import routing_statistics
 from moepack.calibrate.stream import StreamedModel
-from moepack.calibrate.text import windows as data
-from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.quantize.expert_batch import ExpertVersion, Settings, batch_moments, expert_batches, quantise_batch
 
@@ -57,46 +52,6 @@ def test_pass_is_the_models_own_forward(demo_model: Path, stream: StreamedModel)
             observation.experts.long().sort(1).values, logits.reshape(320, -1).topk(2).indices.sort(1).values
         )
         assert torch.allclose(observation.gates.sum(1), torch.ones(320))
-
-
-def test_all_but_a_layers_first_batch_find_freed_memory(stream: StreamedModel) -> None:
-    """And the first does not: what it allocates stays longer than the layer."""
-    seen: list[str] = []
-
-    @contextmanager
-    def reusing() -> Iterator[None]:
-        seen.append("in")
-        yield
-        seen.append("out")
-
-    ids = torch.randint(1, 4000, (5, 64), generator=torch.Generator().manual_seed(0))
-    walk = CalibrationPass(stream, ids, 2, torch.float32, reusing=reusing)
-    stream.load(None)
-    stream.to_compute(None, torch.float32)
-    walk.start()
-    stream.free(None)
-    for i in range(2):
-        stream.load(i)
-        stream.to_compute(i, torch.float32)
-        walk.run_layer(i, lambda tokens: seen.append("batch"))
-        stream.free(i)
-    assert seen == ["batch", "in", "batch", "batch", "out"] * 2
-
-
-def test_loaded_parts_are_the_checkpoints_bits(demo_model: Path, stream: StreamedModel) -> None:
-    from safetensors.torch import load_file
-
-    tensors = load_file(demo_model / "model.safetensors")
-    dense, experts = stream.split(1, stream.load(1))
-    assert experts is not None
-    for name, tensor in dense.items():
-        assert torch.equal(tensor.view(torch.uint16), tensors[name].view(torch.uint16)), name
-    prefix = "model.layers.1.mlp.experts.9."
-    gate_up = torch.cat([tensors[prefix + "gate_proj.weight"], tensors[prefix + "up_proj.weight"]])
-    assert torch.equal(experts.matrix(9, 0), gate_up) and torch.equal(
-        experts.matrix(9, 1), tensors[prefix + "down_proj.weight"]
-    )
-    stream.free(1)
 
 
 def make_observation(
@@ -316,72 +271,3 @@ def test_tokens_that_are_compared_were_not_learnt_from() -> None:
             assert sorted(rich.learn.tolist() + rich.measure.tolist()) == routed and not bool(rich.learnt.any())
             assert len(rich.measure) and not set(rich.measure.tolist()) & set(layer.learn.tolist())
     assert any(expert_tokens(o, layer, e, 1, 1, 5).rich for e in range(8))
-
-
-def test_shrinking_moments() -> None:
-    from moepack.quantize.moments import second_moments, shrink
-
-    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
-    own, layer = second_moments(x), torch.eye(6)
-    assert torch.allclose(own, sum(torch.outer(v, v) for v in x) / 50, atol=1e-5)
-    assert torch.equal(second_moments(x[:0]), torch.zeros(6, 6))
-    assert torch.allclose(shrink(second_moments(x[:0]), 0, layer, 3.0), layer)
-    assert torch.allclose(shrink(own, 50, layer, 50.0), (own + layer) / 2)
-
-
-# --- data
-
-
-def test_windows_pack_documents_without_padding(demo_model: Path, tmp_path: Path) -> None:
-    tokenizer = data.load_tokenizer(demo_model)
-    texts = ["one two three", "", "four five", "six seven eight nine ten"]
-    file = tmp_path / "t.jsonl"
-    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    stream: list[int] = []
-    for t in texts:
-        stream += [*tokenizer(t).input_ids, 0] if t else []
-    windows = data.windows(str(file), tokenizer, 5, 100)
-    assert windows.shape == (len(stream) // 5, 5) and windows.flatten().tolist() == stream[: len(stream) // 5 * 5]
-
-
-def test_kinds_of_files_give_the_same_windows(demo_model: Path, tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    tokenizer = data.load_tokenizer(demo_model)
-    text = "A line.\nAnother line,\n\nand a third.\n" * 20
-    (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), tmp_path / "a.parquet")
-    sets = [data.windows(str(tmp_path / f"a.{kind}"), tokenizer, 16, 99) for kind in ("txt", "jsonl", "parquet")]
-    assert len(sets[0]) > 5 and torch.equal(sets[0], sets[1]) and torch.equal(sets[0], sets[2])
-
-
-def test_calibration_windows_are_even_seeded_and_not_repeated(demo_model: Path, text: Path, evaluation: Path) -> None:
-    tokenizer = data.load_tokenizer(demo_model)
-    sources = [str(text), str(evaluation)]
-    a = data.calibration_windows(sources, tokenizer, 20, 64, seed=0)
-    assert a.ids.shape == (20, 64) and a.digest == data.calibration_windows(sources, tokenizer, 20, 64, seed=0).digest
-    assert a.digest != data.calibration_windows(sources, tokenizer, 20, 64, seed=1).digest
-    first = {tuple(w) for w in data.windows(str(text), tokenizer, 64, 10**6).tolist()}
-    assert sum(tuple(w) in first for w in a.ids.tolist()) == 10
-    assert len({tuple(w) for w in a.ids.tolist()}) == 20
-    most = data.calibration_windows(sources, tokenizer, 10**5, 2048, seed=0)
-    assert len(most.ids) < 10**5 and len({tuple(w) for w in most.ids.tolist()}) == len(most.ids)
-
-
-def test_unusable_text(demo_model: Path, tmp_path: Path) -> None:
-    tokenizer = data.load_tokenizer(demo_model)
-    (tmp_path / "short.txt").write_text("too short")
-    (tmp_path / "rows.jsonl").write_text('{"body": "x"}\n')
-    (tmp_path / "broken.jsonl").write_text('{"text": \n')
-    for name, word in (
-        ("short.txt", "shorter than one sample of 64 tokens"),
-        ("rows.jsonl", "no 'text' of text; they have body"),
-        ("broken.jsonl", "cannot be read"),
-        ("absent.txt", "no such file"),
-    ):
-        with pytest.raises(InputError, match=word):
-            data.calibration_windows([str(tmp_path / name)], tokenizer, 4, 64, seed=0)
-    with pytest.raises(InputError, match="no calibration text"):
-        data.calibration_windows([], tokenizer, 4, 64, seed=0)

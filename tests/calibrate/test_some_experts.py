@@ -11,25 +11,6 @@ from expert_reading import compare
 from moepack.calibrate.some_experts import sources_of
 
 
-def test_one_tensor_an_expert() -> None:
-    sources = {
-        "gate_up": [f"model.layers.1.mlp.experts.{e}.{m}.weight" for m in ("gate", "up") for e in range(4)],
-        "down": [f"model.layers.1.mlp.experts.{e}.down.weight" for e in range(4)],
-    }
-    shapes = {key: (8, 8) for keys in sources.values() for key in keys}
-    got = sources_of(range(1, 3), 4, sources, shapes)
-    assert got is not None and set(got.values()) == {None}
-    assert sorted(got) == sorted(
-        f"model.layers.1.mlp.experts.{e}.{m}.weight" for m in ("gate", "up", "down") for e in (1, 2)
-    )
-
-
-def test_all_experts_in_one_tensor() -> None:
-    shapes = {"l.3.gate_up": (4, 16, 8), "l.3.bias": (4, 16)}
-    got = sources_of(range(2, 4), 4, {"weight": ["l.3.gate_up"], "bias": ["l.3.bias"]}, shapes)
-    assert got == {"l.3.gate_up": range(2, 4), "l.3.bias": range(2, 4)}
-
-
 @pytest.mark.parametrize(
     ("keys", "shape"),
     [

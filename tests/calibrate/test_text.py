@@ -212,26 +212,6 @@ def test_a_long_text_is_cut_and_its_ids_stay(encoders: dict[str, Encoder], kind:
     assert naive != encode(whole)
 
 
-def test_what_the_tokenizer_reads_grows_with_the_text(demo_model: Path, text: Path) -> None:
-    encode = Encoder(data.load_tokenizer(demo_model)).encode
-    whole = "\n".join(d for d in documents(str(text)) if isinstance(d, str))
-
-    def reads(count: int) -> list[int]:
-        read: list[int] = []
-
-        def counted(part: str) -> list[int]:
-            read.append(len(part))
-            return encode(part)
-
-        for part in parts(whole[:count], counted):
-            counted(part)
-        return read
-
-    for count in (4 * PART, 16 * PART):
-        read = reads(count)
-        assert max(read) < 1.1 * PART and sum(read) < 1.15 * count and len(read) < 5 * count / PART
-
-
 def test_a_text_that_cannot_be_cut_stays_whole() -> None:
     asked: list[int] = []
 

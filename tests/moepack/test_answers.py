@@ -55,8 +55,7 @@ def test_mistakes_are_reported_without_torch(bundle: Path, tmp_path: Path) -> No
         assert expected in said and imported == [], words
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"kv": [[1, 2, null]]}', '{"kv": 1e999}', "[" * 5000])
-def test_a_plan_passes_over_a_damaged_cache(content: str, bundle: Path, tmp_path: Path) -> None:
+def test_a_plan_passes_over_a_damaged_cache(bundle: Path, tmp_path: Path) -> None:
     """Plans read what an earlier one kept, and measure anew where that is damaged or cannot be written."""
     from moepack.reports.plan import plan
     from moepack.runtime.planning import fixed
@@ -75,11 +74,12 @@ def test_a_plan_passes_over_a_damaged_cache(content: str, bundle: Path, tmp_path
         first, again = plan(bundle, options), plan(bundle, options)
         assert len(measured) == 1 and again.fixed == first.fixed and again.per_layer == first.per_layer
         (file,) = (tmp_path / "moepack" / "plans").iterdir()
-        file.write_text(content)
-        assert plan(bundle, options).fixed == first.fixed and len(measured) == 2
-        assert json.loads(file.read_text())["dense"] == first.fixed.dense, "written anew"
+        for number, content in enumerate(("{", "[]", '{"kv": [[1, 2, null]]}', '{"kv": 1e999}', "[" * 5000), start=2):
+            file.write_text(content)
+            assert plan(bundle, options).fixed == first.fixed and len(measured) == number
+            assert json.loads(file.read_text())["dense"] == first.fixed.dense, "written anew"
         file.unlink()
         file.symlink_to("/dev/zero")
-        assert plan(bundle, options).fixed == first.fixed and len(measured) == 3
+        assert plan(bundle, options).fixed == first.fixed and len(measured) == 7
         patch.setenv("XDG_CACHE_HOME", "/dev/null")
-        assert plan(bundle, options).fixed == first.fixed and len(measured) == 4
+        assert plan(bundle, options).fixed == first.fixed and len(measured) == 8

@@ -115,7 +115,6 @@ def test_reports_go_to_stdout_and_progress_to_stderr(
         (("eval", bundle, "-d", evaluation, *few), ("perplexity",), "evaluate"),
         (("build", *building, "--dry-run"), ("bundle, bytes",), "dry run"),
         (("generate", bundle, "-p", "The history", "--max-new-tokens", "2"), ("The history",), ""),
-        (("doctor",), ("libraries", "codec"), ""),
     ):
         code, out, err = run(*command)
         assert code == 0 and all(word in out for word in words), (command, out, err)
@@ -260,11 +259,7 @@ def test_bad_checkpoints(name: str, run: Run, checkpoint: Path, recipe: Path, te
 def test_bad_targets(run: Run, demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("keep me")
-    for target, word in (
-        (tmp_path / "full", "not empty"),
-        (recipe, "not a directory"),
-        (recipe / "b", "cannot be written"),
-    ):
+    for target, word in ((tmp_path / "full", "not empty"), (recipe / "b", "cannot be written")):
         refused(run("build", demo_model, "-o", target, "-r", recipe, "-c", text, "-q"), str(target), word)
     assert (tmp_path / "full" / "mine").read_text() == "keep me"
     refused(
@@ -297,10 +292,8 @@ def test_bad_options(run: Run, bundle: Path, demo_model: Path, evaluation: Path,
     static = ("--policy", "static:w2", "--device-memory", "3MB")
     refused(run(*evaluate, *static), "needs", "the budget is 3000000")
     refused(run(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3072000")
-    refused(run("eval", demo_model, "-d", evaluation, "-q", "--policy", "static:w4"), "not a bundle")
     refused(run("eval", tmp_path / "absent", "-d", evaluation, "-q"), "absent")
     refused(run("plan", bundle, "--device-memory", "lots"), "size 'lots'")
-    refused(run("plan", bundle, "--device-memory", "1GB", "--policy", "static:w7"), "no version 'w7'")
     refused(run("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(run("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
     refused(run("inspect", demo_model), "not a bundle")

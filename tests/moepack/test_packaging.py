@@ -66,31 +66,22 @@ def test_everything_is_in_the_wheel(unpacked: Path) -> None:
     assert found - compiled == expected
 
 
-def test_the_wheel_works_without_the_repository(unpacked: Path, bundle: Path, tmp_path: Path) -> None:
-    """And serving without the packages of the build extra, or a module that builds."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
-        "sys.modules.update(dict.fromkeys(('datasets', 'gptqmodel', 'hqq', 'matplotlib')))\n"
-        f"import moepack; assert moepack.__file__.startswith({str(unpacked)!r})\n"
-        f"print(moepack.load({str(bundle)!r}, policy='static:w4').moepack.policy)\n"
-        "assert not [m for m in sys.modules if m.startswith(('moepack.quantize', 'moepack.calibrate'))]\n"
-        "from moepack.pipeline.recipe import load_recipe; load_recipe('default')"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.strip() == "static:w4"
-
-
 def test_the_wheel_serves_without_what_builds_and_tests(unpacked: Path, bundle: Path, tmp_path: Path) -> None:
+    """Without the repository, the packages of the build extra, or a module that builds; and its recipes are there."""
     pytest.importorskip("uvicorn")
     pytest.importorskip("prometheus_client")
+    absent = ("gptqmodel", "hqq", "datasets", "matplotlib", "pytest", "openai", "ray", "scipy")
     code = (
         "import sys\n"
-        "sys.modules.update(dict.fromkeys(('gptqmodel', 'hqq', 'datasets', 'pytest', 'openai', 'ray', 'scipy')))\n"
+        f"sys.modules.update(dict.fromkeys({absent}))\n"
         f"sys.path.insert(0, {str(unpacked)!r})\n"
         "from moepack.cli import main\n"
+        f"import moepack; assert moepack.__file__.startswith({str(unpacked)!r})\n"
         f"sys.argv = ['moepack', 'serve', {str(bundle)!r}, '--name', 'm', '--port', '0', '--device-memory', '5MB']\n"
-        "main()"
+        "try: main()\n"
+        "finally:\n"
+        "    assert not [m for m in sys.modules if m.startswith(('moepack.quantize', 'moepack.calibrate'))]\n"
+        "    from moepack.pipeline.recipe import load_recipe; load_recipe('default')"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
@@ -130,19 +121,16 @@ def test_without_a_compiler_it_installs_and_numpy_runs_the_codec(tmp_path: Path)
     assert out.stdout.split() == ["True", "NumPy"], out.stderr
 
 
-def test_a_clone_imports_itself(bundle: Path) -> None:
+def test_a_clone_imports_itself() -> None:
     """The root folders are in `moepack/` by relative links: a clone needs no install to be imported."""
     code = (
         "import sys\n"
         "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]  # this environment's own\n"
         f"import moepack; assert moepack.__file__.startswith({str(ROOT)!r}), moepack.__file__\n"
         "from moepack.pack.codec import exponent_fast\n"
-        f"assert exponent_fast.__file__.startswith({str(ROOT)!r}), exponent_fast.__file__\n"
-        f"print(moepack.load({str(bundle)!r}, policy='static:w4').moepack.policy)"
+        f"assert exponent_fast.__file__.startswith({str(ROOT)!r}), exponent_fast.__file__"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.split()[-1] == "static:w4"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_the_source_distribution_builds_the_same_wheel(unpacked: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import moepack
 from moepack.pack.errors import BundleError
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.pack.tables import TABLES, metadata, read_tables, write_tables
@@ -58,16 +57,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
             assert np.array_equal(getattr(read, name), want) and getattr(read, name).dtype == want.dtype, name
         for name, want in statistics.items():
             assert np.array_equal(tables.statistic(position, name), want), name
-
-
-def test_a_bundle_gives_its_tables(bundle: Path) -> None:
-    """The same numbers as through the safetensors library."""
-    opened, plain = moepack.open(bundle), load_file(bundle / TABLES)
-    tables = opened.calibration()
-    assert tables.versions == tuple(v.name for v in opened.versions) and len(tables.layers) == len(opened.layers)
-    for name, want in plain.items():
-        _, index, kind = name.split(".")
-        assert np.array_equal(tables.statistic(int(index), kind), want), name
 
 
 def test_tables_without_their_columns_or_their_end(tmp_path: Path) -> None:

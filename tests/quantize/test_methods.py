@@ -13,7 +13,6 @@ import pytest
 import torch
 from support import ROOT
 
-from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
@@ -58,11 +57,6 @@ def test_a_new_quantiser_is_one_file_and_one_line(demo_model: Path, text: Path, 
     made = quantise("absmax", weight, None, version)
     step = made.scale.float()[..., torch.arange(130) // 64]
     assert bool(((dequantise(made, version) - weight).abs() <= 0.54 * step).all()), "half a step, and BF16's rounding"
-
-
-def test_without_its_line_it_is_refused() -> None:
-    with pytest.raises(InputError, match="'absmax' is not one of gptq, hqq, rtn, gptqmodel"):
-        parse_recipe("quantize: {method: absmax}", "test")
 
 
 def test_numbers_are_part_of_the_bytes() -> None:

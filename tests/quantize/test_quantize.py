@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +24,7 @@ def weights(experts: int = 2, rows: int = 48, cols: int = 192, seed: int = 0) ->
     return torch.randn(experts, rows, cols, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
+@functools.cache
 def inputs(experts: int = 2, tokens: int = 2048, cols: int = 192, seed: int = 1) -> Tensor:
     """Correlated inputs (AR(1), 0.9) whose columns differ in variance, as activations do."""
     generator = torch.Generator().manual_seed(seed)
@@ -40,7 +45,7 @@ def output_error(x: Tensor, weight: Tensor, q: Quantised, version: Version) -> f
 
 @pytest.mark.parametrize("bits", [8, *WIDTHS])
 @pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "gptqmodel"])
-@pytest.mark.parametrize(("cols", "group_size"), [(192, 64), (100, 64), (33, 32), (24, 128), (288, 128)])
+@pytest.mark.parametrize(("cols", "group_size"), [(100, 64), (33, 32), (288, 128)])
 def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_size: int) -> None:
     """Every method fills the same descriptor, last groups may be partial, and pack dequantises to the same values."""
     version = Version.of(f"w{bits}", group_size)
@@ -53,18 +58,6 @@ def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_s
     values = dequantise(q, version)
     for e in range(2):
         assert np.array_equal(q.matrix(e).dequantise(version), values[e].numpy())
-
-
-@pytest.mark.parametrize("bits", [4, 3, 2])
-def test_rounding_is_within_half_a_step(bits: int) -> None:
-    version, w = Version.of(f"w{bits}", 64), weights()
-    q = rtn.quantise(w, version)
-    step = q.scale.float()[..., torch.arange(192) // 64]
-    error = (w - dequantise(q, version)).abs() / step
-    inside = (q.codes > 0) & (q.codes < (1 << bits) - 1)
-    assert error[inside].max() <= 0.5 + 1e-4
-    # At the ends the zero point's own rounding, half a step at most, and the scale's (one part in 512) come on top.
-    assert error.max() <= 1 + 2**bits / 512
 
 
 def test_zero_weights_and_tiny_weights_survive() -> None:
@@ -302,31 +295,20 @@ def test_gptq_through_the_library_is_the_librarys_codes() -> None:
     assert error.max() <= 7 / 256  # scales are rounded to eight bits, codes go to seven
 
 
-def test_gptq_needs_no_library() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; sys.modules['gptqmodel'] = sys.modules['hqq'] = None\n"
-        "import torch; from moepack.pack.spec import Version; from moepack.quantize.methods import quantise_all\n"
-        "versions = [Version.of(f'w{b}', 64) for b in (4, 3, 2, 1)]\n"
-        "print(len(quantise_all('gptq', torch.randn(1, 4, 64), torch.eye(64)[None], versions)))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.strip() == "4", out.stderr
+def test_gptq_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gptqmodel", "hqq"):
+        monkeypatch.setitem(sys.modules, name, None)
+    made = quantise_all("gptq", weights(1, 4, 64), torch.eye(64)[None], [Version.of(f"w{b}", 64) for b in WIDTHS])
+    assert len(made) == 4
 
 
-def test_importing_gptqmodel_leaves_the_environment(capfd: pytest.CaptureFixture[str]) -> None:
-    import os
-    import subprocess
-    import sys
-
+def test_importing_gptqmodel_leaves_the_environment() -> None:
     code = (
         "import os; before = dict(os.environ)\n"
         "from moepack.quantize import gptqmodel_reference as m; m._library()\n"
         "assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     assert out.stdout == ""
 
@@ -343,7 +325,7 @@ def test_sums_do_not_depend_on_the_lanes_beside() -> None:
             assert torch.equal(column_sums(x[..., a:b].contiguous()), whole[:, a:b])
 
 
-@pytest.mark.parametrize(("experts", "rows", "cols"), [(6, 768, 256), (3, 200, 256), (3, 33, 128), (16, 96, 64)])
+@pytest.mark.parametrize(("experts", "rows", "cols"), [(6, 768, 256), (3, 33, 128)])
 def test_a_version_is_the_same_alone_and_beside_others(experts: int, rows: int, cols: int) -> None:
     """Whatever the rows, and whether as many experts are worked on at once."""
     threads = torch.get_num_threads()

@@ -47,9 +47,10 @@ SIZE = {"vocab_size": 256, "num_experts": 4, "moe_intermediate_size": 16, "eos_t
 AMPLE = 3_000_000  # bytes: enough for every expert at bf16
 # Every policy as it is, and where its values then depend on the requests, with options by which they do not.
 BUDGETED = [*(e.name for e in ENTRIES if e.needs_budget), "importance:hi=bf16,lo=w4,r=1"]
-CASES = [(policy, budget) for policy in ("static", "static:allocation") for budget in (None, "least")]
-CASES += [(policy, AMPLE) for policy in BUDGETED]
 DENSE = (None, "w8", "w4")
+SHAPES = ((True, None), (False, "w8"), (True, "w4"), (False, "w4"))  # tied to the embeddings or not, dense version
+CASES = [(p, budget, *s) for p in ("static", "static:allocation") for budget in (None, "least") for s in SHAPES]
+CASES += [(policy, AMPLE, *shape) for policy in BUDGETED for shape in SHAPES[:2]]
 # Sums of at most 96 products in float32, added up in another order by kernels and by torch: sqrt(96) roundings of 2^-24
 # each, in 8 products one after another.
 CLOSE = 2.0**-18
@@ -138,9 +139,7 @@ def ask(server: Any, body: dict[str, Any]) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("dense", DENSE)
-@pytest.mark.parametrize("policy, budget", CASES)
+@pytest.mark.parametrize("policy, budget, tied, dense", CASES)
 def test_every_way_gives_the_same(
     tiny: Make, tied: bool, dense: str | None, policy: str, budget: int | str | None, evaluation: Path
 ) -> None:

@@ -220,31 +220,6 @@ def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int
         place(needs, windows, (least - 1) * MIB)
 
 
-def test_the_dry_run_keeps_the_experts_of_one_layer_on_disk(
-    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the build would, for the batch that goes through it; of the others it only counts bytes."""
-    (tmp_path / "fast").mkdir()
-    work = tmp_path / "fast" / "work"
-    monkeypatch.setattr("moepack.pipeline.estimate.disk_rates", lambda folder: {"write_bytes_per_second": 1e6})
-    plain = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=work)
-    folders: list[Path | None] = []
-    monkeypatch.setattr(
-        "moepack.calibrate.stream.empty",
-        lambda shape, dtype, folder: (folders.append(folder), empty(shape, dtype, folder))[1],
-    )
-    monkeypatch.setattr(skeleton, "AT_ONCE", 1 << 18)
-    module = "moepack.pipeline.estimate.place"
-    monkeypatch.setattr(module, lambda needs, size, memory: MemoryPlan(size, True, True, 1, 1, True))
-    said = estimate(demo_model, tmp_path / "b", RECIPE, [text], work=work)
-    assert folders == [tmp_path / "fast"] * 2
-    assert said.versions == plain.versions and said.dense_bytes == plain.dense_bytes
-    matrices = 4 * 16 * 3 * 128 * 64 * 2  # bytes, in four layers
-    activations = (5 + 4) * 4 * 64 * 128 * 2  # bytes, beside each layer and in it: windows, tokens, columns
-    assert said.seconds["write"] - plain.seconds["write"] == pytest.approx((matrices + activations) / 1e6)
-    assert not any((tmp_path / "fast").iterdir())
-
-
 def test_what_is_converted_counts_only_where_it_is(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 a layer takes its BF16 and twice that while windows go through it; as it waits to be quantised, and in
     a later run that only quantises, its BF16."""

@@ -18,16 +18,13 @@ import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.dense import PASSED
 from moepack.calibrate.forward import CalibrationPass
-from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.executors import local
-from moepack.pipeline.needs import needs_of
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import LayerWalk
 from moepack.pipeline.shrink import shrink
-from moepack.pipeline.start import dense_parts
 from moepack.pipeline.tasks.row_shards import row_shard_tasks
 from moepack.quantize import dense_matrix
 from moepack.reports.inspect import inspect
@@ -182,22 +179,6 @@ def test_a_part_is_gone_on_with_where_it_stopped(
         InputError, match=r"another way of quantising dense matrices: .*whole.*, now .*slices on 1 thread"
     ):
         pipeline.build(checkpoint, tmp_path / "c", RECIPES, [text], work=work)
-
-
-def test_slices_count_for_a_bound_on_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest of all pieces is lm_head's; as many are made at once as a part has, here seven matrices' in the layer
-    without experts. Moments are two of each matrix."""
-    monkeypatch.setattr("moepack.pipeline.needs.workers", lambda device, need: 64)
-    stream = StreamedModel(open_checkpoint(checkpoint))
-    dense = dense_parts(stream, RECIPES)
-    needs = needs_of(stream, RECIPES, 8, 64, dense, 0)
-    (head,) = row_shard_tasks(dense[None], RECIPES, "", "cpu")
-    assert (1, head.memory) in needs.row_shards and max(count for count, _ in needs.row_shards) == 7
-    assert needs_of(stream, RECIPES, 8, 64, {}, 0).row_shards == () and len(needs.batches) == 1
-    assert needs.dense == 8 * (3 * 80**2 + 64**2 + 2 * 80**2 + 96**2)
-    monkeypatch.setattr(dense_matrix, "ROW_SHARD", 4 * 80 * 512)
-    sliced = needs_of(stream, RECIPES, 8, 64, dense, 0).row_shards
-    assert max(count for count, _ in sliced) == 1 + 4096 // 512
 
 
 def test_what_was_calibrated_without_is_not_mixed(checkpoint: Path, text: Path, tmp_path: Path) -> None:

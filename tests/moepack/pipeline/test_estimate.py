@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ from typer.testing import CliRunner
 
 from moepack.cli import app
 from moepack.pack.errors import InputError, MoepackError
-from moepack.pipeline import estimate as module
-from moepack.pipeline.bound import place
 from moepack.pipeline.build import build
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
@@ -57,30 +53,6 @@ def test_a_dry_run_refuses_what_a_build_refuses(demo_model: Path, text: Path, tm
             with pytest.raises(MoepackError, match=message):
                 run(demo_model, tmp_path / output, recipe, [text], **more)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full"]
-
-
-def test_the_probe_makes_as_many_batches_at_once_as_a_build(
-    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each waits here for as many others; the first, of one expert, has none at its side."""
-    workers = 3
-    together, alone, make = threading.Barrier(workers), [], module.make_expert_batch
-
-    def waiting(task: Any, *rest: Any) -> Any:
-        if len(task.experts) == 1:
-            alone.append(task)
-        else:
-            together.wait(timeout=30)
-        return make(task, *rest)
-
-    recipe = parse_recipe(RECIPE, "test")
-    monkeypatch.setattr(module, "make_expert_batch", waiting)
-    monkeypatch.setattr(module, "workers", lambda device, need: workers)
-    batches = [range(n, n + 4) for n in range(0, 16, 4)]
-    monkeypatch.setattr("moepack.quantize.expert_batch.expert_batches", lambda *asked: batches)
-    monkeypatch.setattr(module, "place", lambda *asked: replace(place(*asked), batches=workers))
-    assert estimate(demo_model, tmp_path / "bundle", recipe, [text]).seconds["quantise"] > 0
-    assert len(alone) == 1 and together.n_waiting == 0
 
 
 def test_disk_beside_the_bundle(demo_model: Path, text: Path, tmp_path: Path) -> None:

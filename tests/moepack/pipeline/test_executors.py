@@ -127,20 +127,6 @@ def order(demo_model: Path, tmp_path: Path) -> tuple[WorkerOrder, WorkerCheckpoi
     return WorkerOrder(task, folder / "piece"), WorkerCheckpoint(str(demo_model), identity(opened)[1]), seen
 
 
-def test_an_observation_travels_as_it_is(order: tuple[WorkerOrder, WorkerCheckpoint, SharedTensors]) -> None:
-    seen = order[2]
-    inputs, experts, gates = seen.tensors()
-    assert (inputs.dtype, experts.dtype, gates.dtype, seen.length) == (torch.bfloat16, torch.int32, torch.float32, 64)
-    assert inputs.data_ptr() == seen.arrays[0].ctypes.data, "no copy"
-    assert seen.bytes == 256 * (2 * inputs.shape[1] + 2 * 8)
-    frozen = tuple(array.copy() for array in seen.arrays)
-    for array in frozen:
-        array.flags.writeable = False  # as out of Ray's object store
-    assert all(torch.equal(a, b) for a, b in zip(replace(seen, arrays=frozen).tensors(), seen.tensors(), strict=True))
-    both = SharedTensors.of(gates, gates)
-    assert both.bytes == gates.nbytes and both.arrays[0] is both.arrays[1], "moments without held-out ones travel once"
-
-
 def test_written_or_answered(
     order: tuple[WorkerOrder, WorkerCheckpoint, SharedTensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

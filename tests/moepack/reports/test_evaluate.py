@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-import statistics
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ import torch
 
 import moepack
 from moepack.calibrate import products
-from moepack.calibrate.text.windows import document_windows, load_tokenizer, windows
 from moepack.pack.errors import InputError
 from moepack.reports import scoring
 from moepack.reports.evaluate import evaluate
@@ -29,36 +25,6 @@ def test_the_interval_by_hand() -> None:
     assert got.mean == 2.5 and got.low == pytest.approx(2.5 - half) and got.high == pytest.approx(2.5 + half)
     assert clustered([3], [2]) == MeanInterval(1.5, -math.inf, math.inf)
     assert clustered([0, 0], [1, 1]).exp() == MeanInterval(1, 1, 1)
-
-
-def test_the_interval_covers() -> None:
-    """Documents of unlike lengths and means: 19 of 20 intervals hold the true mean, and those over tokens would not."""
-    rng, held, tokens_held = random.Random(0), 0, 0
-    for _ in range(400):
-        sums, counts, values = [], [], []
-        for _ in range(25):
-            level, n = rng.gauss(3, 1), rng.randint(5, 60)
-            mine = [rng.gauss(level, 1) for _ in range(n)]
-            sums, counts, values = [*sums, sum(mine)], [*counts, n], [*values, *mine]
-        got = clustered(sums, counts)
-        held += got.low <= 3 <= got.high
-        error = statistics.stdev(values) / math.sqrt(len(values))
-        tokens_held += abs(statistics.fmean(values) - 3) <= 1.96 * error
-    assert 0.92 <= held / 400 <= 0.98 and tokens_held / 400 < 0.7
-
-
-def test_documents_are_known_by_their_tokens(bundle: Path, tmp_path: Path) -> None:
-    file = tmp_path / "text.jsonl"
-    file.write_text("\n".join(json.dumps({"text": text}) for text in ("one two", "three", "four five six")))
-    tokenizer = load_tokenizer(bundle)
-    ids, of = document_windows(str(file), tokenizer, 2, 100)
-    whole = [
-        (token, n)
-        for n, text in enumerate(("one two", "three", "four five six"))
-        for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    ]
-    assert list(zip(ids.flatten().tolist(), of.flatten().tolist(), strict=True)) == whole[: ids.numel()]
-    assert torch.equal(windows(str(file), tokenizer, 2, 100), ids)
 
 
 @pytest.mark.parametrize("room", [1, 1 << 26])

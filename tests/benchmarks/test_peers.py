@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support import ROOT
 
@@ -124,31 +123,3 @@ def test_the_llama_side_imports_nothing_of_moepack() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     # ties to even: 1 + 2^-8 goes down to 1, 1 + 3 * 2^-8 up to 1 + 2^-6
     assert json.loads(done.stdout) == [0x3F80, 0x3F80, 0x3F82, 0xC020]
-
-
-def test_moments_and_divergence_of_a_model() -> None:
-    """Moments are those of what experts see; a model hardly changed hardly diverges, a damaged one does."""
-    from benchmarks.peers import quality
-    from moepack.pack.spec import Version
-
-    example = ROOT / "examples" / "mini-qwen3-moe"
-    text = [str(ROOT / "examples" / "text" / "evaluation.jsonl")]
-
-    def encoding(name: str, values: quality.Values, block: int = 1) -> quality.Encoding:
-        return quality.Encoding("moepack", name, 16.0, values, block)
-
-    version = Version.of("w4", 64)
-    every = [
-        encoding("nearly", lambda w, m: w * (1 + 1e-4)),
-        encoding("half", lambda w, m: w / 2),
-        encoding("w4", lambda w, m: quality._ours(version, w, m)),
-        encoding("wide", lambda w, m: w, block=256),
-    ]
-    rows = {r["encoding"]: r for r in quality.of_model(example, text, text, (6, 3), every)}
-    # Rows of 128 are no whole blocks of 256; what users run is quantised in attention too.
-    assert list(rows) == ["nearly", "half", "w4", "w4, dense w4"]
-    assert rows["w4"]["KL, mnat"] < rows["w4, dense w4"]["KL, mnat"] < 5 * rows["w4"]["KL, mnat"]
-    assert np.isclose(rows["half"]["error"], 0.25, rtol=1e-4) and rows["half"]["KL, mnat"] > 100
-    assert np.isclose(rows["nearly"]["error"], 1e-8, rtol=0.05) and abs(rows["nearly"]["KL, mnat"]) < 0.01
-    assert rows["w4"]["error"] < 0.02 and 0 < rows["w4"]["KL, mnat"] < rows["half"]["KL, mnat"] / 5
-    assert rows["w4"]["quantised"] == "all experts' matrices"

@@ -99,20 +99,15 @@ def test_the_whole_model_and_its_tower(demo_model: Path, text: Path, tmp_path: P
     assert out.shape == (1, 11)
 
 
-def test_experts_come_and_go(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """In a budget, with a policy that asks the router ahead: what it answers is read as scores."""
+def test_a_router_that_is_asked_ahead() -> None:
+    """As policies that fetch ahead do: what it answers is read as scores."""
+    from moepack.calibrate.experts import describe
     from moepack.runtime.experts.prediction import Prediction
 
     torch.manual_seed(0)
     model = model_of(text_config(), dtype=torch.float32)
-    from moepack.calibrate.experts import describe
-
-    layers = [
-        describe(
-            i, f"model.layers.{i}.feed_forward.experts", model.get_submodule(f"model.layers.{i}.feed_forward.experts")
-        )
-        for i in range(2)
-    ]
+    names = [f"model.layers.{i}.feed_forward.experts" for i in range(2)]
+    layers = [describe(i, name, model.get_submodule(name)) for i, name in enumerate(names)]
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     router = model.model.layers[1].feed_forward.router
     chosen, _ = Prediction(model, layers)._routers[1].ask(x, 1)

@@ -1,4 +1,4 @@
-"""Hostile coded matrices against the codec's fast path: `python tests/helpers/codec_mutations.py --count 100000`.
+"""Hostile coded matrices against the codec's fast path.
 
 Input and output end at pages that may not be touched, so that a read or write beyond them ends the process. Every
 stream must raise CodecError or decode to something (which the extent's digest would then have caught), and memory
@@ -7,7 +7,7 @@ allocated must stay below what the header's checked sizes allow.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import ctypes
 import mmap
 import tracemalloc
@@ -71,9 +71,9 @@ def mutate(coded: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]], rng:
     return out
 
 
-def attack(count: int, seed: int = 0, overrun: int = 0) -> tuple[int, int]:
-    """Decode `count` mutated streams; how many were refused, and how many decoded. `overrun` plants a fault."""
-    rng = np.random.default_rng(seed)
+def attack(count: int, overrun: int = 0) -> None:
+    """Decode `count` mutated streams. `overrun` plants a fault."""
+    rng = np.random.default_rng(0)
     whole: list[tuple[int, np.ndarray[Any, Any]]] = []
     for n in SIZES:
         gaussian = (rng.normal(0, 0.02, n).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -82,7 +82,6 @@ def attack(count: int, seed: int = 0, overrun: int = 0) -> tuple[int, int]:
             whole.append((n, exponent_fast.encode(bits)))
     room_in, room_out = Fenced(max(len(c) for _, c in whole)), Fenced(2 * max(SIZES))
     others = [c for _, c in whole]
-    refused = 0
     tracemalloc.start()
     for _ in range(count):
         n, coded = whole[rng.integers(len(whole))]
@@ -94,19 +93,7 @@ def attack(count: int, seed: int = 0, overrun: int = 0) -> tuple[int, int]:
             ctypes.memset(out.ctypes.data + out.nbytes, 0, 4 * overrun)
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
-        try:
+        with contextlib.suppress(CodecError):
             exponent_fast.decode_into(fenced, out)
-        except CodecError:
-            refused += 1
         used = tracemalloc.get_traced_memory()[1] - before
         assert used < 64 * 1024, f"decoding {len(data)} bytes allocated {used}"
-    return refused, count - refused
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    bad, decoded = attack(options.count, options.seed)
-    print(f"{options.count} streams, {bad} refused, {decoded} decoded, nothing read or written outside")

@@ -24,7 +24,6 @@ from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import open_bundle
 from moepack.pack.tables import TABLES
 from moepack.reports.inspect import inspect, render
-from moepack.runtime.planning.options import LoadOptions
 
 SECONDS = 20  # an edit that takes longer hangs
 Change = Callable[[Any], Any]
@@ -135,8 +134,8 @@ class Victim:
         self.rewrite(TABLES, save({n: np.array(a, order="C") for n, a in arrays.items()}, metadata))
 
 
-def read_all(path: Path, plan: bool = False) -> None:
-    """Use a bundle as a user may: all of it is checked, shown, and decoded; with `plan`, planned for a budget.
+def read_all(path: Path) -> None:
+    """Use a bundle as a user may: all of it is checked, shown, and decoded.
 
     Raises:
         MoepackError: when it is refused.
@@ -147,10 +146,6 @@ def read_all(path: Path, plan: bool = False) -> None:
 
     with Path(os.devnull).open("w") as out:
         Console(file=out, markup=False).print(render(facts))
-    if plan:
-        from moepack.reports.plan import plan as run
-
-        run(path, LoadOptions(device_memory=1 << 40, policy=f"static:{bundle.versions[-1].name}"))
     problems = bundle.verify()
     for problem in problems:
         one_line(str(problem))
@@ -201,11 +196,11 @@ def problems_of(path: Path) -> list[Problem]:
         return list(error.problems)
 
 
-def refusal(path: Path, plan: bool = False) -> str | None:
+def refusal(path: Path) -> str | None:
     """The line in which a bundle is refused; None for one that is good."""
     try:
         with in_time(SECONDS):
-            read_all(path, plan)
+            read_all(path)
     except MoepackError as error:
         one_line(str(error))
         return str(error)

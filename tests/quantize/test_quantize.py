@@ -313,18 +313,6 @@ def test_importing_gptqmodel_leaves_the_environment() -> None:
     assert out.stdout == ""
 
 
-def test_sums_do_not_depend_on_the_lanes_beside() -> None:
-    """Whole LANEs of them, wherever they begin; torch's sum adds the lanes behind a multiple of 32 in another order."""
-    from moepack.quantize.lanes import LANE, column_sums
-
-    x = torch.randn(4, 64, 5 * LANE, generator=torch.Generator().manual_seed(0))
-    whole = column_sums(x)
-    assert torch.allclose(whole, x.sum(1), atol=1e-5)
-    for a in range(0, 5 * LANE, LANE):
-        for b in range(a + LANE, 5 * LANE + 1, LANE):
-            assert torch.equal(column_sums(x[..., a:b].contiguous()), whole[:, a:b])
-
-
 @pytest.mark.parametrize(("experts", "rows", "cols"), [(6, 768, 256), (3, 33, 128)])
 def test_a_version_is_the_same_alone_and_beside_others(experts: int, rows: int, cols: int) -> None:
     """Whatever the rows, and whether as many experts are worked on at once."""

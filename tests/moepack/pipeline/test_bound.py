@@ -134,24 +134,6 @@ def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch: pyt
     assert not place(replace(NEEDS, window=0), 4, None).reuse
 
 
-def test_without_a_bound_memory_is_used_again_where_it_is_there(
-    demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory: Any = SimpleNamespace(settings=dict, path=Path("none"), holds=lambda stage: False)
-    model = StreamedModel(open_checkpoint(demo_model))
-    needs = needs_of(model, RECIPE, 4, 64, {})
-    reusing = replace(place(needs, 2, None), reuse=True)
-    takes = sum(steps(needs, reusing)["calibrate"].values()) - (needs.process - bound.LATER)  # which it has already
-    monkeypatch.setattr(start, "needs_of", lambda *_: needs)
-    for system, group, reuses in (
-        (takes, None, True), (takes - 1, None, False), (takes, takes, True), (takes, takes - 1, False),
-    ):  # fmt: skip
-        monkeypatch.setattr("psutil.virtual_memory", lambda a=system: SimpleNamespace(available=a))
-        monkeypatch.setattr("moepack.runtime.store.host_limit.cgroup_room", lambda *_, g=group: g)
-        assert start._fit(directory, model, RECIPE, {}, None, 4, 64).reuse is reuses
-        assert place(needs, 2, None).reuse is reuses, "the dry run's"
-
-
 def test_a_build_reuses_memory_where_that_fits(
     short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,21 +261,6 @@ def test_quantising_alone_loads_no_layer_here(
     assert tree(tmp_path / "ray") == local
 
 
-def test_another_checkpoint_there_is_refused(
-    executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = OnRay.begin
-
-    def other(self: OnRay, source: object, *rest: object) -> None:
-        files = {name: {**entry, "sha256": "0" * 64, "size": 1} for name, entry in source.files.items()}  # type: ignore[attr-defined]
-        begin(self, replace(source, files=files), *rest)  # type: ignore[type-var, arg-type]
-
-    monkeypatch.setattr(OnRay, "begin", other)
-    with pytest.raises(InputError, match=r"config\.json: is another file on .* than where the build was started"):
-        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_node_has_what_a_batch_takes(
     executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

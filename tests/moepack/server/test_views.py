@@ -5,12 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
-import shutil
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,60 +104,3 @@ def test_the_page_needs_nothing_from_elsewhere(running: Running) -> None:
         assert f"'sha256-{base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'" in policy
     assert not re.findall(r"https?://|src=|innerHTML|\son\w+=|style=", text) and text.count("<script") == 1
     assert len(page) < 30_000 and headers["x-content-type-options"] == "nosniff"
-
-
-def chromium() -> str:
-    names = (os.environ.get("CHROME", ""), "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
-    found = [path for name in names if name and (path := shutil.which(name))]
-    if not found:
-        pytest.skip("no Chromium here: set CHROME to one")
-    return found[0]
-
-
-ARGUMENTS = ("--no-sandbox", "--no-zygote", "--single-process", "--disable-dev-shm-usage", "--disable-gpu")
-
-
-def until(done: Any, page: Any) -> None:
-    """The page's policy forbids what the browser's driver waits with."""
-    for _ in range(200):
-        if done():
-            return
-        page.wait_for_timeout(100)
-    pytest.fail("it did not come")
-
-
-@pytest.mark.parametrize(("width", "scheme"), ((1200, "light"), (390, "dark")))
-def test_the_page_in_a_browser(running: Running, width: int, scheme: Any, tmp_path: Path) -> None:
-    """It draws what is served, says what the model says, fits its window, and has nothing to complain of."""
-    api = pytest.importorskip("playwright.sync_api")
-    path = chromium()
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=[*ARGUMENTS])
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        wrong: list[str] = []
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
-        page.goto(running.url)
-        until(lambda: page.evaluate("document.querySelectorAll('#tiles b').length > 0 && past.length > 2"), page)
-        page.fill("#prompt", "Tell me a story")
-        page.fill("#most", "12")
-        page.fill("#temperature", "0")
-        page.click("#go")
-        until(lambda: page.evaluate("document.querySelector('#go').disabled === false && chat.length === 2"), page)
-        said = [{"role": "user", "content": "Tell me a story"}]
-        whole = running.client().chat.completions.create(model=NAME, messages=said, max_tokens=12, temperature=0)
-        assert page.inner_text("#answer").endswith(str(whole.choices[0].message.content).rstrip())
-        assert page.inner_text("#model") == NAME and "hotness" in page.inner_text("#policy")
-        assert sum(int(n) for n in re.findall(r": (\d+)", page.inner_text("#kinds"))) == 4 * 16
-        assert "of a budget of" in page.inner_text("#memory")
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it is wider than its window"
-        colours = page.evaluate(
-            "(() => { const c = document.querySelector('#placed'), d = c.getContext('2d')"
-            ".getImageData(0, 0, c.width, c.height).data, s = new Set();"
-            "for (let i = 0; i < d.length; i += 4) if (d[i + 3]) s.add(d.slice(i, i + 3).join());"
-            "return s.size; })()"
-        )
-        kinds = page.evaluate("now.kinds.length")
-        picture = page.screenshot(path=tmp_path / "page.png", full_page=True)
-        browser.close()
-    assert colours == kinds and len(picture) > 20_000 and wrong == []

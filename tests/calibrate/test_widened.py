@@ -119,14 +119,6 @@ def test_taken_over_only_where_torch_would_emulate(
     )
 
 
-def test_few_tokens_and_other_dtypes_are_torch_s(taken: list[int]) -> None:
-    with room.widened(CPU, torch.bfloat16):
-        torch.nn.functional.linear(drawn(room.FEWEST - 1, 8), drawn(8, 8))
-        torch.nn.functional.linear(torch.randn(500, 8), torch.randn(8, 8))
-        torch.matmul(torch.randn(500, 8), torch.randn(8, 8))
-    assert not taken
-
-
 def test_no_more_is_converted_at_once_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     real = Tensor.float

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moepack.startup import UNUSED, leave_out
+
 RUN = """
 import json, sys
 from moepack.cli import app
@@ -83,3 +85,14 @@ def test_a_plan_passes_over_a_damaged_cache(bundle: Path, tmp_path: Path) -> Non
         assert plan(bundle, options).fixed == first.fixed and len(measured) == 7
         patch.setenv("XDG_CACHE_HOME", "/dev/null")
         assert plan(bundle, options).fixed == first.fixed and len(measured) == 8
+
+
+def test_only_commands_that_serve_leave_libraries_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: dict[str, object] = {"scipy": sys}
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "modules", modules)
+        leave_out("build")
+        before = dict(modules)
+        leave_out("serve")
+    assert before == {"scipy": sys}
+    assert modules == {**dict.fromkeys(UNUSED), "scipy": sys}, "what is there already stays"

@@ -38,7 +38,6 @@ from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.paging.address_space import CpuAddressSpace
 from moepack.runtime.paging.cpu_filler import CpuFiller
 from moepack.runtime.paging.paging import Paging
@@ -103,7 +102,7 @@ class Layers:
         """Let all experts be uncompressed."""
         for layer in self.layers:
             described = layer.of.layer
-            size = align(resident_size(described.matrices, BF16), PAGE)
+            size = align(BF16.resident_size(described.matrices), PAGE)
             memory = CpuMemory(size * described.experts).tensor
             self.resident_bytes += size * described.experts
             for e in range(described.experts):
@@ -116,7 +115,7 @@ class Layers:
                         decode_into(coded, room.numpy()[form.low : form.low + 2 * m.weights].view(np.uint16))
                 else:
                     room.copy_(memory[e % KINDS * size :][:size])
-                layer.publish(e, layer.of.over(BF16, room[: resident_size(described.matrices, BF16)]))
+                layer.publish(e, layer.of.over(BF16, room[: BF16.resident_size(described.matrices)]))
 
     def token(self, x: torch.Tensor, routing: torch.Tensor, gates: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
         """One token through all layers: seconds a layer, and what they gave."""
@@ -154,7 +153,7 @@ def decoding(layers: Layers, top_k: int, threads: int, pool: ThreadPoolExecutor)
 
     layer = layers.layers[0]
     described = layer.of.layer
-    size = align(resident_size(described.matrices, BF16), PAGE)
+    size = align(BF16.resident_size(described.matrices), PAGE)
     room = CpuMemory(size * top_k).tensor
     keep, state = [], SimpleNamespace(at=0, room=room)  # whose memory they are decoded to
     for e in range(described.experts):

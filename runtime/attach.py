@@ -21,7 +21,6 @@ from moepack.runtime.devices.reading import read_rate
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, top_k
@@ -150,7 +149,7 @@ def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -
             for p, (described, row, device) in enumerate(zip(bundle.layers, table, devices, strict=True)):
                 layer = LayerExperts(described, versions, device)
                 chosen = [bundle.manifest.version(name) for name in row]
-                sizes = [align(resident_size(described.matrices, v), SECTION) for v in chosen]
+                sizes = [align(v.resident_size(described.matrices), SECTION) for v in chosen]
                 memory = host.memory(sum(sizes))
                 memory.take(0, sum(sizes))
                 for e, (version, block) in enumerate(

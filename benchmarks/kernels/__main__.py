@@ -27,7 +27,6 @@ import torch
 
 from benchmarks.common import EXAMPLES, Target, arguments, finish
 from moepack.pack.spec import Matrix
-from moepack.runtime.kernels.forms import resident_size
 
 from .layers import SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
 
@@ -54,7 +53,7 @@ def measure(shape: str, tokens: int, runs: int, caches: int, mixed: bool, pages:
     pools = {}
     for v in VERSIONS:
         least = len(used) * 2 if tokens < 64 else len(used)
-        size = resident_size(matrices, v)
+        size = v.resident_size(matrices)
         pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)), pages)
     module, work = Module(), {}
 

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import Target
 from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+from moepack.runtime.kernels.forms import handle, make_forms
 
 
 def module_like() -> Any:
@@ -32,7 +32,7 @@ def layer_like(
 ) -> tuple[Any, dict[str, int]]:
     """What gpu.forward reads of a layer and its snapshot, extents random, in the versions named; and their bytes."""
     numbers = {v.name: i for i, v in enumerate(versions)}
-    sizes = {v.name: resident_size(matrices, v) for v in versions}
+    sizes = {v.name: v.resident_size(matrices) for v in versions}
     generator = torch.Generator().manual_seed(0)
     words, keep = [], []
     for name in of_expert:

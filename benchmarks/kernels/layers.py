@@ -12,7 +12,7 @@ import torch
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.runtime.kernels.forms import handle, resident_size
+from moepack.runtime.kernels.forms import handle
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 
 SHAPES = {  # hidden, intermediate, experts, top_k
@@ -40,7 +40,7 @@ class Pool:
     """Many experts of one version: copies of one, each in its own memory."""
 
     def __init__(self, matrices: tuple[Matrix, ...], version: Version, count: int, pages: str) -> None:
-        self.version, self.size = version, resident_size(matrices, version)
+        self.version, self.size = version, version.resident_size(matrices)
         self.memory = paged(count, -(-self.size // 64) * 64, pages)
         rng = np.random.default_rng(0)
         one = np.zeros(self.memory.shape[1], np.uint8)

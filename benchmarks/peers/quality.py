@@ -26,7 +26,6 @@ from moepack.pack.spec import Matrix, Version, version_names
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import DEFAULT, quantise_all
 from moepack.quantize.moments import NEGLIGIBLE, PRIOR, shrink
-from moepack.runtime.kernels.forms import resident_size
 
 from .ggml_types import TYPES
 from .gguf_layout import ATTENTION, type_of
@@ -152,7 +151,7 @@ def encodings(group_size: int, llama: Worker | None, scratch: Path) -> list[Enco
     for name in OURS:
         if name in version_names():
             version = Version.of(name, group_size)
-            bits = 8 * resident_size((m,), version) / m.weights
+            bits = 8 * version.resident_size((m,)) / m.weights
             out.append(Encoding("moepack", name, bits, partial(_ours, version), 1))
     if llama is not None:
         for name in THEIRS:

@@ -26,7 +26,6 @@ from moepack.calibrate.text.windows import load_tokenizer, windows
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.allocate import bundle_costs, expected_losses, named
 from moepack.runtime.allocation.knapsack import greedy
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.patches import quiet_libraries
 
 from .claims import prefetch, residency, retention, selector, similarity
@@ -64,7 +63,7 @@ def best_map(bundle: Path, room: int, work: Path) -> str:
     opened = open_bundle(bundle)
     costs = bundle_costs(opened)
     sizes = [
-        [resident_size(layer.matrices, v) for v in opened.versions]
+        [v.resident_size(layer.matrices) for v in opened.versions]
         for layer in opened.layers
         for _ in range(layer.experts)
     ]

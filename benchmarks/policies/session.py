@@ -16,7 +16,6 @@ from benchmarks.decoding import Decoded, Text, decode
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
-from moepack.runtime.kernels.forms import resident_size
 
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
 
@@ -41,7 +40,7 @@ class Session:
 
     def _layers(self, version: str) -> list[int]:
         described = self._opened.manifest.version(version)
-        return [align(resident_size(x.matrices, described), PAGE) * x.experts for x in self._opened.layers]
+        return [align(described.resident_size(x.matrices), PAGE) * x.experts for x in self._opened.layers]
 
     def least(self, policy: str) -> int:
         """The smallest budget that holds a policy."""

@@ -59,10 +59,9 @@ class _Sizes:
     makes the staging buffer larger than it will be, by a third of an expert."""
 
     def __init__(self, bundle: Bundle, version: str, position: int) -> None:
-        from moepack.runtime.kernels.forms import resident_size
 
         self.layer = bundle.layers[position]
-        self._size = resident_size(self.layer.matrices, bundle.manifest.version(version))
+        self._size = bundle.manifest.version(version).resident_size(self.layer.matrices)
 
     def extent_size(self, expert: int) -> int:
         return self._size

@@ -258,13 +258,12 @@ def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, fl
 
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
     """Bytes of the experts that a token goes to, as calibration's tokens did."""
-    from moepack.runtime.kernels.forms import resident_size
 
     total = 0.0
     for layer, (described, row) in zip(tables.layers, _rows(bundle, table), strict=True):
         tokens = [float(n) + 1 for n in layer.tokens]
         here = {name: _version(name) for name in set(row)}
-        size = {n: resident_size(described.matrices, bundle.manifest.version(v)) if v else 0 for n, v in here.items()}
+        size = {n: bundle.manifest.version(v).resident_size(described.matrices) if v else 0 for n, v in here.items()}
         total += chosen * sum(n * size[name] for n, name in zip(tokens, row, strict=True)) / sum(tokens)
     return total
 

@@ -94,11 +94,6 @@ class Form:
         return astuple(self)[1:]
 
 
-def resident_size(matrices: Sequence[Matrix], version: Version) -> int:
-    """Bytes that an expert takes on its device."""
-    return version.resident_size(matrices)
-
-
 def make_forms(matrices: Sequence[Matrix], version: Version) -> tuple[Form, ...]:
     """The form of every matrix of an expert in one version.
 

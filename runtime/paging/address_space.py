@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import PAGE, Matrix, Version, align
-from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.kernels.forms import make_forms
 
 HUGE = (
     2 << 20
@@ -87,7 +87,7 @@ def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) ->
     places, first = [], 0
     for matrices, experts in layers:
         at = tuple(f.low for f in make_forms(matrices, version))
-        size = resident_size(matrices, version)
+        size = version.resident_size(matrices)
         whole = align(size, PAGE)
         stride = align(size, HUGE) if size >= HUGE else whole
         sizes = tuple(b - a for a, b in zip(at, (*at[1:], whole), strict=True))

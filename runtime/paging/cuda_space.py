@@ -19,7 +19,6 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.devices.driver import DriverError, MappingCalls
 from moepack.runtime.devices.mapped import TensorAt, whole_pieces
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.paging import gpu_block
 
 from .address_space import Page
@@ -59,7 +58,7 @@ class CudaAddressSpace:
             InputError: where the driver does not give so many addresses, or not such pieces.
         """
         whole_pieces(calls, granule)
-        sizes = [resident_size(matrices, version) for matrices, _ in layers]
+        sizes = [version.resident_size(matrices) for matrices, _ in layers]
         self._calls, self._sizes, self._block = calls, sizes, gpu_block(sizes, granule)
         self._first, count = [], 0
         for _, experts in layers:

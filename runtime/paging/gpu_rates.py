@@ -16,7 +16,7 @@ import torch
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices.torch_cuda import LOADS, Gpu
 from moepack.runtime.experts.packed import GpuPackedExtent, parts_of
-from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.planning.paging import BRIEFLY, LOADERS
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
@@ -41,7 +41,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder, gpu: Gpu, experts: int = 8) ->
     store = BackingStore(bundle)
     try:
         layer = bundle.layers[0]
-        forms, size = make_forms(layer.matrices, version), resident_size(layer.matrices, version)
+        forms, size = make_forms(layer.matrices, version), version.resident_size(layer.matrices)
         stored = [store.stored(version.name, 0, e % layer.experts) for e in range(max(experts, LOADERS))]
         pinned = [gpu.pinned(s.size) for s in stored]
         there = [gpu.memory(s.size) for s in stored]

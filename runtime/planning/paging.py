@@ -21,7 +21,7 @@ from moepack.pack.codec.exponent_fast import decode_into
 from moepack.pack.codec.lossless import directory
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
-from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
 
@@ -52,7 +52,7 @@ class WindowSize:
 def page_sizes(layer: ExpertLayer, version: Version) -> tuple[int, ...]:
     """Return the bytes of each matrix of a decoded lossless expert, with its bias, in whole system pages."""
     at = [f.low for f in make_forms(layer.matrices, version)]
-    whole = align(resident_size(layer.matrices, version), PAGE)
+    whole = align(version.resident_size(layer.matrices), PAGE)
     return tuple(b - a for a, b in pairwise([*at, whole]))
 
 
@@ -66,7 +66,7 @@ def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 
     experts = [x.experts for x in layers]
     blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
     if granule:
-        return WindowSize(blocks, (gpu_block([resident_size(x.matrices, version) for x in layers], granule),))
+        return WindowSize(blocks, (gpu_block([version.resident_size(x.matrices) for x in layers], granule),))
     rows = [page_sizes(x, version) for x in layers]
     return WindowSize(blocks, tuple(max(row[d] for row in rows) for d in range(len(rows[0]))))
 
@@ -88,7 +88,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
     version = next(p.version for p in ladder if p.where in PAGED)
     assert version is not None
     layer, threads = bundle.layers[0], torch.get_num_threads()
-    size, count = resident_size(layer.matrices, version), min(layer.experts, 4)
+    size, count = version.resident_size(layer.matrices), min(layer.experts, 4)
     outs = [[np.empty(m.weights, np.uint16) for m in layer.matrices] for _ in range(LOADERS)]
     stored = partial(bundle.extent, version.name, 0)  # read and digested
 

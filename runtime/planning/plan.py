@@ -15,7 +15,6 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.runtime.allocation.knapsack import BudgetError, Table
 from moepack.runtime.allocation.ladder import Floats, Ints, Ladder
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.placements import PAGED, Placement, Where
@@ -227,7 +226,7 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement) -> int:
         return 0
     if placement.where is Where.PACKED:
         return _largest_extent(bundle, placement.version, position)
-    return align(resident_size(bundle.layers[position].matrices, placement.version), PAGE)
+    return align(placement.version.resident_size(bundle.layers[position].matrices), PAGE)
 
 
 def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int = 0) -> int:
@@ -300,7 +299,7 @@ def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int 
             least,
         ) from None
     experts = sum(
-        resident_size(layer.matrices, bundle.manifest.version(name))
+        bundle.manifest.version(name).resident_size(layer.matrices)
         for layer, versions in zip(bundle.layers, table, strict=True)
         for name in versions
     )

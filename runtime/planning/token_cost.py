@@ -13,7 +13,6 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
-from moepack.runtime.kernels.forms import resident_size
 
 from .sizes import Bound
 
@@ -32,7 +31,7 @@ def dense_read(dense: int, config: Any) -> int:
 
 def experts_read(bundle: Bundle, version: Version, chosen: int) -> int:
     """Return the bytes of experts that a token reads at one version, with `chosen` experts a layer."""
-    return sum(min(chosen, x.experts) * resident_size(x.matrices, version) for x in bundle.layers)
+    return sum(min(chosen, x.experts) * version.resident_size(x.matrices) for x in bundle.layers)
 
 
 def within(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.runtime.allocation.knapsack import uniform
-from moepack.runtime.kernels.forms import resident_size
 
 from .contract import Entry, Versions
 
@@ -26,7 +25,7 @@ def uniform_map(bundle: Bundle, room: int) -> Versions:
         BudgetError: when the smallest versions do not fit.
     """
     sizes = [
-        [resident_size(layer.matrices, v) for v in bundle.versions]
+        [v.resident_size(layer.matrices) for v in bundle.versions]
         for layer in bundle.layers
         for _ in range(layer.experts)
     ]

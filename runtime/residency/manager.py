@@ -27,7 +27,6 @@ from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.prediction import Prediction
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.paging.opening import gpu_rates
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
@@ -215,7 +214,7 @@ class ResidencyManager:
         if tensor is None:
             return NOTHING
         described = version_of(self.plan, version)
-        return layer.of.over(described, tensor[: resident_size(layer.of.layer.matrices, described)], placement.where)
+        return layer.of.over(described, tensor[: described.resident_size(layer.of.layer.matrices)], placement.where)
 
     def _publish(self, key: Key, made: Handle) -> None:
         self.layers[key[0]].publish(key[1], made)

@@ -11,7 +11,7 @@ import torch
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.bits import bf16_to_float32
 from moepack.pack.spec import Matrix, Version
-from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+from moepack.runtime.kernels.forms import handle, make_forms
 
 try:
     from moepack.runtime.kernels import affine_native as native
@@ -51,7 +51,7 @@ def make_layer(m: Matrix, versions: list[Version], of_expert: list[int], seed: i
     extents, weights, biases, table = [], [], [], []
     for e, number in enumerate(of_expert):
         version = versions[number]
-        room = torch.zeros(resident_size((m,), version), dtype=torch.uint8)
+        room = torch.zeros(version.resident_size((m,)), dtype=torch.uint8)
         if version.plain:
             (form,) = make_forms((m,), version)
             w = bf16(np.random.default_rng(seed + e).normal(0, 0.02, (m.rows, m.cols)))

@@ -22,7 +22,7 @@ from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
 from moepack.runtime.devices.cuda import CudaDevice
 from moepack.runtime.devices.migration import Cancelled
-from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.store import files as store_module
 from moepack.runtime.store import filling
 from moepack.runtime.store.cudart import Cudart
@@ -57,7 +57,7 @@ class Bench:
     def fetch(self, version: str, position: int, expert: int) -> tuple[Any, torch.Tensor]:
         described = self.store.bundle.manifest.version(version)
         layer = self.store.bundle.layers[position]
-        target = self.gpu.memory(-(-resident_size(layer.matrices, described) // 4096) * 4096)
+        target = self.gpu.memory(-(-described.resident_size(layer.matrices) // 4096) * 4096)
         source = self.store.stored(version, position, expert)
         return self.device.fetch(lambda: source, target, layer, described), target
 
@@ -373,7 +373,7 @@ def test_every_way_on_a_gpu(bundle: Path) -> None:
         assert (cuda.host()["pinned_bytes"] > 0) == (limit > 0)
         for version, position, expert in itertools.product(("bf16", "w4"), range(4), range(16)):
             described, layer = store.bundle.manifest.version(version), store.bundle.layers[position]
-            target = torch.zeros(resident_size(layer.matrices, described), dtype=torch.uint8, device=device)
+            target = torch.zeros(described.resident_size(layer.matrices), dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)
             event = cuda.fetch(partial(store.stored, version, position, expert), target, layer, described)
             event.wait()

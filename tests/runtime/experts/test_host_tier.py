@@ -24,7 +24,7 @@ from moepack.runtime.experts import forward as forward_module
 from moepack.runtime.experts.forward import across, experts_forward
 from moepack.runtime.experts.handles import NOTHING, LayerCall, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import HostTier
-from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.placements import Where
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ class Normed(Module):
 
 def extent(version: Version, seed: int) -> torch.Tensor:
     """A random expert's, resident."""
-    room = torch.zeros(resident_size(MATRICES, version), dtype=torch.uint8)
+    room = torch.zeros(version.resident_size(MATRICES), dtype=torch.uint8)
     rng = np.random.default_rng(seed)
 
     def bf16(values: np.ndarray) -> np.ndarray:

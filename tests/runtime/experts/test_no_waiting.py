@@ -15,7 +15,6 @@ from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward, reference_forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.step import Step, opened
 
 if not torch.cuda.is_available():
@@ -58,7 +57,7 @@ def module() -> Module:
     layer.of.backend = "triton"
     for e in range(8):
         version = VERSIONS[1 + e % 2]
-        layer.publish(e, layer.of.over(version, torch.empty(resident_size(MATRICES, version), dtype=torch.uint8)))
+        layer.publish(e, layer.of.over(version, torch.empty(version.resident_size(MATRICES), dtype=torch.uint8)))
     return made
 
 
@@ -132,7 +131,7 @@ def test_each_running_step_has_a_table_of_its_own(module: Module) -> None:
     words = layer.current.table.view(np.int64)
     assert first.words is not second.words and (first.words[0].numpy() == words).all()
     before = layer.current
-    layer.publish(3, layer.of.over(VERSIONS[0], torch.empty(resident_size(MATRICES, VERSIONS[0]), dtype=torch.uint8)))
+    layer.publish(3, layer.of.over(VERSIONS[0], torch.empty(VERSIONS[0].resident_size(MATRICES), dtype=torch.uint8)))
     assert (first.words[0].numpy() == words).all(), "publishing changes nothing for a step that runs"
     tables.give(first)
     third = tables.take(2, [layer.current])

@@ -11,7 +11,7 @@ import torch
 from moepack.pack.codec.exponent import TILE
 from moepack.pack.codec.exponent_fast import encode
 from moepack.pack.spec import Matrix, Version
-from moepack.runtime.kernels.forms import handle, make_forms, resident_size
+from moepack.runtime.kernels.forms import handle, make_forms
 
 native = pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 codec = pytest.importorskip("moepack.pack.codec.exponent_native", exc_type=OSError)
@@ -24,7 +24,7 @@ class Experts:
 
     def __init__(self, rows: int, cols: int, experts: int) -> None:
         self.matrices = (Matrix("m", rows, cols),)
-        self.size = resident_size(self.matrices, BF16)
+        self.size = BF16.resident_size(self.matrices)
         generator = torch.Generator().manual_seed(rows)
         self.weights = [torch.randn(rows, cols, generator=generator).bfloat16() for _ in range(experts)]
         self.coded = [encode(w.view(torch.uint16).numpy()) for w in self.weights]

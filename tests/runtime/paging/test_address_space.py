@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moepack.pack.spec import PAGE, Matrix, Version
-from moepack.runtime.kernels.forms import make_forms, resident_size
+from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.paging.address_space import HUGE, CpuAddressSpace, Page, lay_out
 
 BF16 = Version.of("bf16")
@@ -59,7 +59,7 @@ def test_matrices_do_not_share_system_pages() -> None:
     assert forms[1].low % PAGE == 0 and forms[0].bias == 2 * 96 * 64
     (place,), _ = lay_out([(SMALL, 2)], BF16)
     assert place.at == (0, forms[1].low) and sum(place.sizes) == place.stride
-    assert resident_size(SMALL, BF16) == forms[1].low + 2 * 64 * 48
+    assert BF16.resident_size(SMALL) == forms[1].low + 2 * 64 * 48
 
 
 @pytest.mark.parametrize("matrices", [SMALL, LARGE], ids=["small", "large"])

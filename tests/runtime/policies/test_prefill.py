@@ -12,7 +12,6 @@ import pytest
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Version
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.policies.contract import (
     DecodingBegan,
     Interval,
@@ -195,7 +194,7 @@ def test_widths_that_are_not_here_are_refused() -> None:
 def test_random_has_the_bytes_of_uniform(bundle: Path) -> None:
     """In every layer as many experts of each version, others of them; a seed draws the same again."""
     opened = open_bundle(bundle)
-    sizes = {v.name: resident_size(opened.layers[0].matrices, v) for v in opened.versions}
+    sizes = {v.name: v.resident_size(opened.layers[0].matrices) for v in opened.versions}
     room = 64 * sizes["w3"] + 20 * (sizes["w4"] - sizes["w3"]) + 1
     even = uniform_map(opened, room)
     drawn = [random_map(opened, seed, room) for seed in range(40)]

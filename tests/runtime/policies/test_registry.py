@@ -19,7 +19,6 @@ from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.reports.plan import plan
 from moepack.runtime.experts.forward import experts_forward
-from moepack.runtime.kernels.forms import resident_size
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies import registry
 from moepack.runtime.policies.contract import Interval, PrefillEnded, Setting
@@ -69,7 +68,7 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
         parse_policy("tiers:speed=1")
     least = plan(bundle, LoadOptions(device_memory=0, policy="tiers")).least_bytes
     opened = open_bundle(bundle)
-    sizes = {v.name: align(resident_size(opened.layers[0].matrices, v), PAGE) for v in opened.versions}
+    sizes = {v.name: align(v.resident_size(opened.layers[0].matrices), PAGE) for v in opened.versions}
     w4, w3, w2 = (sizes[v.name] for v in VERSIONS)
     room = 4 * 4 * (w4 + w3 + w2) + w4
     planned = plan(bundle, LoadOptions(device_memory=least + room, policy="tiers"))

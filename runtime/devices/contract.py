@@ -1,7 +1,4 @@
-"""What the runtime needs of a device: memory set aside at once, a migration stream, events.
-
-Decides nothing about what is copied, or when.
-"""
+"""The interface of a device: memory that is allocated while loading, a migration stream, and events."""
 
 from __future__ import annotations
 
@@ -19,27 +16,27 @@ class Memory(Protocol):
 
     Attributes:
         tensor: all of it, uint8 [bytes], beginning on a page.
-        returnable: whether parts of it can be given back; where they cannot, all of it is taken from the start.
+        returnable: whether parts of it can be given back; otherwise all of it is taken from the start.
     """
 
     tensor: Tensor
     returnable: bool
 
     def cost(self, start: int, size: int) -> int:
-        """Bytes of the device that `take` would take now: of memory in large pieces, more than `size` or fewer."""
+        """Return the bytes of the device that `take` would take; memory in large pieces may differ from `size`."""
 
     def take(self, start: int, size: int) -> None:
-        """Before these bytes are written. Raises MemoryError where the device has none; nothing is taken then."""
+        """Take these bytes before they are written. Raises MemoryError, and takes nothing, where there are none."""
 
     def give_back(self, start: int, size: int) -> int:
-        """Let the device have what was taken, until it is again; contents are lost. Returns the bytes it has back."""
+        """Give taken bytes back, and lose their contents. Returns the bytes that the device has back."""
 
 
 class Completion(Protocol):
-    """That some work on a stream has ended.
+    """The end of some work on a stream.
 
     Attributes:
-        error: why it failed, once it has ended; None where it did not.
+        error: why the ended work failed; None for success.
         cancelled: whether the work is no longer wanted.
     """
 
@@ -47,13 +44,13 @@ class Completion(Protocol):
     cancelled: bool
 
     def done(self) -> bool:
-        """Whether the work has ended, well or not. Never waits."""
+        """Return whether the work has ended, with or without success. Never waits."""
 
     def wait(self) -> None:
-        """Wait until it has. The forward pass never calls this under a policy that does not block."""
+        """Wait for the end. The forward pass never calls this under a policy that does not block."""
 
     def cancel(self) -> None:
-        """Say that the work is no longer wanted: it ends early, or as if nothing had been said."""
+        """Cancel the work: it ends early, or completes."""
 
 
 class Device(Protocol):
@@ -64,32 +61,31 @@ class Device(Protocol):
         """Stored bytes copied since the start."""
 
     def memory(self, size: int) -> Memory:
-        """Set aside `size` bytes. Called while a model is loaded and never after."""
+        """Allocate `size` bytes. Called only while a model is loaded."""
 
     def host_memory(self, size: int) -> Memory:
-        """The same of the host, for experts that the host runs."""
+        """Allocate `size` bytes of host memory, for experts that the host runs."""
 
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> Completion:
-        """Bring an extent into a block on the migration stream; a lossless one is decoded there, unless `packed`.
+        """Copy an extent into a block on the migration stream; a lossless one is decoded there, unless `packed`.
 
-        `find` says where it stands, and is called there too: it may open a file, and nobody else is to wait for that.
-        The event ends without an error only after every byte of the block is in place and the digest was checked.
+        `find` locates the extent, on the migration stream, because it may open a file. The event ends without an error
+        only after every byte of the block is in place and the digest was checked.
         """
 
     def mark(self) -> Completion:
-        """An event that ends when the compute that was issued until now has."""
+        """Return an event that ends with the compute issued so far."""
 
     def limit(self, bytes_per_second: float | None, least: int = ...) -> None:
-        """Hold the migration stream to a rate at which a copy counts as `least` bytes at the least; None lifts the
-        limit."""
+        """Limit the migration stream to a rate, at which a copy counts as at least `least` bytes; None for no limit."""
 
     def serve(self) -> None:
-        """Loading has ended: what fills host memory in the background may begin."""
+        """Begin background work: loading has ended."""
 
     def host(self) -> dict[str, Any]:
-        """How extents are kept on the host, ready for JSON; at the least `mode`."""
+        """Return how extents are kept on the host, ready for JSON; at least `mode`."""
 
     def close(self, wait: bool = True) -> None:
-        """End the migration stream, and wait until it has; work that has not begun is cancelled."""
+        """End the migration stream, and wait for it; work that has not begun is cancelled."""

@@ -1,7 +1,4 @@
-"""The CPU as a device: its migration stream is a thread; copies run beside the forward pass, which releases the GIL.
-
-Decides nothing about what is copied, or when.
-"""
+"""The CPU as a device: its migration stream is a thread. Copies run beside the forward pass, which releases the GIL."""
 
 from __future__ import annotations
 
@@ -31,29 +28,26 @@ _forms = functools.lru_cache(maxsize=64)(make_forms)
 
 
 class CpuMemory:
-    """Anonymous pages: those that were never written take no memory.
+    """Anonymous pages, which take memory once they are written. Several threads may use it.
 
-    Where all of a huge page (2 MiB) has been taken it becomes one: a thread that reads weights is then twice as fast
-    (`python -m benchmarks.kernels`), as it walks no tables of 4 KiB pages. Where a part is not taken, writing its
-    neighbour must not take it: the budget would not know.
-
-    Two threads may be at it at once.
+    A huge page (2 MiB) is used where all of it has been taken: a thread then reads weights twice as fast (`python -m
+    benchmarks.kernels`). Elsewhere pages stay small, so that writing one part does not take memory for the rest.
     """
 
     returnable = True
 
     def __init__(self, size: int) -> None:
-        # Private: shared anonymous pages stay where they are when they are given back.
+        # Private: shared anonymous pages keep their memory when they are given back.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._map = mmap.mmap(-1, max(align(size, PAGE), PAGE), flags=flags)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._first = -self.tensor.data_ptr() % HUGE  # where the first huge page begins
         self._taken = np.zeros(max(len(self.tensor) - self._first, 0) // HUGE, np.int64)  # bytes, by huge page
-        self._late: set[int] = set()  # taken in parts: pages of 4 KiB until they are collapsed
+        self._late: set[int] = set()  # huge pages taken in parts: small pages until they are collapsed
         self._lock = threading.Lock()
 
     def _change(self, start: int, size: int, by: int) -> list[int]:
-        """Count bytes in or out; returns the huge pages that were, or are now, taken as a whole."""
+        """Count bytes in or out; returns the huge pages that were, or are now, taken wholly."""
         at, changed = start - self._first, []
         for i in range(max(at // HUGE, 0), min(-(-(at + size) // HUGE), len(self._taken))):
             before = int(self._taken[i])
@@ -65,20 +59,20 @@ class CpuMemory:
 
     def _advise(self, advice: int | None, pages: list[int]) -> None:
         for i in pages:
-            with contextlib.suppress(OSError, TypeError):  # a system without them
+            with contextlib.suppress(OSError, TypeError):  # a system without huge pages
                 self._map.madvise(advice, self._first + i * HUGE, HUGE)  # type: ignore[arg-type]
 
     def cost(self, start: int, size: int) -> int:
-        """Pages, no more."""
+        """Return `size`."""
         return size
 
     def take(self, start: int, size: int) -> None:
-        """Writing takes the pages; whole huge ones are asked for."""
+        """Count the bytes, and request huge pages; writing takes the memory."""
         with self._lock:
             self._advise(getattr(mmap, "MADV_HUGEPAGE", None), self._change(start, size, 1))
 
     def settle(self, start: int, size: int) -> None:
-        """After these bytes were written: make huge pages of what was written before all of them was taken."""
+        """Collapse huge pages that were written before all of them was taken; call it after a write."""
         at = start - self._first
         with self._lock:
             late = [i for i in range(at // HUGE, -(-(at + size) // HUGE)) if i in self._late]
@@ -94,21 +88,21 @@ class CpuMemory:
 
 
 class CpuDevice(Migration):
-    """The CPU: reads go straight into the block, the lossless version is decoded into it from a staging buffer.
+    """The CPU: extents are read into their block; a lossless one is decoded into it from a staging buffer.
 
     Attributes:
-        staging_bytes: of the staging buffer, which is a part of what the device takes beside the experts.
+        staging_bytes: of the staging buffer, a part of the memory outside the experts.
     """
 
     def __init__(
         self, staging_bytes: int, on_event: Callable[[], None] = lambda: None, threads: int | None = 1
     ) -> None:
-        """Set the staging buffer aside.
+        """Allocate the staging buffer.
 
         Args:
-            staging_bytes: of the largest lossless extent that is ever fetched.
+            staging_bytes: of the largest lossless extent that is fetched.
             on_event: called on the stream's thread after each fetch has ended.
-            threads: that decode: one beside a forward pass, all cores where there is none.
+            threads: for decoding: one beside a forward pass, None for all cores.
         """
         super().__init__(on_event)
         self._threads = threads
@@ -118,7 +112,7 @@ class CpuDevice(Migration):
         self._memories: list[CpuMemory] = []
 
     def memory(self, size: int) -> Memory:
-        """Anonymous pages."""
+        """Allocate anonymous pages."""
         self._memories.append(CpuMemory(size))
         return self._memories[-1]
 
@@ -127,7 +121,7 @@ class CpuDevice(Migration):
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> HostEvent:
-        """Read an extent into a block, and decode it where it is entropy-coded and not to stay packed."""
+        """Read an extent into a block, and decode a lossless one unless `packed`."""
 
         def work(event: HostEvent) -> None:
             source = find()
@@ -150,7 +144,6 @@ class CpuDevice(Migration):
     def _decode(
         self, source: Stored, block: Buffer, layer: ExpertLayer, version: Version, before: Callable[[int], None]
     ) -> None:
-        """Read an entropy-coded extent in chunks, then decode it."""
         source.read_into(self._staging, before)
         coded = self._staging[: source.size]
         try:
@@ -159,12 +152,12 @@ class CpuDevice(Migration):
             raise BundleError.single(source.where, "codec", str(error)) from None
 
     def mark(self) -> HostEvent:
-        """Compute on a CPU has ended when the call that did it returns."""
+        """Return an ended event: compute on a CPU has ended when its call returns."""
         return self._now
 
     def serve(self) -> None:
-        """The page cache is the host's store: there is nothing to fill."""
+        """Do nothing: the page cache is the host's store."""
 
     def host(self) -> dict[str, Any]:
-        """Extents stay in files."""
+        """Say that extents stay in files."""
         return {"mode": "files"}

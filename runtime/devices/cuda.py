@@ -1,8 +1,8 @@
 """A CUDA device for changing versions. It has not run on a GPU yet: tests put a stand-in behind torch_cuda.py.
 
-A thread issues copies on a stream of its own and polls for their end: from pinned memory (pinned.py) one an extent,
-else the file is read into a staging buffer whose chunks are copied while the next ones are read. A lossless extent is
-decoded on another stream, beside the next one's copy. Compute and the forward pass's thread wait for nothing.
+A thread issues copies on its own stream and polls for their end. An extent in pinned memory (pinned.py) is one copy.
+Otherwise the file is read into a staging buffer, whose chunks are copied while the next ones are read. A lossless
+extent is decoded on another stream, beside the next one's copy. The forward pass waits for none of this.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from moepack.runtime.store.pinned import Held, HostStore
 
 from .contract import Completion, Memory
 from .cpu import CpuMemory
-from .driver import Driver, MappingCalls
+from .driver import Driver
 from .mapped import MappedMemory
 from .migration import Going, HostEvent, Migration
 from .registered import Refusal, RegisteredMemory
-from .torch_cuda import Gpu, GpuEvent, TorchGpu
+from .torch_cuda import TorchGpu
 
 log = logging.getLogger("moepack.runtime")
-SLOTS = 2  # fetches that have begun: one is decoded while the next is copied, one is copied while the next is read
-MATRICES = 64  # of an expert, at the most: it has two or three
+SLOTS = 2  # fetches under way: one is decoded while the next is copied, or copied while the next is read
+MATRICES = 64  # the most matrices of an expert, which has two or three
 
 
 class CudaMemory:
-    """One allocation, made while loading; parts of it cannot be given back."""
+    """One allocation, made while loading; its parts cannot be given back, so the methods are never called."""
 
     returnable = False
 
@@ -52,40 +52,40 @@ class CudaMemory:
         self.tensor = tensor
 
     def cost(self, start: int, size: int) -> int:
-        """Never called: all of it was taken at once."""
+        """Return 0: all of it was taken at once."""
         return 0
 
     def take(self, start: int, size: int) -> None:
-        """Never called."""
+        """Do nothing."""
 
     def give_back(self, start: int, size: int) -> int:
-        """Never called: nothing is returnable."""
+        """Return 0: nothing is returnable."""
         return 0
 
 
 class ComputeMark:
-    """That the compute issued before it has ended."""
+    """The end of the compute issued so far."""
 
-    def __init__(self, event: GpuEvent) -> None:
+    def __init__(self, event: torch.cuda.Event) -> None:
         self.error: BaseException | None = None
         self.cancelled = False
         self._event = event
 
     def done(self) -> bool:
-        """Whether it has."""
-        return self._event.query()
+        """Return whether the compute has ended."""
+        return bool(self._event.query())
 
     def wait(self) -> None:
-        """Wait until it has."""
+        """Wait for the end."""
         self._event.synchronize()
 
     def cancel(self) -> None:
-        """Compute is not cancelled."""
+        """Do nothing: compute is not cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Buffers of one copy: the host's staging, the device's for compressed extents, what the decoder reports."""
+    """Buffers of one fetch: host staging, device staging for compressed extents, and the decoder's report."""
 
     host: Tensor
     device: Tensor
@@ -93,14 +93,14 @@ class _Slot:
 
 
 class CudaDevice(Migration):
-    """A GPU: pinned extents where there are any, two staging buffers, one migration stream.
+    """A GPU: pinned extents if there are any, two staging buffers, one migration stream.
 
     Attributes:
-        staging_bytes: of the buffers on the device, which is a part of what the device takes beside the experts.
-        gpu: what makes the calls.
-        pinned: extents in pinned memory; None where none are.
+        staging_bytes: of the buffers on the device, a part of the memory outside the experts.
+        gpu: makes torch's calls.
+        pinned: extents in pinned memory, or None.
         calls: the driver's, where experts are paged: memory is then mapped, and may be given back.
-        granule: bytes of the pieces that it is mapped in.
+        granule: bytes by which it is mapped.
     """
 
     def __init__(
@@ -112,31 +112,29 @@ class CudaDevice(Migration):
         staging: int | None = None,
         slots: int = SLOTS,
         host: HostStore | None = None,
-        gpu: Gpu | None = None,
-        calls: MappingCalls | None = None,
+        gpu: TorchGpu | None = None,
+        calls: Driver | None = None,
         granule: int = 0,
         pins: Cudart | None = None,
     ) -> None:
-        """Set the buffers aside.
+        """Allocate the buffers.
 
         Args:
-            largest: bytes of the largest extent that is ever fetched.
+            largest: bytes of the largest extent that is fetched.
             device: the GPU.
             on_event: called on the stream's thread after each fetch has ended.
-            staging: bytes of the largest lossless extent; as `largest` without it.
-            slots: fetches that may have begun, each with buffers of its own.
+            staging: bytes of the largest lossless extent; by default `largest`.
+            slots: fetches that may be under way, each with its own buffers.
             host: extents in pinned memory; started by `serve`, closed with the device.
-            gpu: what makes the calls.
-            calls, granule: of memory that is mapped.
-            pins: what pins memory of experts that the host runs.
+            gpu: makes torch's calls.
+            calls, granule: for mapped memory.
+            pins: pins memory of experts that the host runs.
         """
-        gpu = gpu if gpu is not None else TorchGpu(device)
+        self.gpu = gpu = gpu if gpu is not None else TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
         staging = align(largest if staging is None else staging, PAGE)
         self.staging_bytes = slots * staging
-        self._gpu = self.gpu = gpu
-        self._host = self.pinned = host
-        self.calls, self.granule = calls, granule
+        self.pinned, self.calls, self.granule = host, calls, granule
         self._mapped: list[MappedMemory] = []
         self._pins, self._refusal = pins, Refusal()
         self._registered: list[RegisteredMemory] = []
@@ -148,14 +146,14 @@ class CudaDevice(Migration):
         super().__init__(on_event, depth=slots)
 
     def memory(self, size: int) -> Memory:
-        """Device memory: allocated at once; where experts are paged, mapped when it is taken."""
+        """Allocate device memory; where experts are paged, reserve addresses that are mapped when taken."""
         if self.calls is not None:
-            self._mapped.append(MappedMemory(size, self.calls, self._gpu.over, self.granule))
+            self._mapped.append(MappedMemory(size, self.calls, self.gpu.over, self.granule))
             return self._mapped[-1]
-        return CudaMemory(self._gpu.memory(max(align(size, PAGE), PAGE)))
+        return CudaMemory(self.gpu.memory(max(align(size, PAGE), PAGE)))
 
     def host_memory(self, size: int) -> Memory:
-        """Memory that is pinned while it is taken; ordinary where nothing pins."""
+        """Allocate host memory that is pinned while it is taken; ordinary memory without `pins`."""
         if self._pins is None:
             return CpuMemory(size)
         self._registered.append(RegisteredMemory(size, self._pins, self._refusal))
@@ -164,11 +162,10 @@ class CudaDevice(Migration):
     def fetch(
         self, find: Callable[[], Stored], target: Tensor, layer: ExpertLayer, version: Version, packed: bool = False
     ) -> Completion:
-        """Copy an extent, and decode a lossless one on the device unless it is to stay packed: `parts` then tells
-        what it is made of."""
+        """Copy an extent, and decode a lossless one on the device unless `packed`; `parts` then describes it."""
 
         def work(event: HostEvent) -> Going:
-            over = contextlib.ExitStack()  # what is given back once the device has ended
+            over = contextlib.ExitStack()  # closed when the device has ended the work
             source, slot = find(), self._free.pop()
             over.callback(self._free.append, slot)
             try:
@@ -192,27 +189,27 @@ class CudaDevice(Migration):
     ) -> Going:
         decodes = version.entropy_coded and not packed
         before = self.gate(event, source.size)
-        held = self._host.hold(source.place) if self._host is not None else None
+        held = self.pinned.hold(source.place) if self.pinned is not None else None
         if held is not None:
             over.callback(held.release)
         status: Tensor | None = None
         error: BaseException | None = None
-        with self._gpu.migrating():
+        with self.gpu.migrating():
             try:
                 self._bring(source, slot.device if decodes else target, slot, held, before)
                 before(0)
                 if packed:
                     self._parts[target.data_ptr()] = self._look(source, layer, slot, held)
-            except BaseException as caught:  # copies may have been issued: they end first
+            except BaseException as caught:  # raised after the copies already issued have ended
                 error = caught
-            issued = self._gpu.record()
+            issued = self.gpu.record()
         if decodes and error is None:
-            with self._gpu.decoding():
+            with self.gpu.decoding():
                 try:
                     status = self._decode(source, target, layer, version, slot, held)
                 except BaseException as caught:
                     error = caught
-                issued = self._gpu.record()
+                issued = self.gpu.record()
 
         def ended() -> bool:
             try:
@@ -234,8 +231,8 @@ class CudaDevice(Migration):
     def _bring(
         self, source: Stored, there: Tensor, slot: _Slot, held: Held | None, before: Callable[[int], None]
     ) -> None:
-        """Issue the copies of the stored bytes; the digest was checked when they were pinned, or is checked here."""
-        copy = self._gpu.copy
+        """Issue the copies of the stored bytes, and check the digest unless they are pinned."""
+        copy = self.gpu.copy
         if held is not None:
             before(source.size)
             copy(there[: source.size], held.bytes)
@@ -244,14 +241,11 @@ class CudaDevice(Migration):
         def after(begin: int, end: int) -> None:
             copy(there[begin:end], slot.host[begin:end])
 
-        if self._host is None:
+        with self.pinned.fetching() if self.pinned is not None else contextlib.nullcontext():
             source.read_into(slot.host.numpy(), before, None, after)
-        else:
-            with self._host.fetching():
-                source.read_into(slot.host.numpy(), before, None, after)
 
     def _look(self, source: Stored, layer: ExpertLayer, slot: _Slot, held: Held | None) -> tuple[CodedPart, ...]:
-        """What a lossless extent is made of: its heads are on the host, or read there."""
+        """Parse a lossless extent, from its headers on the host; mapped ones are read first."""
         host: Buffer = slot.host.numpy()[: source.size] if held is None or held.mapped else held.bytes.numpy()
         if held is not None and held.mapped:
             read_heads(source, host, layer)
@@ -261,52 +255,52 @@ class CudaDevice(Migration):
             raise BundleError.single(source.where, "codec", str(error)) from None
 
     def parts(self, extent: Tensor) -> tuple[CodedPart, ...]:
-        """What the extent is made of that was fetched to where this one begins, to stay packed."""
+        """Return the parts of the packed extent that was fetched to this address."""
         return self._parts[extent.data_ptr()]
 
     def _decode(
         self, source: Stored, target: Tensor, layer: ExpertLayer, version: Version, slot: _Slot, held: Held | None
     ) -> Tensor:
-        """Issue the decoder, and the copies of biases beside it; returns where it will report on the host."""
+        """Issue the decoder and the copies of biases; returns the host tensor of the decoder's report."""
         parts = self._look(source, layer, slot, held)
         packed = GpuPackedExtent(slot.device, layer, make_forms(layer.matrices, version), target, source.where, parts)
         try:
-            found = self._gpu.decode([packed.job(i, self._gpu.copy) for i in range(len(layer.matrices))])
+            found = self.gpu.decode([packed.job(i, self.gpu.copy) for i in range(len(layer.matrices))])
         except ValueError as error:
             raise packed.damaged(str(error)) from None
         status = slot.status[: len(found)]
-        self._gpu.copy(status, found)
+        self.gpu.copy(status, found)
         return status
 
     def mark(self) -> Completion:
-        """An event on the compute stream."""
-        return ComputeMark(self._gpu.mark())
+        """Return an event on the compute stream."""
+        return ComputeMark(self.gpu.mark())
 
     def serve(self) -> None:
         """Begin to pin extents in the background."""
-        if self._host is not None:
-            self._host.start()
+        if self.pinned is not None:
+            self.pinned.start()
 
     def host(self) -> dict[str, Any]:
-        """See HostStore.state."""
-        return self._host.state() if self._host is not None else {"mode": "staged"}
+        """Return the state of the pinned store (HostStore.state)."""
+        return self.pinned.state() if self.pinned is not None else {"mode": "staged"}
 
     def unmap(self) -> None:
-        """Give mapped memory back: no step runs, and all that was issued has ended. May be called twice."""
+        """Give mapped memory back after all issued work has ended. May be called twice."""
         for memory in self._mapped:
             memory.close()
 
     def close(self, wait: bool = True) -> None:
         """End the stream's thread, then the filling."""
         super().close(wait)
-        if self._host is not None:
-            self._host.close()
+        if self.pinned is not None:
+            self.pinned.close()
         for memory in self._registered:
             memory.close()
 
 
 def read_heads(source: Stored, out: Buffer, layer: ExpertLayer) -> None:
-    """Read of a lossless extent what `directory` and `parse` look at, each into its place."""
+    """Read the headers of a lossless extent that `directory` and `parse` need, each into its place."""
 
     def read(at: int, size: int) -> None:
         view = out.data[at : min(at + size, source.size)]
@@ -334,12 +328,11 @@ def open_cuda(
     host_memory: int | None,
     granule: int = 0,
 ) -> CudaDevice:
-    """The device, and what may be pinned of `versions` beside it: `host_memory` bytes, or what the system has left.
+    """Open the device, and pin extents of `versions` in `host_memory` bytes, by default what the system has left.
 
-    With `granule` its memory is mapped in pieces of so many bytes."""
-    gpu = TorchGpu(device)
-    host: HostStore | None = None
-    calls: Cudart | None = None
+    With `granule` its memory is mapped by that many bytes.
+    """
+    gpu, host, calls = TorchGpu(device), None, None
     try:
         calls = Cudart(gpu.device.index)
     except OSError as error:

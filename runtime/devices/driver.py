@@ -1,68 +1,35 @@
-"""The CUDA driver's calls on virtual memory, through the bindings that torch's CUDA wheels bring (cuda-bindings).
+"""The CUDA driver's calls on virtual memory, through the bindings that torch's CUDA wheels install (cuda-bindings).
 
-Addresses are reserved, memory is made, and one is mapped to the other: cuMemAddressReserve, cuMemCreate, cuMemMap,
-cuMemSetAccess, and what undoes them. Every error is raised. It has not run on a GPU yet: tests put bindings in place
-that hold their callers to the driver's rules. Decides nothing.
+cuMemAddressReserve reserves addresses, cuMemCreate makes memory, cuMemMap and cuMemSetAccess map one to the other.
+Every error is raised. It has not run on a GPU yet: tests use bindings that enforce the driver's rules.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 from moepack.pack.errors import InputError
 
 
 class DriverError(MemoryError):
-    """A call that failed.
-
-    Attributes:
-        code: the driver's number: 1 is an invalid value, 2 out of memory.
-    """
+    """A failed call. `code` is the driver's: 1 is an invalid value, 2 out of memory."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: error {code} ({name})")
         self.code = code
 
 
-class MappingCalls(Protocol):
-    """What mapping needs of the driver. Every call may come from any thread, and raises DriverError.
+class Driver:
+    """The calls for one device. Each may come from any thread, and raises DriverError.
 
-    Sizes and addresses are multiples of `granularity`. None of the calls is ordered behind work on a stream: whoever
-    unmaps has waited for all that reads or writes there.
+    Sizes and addresses are multiples of `granularity`. No call is ordered behind work on a stream: before `unmap`, wait
+    for all work that reads or writes there.
     """
 
-    def granularity(self) -> int:
-        """Bytes that memory of this device comes in."""
-
-    def reserve(self, size: int) -> int:
-        """Addresses, without memory; returns the first."""
-
-    def unreserve(self, address: int, size: int) -> None:
-        """Give addresses back, all that one `reserve` gave, with nothing mapped there."""
-
-    def create(self, size: int) -> int:
-        """Memory of the device, without an address; returns its handle."""
-
-    def release(self, handle: int) -> None:
-        """Give memory back that is mapped nowhere."""
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        """Let all of a handle's memory stand at an address. Nobody may touch it before `allow`."""
-
-    def allow(self, address: int, size: int) -> None:
-        """Let the device read and write what is mapped there."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """Undo one `map`, whole."""
-
-
-class Driver:
-    """`MappingCalls` of one device."""
-
     def __init__(self, device: int, bindings: Any = None) -> None:
-        """`device` is its index; `bindings` stands in for cuda.bindings.driver in tests.
+        """Take a device's index. `bindings` replaces cuda.bindings.driver in tests.
 
         Raises:
             InputError: where the bindings are not installed.
@@ -82,47 +49,44 @@ class Driver:
         self._access.location = where
         self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> int:
         with self._current():
             code, *out = getattr(self._cuda, name)(*arguments)
         if int(code):
             raise DriverError(name, int(code), getattr(code, "name", "unknown"))
-        return int(out[0]) if out else None
+        return int(out[0]) if out else 0
 
     def granularity(self) -> int:
-        """The least there is: 2 MiB on GPUs so far."""
+        """Return the bytes by which the device's memory comes: 2 MiB on GPUs so far."""
         least = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        size: int = self._call("cuMemGetAllocationGranularity", self._kind, least)
-        return size
+        return self._call("cuMemGetAllocationGranularity", self._kind, least)
 
     def reserve(self, size: int) -> int:
-        """Addresses, wherever the driver has them."""
-        address: int = self._call("cuMemAddressReserve", size, 0, 0, 0)
-        return address
+        """Reserve addresses without memory; returns the first."""
+        return self._call("cuMemAddressReserve", size, 0, 0, 0)
 
     def unreserve(self, address: int, size: int) -> None:
-        """Give addresses back."""
+        """Release all addresses of one `reserve`, with nothing mapped there."""
         self._call("cuMemAddressFree", address, size)
 
     def create(self, size: int) -> int:
-        """Memory of the device, for this process alone."""
-        handle: int = self._call("cuMemCreate", size, self._kind, 0)
-        return handle
+        """Make device memory without an address; returns its handle."""
+        return self._call("cuMemCreate", size, self._kind, 0)
 
     def release(self, handle: int) -> None:
-        """Give memory back."""
+        """Release memory that is mapped nowhere."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """From the memory's first byte: the driver takes no other offset."""
+        """Map all memory of a handle to an address; it must not be accessed before `allow`."""
         self._call("cuMemMap", address, size, 0, handle, 0)
 
     def allow(self, address: int, size: int) -> None:
-        """For this device."""
+        """Let the device read and write what is mapped there."""
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def unmap(self, address: int, size: int) -> None:
-        """Undo one mapping."""
+        """Undo one `map`, whole."""
         self._call("cuMemUnmap", address, size)
 
 

@@ -1,8 +1,7 @@
-"""The C library's heap on a CPU, held to what is in use: freed memory given back, dense tensors out of mapped files.
+"""Limit the C library's heap on a CPU to the memory in use, and copy dense tensors out of mapped files.
 
-Without it a process takes more than its budget says: caches that grow and activations that die leave holes in the
-heap, as large as they were, which glibc keeps. Where that is wanted for a while, `reusing` says so. Decides nothing
-about what is allocated.
+Otherwise a process exceeds its budget: growing caches and freed activations leave large holes in the heap, which glibc
+keeps. `reusing` allows that for a while.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from contextlib import contextmanager
 from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
-# Buffers from 512 KiB on are mapped, and go back to the system as they die. On a model of hidden size 512 with caches
-# of 3,072 tokens the process's peak falls from 12 MB above what is reserved to 3, and prefill takes 8 % longer (each
-# page is cleared anew), decoding no longer. At 128 KiB prefill takes 45 % longer, at 2 MiB the peak gains little.
+# Buffers from 512 KiB on are mapped, and return to the system when freed. On a model of hidden size 512 with caches of
+# 3,072 tokens the process's peak falls from 12 MB above the reservations to 3. Prefill takes 8 % longer (the system
+# clears each page again), decoding no longer. At 128 KiB prefill takes 45 % longer; at 2 MiB the peak hardly falls.
 MAPPED, KEPT = 512 << 10, 4 << 20
-# What glibc itself comes to, of which it says how much may be mapped at all; once anything is set, it sets nothing.
+# The limits that glibc reaches by itself. Once one is set, glibc stops adapting them.
 MOST_MAPPED, MOST_KEPT, MAPPINGS = 32 << 20, 64 << 20, 65536
 
 _USERS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
-_limits = [MOST_MAPPED, MOST_KEPT]  # that hold while nothing is reused
-_lock, _reusers = threading.Lock(), 0  # how many want memory to be reused now
+_limits = [MOST_MAPPED, MOST_KEPT]  # outside `reusing`
+_lock, _reusers = threading.Lock(), 0  # threads inside `reusing`
 
 
 @functools.cache
@@ -38,8 +37,10 @@ def _libc() -> Any:
 
 
 def bound() -> None:
-    """Let the heap keep little of what is freed, from now on, or once nothing is reused any more; not without glibc, or
-    where the user has set it."""
+    """Make the heap keep little freed memory, outside `reusing`.
+
+    Does nothing without glibc, or where the user has set its limits.
+    """
     with _lock:
         _limits[:] = MAPPED, KEPT
         if not _reusers:
@@ -48,12 +49,12 @@ def bound() -> None:
 
 @contextmanager
 def reusing() -> Iterator[None]:
-    """Have what is freed taken by what is allocated next, for a while; not without glibc, or where the user has set it.
+    """Reuse freed memory for the next allocations inside the context, instead of mapping large buffers anew.
 
-    Large buffers are mapped otherwise, and the system clears each of their pages anew. The heap takes more than is
-    alive meanwhile: holes. Their memory goes back to the system in the end, but below what then stays alive they can be
-    taken again, and `bound` does not hold for these: allocate elsewhere what is to stay. It holds for the process,
-    until the last thread that wants it is through.
+    It saves the system from clearing every page again, and leaves holes in the heap. The holes' memory goes back at the
+    end, but holes below live memory can be taken again, where `bound` has no effect. So allocate lasting memory
+    outside. The state is the process's, and ends with the last thread inside. Does nothing without glibc, or where the
+    user has set its limits.
     """
     global _reusers
     with _lock:
@@ -85,15 +86,15 @@ def _limit() -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the system, holes in the middle of the heap included; does nothing without glibc."""
+    """Return freed memory to the system, including holes inside the heap; does nothing without glibc."""
     if _libc() is not None:
         _libc().malloc_trim(0)
 
 
 def own(model: Any) -> None:
-    """Copy parameters and buffers out of the files they may be mapped from; tied ones stay tied.
+    """Copy parameters and buffers out of files that they may be mapped from; tied ones stay tied.
 
-    Mapped pages are not the process's own: they come and go with the system's cache, and with the file.
+    Mapped pages belong to the system's cache, and change with the file.
     """
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):

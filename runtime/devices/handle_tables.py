@@ -1,8 +1,8 @@
 """Handle tables on a GPU: one for each running step, so that all of its kernels read one epoch.
 
-A step takes a table whose last reader has ended and, where its epoch is another, copies the handles into it from pinned
-memory, on its own stream and before its kernels. Streams and threads do not share a table, so that a step which begins
-later changes nothing for those that run. Decides nothing.
+A step takes a table whose last reader has ended. If the table has another epoch, the step copies the handles into it
+from pinned memory, on its own stream and before its kernels. Steps do not share tables, so a later step changes nothing
+for running ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moepack.runtime.experts.handles import Snapshot
 
 @dataclass(slots=True, eq=False)
 class HandleTable:
-    """The handles of all layers, int64 [layers, the most experts], as of an epoch."""
+    """The handles of all layers at an epoch, int64 [layers, largest number of experts]."""
 
     words: Tensor
     epoch: int
@@ -33,17 +33,17 @@ class DeviceTables:
     """The tables of one device. Every method may be called from any thread."""
 
     def __init__(self, experts: Sequence[int], device: torch.device, mark: Callable[[], Completion]) -> None:
-        """`mark` makes an event that ends with the compute issued so far."""
+        """Prepare tables; `mark` makes an event that ends with the compute issued so far."""
         self._shape, self._device, self._mark = (len(experts), max(experts)), device, mark
         self._free: list[HandleTable] = []
         self._lock = threading.Lock()
         self._host: tuple[int, Tensor] | None = None
 
     def take(self, epoch: int, snapshots: Sequence[Snapshot]) -> HandleTable:
-        """A table with the handles of an epoch, for one step; copied on the current stream.
+        """Return a table with the handles of an epoch, for one step; copied on the current stream.
 
         Raises:
-            InputError: inside the capture of a CUDA graph, whose replays would read the handles of now for ever.
+            InputError: inside the capture of a CUDA graph, whose replays would always read the same handles.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise InputError(
@@ -63,7 +63,7 @@ class DeviceTables:
             return table
 
     def _pinned(self, epoch: int, snapshots: Sequence[Snapshot]) -> Tensor:
-        """Never written to again: a copy that has not run yet may be reading it."""
+        """Return an epoch's handles in pinned memory that is never rewritten: a pending copy may read it."""
         if self._host is None or self._host[0] != epoch:
             words = np.zeros(self._shape, np.int64)
             for row, snapshot in zip(words, snapshots, strict=True):
@@ -73,7 +73,7 @@ class DeviceTables:
         return self._host[1]
 
     def give(self, table: HandleTable) -> None:
-        """A step has ended: its table may be used again once its kernels have."""
+        """Take back a step's table, for reuse once the step's kernels have ended."""
         table.read = self._mark()
         with self._lock:
             self._free.append(table)

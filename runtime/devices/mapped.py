@@ -1,7 +1,6 @@
-"""Device memory that comes and goes under addresses that stay: what pools of packed experts are cut from.
+"""Device memory that is mapped and unmapped under fixed addresses, for pools of paged experts.
 
-A pool's blocks are smaller than what the driver hands out (2 MiB) or end inside it, so neighbours share: a piece is
-there as long as any block on it is. Decides nothing about which blocks are.
+The driver maps pieces of 2 MiB, and blocks may share a piece. A piece is mapped while any block on it is taken.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 from moepack.pack.spec import align
 
-from .driver import DriverError, MappingCalls
+from .driver import Driver, DriverError
 
 TensorAt = Callable[[int, int], Tensor]  # address and bytes: uint8
 
 
-def whole_pieces(calls: MappingCalls, granule: int) -> None:
-    """See that memory can be had in pieces of `granule` bytes.
+def whole_pieces(calls: Driver, granule: int) -> None:
+    """Check that the GPU maps memory by `granule` bytes.
 
     Raises:
-        InputError: on a GPU that has it in others.
+        InputError: if it does not.
     """
     least = calls.granularity()
     if granule % least:
@@ -31,18 +30,15 @@ def whole_pieces(calls: MappingCalls, granule: int) -> None:
 
 
 class MappedMemory:
-    """A reserved range whose pieces have memory while somebody has taken bytes on them.
-
-    Not for two threads at once: a pool holds its lock.
-    """
+    """A reserved range whose pieces have memory while bytes on them are taken. A pool's lock guards it."""
 
     returnable = True
 
-    def __init__(self, size: int, calls: MappingCalls, tensor_at: TensorAt, granule: int) -> None:
+    def __init__(self, size: int, calls: Driver, tensor_at: TensorAt, granule: int) -> None:
         """Reserve addresses; no memory is taken.
 
         Raises:
-            InputError: where the driver does not give them, or not such pieces.
+            InputError: where the driver refuses the addresses or the granule.
         """
         whole_pieces(calls, granule)
         self._calls, self._granule = calls, granule
@@ -59,14 +55,14 @@ class MappedMemory:
         return range(start // self._granule, -(-(start + size) // self._granule))
 
     def cost(self, start: int, size: int) -> int:
-        """Bytes of the device that `take` would take now."""
+        """Return the bytes of the device that `take` would take now."""
         return self._granule * sum(i not in self._handles for i in self._pieces(start, size))
 
     def take(self, start: int, size: int) -> None:
-        """Give these bytes memory; `give_back` undoes it.
+        """Map memory for these bytes; `give_back` undoes it.
 
         Raises:
-            MemoryError: when the device has none; nothing is taken then.
+            MemoryError: when the device has none; nothing is then taken.
         """
         made: list[int] = []
         try:
@@ -82,8 +78,7 @@ class MappedMemory:
             self._users[i] = self._users.get(i, 0) + 1
 
     def give_back(self, start: int, size: int) -> int:
-        """Let these bytes go, which nothing on the device reads or writes any more; returns how many the device has
-        back."""
+        """Give back bytes that the device no longer uses; returns how many bytes were unmapped."""
         given = 0
         for i in self._pieces(start, size):
             self._users[i] -= 1
@@ -95,17 +90,12 @@ class MappedMemory:
     def _make(self, i: int) -> None:
         at, size, calls = self._at + i * self._granule, self._granule, self._calls
         handle = calls.create(size)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(calls.release, handle)
             calls.map(at, size, handle)
-        except DriverError:
-            calls.release(handle)
-            raise
-        try:
+            undo.callback(calls.unmap, at, size)
             calls.allow(at, size)
-        except DriverError:
-            calls.unmap(at, size)
-            calls.release(handle)
-            raise
+            undo.pop_all()
         self._handles[i] = handle
 
     def _drop(self, i: int) -> None:
@@ -115,11 +105,11 @@ class MappedMemory:
         self._calls.release(handle)
 
     def close(self) -> None:
-        """Give everything back; nothing on the device may read or write it any more. May be called twice."""
+        """Give everything back; the device no longer uses it. May be called twice."""
         if not self._at:
             return
         for i in list(self._handles):
-            with contextlib.suppress(DriverError):  # the process may be ending, and the device gone
+            with contextlib.suppress(DriverError):  # the device may be gone when the process ends
                 self._drop(i)
         with contextlib.suppress(DriverError):
             self._calls.unreserve(self._at, self._size)

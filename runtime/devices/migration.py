@@ -1,7 +1,6 @@
-"""A stream on the host: a thread that begins one piece of work after another, events, and a rate to hold to.
+"""A stream on the host: a thread that begins one piece of work after another, events, and a rate limit.
 
-On the CPU the thread does the work itself, which releases the GIL; for a GPU it issues the work and polls for its end.
-Decides nothing about what the work is.
+On the CPU the thread does the work itself, and releases the GIL. For a GPU it issues the work and polls for its end.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from collections.abc import Callable
 
 from moepack.runtime.store.files import Cancelled
 
-FLOOR = 4 << 20  # bytes that a copy counts as at least under a rate limit: a small one costs its calls, about 0.5 ms
-SHORT = 0.0002  # seconds of debt that nobody sleeps for: a sleep takes a third of it longer than it is asked to
-POLL = 0.0005  # seconds between two looks at work that is going on a GPU
+FLOOR = 4 << 20  # the least bytes that a copy counts as under a rate limit: its calls cost about 0.5 ms
+SHORT = 0.0002  # seconds of debt without a sleep, which would last a third longer than asked for
+POLL = 0.0005  # seconds between two checks of work on a GPU
 
-Going = Callable[[], bool]  # whether work that has begun has ended; raises what it failed with
+Going = Callable[[], bool]  # returns whether work has ended; raises its error
 
 
 class HostEvent:
-    """An event of a HostStream, or one that ended before it was made."""
+    """An event of a HostStream, or one that has ended from the start."""
 
     def __init__(self, ended: bool = False) -> None:
         self.error: BaseException | None = None
@@ -33,11 +32,11 @@ class HostEvent:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether the work has ended."""
+        """Return whether the work has ended."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Wait until it has."""
+        """Wait for the end."""
         self._ended.wait()
 
     def cancel(self) -> None:
@@ -45,27 +44,27 @@ class HostEvent:
         self.cancelled = True
 
     def end(self, error: BaseException | None) -> None:
-        """Say that the work has ended."""
+        """End the event."""
         self.error = error
         self._ended.set()
 
 
 class Pace:
-    """Holds a stream to bytes a second: work waits before each chunk until the chunks before it are paid for."""
+    """Limits a stream to bytes a second: work waits before a chunk for the time of the chunks before it."""
 
     def __init__(self) -> None:
         self.rate: float | None = None
         self.moved = 0
-        self.closing = False  # not an Event: a finalizer sets it, perhaps on the thread that would hold its lock
+        self.closing = False  # not an Event: a finalizer may set it on the thread that holds the Event's lock
         self._due = 0.0
 
     def charge(self, size: int) -> None:
-        """Let the next chunk wait as if `size` bytes more had gone."""
+        """Make the next chunk wait as if `size` more bytes had been copied."""
         if self.rate is not None and size > 0:
             self._due = max(self._due, time.monotonic()) + size / self.rate
 
     def __call__(self, size: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until `size` bytes may go, or until `stop`. Idle time saves nothing up."""
+        """Wait until `size` bytes may be copied, or until `stop`. Idle time earns no credit."""
         self.moved += size
         rate, now = self.rate, time.monotonic()
         if rate is None:
@@ -76,10 +75,10 @@ class Pace:
 
 
 class HostStream:
-    """A thread that begins one piece of work after another, in the order they were given."""
+    """A thread that begins one piece of work after another, in order."""
 
     def __init__(self, name: str, on_event: Callable[[], None], depth: int = 1) -> None:
-        """`on_event` is called on the thread after each piece of work; `depth` bounds those that have begun."""
+        """Start the thread, which calls `on_event` after each piece of work; at most `depth` are under way."""
         self._on_event, self._depth = on_event, depth
         self._work: queue.SimpleQueue[tuple[HostEvent, Callable[[HostEvent], Going | None]] | None]
         self._work = queue.SimpleQueue()
@@ -89,13 +88,13 @@ class HostStream:
         self._thread.start()
 
     def submit(self, work: Callable[[HostEvent], Going | None]) -> HostEvent:
-        """Queue work; it is given its own event, to see whether it is still wanted.
+        """Queue work, which receives its event. Work that only begins something returns a check for its end.
 
-        Work that only begins something returns how to see that it has ended; things end in the order they began.
+        Events end in the order in which their work began.
         """
         event = HostEvent()
         self._work.put((event, work))
-        if self._ended:  # nobody will take it
+        if self._ended:  # the thread will not take it
             self._drain()
         return event
 
@@ -155,7 +154,7 @@ class HostStream:
         self._on_event()
 
     def close(self, wait: bool = True) -> None:
-        """Cancel what has not begun and wait for what has, unless told not to."""
+        """Cancel work that has not begun, and wait for the rest if `wait`."""
         self._closed = True
         self._work.put(None)
         if wait and threading.current_thread() is not self._thread:
@@ -163,19 +162,14 @@ class HostStream:
 
 
 class Migration:
-    """What devices have in common: one stream for copies, held to a rate.
-
-    Attributes:
-        pace: the rate.
-        stream: the thread.
-    """
+    """The common part of devices: one stream for copies, with a rate limit (`pace`)."""
 
     def __init__(self, on_event: Callable[[], None], depth: int = 1) -> None:
         self.pace, self._least = Pace(), FLOOR
         self.stream = HostStream("moepack-migration", on_event, depth)
 
     def gate(self, event: HostEvent, size: int) -> Callable[[int], None]:
-        """What a copy of `size` bytes asks before each of its chunks: waits for the rate, raises Cancelled."""
+        """Return a function to call before each chunk of a copy: it waits for the rate, and raises Cancelled."""
 
         def before(chunk: int) -> None:
             self.pace(chunk, lambda: event.cancelled)
@@ -186,7 +180,7 @@ class Migration:
         return before
 
     def limit(self, bytes_per_second: float | None, least: int = FLOOR) -> None:
-        """Hold copies to a rate of stored bytes; one counts as `least` at the least."""
+        """Limit copies to a rate of stored bytes; a copy counts as at least `least`."""
         self.pace.rate, self._least = bytes_per_second, least
 
     @property

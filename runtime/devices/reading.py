@@ -1,4 +1,4 @@
-"""At which rate a device reads its memory: what the time of whatever reads weights is held against. Decides nothing."""
+"""Measure the rate at which a device reads its memory, a bound for everything that reads weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ READ = 128 << 20  # bytes: more than a core's caches
 
 
 def read_rate(device: torch.device) -> float | None:
-    """Bytes a second, the best of five; None for a device that is not here.
+    """Return bytes a second, the best of five; None for a device that is not on this machine.
 
-    On a CPU with compiled kernels by their threads, in huge pages, as they read weights.
+    On a CPU compiled kernels read with their threads, in huge pages, as they read weights.
     """
     try:
         run = _by_kernels() if device.type == "cpu" else _by_sum(device)

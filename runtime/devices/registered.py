@@ -1,7 +1,7 @@
-"""Host memory that is pinned while it is taken: what the host tier's blocks are cut from beside a GPU.
+"""Host memory that is pinned while it is taken, for experts that the host runs beside a GPU.
 
-Pinned pages are not swapped out, and the device could copy from them. Where the system pins no more, the rest is
-ordinary memory, which one line in the log says. It has not run on a GPU yet. Decides nothing about what stands there.
+Pinned pages are not swapped out, and the device can copy from them. Where the system refuses to pin more, the rest is
+ordinary memory, with one line in the log. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ log = logging.getLogger("moepack.runtime")
 
 
 class Refusal:
-    """Whether pinning was refused, for all memory of a device: it is logged once, and not tried again."""
+    """Whether pinning was refused for any memory of a device: it is logged once, and not tried again."""
 
     def __init__(self) -> None:
         self.is_known = False
         self._lock = threading.Lock()
 
     def note(self, error: CudaError) -> None:
-        """It was."""
+        """Note a refusal."""
         with self._lock:
             if not self.is_known:
                 self.is_known = True
@@ -33,12 +33,10 @@ class Refusal:
 
 
 class RegisteredMemory(CpuMemory):
-    """Anonymous pages; each range that is taken is registered by itself.
-
-    Not for two threads at once: a pool holds its lock.
+    """Anonymous pages; each range is registered when it is taken. A pool's lock guards it.
 
     Attributes:
-        pinned: bytes that are.
+        pinned: registered bytes.
     """
 
     def __init__(self, size: int, calls: Cudart, refusal: Refusal) -> None:
@@ -48,7 +46,7 @@ class RegisteredMemory(CpuMemory):
         self._registered: dict[int, int] = {}
 
     def take(self, start: int, size: int) -> None:
-        """Pin these bytes, before anything stands there."""
+        """Pin these bytes before they are written."""
         super().take(start, size)
         if self._refusal.is_known:
             return

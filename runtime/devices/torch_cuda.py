@@ -1,6 +1,6 @@
-"""What a CUDA device needs of torch: memory, streams for copies, for decoding and for filling pages, events.
+"""The calls that a CUDA device makes to torch: memory, streams for copies, decoding and filling pages, events.
 
-Small, so that tests can put a machine without a GPU in its place. Decides nothing.
+It is small, so that tests can replace it on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,131 +17,78 @@ LOADS = 2  # streams that fill pages: one for gate and up projections, one for t
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether experts on a device are a CUDA device's matter."""
+    """Return whether a device is a GPU."""
     return device.type == "cuda"
 
 
-class GpuEvent(Protocol):
-    """That what was issued before it has ended."""
-
-    def query(self) -> bool:
-        """Whether it has; raises what the device failed with."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to another, both timed, once both have ended."""
-
-
-class Gpu(Protocol):
-    """One device. `copy`, `decode`, `record`, `wait` are called within `migrating`, `decoding`, `loading` or
-    `computing`, on whose stream they are."""
-
-    def memory(self, size: int) -> Tensor:
-        """Device memory, uint8 [size]. Called while loading."""
-
-    def pinned(self, size: int) -> Tensor:
-        """Pinned host memory, uint8 [size], of torch's allocator. Called while loading."""
-
-    def migrating(self) -> contextlib.AbstractContextManager[Any]:
-        """The device and the stream for copies are the current ones inside."""
-
-    def decoding(self) -> contextlib.AbstractContextManager[Any]:
-        """The device and the stream for decoding are; that first waits, on the device, for the copies issued so far."""
-
-    def loading(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """The device and one of the streams that fill pages are."""
-
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """The device is, and the calling thread's compute stream stays what it was."""
-
-    def wait(self, event: Any) -> None:
-        """What is issued to this stream from now on waits, on the device, for an event."""
-
-    def over(self, address: int, size: int) -> Tensor:
-        """uint8 [size] over device addresses, with memory or without. It keeps nothing alive."""
-
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        """One copy, from pinned memory, to it, or on the device; does not wait."""
-
-    def decode(self, jobs: Sequence[Any]) -> Tensor:
-        """exponent_triton.decode."""
-
-    def record(self, timed: bool = False) -> GpuEvent:
-        """An event."""
-
-    def mark(self) -> GpuEvent:
-        """An event on the calling thread's compute stream."""
-
-
 class TorchGpu:
-    """The real one."""
+    """One GPU. `copy`, `decode`, `record` and `wait` use the stream of `migrating`, `decoding`, `loading` or
+    `computing`, inside which they are called."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` may lack an index: it is then the current one, and stays so whatever becomes current."""
+        """Take a device; one without an index is the device that is current now."""
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
         self._copies, self._decoder = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self._loads = [torch.cuda.Stream(self.device) for _ in range(LOADS)]
 
     def memory(self, size: int) -> Tensor:
-        """Device memory."""
+        """Allocate device memory, uint8 [size]; called while loading."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def pinned(self, size: int) -> Tensor:
-        """Pinned host memory."""
+        """Allocate pinned host memory, uint8 [size]; called while loading."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     @contextlib.contextmanager
     def migrating(self) -> Any:
-        """A thread's current device is its own, and the first one at its start: launches would go there."""
+        """Use the device and the stream for copies. A new thread's current device is the first, not this one."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
             yield
 
     @contextlib.contextmanager
     def decoding(self) -> Any:
-        """The other stream, behind the copies that were issued."""
+        """Use the stream for decoding, which waits, on the device, for the copies issued so far."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._decoder):
             self._decoder.wait_stream(self._copies)
             yield
 
     @contextlib.contextmanager
     def loading(self, number: int) -> Any:
-        """One of the streams that fill pages."""
+        """Use one of the streams that fill pages."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._loads[number]):
             yield
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """The stream that is current where a forward pass runs."""
+        """Use the device, and keep the thread's compute stream."""
         return torch.cuda.device(self.device)
 
     def wait(self, event: Any) -> None:
-        """cudaStreamWaitEvent."""
+        """Make later work on this stream wait, on the device, for an event."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def over(self, address: int, size: int) -> Tensor:
-        """See `tensor_over`."""
+        """Return uint8 [size] over device addresses (`tensor_over`)."""
         return tensor_over(address, size, self.device)
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """cudaMemcpyAsync. From memory that is not pinned it would wait, and say nothing."""
+        """Issue one copy, from pinned memory, to it, or on the device. With other memory it would wait."""
         to.copy_(source, non_blocking=True)
 
     def decode(self, jobs: Sequence[Any]) -> Tensor:
-        """Decode in one launch."""
+        """Decode in one launch (exponent_triton.decode)."""
         from moepack.runtime.kernels.exponent_triton import decode
 
         return decode(jobs)
 
-    def record(self, timed: bool = False) -> GpuEvent:
-        """An event."""
+    def record(self, timed: bool = False) -> torch.cuda.Event:
+        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=timed)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def mark(self) -> GpuEvent:
-        """An event on the compute stream: the one that is current where a forward pass runs."""
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the calling thread's compute stream."""
         return self.record()
 
 
@@ -165,13 +112,13 @@ class _Managed(ctypes.Structure):
     _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-_given: list[Any] = []  # torch looks at it once more when the last view of a tensor goes, whenever that is
+_given: list[Any] = []  # kept: torch reads an entry when the last view of its tensor is freed
 
 
 def tensor_over(address: int, size: int, device: torch.device) -> Tensor:
-    """uint8 [size] over addresses that may have no memory yet, by DLPack, which says what device they are of.
+    """Return uint8 [size] over addresses that may have no memory yet, by DLPack, which names their device.
 
-    A tensor made of `__cuda_array_interface__` asks the driver for that, which knows it of mapped addresses alone.
+    With `__cuda_array_interface__` torch asks the driver for the device, and the driver knows only mapped addresses.
     """
     kind = {"cpu": 1, "cuda": 2}[device.type]
     shape, strides = (ctypes.c_int64 * 1)(size), (ctypes.c_int64 * 1)(1)

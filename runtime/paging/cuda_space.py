@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version
-from moepack.runtime.devices.driver import DriverError, MappingCalls
+from moepack.runtime.devices.driver import Driver, DriverError
 from moepack.runtime.devices.mapped import TensorAt, whole_pieces
 from moepack.runtime.planning.paging import gpu_block
 
@@ -41,7 +41,7 @@ class CudaAddressSpace:
         self,
         layers: Sequence[tuple[Sequence[Matrix], int]],
         version: Version,
-        calls: MappingCalls,
+        calls: Driver,
         tensor_at: TensorAt,
         granule: int,
     ) -> None:

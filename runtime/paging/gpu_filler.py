@@ -24,7 +24,7 @@ from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError, CodecError, InputError
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.devices.cuda import CudaDevice, read_heads
-from moepack.runtime.devices.torch_cuda import LOADS, Gpu, GpuEvent
+from moepack.runtime.devices.torch_cuda import LOADS, TorchGpu
 from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import Form
@@ -42,12 +42,12 @@ from .window import Filled, LayerRun, Mapped
 class Reached:
     """That a stream has reached an event."""
 
-    def __init__(self, event: GpuEvent) -> None:
+    def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
     def done(self) -> bool:
         """Whether it has."""
-        return self.event.query()
+        return bool(self.event.query())
 
     def wait(self) -> None:
         """Wait until it has, on the host."""
@@ -87,8 +87,8 @@ class Read:
 class Stall:
     """What a compute stream spent on a run's loads, or on waiting for them."""
 
-    first: GpuEvent
-    last: GpuEvent
+    first: torch.cuda.Event
+    last: torch.cuda.Event
     seconds: float = 0.0
     mapped: None = None
     filled: None = None
@@ -151,7 +151,7 @@ class GpuFiller:
         gpu = device.gpu
         described = [(layer.matrices, layer.experts) for layer, _ in layers]
         self.space = CudaAddressSpace(described, version, device.calls, gpu.over, device.granule)
-        self.gpu: Gpu = gpu
+        self.gpu: TorchGpu = gpu
         self._device, self._layers, self._stored = device, tuple(layers), stored
         self._slots = [_Slot(gpu.pinned(staging), gpu.memory(staging)) for _ in range(LOADERS)]
         self._closed = False

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from moepack.pack.reader import Bundle
-from moepack.runtime.devices.torch_cuda import LOADS, Gpu
+from moepack.runtime.devices.torch_cuda import LOADS, TorchGpu
 from moepack.runtime.experts.packed import GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.planning.paging import BRIEFLY, LOADERS
@@ -23,7 +23,7 @@ from moepack.runtime.policies.placements import PAGED, Where
 from moepack.runtime.store.files import BackingStore
 
 
-def measure_rates(bundle: Bundle, ladder: Ladder, gpu: Gpu, experts: int = 8) -> tuple[float, ...]:
+def measure_rates(bundle: Bundle, ladder: Ladder, gpu: TorchGpu, experts: int = 8) -> tuple[float, ...]:
     """Bytes of weights a second from each placement of a ladder; infinity where they are. Takes memory for as many
     extents and one expert, and gives it back.
 

@@ -36,17 +36,11 @@ def in_a_line(error: BaseException, most: int = 300) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Attributes:
-        location: the bundle's directory, the file in it, then layer, expert, version or field; made `printable`.
-        kind: one of KINDS, for programs and tests. The message may change, the kind may not.
-        message: one line in lower case; made `printable`.
-    """
-
-    location: str
-    kind: Kind
-    message: str
+    location: str  # the bundle's directory, the file in it, then layer, expert, version or field; made `printable`
+    kind: Kind  # one of KINDS, for programs and tests. The message may change, the kind may not
+    message: str  # one line in lower case; made `printable`
 
     def __post_init__(self) -> None:
         for name in ("location", "message"):

@@ -22,12 +22,8 @@ def fetch_files(
 ) -> None:
     """Download files of a commit, and continue partial downloads.
 
-    Args:
-        repo: the repository's name.
-        sizes: names, and their bytes for the bar.
-        commit: 40 hexadecimal digits.
-        each: called with the name of each finished file.
-        options: further ones of `huggingface_hub.hf_hub_download`.
+    `sizes` maps names to bytes for the bar, `each` is called with the name of each finished file, and `options` are for
+    `huggingface_hub.hf_hub_download`.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]

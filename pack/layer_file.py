@@ -91,16 +91,10 @@ class LayerFileWriter:
 
 
 class LayerFile:
-    """A layer file opened for reading, its header checked against the manifest and against the layer.
-
-    Args:
-        root: the bundle's directory.
-        name: the file's path in it.
-        entry: its entry in the manifest.
-        version, layer: of its extents.
+    """A layer file opened for reading, its header checked against its entry in the manifest and against the layer.
 
     Raises:
-        BundleError: when the file does not match the manifest, or breaks the format.
+        BundleError: when the file does not match them, or breaks the format.
     """
 
     def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: Layer) -> None:

@@ -101,11 +101,7 @@ class Bundle:
         raise InputError(f"{self.path}: {module!r} is no dense matrix with versions")
 
     def extent(self, version: str, position: int, expert: int, check_digest: bool = True) -> Buffer:
-        """A read-only view of one extent; its digest is checked first.
-
-        Raises:
-            BundleError: when the file or the extent is damaged.
-        """
+        """A read-only view of one extent, its digest checked first; raises BundleError when it is damaged."""
         return self.layer_file(version, position).extent(expert, check_digest)
 
     def expert(self, version: str, layer: int, expert: int) -> Expert:
@@ -134,11 +130,8 @@ class Bundle:
     def dense(self, check_digests: bool = True) -> DenseTensors:
         """The tensors outside the experts without versions: shapes by name, `.numpy(name)`, `.torch(name)`.
 
-        Args:
-            check_digests: whether a file's digest is checked before its first tensor is read.
-
-        Raises:
-            BundleError: when a file's header is damaged.
+        With `check_digests` a file's digest is checked before its first tensor is read. Raises BundleError when a
+        file's header is damaged.
         """
         return DenseTensors(self.path, self.manifest, check_digests)
 
@@ -258,11 +251,7 @@ def unlisted(bundle: Bundle) -> list[str]:
 
 
 def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple[str, list[Problem]]]:
-    """Check every digest and every rule of FORMAT.md; yields each file's name with its problems.
-
-    Args:
-        only: names of files in it, where not all are to be checked.
-    """
+    """Check every digest and every rule of FORMAT.md, in all files or `only` these; yields names with problems."""
     for name in bundle.manifest.files:
         if only is None or name in only:
             skipped = only is not None and name == DENSE_INDEX  # the files that it names may be elsewhere

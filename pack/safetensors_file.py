@@ -137,15 +137,12 @@ def _bad(location: Path | str, kind: Kind, message: str) -> BundleError:
 def merge(
     parts: Sequence[tuple[Path, str]], out: Path, metadata: Mapping[str, str], leave_out: Container[str] = ()
 ) -> dict[str, TensorEntry]:
-    """Write the tensors of several files into one, copying bytes without loading them.
+    """Copy the tensors of several files into one, `out`, and return its tensors.
 
     Args:
         parts: files, each with a prefix for its tensors' names. Names must not collide.
         metadata: the new file's metadata; the parts' own are dropped.
         leave_out: names in the new file of tensors to leave out.
-
-    Returns:
-        The tensors of the new file.
     """
     found: dict[str, tuple[Path, TensorEntry]] = {}
     for path, prefix in parts:

@@ -31,19 +31,12 @@ MAX_DENSE = 1 << 16  # dense matrices that have versions
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The experts of one decoder layer; all of them have the same matrices.
+    """The experts of one decoder layer; all of them have the same matrices."""
 
-    Attributes:
-        index: the decoder layer's index in the model.
-        module: the experts module's name in the transformers model.
-        experts: how many.
-        matrices: first the input projection ("gate_up", or "up" where there is no gate), then "down".
-    """
-
-    index: int
-    module: str
-    experts: int
-    matrices: tuple[Matrix, ...]
+    index: int  # the decoder layer's index in the model
+    module: str  # the experts module's name in the transformers model
+    experts: int  # their number
+    matrices: tuple[Matrix, ...]  # first the input projection ("gate_up", or "up" where there is no gate), then "down"
 
     @property
     def expert_weights(self) -> int:
@@ -81,17 +74,11 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrix:
-    """A weight matrix outside the experts that has versions: y = W x + b, as torch's Linear has it.
+    """A weight matrix outside the experts that has versions: y = W x + b, as torch's Linear has it."""
 
-    Attributes:
-        layer: the decoder layer's index; None for one outside the layers.
-        module: the Linear's name in the transformers model.
-        matrix: its shape; `name` is "weight".
-    """
-
-    layer: int | None
-    module: str
-    matrix: Matrix
+    layer: int | None  # the decoder layer's index; None for one outside the layers
+    module: str  # the Linear's name in the transformers model
+    matrix: Matrix  # its shape; `name` is "weight"
 
 
 LEAST_DENSE = 64  # rows and columns: a narrower matrix is a gate, or too small to gain by
@@ -105,17 +92,11 @@ def is_dense(module: str, rows: int, cols: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """The dense matrices of one decoder layer, or of all outside the layers. One file holds them in a version.
+    """The dense matrices of one decoder layer, or of all outside the layers. One file holds them in a version."""
 
-    Attributes:
-        index: the decoder layer's; None outside.
-        first: the number of its first matrix in the manifest's list.
-        matrices: they follow one another in that list.
-    """
-
-    index: int | None
-    first: int
-    matrices: tuple[DenseMatrix, ...]
+    index: int | None  # the decoder layer's; None outside
+    first: int  # the number of its first matrix in the manifest's list
+    matrices: tuple[DenseMatrix, ...]  # they follow one another in that list
 
     kind = "dense"
 

@@ -79,21 +79,13 @@ class DenseTables:
 
 @dataclass(frozen=True)
 class CalibrationTables:
-    """The tables of a bundle.
-
-    Attributes:
-        path: the file.
-        versions: names of the columns; some of these versions may be absent.
-        methods: the methods' names, by number.
-        layers: one entry a layer that has experts.
-        dense: tables of the dense matrices; None where these have no versions.
-    """
+    """The tables of a bundle."""
 
     path: Path
-    versions: tuple[str, ...]
-    methods: tuple[str, ...]
-    layers: tuple[LayerTables, ...]
-    dense: DenseTables | None = None
+    versions: tuple[str, ...]  # names of the columns; some of these versions may be absent
+    methods: tuple[str, ...]  # the methods' names, by number
+    layers: tuple[LayerTables, ...]  # one entry a layer that has experts
+    dense: DenseTables | None = None  # tables of the dense matrices; None where these have no versions
 
     def columns(self, versions: Sequence[str]) -> list[int]:
         """The column numbers of these versions."""

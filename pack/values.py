@@ -24,16 +24,11 @@ _Exact = NDArray[np.float32] | NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Matrices of one extent, still packed.
-
-    Attributes:
-        extent: its bytes, uint8 [size], read-only.
-        where: its place, for messages.
-    """
+    """Matrices of one extent, still packed."""
 
     version: Version
-    extent: Buffer
-    where: str
+    extent: Buffer  # its bytes, uint8 [size], read-only
+    where: str  # its place, for messages
 
     def _matrices(self) -> Sequence[Matrix]:
         raise NotImplementedError
@@ -81,13 +76,9 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class Expert(_Packed):
-    """One expert in one version: "gate_up" (or "up") and "down", and biases "gate_up.bias" and "down.bias".
+    """One expert in one version: "gate_up" (or "up") and "down", and biases "gate_up.bias" and "down.bias"."""
 
-    Attributes:
-        layer: its layer, with the names and shapes of its matrices.
-    """
-
-    layer: ExpertLayer
+    layer: ExpertLayer  # its layer, with the names and shapes of its matrices
 
     def _matrices(self) -> Sequence[Matrix]:
         return self.layer.matrices
@@ -98,13 +89,9 @@ class Expert(_Packed):
 
 @dataclass(frozen=True, slots=True)
 class DenseValues(_Packed):
-    """One dense matrix in one version: "weight" and "bias".
+    """One dense matrix in one version: "weight" and "bias"."""
 
-    Attributes:
-        described: its module and shape.
-    """
-
-    described: DenseMatrix
+    described: DenseMatrix  # its module and shape
 
     def _matrices(self) -> Sequence[Matrix]:
         return (self.described.matrix,)

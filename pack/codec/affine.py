@@ -19,19 +19,12 @@ from .bits import Bf16Bits, Buffer, Codes, bf16_to_float32, from_blocks, join_pl
 
 @dataclass(frozen=True, slots=True)
 class AffineMatrix:
-    """One matrix of an affine version.
+    """One matrix of an affine version."""
 
-    Attributes:
-        codes: uint8 [rows, cols], below 2**bits.
-        scale: BF16 bits, uint16 [rows, groups].
-        zero: uint8 [rows, groups] in units of 2**(bits-8), or None for "midpoint".
-        bias: BF16 bits, uint16 [rows], or None.
-    """
-
-    codes: Codes
-    scale: Bf16Bits
-    zero: npt.NDArray[np.uint8] | None
-    bias: Bf16Bits | None = None
+    codes: Codes  # uint8 [rows, cols], below 2**bits
+    scale: Bf16Bits  # BF16 bits, uint16 [rows, groups]
+    zero: npt.NDArray[np.uint8] | None  # uint8 [rows, groups] in units of 2**(bits-8), or None for "midpoint"
+    bias: Bf16Bits | None = None  # BF16 bits, uint16 [rows], or None
 
     def dequantise(self, version: Version) -> npt.NDArray[np.float32]:
         """The weights, float32 [rows, cols]: scale * (code - zero)."""
@@ -66,12 +59,10 @@ def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Affine
 
 
 def put_rows(matrix: Matrix, version: Version, rows: range, packed: Buffer, out: Buffer) -> None:
-    """Copy some rows into the extent of one matrix.
+    """Copy some rows of `matrix` into `out`, the extent of the whole matrix; other rows stay as they are.
 
-    Args:
-        rows: a range that begins at a multiple of BLOCK_ROWS and ends at one, or at the last row.
-        packed: the extent of these rows as a matrix.
-        out: the extent of the whole matrix; other rows stay as they are.
+    `rows` begins at a multiple of BLOCK_ROWS and ends at one, or at the last row. `packed` is the extent of these rows
+    as a matrix.
     """
     whole = {s.kind: s for s in version.sections((matrix,))}
     for section in version.sections((replace(matrix, rows=len(rows)),)):

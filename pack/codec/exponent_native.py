@@ -86,10 +86,8 @@ class Opened:
 def open_coded(data: Buffer, weights: int, out: int) -> Opened | None:
     """Check a coded matrix and make its tables; None for one that is malformed or too small.
 
-    Args:
-        data: exactly the coded matrix, beginning on a multiple of 4; it must not change while it is decoded.
-        weights: how many it holds.
-        out: the address to decode to: BF16 [weights].
+    `data` is exactly the coded matrix, on a multiple of 4; it must not change while it is decoded. `out` is the address
+    to decode to: BF16 [weights].
     """
     room = np.empty(-(-_library.moepack_exponent_opened() // 8), np.int64)
     if _at(data) % 4 or _library.moepack_exponent_open(_at(data), len(data), weights, out, _at(room)):

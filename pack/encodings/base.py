@@ -26,42 +26,28 @@ class Version(ABC):
 
     The manifest records `name`, `encoding`, `bits`, `group_size` and `zero`; versions are equal where these are. The
     other attributes follow from the name.
-
-    Attributes:
-        name: the version's name, its folder in a bundle and its column in tables.
-        encoding: the manifest's word for the family of encodings.
-        bits: bits of a code, at most 8; 16 for BF16.
-        kernel: its number in kernels (runtime/kernels/forms.py).
-        since: the first version of the format that has it.
-        planes: bits of a code (1, 2, 4 or 8) by plane, least significant first; none where codes have no planes.
-        zero: "stored", "midpoint" (half the greatest code, not stored) or "none".
-        group_sizes: the numbers of columns that may share a scale; none without groups.
-        group_size: columns that share a scale; 0 without groups.
-        holds: a lossless version's contents, by the checkpoint's dtype; empty for others.
-        entropy_coded: whether the stored bytes depend on the values. Such a version is decoded on its device, or stays
-            there as it is stored.
-        plain: whether it is in memory as BF16 matrices, section "weight", which torch multiplies by as they are.
-        transform: applied to activations before a product, such as a rotation; None for nothing. Versions with one are
-            refused: no kernel applies it.
-        matrix_boundary, extent_boundary: alignment in memory of a matrix's begin, and of an extent's end.
     """
 
-    name: str
-    encoding: str
-    bits: int
-    kernel: int = field(compare=False)
-    since: int = field(compare=False)
+    name: str  # its name, its folder in a bundle and its column in tables
+    encoding: str  # the manifest's word for the family of encodings
+    bits: int  # bits of a code, at most 8; 16 for BF16
+    kernel: int = field(compare=False)  # its number in kernels (runtime/kernels/forms.py)
+    since: int = field(compare=False)  # the first version of the format that has it
+    # Bits of a code (1, 2, 4 or 8) by plane, least significant first; none where codes have no planes.
     planes: tuple[int, ...] = field(default=(), compare=False)
-    zero: str = "none"
-    group_sizes: tuple[int, ...] = field(default=(), compare=False)
-    group_size: int = 0
+    zero: str = "none"  # "stored", "midpoint" (half the greatest code, not stored) or "none"
+    group_sizes: tuple[int, ...] = field(default=(), compare=False)  # the numbers of columns that may share a scale
+    group_size: int = 0  # columns that share a scale; 0 without groups
 
-    holds: ClassVar[Mapping[str, str]] = {}
+    holds: ClassVar[
+        Mapping[str, str]
+    ] = {}  # a lossless version's contents, by the checkpoint's dtype; empty for others
+    # Whether the stored bytes depend on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
-    plain: ClassVar[bool] = False
-    transform: ClassVar[str | None] = None
-    matrix_boundary: ClassVar[int] = SECTION
-    extent_boundary: ClassVar[int] = PAGE
+    plain: ClassVar[bool] = False  # whether it is in memory as BF16 matrices, section "weight", ready for torch
+    transform: ClassVar[str | None] = None  # of activations before a product; no kernel takes a version that has one
+    matrix_boundary: ClassVar[int] = SECTION  # alignment of a matrix's begin in memory
+    extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
 
     @staticmethod
     def of(name: str, group_size: int = GROUPS[0]) -> Version:
@@ -129,10 +115,7 @@ class Version(ABC):
     ) -> tuple[Buffer, int]:
         """The extent of an expert, padding included, and its payload in bytes.
 
-        Args:
-            matrices: the expert's.
-            values: one a matrix, of the type that `decode` gives.
-            threads: how many may work; all cores without it.
+        `values` has one entry a matrix, of the type that `decode` returns. `threads` defaults to all cores.
         """
 
     @abstractmethod

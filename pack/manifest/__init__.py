@@ -63,24 +63,17 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a bundle.
-
-    Attributes:
-        expert_files: the layer files, of experts and of dense matrices.
-        provenance: strings, integers, lists and objects of them.
-        format_version: that of a manifest that was read; new ones have the latest.
-        dense: the matrices outside the experts that have versions, in model order.
-    """
+    """The contents of a bundle."""
 
     model: Mapping[str, Any]
     layers: tuple[ExpertLayer, ...]
     versions: tuple[Version, ...]
     files: Mapping[str, FileEntry]
-    expert_files: Mapping[str, ExpertFileEntry]
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    expert_files: Mapping[str, ExpertFileEntry]  # the layer files, of experts and of dense matrices
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # strings, integers, lists and objects of them
     allocation: Allocation | None = None
-    format_version: int = FORMAT_VERSION
-    dense: tuple[DenseMatrix, ...] = ()
+    format_version: int = FORMAT_VERSION  # that of a manifest that was read; new ones have the latest
+    dense: tuple[DenseMatrix, ...] = ()  # the matrices outside the experts that have versions, in model order
     dense_versions: tuple[Version, ...] = ()
 
     @property

@@ -89,15 +89,11 @@ def groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """One dense matrix in memory.
-
-    Attributes:
-        extent: uint8, beginning on a multiple of 64: as an expert's with this matrix alone.
-    """
+    """One dense matrix in memory."""
 
     matrix: Matrix
     version: Version
-    extent: Tensor
+    extent: Tensor  # uint8, beginning on a multiple of 64: as an expert's with this matrix alone
 
 
 class Group:

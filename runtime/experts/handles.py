@@ -33,23 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """One expert's active placement.
+    """One expert's active placement."""
 
-    Attributes:
-        version: its encoding; None where the expert is absent.
-        extent: uint8, the expert as it is in memory (`Version.sections`), beginning on a multiple of 64. An expert that
-            is packed or in the backing store is there only while its layer runs.
-        weights: BF16 views [rows, cols] of a plain version's matrices; empty for others.
-        biases: one BF16 view [rows] or None a matrix.
-        packed: the stored bytes of an expert that is on the device as it is stored.
-    """
-
-    version: Version | None
+    version: Version | None  # None where the expert is absent
+    # The expert as it is in memory (`Version.sections`), uint8, beginning on a multiple of 64. An expert that is packed
+    # or in the backing store is there only while its layer runs.
     extent: Tensor
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor | None, ...]
+    weights: tuple[Tensor, ...]  # BF16 views [rows, cols] of a plain version's matrices; empty for others
+    biases: tuple[Tensor | None, ...]  # BF16 views [rows] by matrix
     where: Where = Where.DEVICE
-    packed: PackedExtent | GpuPackedExtent | None = None
+    packed: PackedExtent | GpuPackedExtent | None = None  # the bytes of an expert on the device as it is stored
 
     @property
     def resident_bytes(self) -> int:
@@ -208,20 +201,14 @@ class Snapshot:
 
 @dataclass(slots=True)
 class LayerCall:
-    """One call of a layer's experts.
-
-    Attributes:
-        hidden: [tokens, hidden].
-        index, weights: [tokens, top_k]; an index past the last expert adds nothing.
-        pages: of experts that are decoded for this call; None without any.
-    """
+    """One call of a layer's experts."""
 
     module: Any
     experts: Snapshot
-    hidden: Tensor
-    index: Tensor
-    weights: Tensor
-    pages: Pages | None = None
+    hidden: Tensor  # [tokens, hidden]
+    index: Tensor  # [tokens, top_k]; an index past the last expert adds nothing
+    weights: Tensor  # [tokens, top_k]
+    pages: Pages | None = None  # of experts that are decoded for this call
 
 
 class LayerExperts:

@@ -34,18 +34,9 @@ def _gone() -> InputError:
 
 @torch.library.custom_op("moepack::experts", mutates_args=())
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, layer: int) -> Tensor:
-    """Run the experts of a layer.
+    """Run the experts of the module with number `layer`: [tokens, hidden]; raises InputError when the model has gone.
 
-    Args:
-        hidden: [tokens, hidden].
-        index, weights: [tokens, top_k], the router's choice.
-        layer: the module's number.
-
-    Returns:
-        [tokens, hidden].
-
-    Raises:
-        InputError: when the model has gone.
+    `hidden` is [tokens, hidden]; `index` and `weights` are [tokens, top_k], the router's choice.
     """
     module = _modules.get(layer)
     steps: StepOpener | None = None if module is None else module._moepack.steps

@@ -27,20 +27,13 @@ Copy = Callable[[Tensor, Tensor], None]  # to, from: on the current stream
 
 @dataclass(eq=False)
 class _Stored:
-    """One expert's extent in memory.
+    """One expert's extent in memory."""
 
-    Attributes:
-        extent: uint8, exactly the extent.
-        forms: the place of each matrix, once decoded.
-        target: uint8, the memory that they are decoded to: its address stays.
-        where: file, layer, expert and version, for errors.
-    """
-
-    extent: Tensor
+    extent: Tensor  # uint8, exactly the extent
     layer: ExpertLayer
-    forms: Sequence[Form]
-    target: Tensor
-    where: str
+    forms: Sequence[Form]  # the place of each matrix, once decoded
+    target: Tensor  # uint8, the memory that they are decoded to: its address stays
+    where: str  # file, layer, expert and version, for errors
 
     def damaged(self, why: str = "a matrix does not decode") -> BundleError:
         """The error for bytes that are not a coded matrix."""
@@ -106,18 +99,12 @@ def _native() -> ModuleType | None:
 
 @dataclass(frozen=True, slots=True)
 class CodedPart:
-    """One coded matrix inside an extent.
+    """One coded matrix inside an extent."""
 
-    Attributes:
-        at, size: of its coded bytes.
-        header: a copy of their first 48.
-        bias: offset of its bias; -1 without one.
-    """
-
-    at: int
-    size: int
-    header: Buffer
-    bias: int
+    at: int  # offset of its coded bytes
+    size: int  # of its coded bytes
+    header: Buffer  # a copy of their first 48
+    bias: int  # offset of its bias; -1 without one
 
 
 def parts_of(layer: ExpertLayer, extent: Buffer) -> tuple[CodedPart, ...]:

@@ -21,15 +21,11 @@ from moepack.pack.spec import ExpertLayer
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A layer's router, by its parent and name, so that a replaced one (by an adapter) is found.
-
-    Attributes:
-        beside: names of its forward's arguments after hidden states; attributes of the parent.
-    """
+    """A layer's router, by its parent and name, so that a replaced one (by an adapter) is found."""
 
     parent: Any
     name: str
-    beside: tuple[str, ...]
+    beside: tuple[str, ...]  # names of its forward's arguments after hidden states; attributes of the parent
 
     def ask(self, hidden: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Its choice for [tokens, hidden]: experts and their weights, [tokens, top_k].

@@ -42,7 +42,7 @@ def attention_received(
     sinks: Tensor | None = None,
     workspace: int = 1 << 20,
 ) -> Tensor:
-    """The attention that each key receives, a mean over heads (dymoe, equation 1), by chunks of queries.
+    """The attention that each key receives, float32 [batch, keys]: a mean over heads (dymoe, equation 1).
 
     Args:
         query: [batch, heads, queries, size].
@@ -53,10 +53,7 @@ def attention_received(
         text: bool [batch, queries], False for padding; None without padding.
         softcap: limit of products, by tanh.
         sinks: [heads], logits that receive attention and belong to no key.
-        workspace: bytes for a chunk.
-
-    Returns:
-        float32 [batch, keys].
+        workspace: bytes for a chunk of queries.
     """
     batch, heads, queries, size = query.shape
     groups, keys = key.shape[1], key.shape[2]
@@ -98,15 +95,9 @@ def _hidden(
 
 
 def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> Tensor:
-    """The tokens of the highest scores: this share of each sequence, rounded up; among equals the first.
+    """The tokens of the highest scores [batch, tokens], bool: this share of each sequence, rounded up.
 
-    Args:
-        scores: [batch, tokens].
-        share: above 0, up to 1.
-        text: bool [batch, tokens], False for padding, which is never chosen.
-
-    Returns:
-        bool [batch, tokens].
+    Among equals the first are chosen, and never padding, for which `text`, bool [batch, tokens], is False.
     """
     real = torch.ones_like(scores, dtype=torch.bool) if text is None else text
     most = (real.sum(1, keepdim=True) * share - 1e-6).ceil()
@@ -185,10 +176,8 @@ class TokenImportance:
     def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
         """The number of heavy hitters for each expert of a layer (dymoe, equation 2), int64 [experts].
 
-        Waits for the device. None where the layer's attention was not observed.
-
-        Args:
-            index: [tokens, top_k], the router's choice; a number past the last expert is ignored.
+        `index` is [tokens, top_k]; a number past the last expert is ignored. Waits for the device. None where the
+        layer's attention was not observed.
         """
         heavy, experts = self._heavy.pop(position, None), self._layers[position].experts
         if heavy is None or heavy.numel() != len(index):

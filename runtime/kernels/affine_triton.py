@@ -40,19 +40,13 @@ PREFILL = Tiling(64, 128, warps=8)
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The slots of each block of programs; the same for every version and matrix of a layer's pass.
+    """The slots of each block of programs; the same for every version and matrix of a layer's pass."""
 
-    Attributes:
-        order: int32 [slots]: slots by expert, in order; those of experts past the last come last.
-        expert, first, count: int32 [blocks]: a block's expert, its first place in `order`, and its slots.
-        tokens: the most slots of a block.
-    """
-
-    order: Tensor
-    expert: Tensor
-    first: Tensor
-    count: Tensor
-    tokens: int
+    order: Tensor  # int32 [slots]: slots by expert, in order; those of experts past the last come last
+    expert: Tensor  # int32 [blocks]
+    first: Tensor  # int32 [blocks]: a block's first place in `order`
+    count: Tensor  # int32 [blocks]: a block's slots
+    tokens: int  # the most slots of a block
 
 
 def route(index: Tensor, experts: int, tokens: int) -> Geometry:

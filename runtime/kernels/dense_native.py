@@ -45,19 +45,13 @@ _norm.restype = None
 
 @dataclass(frozen=True, slots=True)
 class KernelMatrix:
-    """One matrix that `dense` multiplies by, on the CPU.
+    """One matrix that `dense` multiplies by, on the CPU."""
 
-    Attributes:
-        form: the places of its parts in `data`, by `forms.make_forms`; `plain_form` for a BF16 matrix.
-        data: uint8, the whole extent; or bfloat16 [rows, cols]. Contiguous.
-        bias: bfloat16 [rows], for a matrix whose form has none.
-    """
-
-    form: Form
+    form: Form  # the places of its parts in `data`, by `forms.make_forms`; `plain_form` for a BF16 matrix
     rows: int
     cols: int
-    data: Tensor
-    bias: Tensor | None = None
+    data: Tensor  # uint8, the whole extent; or bfloat16 [rows, cols]. Contiguous
+    bias: Tensor | None = None  # bfloat16 [rows], for a matrix whose form has none
 
 
 def plain_form() -> Form:
@@ -132,14 +126,9 @@ def _bias_address(m: KernelMatrix) -> int | None:
 def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tensor, ...]:
     """y = W x + b for each of several matrices, in one call: few tokens straight from their bytes, many in tiles.
 
-    Results have the same bits on any number of threads (default: torch's), and beside any matrices. torch multiplies
-    many tokens by unpacked weights where this processor has no tiles for them.
-
-    Args:
-        x: float32 or bfloat16 [..., cols].
-
-    Returns:
-        [..., rows] for each matrix, in x's dtype, contiguous; parts of one tensor.
+    x is float32 or bfloat16 [..., cols]. Results are [..., rows] in x's dtype, contiguous parts of one tensor. Bits
+    do not depend on the number of threads (default: torch's) and on the other matrices. torch multiplies many tokens by
+    unpacked weights where this processor has no tiles for them.
 
     Raises:
         ValueError: for an x of another dtype or number of columns; for a form that the library does not know, before
@@ -196,9 +185,8 @@ def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int, threads: in
 def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tensor:
     """x [..., cols] over its root mean square by row, times weight [cols]; all BF16, contiguous, on the CPU.
 
-    Args:
-        form: 0: rounded before the weight; 1: after it; 2: the weight is 1 + weight, in float32.
-        epsilon: added to the mean square.
+    `form` is 0 to round before the weight, 1 to round after it, 2 for a weight of 1 + weight in float32. `epsilon` is
+    added to the mean square.
     """
     out, cols = torch.empty_like(x), x.shape[-1]
     if weight.shape != (cols,):
@@ -208,7 +196,7 @@ def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tens
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None = None) -> Tensor:
-    """Attention of one new token of each sequence, every key seen: softmax(scale * q k) v in float32.
+    """Attention of one new token of each sequence, every key seen: softmax(scale * q k) v, summed in float32.
 
     Args:
         query: bfloat16 [batch, heads, 1, cols].

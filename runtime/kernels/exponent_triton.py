@@ -132,17 +132,11 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
 
 @dataclass(frozen=True)
 class DecodeJob:
-    """One coded matrix to decode.
+    """One coded matrix to decode."""
 
-    Attributes:
-        coded: its bytes on the device, uint8, beginning on a multiple of 4 and readable up to the next one.
-        header: its first 48 bytes on the host, of a matrix that `pack.exponent.parse` accepted.
-        out: where its weights go, bfloat16 on the same device, contiguous, beginning on a multiple of 8 bytes.
-    """
-
-    coded: Tensor
-    header: Buffer
-    out: Tensor
+    coded: Tensor  # its bytes on the device, uint8, beginning on a multiple of 4 and readable up to the next one
+    header: Buffer  # its first 48 bytes on the host, of a matrix that `pack.exponent.parse` accepted
+    out: Tensor  # where its weights go, bfloat16 on the same device, contiguous, beginning on a multiple of 8 bytes
 
 
 def decode(jobs: Sequence[DecodeJob]) -> Tensor:

@@ -17,20 +17,12 @@ VERSION_BITS = 6  # extents begin on a multiple of 64, so the address leaves the
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How an encoding runs.
+    """How an encoding runs: on a CPU, the tokens up to which an expert runs straight from its bytes."""
 
-    Attributes:
-        float32, bfloat16: on a CPU, tokens up to which an expert runs straight from its bytes, by the dtype of
-            activations.
-        beside_amx: the same of bfloat16 where AMX runs the others.
-        compiled: whether C and Triton have a case for it. torch dequantises a layer with a version without one
-            (reference.py), which is slow.
-    """
-
-    float32: int = 0
+    float32: int = 0  # with activations in float32
     bfloat16: int = 0
-    beside_amx: int = 0
-    compiled: bool = True
+    beside_amx: int = 0  # in bfloat16, where AMX runs more tokens
+    compiled: bool = True  # whether C and Triton have a case for it; without one torch dequantises the layer, slowly
 
 
 # By `Version.kernel`, a number that C and Triton know too. Limits were measured on one AVX-512 core, those of BF16

@@ -1,4 +1,4 @@
-/* What the files of the compiled exponent codec share. FORMAT.md, "Coded matrices". */
+/* Shared by the files of the compiled exponent codec. FORMAT.md, "Coded matrices". */
 #ifndef MOEPACK_EXPONENT_H
 #define MOEPACK_EXPONENT_H
 #include <stdint.h>

@@ -1,7 +1,7 @@
 /* Decodes exponents: the same weights as exponent.py, compiled. FORMAT.md, "Coded matrices".
  *
  * Each loop has two forms, plain C and AVX-512 with VBMI; exponent_level.c chooses. Callers have checked the header and
- * every offset (exponent.parse); what only decoding shows is checked here. Nothing is allocated.
+ * every offset (exponent.parse); errors that only decoding can find are checked here. Nothing is allocated.
  */
 #include "exponent.h"
 
@@ -181,7 +181,7 @@ typedef struct {
     int64_t n;
 } Matrix;
 
-/* Find and check a tile. A raw one is decoded here; `size` is then 0. Returns 0 or what is bad. */
+/* Find and check a tile. A raw one is decoded here; `size` is then 0. Returns 0 or the number of an error. */
 static int open_tile(const Matrix *m, int64_t t, Tile *tile) {
     int64_t begin = t * TILE, count = (int64_t)m->tile_start[t + 1] - m->tile_start[t];
     int size = m->n - begin < TILE ? (int)(m->n - begin) : TILE;
@@ -222,7 +222,7 @@ static int close_tile(const Tile *tile) {
 }
 
 /* Decode tiles `first` up to `last` of a checked coded matrix of n weights into `out` (the matrix's beginning).
- * The stream must be readable 66 words past its end. Returns 0, or 8 * tile + what is bad. */
+ * The stream must be readable 66 words past its end. Returns 0, or 8 * tile + the number of an error. */
 int64_t moepack_exponent_decode(const uint8_t *length_of, const uint8_t *exponent_of, const uint32_t *tile_start,
                                 const uint32_t *patch_start, const uint32_t *patches, const uint32_t *stream,
                                 const uint8_t *plane, uint16_t *out, int64_t n, int64_t first, int64_t last) {
@@ -258,7 +258,7 @@ int64_t moepack_exponent_decode(const uint8_t *length_of, const uint8_t *exponen
 
 #define GUARD (LANE_WORDS * TILE / LANES / 32 + 2) /* words a damaged tile could read past the end of the stream */
 
-/* A coded matrix whose header and offsets were checked, and where its weights go. */
+/* A coded matrix whose header and offsets were checked, and the place for its weights. */
 typedef struct {
     Matrix m;
     uint8_t length_of[256], exponent_of[256];
@@ -273,8 +273,8 @@ static int rises(const uint32_t *start, int64_t tiles, uint32_t total) {
     return 1;
 }
 
-/* Check what exponent.parse checks, and make the tables. Returns 0, or 1 for what must go another way: a matrix that is
- * not well formed, or so small that its stream is not followed by enough to be read. `data` is on a multiple of 4. */
+/* Check as exponent.parse does, and make the tables. Returns 0, or 1 for a matrix that is malformed, or so small that too
+ * few bytes follow its stream. `data` is on a multiple of 4. */
 int64_t moepack_exponent_open(const uint8_t *data, int64_t size, int64_t weights, uint16_t *out, Opened *to) {
     uint32_t head[4];
     if (size < 48 || weights < 4 * GUARD) return 1;

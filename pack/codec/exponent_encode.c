@@ -4,7 +4,7 @@
  */
 #include "exponent.h"
 
-#define SAMPLED 65536 /* of this many weights a quarter makes the code */
+#define SAMPLED 65536 /* weights from which on a quarter of them makes the code */
 
 /* Add how often each exponent occurs in the blocks of 128 weights that the code is made of (exponent.sample). */
 void moepack_exponent_sample(const uint16_t *bits, int64_t n, int64_t *counts) {

@@ -4,7 +4,7 @@
 
 int moepack_exponent_loops = 0;
 
-/* 0: plain C; 1: AVX-512. The one taken: the best that is not above `limit`. */
+/* 0: plain C; 1: AVX-512. Returns the level taken: the best up to `limit`. */
 int moepack_exponent_level(int limit) {
     int best = 0;
 #ifdef HAVE_AVX512

@@ -22,10 +22,10 @@
 
 #define FIELD (16 / PARTS)                    /* bits of a field */
 #define FIELDS(p) (FIELD / (p))               /* of a word of a plane of p bits */
-#define CHAINS(T) ((T) == 1 ? PARTS : 1)      /* sums side by side, where one would wait for itself */
+#define CHAINS(T) ((T) == 1 ? PARTS : 1)      /* sums side by side, so that additions do not wait for one another */
 #define MASK(p) ((int32_t)(PARTS == 2 ? ((1u << (p)) - 1) * 0x01010101u : ((1u << (p)) - 1) * 0x00010001u))
 
-/* Where each element of 32 columns comes from, for planes of 1, 2, 4 and 8 bits. A field k of a word holds columns k,
+/* The source of each element of 32 columns, for planes of 1, 2, 4 and 8 bits. A field k of a word holds columns k,
  * k + FIELDS, ... of the word's. */
 #if PARTS == 2
 static uint8_t NAME(orders)[4][64];

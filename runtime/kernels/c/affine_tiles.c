@@ -2,16 +2,16 @@
  *
  * One step is 32 columns: a tile A of 16 rows by 32 columns, row-major, times a tile B of 32 columns by 16, two columns'
  * numbers side by side in a 32-bit word, adds to 16 x 16 float32 sums. Packed weights, whose words hold following columns
- * of 16 rows side by side, unpack straight into B, and activations are A. What is unpacked are codes, exact in BF16, whose
- * sums over a group are then scaled; or, where many tokens share them, weights rounded to BF16. BF16 weights are A as they
- * lie in their extent, and activations are B; the sums are then turned over. Sums are made in one order, so neither threads
+ * of 16 rows side by side, unpack straight into B, and activations are A. They unpack to codes, exact in BF16, whose sums
+ * over a group are then scaled; or, where many tokens share them, to weights rounded to BF16. BF16 weights are A as they
+ * lie in their extent, and activations are B; the sums are then transposed. Sums are made in one order, so neither threads
  * nor other experts change a result's bits. tiles.h fills the tiles.
  */
 #include "gemm.h"
 
 #define STEP 32 /* columns of a tile */
 #define TILE 1024 /* bytes of one */
-#define DEPTH 8 /* steps that weights are unpacked for at a time: two blocks of rows take 16 KiB of the first-level cache */
+#define DEPTH 8 /* steps unpacked at a time: two blocks of rows take 16 KiB of the first-level cache */
 #define BATCH 512 /* slots of one expert that share unpacked weights */
 #define SCRATCH (2 * DEPTH * TILE + BATCH / 32 * 4 * TILE) /* a thread's tiles of weights and sums */
 
@@ -38,7 +38,7 @@ size_t moepack_tiles_kept(const Gemm *m, int64_t most) {
 typedef struct {
     const Job *job;
     int64_t first, count;
-    int64_t blocks; /* of activations that are its own to arrange: none where a batch before it has the same */
+    int64_t blocks; /* of activations that it arranges: none where an earlier batch has the same */
     uint8_t *x;
     float *sums;
 } Batch;
@@ -50,7 +50,7 @@ typedef struct {
 /* sums[2][2][16][16] (+)= A B over `steps`, for na blocks of A's rows and nb of B's columns. Strides are bytes: between rows
  * of A, between steps, and between blocks. */
 typedef struct {
-    const uint8_t *a, *b, *ahead; /* ahead: where the next 32 rows of BF16 weights lie, `ahead_row` apart, or 0 */
+    const uint8_t *a, *b, *ahead; /* ahead: the next 32 rows of BF16 weights, `ahead_row` apart, or 0 */
     int64_t a_row, a_step, a_block, b_step, b_block, ahead_row, steps;
     float *sums;
     int na, nb, add;
@@ -114,7 +114,7 @@ AMX static void release(void) { _tile_release(); }
 /* Tiles 0 to 3 are sums, 4 and 5 A, 6 and 7 B. */
 AMX static __attribute__((noinline)) void multiply_amx(const Multiply *q) {
     const uint8_t *a = q->a, *b = q->b;
-    __asm__ volatile("" ::: "memory"); /* GCC's intrinsics do not say that they read and write memory */
+    __asm__ volatile("" ::: "memory"); /* GCC does not know that its intrinsics read and write memory */
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -218,7 +218,7 @@ static void weight_panel(const Run *run, const Batch *batch, int64_t row, uint8_
                 q.a_block = 32 * m->cols;
             else
                 q.a = scratch, q.a_row = 64, q.a_step = 2 * TILE, q.a_block = TILE;
-            if (!whole && !b) /* copying does not hide its reads: the next rows come while these are multiplied */
+            if (!whole && !b) /* prefetch the next rows while these are multiplied: copying does not hide its reads */
                 q.ahead_row = 2 * m->cols,
                 q.ahead = (const uint8_t *)(from + n < steps ? weight + row * m->cols + (from + n) * STEP
                                                              : weight + (row + 32) * m->cols);
@@ -334,11 +334,11 @@ static void arrange_all(void *argument) {
 
 int moepack_tiles_level(int limit) {
     level = limit;
-    if (level > 1 && syscall(SYS_arch_prctl, 0x1023, 18)) level = 1; /* the system lends AMX's state to who asks for it */
+    if (level > 1 && syscall(SYS_arch_prctl, 0x1023, 18)) level = 1; /* Linux enables AMX's state on request */
     return level;
 }
 
-/* A batch whose activations are the same, arranged alike: of matrices that share their slots, else 0. */
+/* An earlier batch with the same arranged activations, of a matrix that shares its slots; else 0. */
 static const Batch *arranged_by(const Batch *batches, int64_t n, const Job *job, int64_t first, int64_t count) {
     while (n-- && batches[n].job->first == job->first)
         if (batches[n].first == first && batches[n].count == count &&
@@ -358,7 +358,7 @@ int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64
     if (!batches) return 1;
     Task *tasks = (Task *)(batches + batches_of);
     int failed = 0;
-    for (int64_t j = 0, done = 0; j < n && !failed;) { /* as many slots at a time as their activations have room */
+    for (int64_t j = 0, done = 0; j < n && !failed;) { /* slots of one round: as many as there is room for */
         int64_t n_batches = 0, n_tasks = 0, cost = 0;
         const size_t scratch = (size_t)m->threads * SCRATCH;
         size_t at = scratch;

@@ -1,4 +1,4 @@
-/* What surrounds products: weights unpacked for another library's products, and a token's experts weighted and added. */
+/* Weights unpacked for another library's products, and a token's experts weighted and added. */
 #include "gemm.h"
 
 /* ---- weights, for products of many tokens that another library makes */
@@ -16,7 +16,7 @@ static void unpack_all(void *argument) {
                           (uint8_t *)m->out + (row - m->from) * (m->out_bf16 ? 2 : 4));
 }
 
-/* Returns 0, or 2 for a form that there is no kernel for; BF16 has none here. */
+/* Returns 0, or 2 for a form without a kernel; BF16 has none here. */
 int moepack_affine_unpack(const Unpack *m) {
     if (!known(m->form) || m->form->bits == 16) return 2;
     UnpackRun run = {.m = m};

@@ -9,10 +9,10 @@
 
 static const Loops *loops_of(const Gemm *m) { return m->x_bf16 ? moepack_fixed : moepack_floats; }
 
-/* ---- matrices that are decoded when they are asked for
+/* ---- matrices that are decoded when they are needed
  *
- * A thread decodes the rows of a task and multiplies by them while they are in its second-level cache: what decoding
- * wrote is not read from memory again. Tasks are small, as all threads wait for
+ * A thread decodes the rows of a task and multiplies by them while they are in its second-level cache, so that they are
+ * not read from memory. Tasks are small, because all threads wait for
  * the last one. */
 #define CHUNK 32768 /* weights of a task: 64 KiB */
 #define DECODED 64   /* codec tiles that a thread takes at a time beforehand */
@@ -75,7 +75,7 @@ typedef struct {
     const Gemm *m;
     const Job *jobs;
     const Task *tasks;
-    const int64_t *order, *source;  /* slots by expert; of each prepared activation, which it is */
+    const int64_t *order, *source;  /* slots by expert; the number of each prepared activation */
     const Prepared *const *of_slot; /* beside `order` */
     Prepared *prepared;
     int64_t n_tasks, n_prepared;
@@ -105,7 +105,7 @@ static void run_tasks(void *argument) {
     }
 }
 
-#define TOGETHER 4 /* slots that one pass over an expert's rows takes, at the most (TB) */
+#define TOGETHER 4 /* the most slots of one pass over an expert's rows (TB) */
 #define BESIDE (sizeof(Prepared) + sizeof(void *)) /* bytes of a slot beside its prepared activation */
 #define NEEDS_SUMS 1 /* floats, and their sums */
 #define NEEDS_QUADS 2
@@ -122,7 +122,7 @@ static int needs_of(const Gemm *m, const Form *f) {
            (f->bits == 2 || f->bits == 3 ? NEEDS_PAIRS : 0);
 }
 
-/* Let p's parts lie at `at` and after; returns how many bytes they take. */
+/* Place p's parts at `at` and after; returns their bytes. */
 static size_t place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
     const size_t padded = 32 * (size_t)ceil_div(m->cols, 32), each = padded / 32 + 16;
     uint8_t *next = at;
@@ -144,7 +144,7 @@ static size_t prepared_size(const Gemm *m, int needs) {
     return place(m, needs, 0, &p);
 }
 
-/* What the direct path keeps in the arena for n jobs' `slots` slots: lists, and after them prepared activations. */
+/* The direct path's part of the arena for n jobs' `slots` slots: lists, then prepared activations. */
 typedef struct {
     int64_t most;        /* activations there are */
     size_t own;          /* bytes for each thread, where each prepares for itself, or 0 */
@@ -152,9 +152,9 @@ typedef struct {
 } Room;
 
 /* Half a megabyte a thread costs nothing. Against rounds of 24 MB that threads prepared together, products of
- * Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.94 to 1.02 times as long on one thread, because what is prepared is
- * still in the second-level cache when it is read, and 0.7 to 1.0 times on two that others interrupt, because none waits
- * for the other; 256 KB, 512 KB and 1 MB do not differ. A share must hold what one pass over rows takes: where too many
+ * Qwen3-30B-A3B's shape with 16 and 128 tokens take 0.94 to 1.02 times as long on one thread, because prepared activations
+ * are still in the second-level cache when they are read, and 0.7 to 1.0 times on two interrupted ones, which do not wait
+ * for each other; 256 KB, 512 KB and 1 MB do not differ. A share must hold what one pass over rows takes: where too many
  * threads times such shares pass MOST, they do prepare together. */
 #define OWN ((size_t)512 << 10)
 #define MOST ((size_t)24 << 20)
@@ -171,12 +171,12 @@ static Room room_of(const Gemm *m, int64_t slots, int64_t n, int64_t tasks, int 
     r.own = (pass > OWN ? pass + 63 : OWN) / 64 * 64;
     if (r.own * (size_t)m->threads > MOST) r.own = 0;
     r.round = r.own ? r.own * (size_t)m->threads : pass > MOST ? pass : MOST;
-    if (prepared <= r.round) r.own = 0; /* one round for all: an activation is prepared once, for whatever experts */
+    if (prepared <= r.round) r.own = 0; /* one round for all: an activation is prepared once for all experts */
     r.all = r.lists + (prepared < r.round ? prepared : r.round);
     return r;
 }
 
-/* Expert batches that each thread prepares for itself: nobody waits for anybody but at the end. */
+/* Expert batches that each thread prepares for itself: threads wait for one another only at the end. */
 typedef struct {
     const Gemm *m;
     const Job *batches;

@@ -1,4 +1,4 @@
-/* What the files of the CPU kernels share: a product's arguments, its loops, BF16 numbers, threads. */
+/* Shared by the files of the CPU kernels: a product's arguments, its loops, BF16 numbers, threads. */
 #ifndef MOEPACK_GEMM_H
 #define MOEPACK_GEMM_H
 #include <stdatomic.h>
@@ -14,7 +14,7 @@
 #define UNIT 64 /* rows that one step of work makes */
 #define ROUND (24 << 20) /* bytes of activations in tiles at a time */
 
-/* One matrix in one version: where its parts begin in an extent. Of BF16 (`bits` 16) `low` is the matrix, row-major. */
+/* One matrix in one version: offsets of its parts in an extent. In BF16 (`bits` 16) `low` is the matrix, row-major. */
 typedef struct {
     int64_t bits, group, stored, low, high, scale, zero, bias; /* bias: -1 without one */
 } Form;
@@ -57,7 +57,7 @@ typedef struct {
     const uint16_t *bias; /* or 0 */
     void *out;            /* [slots, rows] */
     int64_t rows, first, count;
-    const void *coded; /* what it is to be decoded from; 0 where it is there */
+    const void *coded; /* the coded matrix; 0 where it is decoded already */
     int64_t expert;
 } Job;
 
@@ -109,7 +109,7 @@ static inline float widen(uint16_t bits) {
     return value;
 }
 
-static inline uint16_t narrow(float value) { /* to nearest, ties to even; NaN stays one */
+static inline uint16_t narrow(float value) { /* to nearest, ties to even; NaN stays NaN */
     uint32_t word;
     memcpy(&word, &value, 4);
     if ((word & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(word >> 16 | 0x40);
@@ -127,7 +127,7 @@ static inline int grow(Arena *arena, size_t size) {
     return 0;
 }
 
-/* `work` on `threads` threads at once; every call of it must be ready to find nothing left to do. */
+/* `work` on `threads` threads at once; a call may find no work left. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
 /* The loops in use (level.c). */
@@ -153,6 +153,6 @@ int moepack_tiles_level(int limit);
 /* Jobs of many slots, BF16 activations: weights unpacked into tiles as they are needed. Returns 0, or 1 without memory. */
 int moepack_tiles_product(const Gemm *m, const Job *jobs, int64_t n, const int64_t *order, Arena *arena);
 
-/* The most bytes of an arena that they take, where no expert has more than `most` slots. */
+/* The most bytes of an arena for such jobs, where no expert has more than `most` slots. */
 size_t moepack_tiles_kept(const Gemm *m, int64_t most);
 #endif

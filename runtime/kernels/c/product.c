@@ -1,7 +1,7 @@
 /* Experts' products on a CPU, straight from their extents: y = W x + b for all (expert, activations) pairs of one matrix
- * of a layer, whatever versions its experts are in, in one call on some threads. FORMAT.md, "Affine extents".
+ * of a layer, in any versions, in one call on some threads. FORMAT.md, "Affine extents".
  *
- * The caller vouches for every address and size; forms are checked here. Experts with few slots run straight from their
+ * The caller checks every address and size; forms are checked here. Experts with few slots run straight from their
  * bytes (direct.c), those with many in tiles (affine_tiles.c).
  */
 #include <pthread.h>
@@ -11,7 +11,7 @@
 static Arena kept; /* grows to what calls need; its lock is `arena_lock` */
 static pthread_mutex_t arena_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static void arena_after_fork(void) { /* in a child: whoever had the arena then is a thread of its parent's */
+static void arena_after_fork(void) { /* in a child: another thread of the parent may have held the arena */
     if (pthread_mutex_trylock(&arena_lock)) kept = (Arena){0, 0};
     pthread_mutex_init(&arena_lock, 0);
 }
@@ -37,8 +37,8 @@ static int run_jobs(const Gemm *m, Job *jobs, int64_t n, Job *late, int64_t many
     return failed;
 }
 
-/* Returns 0, 1 when memory is short, -1 when a coded matrix was bad (`report`), or 2 + the number of a version that there
- * are no kernels for: then nothing was done. */
+/* Returns 0, 1 when memory is short, -1 when a coded matrix was bad (`report`), or 2 + the number of a version without
+ * kernels: then nothing was done. */
 int moepack_affine_product(const Gemm *m) {
     int64_t activations = ceil_div(m->slots, m->share);
     int64_t *count = calloc((size_t)(m->experts + 1 + m->slots + activations), sizeof(int64_t));
@@ -79,7 +79,7 @@ int moepack_affine_product(const Gemm *m) {
     return failed ? failed : m->coded && atomic_load(m->report) ? -1 : 0;
 }
 
-/* The most bytes that products of these sizes keep between calls, whatever versions, limits and instruction set: of m only
+/* The most bytes that products of these sizes keep between calls, for any versions, limits and instruction set: of m only
  * rows, cols, experts, slots, share and threads are read. `most`: slots that one expert can have. */
 int64_t moepack_affine_kept(const Gemm *m, int64_t most) {
     const int64_t used = least(m->experts, m->slots);
@@ -94,12 +94,12 @@ typedef struct {
     const uint8_t *base;
     const Form *form;
     const uint16_t *bias; /* or 0 */
-    int64_t most[2];      /* tokens with which it runs straight from its bytes: of float32 and of BF16 activations */
+    int64_t most[2];      /* tokens up to which it runs from its bytes: of float32 and of BF16 activations */
 } Dense;
 
 /* x [tokens, cols] times n matrices: [tokens, rows] of one after another into `out`. Those that have more tokens than their
- * most run in tiles, or without `tiles` are left out. Returns 0, 1 when memory is short, or 2 + the number of a matrix that
- * there is no kernel for: then nothing was done. */
+ * most run in tiles, or without `tiles` are left out. Returns 0, 1 when memory is short, or 2 + the number of a matrix
+ * without a kernel: then nothing was done. */
 int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
                          int64_t tiles, int64_t threads) {
     const Gemm m = {.cols = cols, .slots = tokens, .share = 1, .x_bf16 = bf16, .out_bf16 = bf16, .threads = threads, .x = x};
@@ -130,7 +130,7 @@ int64_t moepack_affine_dense_kept(int64_t n, int64_t units, int64_t cols, int64_
     return (int64_t)(direct > tiles ? direct : tiles);
 }
 
-/* What is kept now; and whatever is, given back. */
+/* The bytes that are kept now; and their release. */
 int64_t moepack_affine_holds(void) { return (int64_t)kept.size; }
 
 void moepack_affine_release(void) {

@@ -1,7 +1,7 @@
-/* What a decoding step does between products, each in one pass: normalisations of BF16 rows, and attention of one new token.
+/* The work of a decoding step between products: normalisations of BF16 rows, and attention of one new token.
  *
- * Sums are float32 in LANES parts, so results differ from torch's in their last bits; whether they agree with a module's is
- * for the caller to see (runtime/dense/). Loops are compiled for each instruction set, and level.c picks.
+ * Sums are float32 in LANES parts, so results differ from torch's in their last bits. The caller compares them
+ * with a module's (runtime/dense/). Loops are compiled for each instruction set, and level.c picks.
  */
 #include <math.h>
 
@@ -10,7 +10,7 @@
 #define LANES 16
 #define SMALL static inline __attribute__((always_inline))
 
-/* How a weight comes in: rounded to BF16 before it, in float32 after it, or as 1 + weight in float32. */
+/* How a weight is applied: after rounding to BF16, before it, or as 1 + weight in float32. */
 enum { ROUNDED, WIDE, PLUS_ONE };
 
 typedef struct {
@@ -150,7 +150,7 @@ static void attend_some(void *argument) {
 int moepack_affine_attend(Attend *m, int64_t threads) {
     AttendRun run = {.m = m, .room = attend_room(m)};
     if (threads > m->batch * m->groups) threads = m->batch * m->groups;
-    if (m->batch * m->groups * m->length * m->cols < 65536) threads = 1; /* others would take longer to wake */
+    if (m->batch * m->groups * m->length * m->cols < 65536) threads = 1; /* waking others would take longer */
     m->room = malloc(sizeof(float) * (size_t)(run.room * threads));
     if (!m->room) return 1;
     atomic_init(&run.next, 0);

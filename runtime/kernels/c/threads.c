@@ -1,5 +1,5 @@
 /* Threads for the CPU kernels: the caller's OpenMP (GOMP_parallel, so that one set of threads serves torch and us), or a
- * pool of our own. And what reading memory costs on them. */
+ * pool of our own. And a loop that reads memory, for comparison. */
 #include <pthread.h>
 #include <unistd.h>
 
@@ -92,7 +92,7 @@ void moepack_parallel(void (*work)(void *), void *argument, int threads) {
     pthread_mutex_unlock(&busy);
 }
 
-/* ---- reading memory and nothing else: the floor on the time of whatever reads as many bytes */
+/* ---- reading memory only: the least time of a kernel that reads as many bytes */
 typedef struct {
     const uint8_t *const *at;
     int64_t n, size;
@@ -137,7 +137,7 @@ static void read_all(void *argument) {
     }
 }
 
-/* Read `size` bytes at each of n addresses; returns a sum, so that nothing is left out. */
+/* Read `size` bytes at each of n addresses; returns a sum, so that the compiler keeps every read. */
 int64_t moepack_affine_read(const uint8_t *const *at, int64_t n, int64_t size, int64_t threads) {
     ReadRun run = {.at = at, .n = n, .size = size};
     atomic_init(&run.next, 0);

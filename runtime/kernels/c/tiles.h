@@ -6,7 +6,7 @@
 #define INLINE WIDE static inline __attribute__((always_inline))
 
 /* ---- arranging */
-INLINE __mmask32 of_step(int64_t cols, int64_t step) { /* which of a step's columns there are */
+INLINE __mmask32 of_step(int64_t cols, int64_t step) { /* the columns of a step inside the matrix */
     int64_t left = cols - step * STEP;
     return left >= STEP ? 0xFFFFFFFF : left <= 0 ? 0 : (1u << left) - 1;
 }
@@ -27,7 +27,7 @@ INLINE void turn(__m512i v[16]) { /* 16 x 16 words, transposed */
     }
 }
 
-/* The activations of up to 16 slots: tiles B beside BF16 weights, else A. Rows and columns that are not there are 0. */
+/* The activations of up to 16 slots: tiles B beside BF16 weights, else A. Missing rows and columns are 0. */
 WIDE static void arrange(const Gemm *m, const int64_t *slot, int64_t n, int turned, int64_t steps, uint8_t *out,
                          float *sums) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
@@ -52,7 +52,7 @@ INLINE __m512 bf16_row(const uint16_t *p) {
 }
 
 /* ---- weights
- * What _mm512_multishift_epi64_epi8 is told to fetch: of every 32-bit word the eight bits from bit `at` on and those from
+ * Control of _mm512_multishift_epi64_epi8: of every 32-bit word the eight bits from bit `at` on and those from
  * bit `at + apart` on, each into the low byte of a 16-bit number. They begin with two codes of following columns of a row
  * and are indices into a LUT of BF16 numbers. Positions count within a 64-bit lane, which holds the words of two rows. */
 INLINE __m512i fields(int at, int apart) {
@@ -164,7 +164,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
 PANEL(codes)
 PANEL(weights)
 
-/* 32 rows of a BF16 matrix into tiles A, those of the two blocks in turns; what is not there is 0. */
+/* 32 rows of a BF16 matrix into tiles A, those of the two blocks in turns; missing rows and columns are 0. */
 WIDE static void copy_panel(const Gemm *m, const uint16_t *weight, int64_t rows, int64_t row, int64_t from, int64_t n,
                             uint8_t *out) {
     for (int r = 0; r < 32; r++) {

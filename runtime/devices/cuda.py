@@ -63,12 +63,11 @@ class CudaMemory:
         return 0
 
 
-class ComputeMark:
-    """The end of the compute issued so far."""
+class ComputeMark(HostEvent):
+    """The end of the compute issued so far, which is never cancelled."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
-        self.error: BaseException | None = None
-        self.cancelled = False
+        super().__init__()
         self._event = event
 
     def done(self) -> bool:
@@ -78,9 +77,6 @@ class ComputeMark:
     def wait(self) -> None:
         """Wait for the end."""
         self._event.synchronize()
-
-    def cancel(self) -> None:
-        """Do nothing: compute is not cancelled."""
 
 
 @dataclass(frozen=True, slots=True)

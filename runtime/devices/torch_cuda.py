@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,23 +41,22 @@ class TorchGpu:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     @contextlib.contextmanager
-    def migrating(self) -> Any:
-        """Use the device and the stream for copies. A new thread's current device is the first, not this one."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):  # a new thread's device is the first
             yield
 
-    @contextlib.contextmanager
-    def decoding(self) -> Any:
+    def migrating(self) -> contextlib.AbstractContextManager[None]:
+        """Use the device and the stream for copies."""
+        return self._on(self._copies)
+
+    def decoding(self) -> contextlib.AbstractContextManager[None]:
         """Use the stream for decoding, which waits, on the device, for the copies issued so far."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._decoder):
-            self._decoder.wait_stream(self._copies)
-            yield
+        self._decoder.wait_stream(self._copies)
+        return self._on(self._decoder)
 
-    @contextlib.contextmanager
-    def loading(self, number: int) -> Any:
+    def loading(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Use one of the streams that fill pages."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._loads[number]):
-            yield
+        return self._on(self._loads[number])
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Use the device, and keep the thread's compute stream."""

@@ -12,7 +12,11 @@ class BudgetTracker:
     """Admission by bytes (dynaexq, section 3.3). Every method may be called from any thread.
 
     Reserve before memory is taken, and release after it is given back: the memory in use then never exceeds the
-    reservations. `budget` is the bytes of device memory for everything.
+    reservations.
+
+    Attributes:
+        budget: bytes of device memory for everything.
+        reserved, peak: bytes reserved now, and the most at one time.
     """
 
     def __init__(self, budget: int, fixed: int = 0) -> None:
@@ -26,8 +30,7 @@ class BudgetTracker:
         self.budget = budget
         self._lock = threading.Lock()
         self._named = {"fixed": fixed}
-        self._reserved = self._peak = fixed
-        self._refusals = 0
+        self.reserved = self.peak = fixed
 
     def try_reserve(self, name: str, size: int) -> bool:
         """Reserve `size` more bytes under a name and return True, or change nothing and return False. Never waits.
@@ -38,11 +41,10 @@ class BudgetTracker:
         if size < 0:
             raise ValueError(f"{name}: {size} bytes cannot be reserved")
         with self._lock:
-            if self._reserved + size > self.budget:
-                self._refusals += 1
+            if self.reserved + size > self.budget:
                 return False
-            self._reserved += size
-            self._peak = max(self._peak, self._reserved)
+            self.reserved += size
+            self.peak = max(self.peak, self.reserved)
             self._named[name] = self._named.get(name, 0) + size
             return True
 
@@ -57,35 +59,16 @@ class BudgetTracker:
             if not 0 <= size <= held:
                 raise ValueError(f"{name}: {size} bytes released, {held} are reserved")
             self._named[name] = held - size
-            self._reserved -= size
+            self.reserved -= size
 
     def held(self, name: str) -> int:
         """Return the bytes reserved under a name."""
-        with self._lock:
-            return self._named.get(name, 0)
-
-    @property
-    def reserved(self) -> int:
-        """Bytes reserved now."""
-        with self._lock:
-            return self._reserved
+        return self._named.get(name, 0)
 
     @property
     def free(self) -> int:
         """Bytes of the budget that are not reserved."""
         return self.budget - self.reserved
-
-    @property
-    def peak(self) -> int:
-        """The most bytes reserved at one time."""
-        with self._lock:
-            return self._peak
-
-    @property
-    def refusals(self) -> int:
-        """Number of refused reservations."""
-        with self._lock:
-            return self._refusals
 
     def named(self) -> dict[str, int]:
         """Return all reservations by name."""

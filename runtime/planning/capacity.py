@@ -21,10 +21,7 @@ def base_bytes(sizes: Sizes, experts: Sequence[int], placement: int = -1) -> int
 def even_room(sizes: Sequence[int], experts: Sequence[int], room: int) -> list[int]:
     """Return how many items fit each layer, the same share in every layer, within `room` bytes.
 
-    Args:
-        sizes: [layers], bytes of an item.
-        experts: [layers], the number of items.
-        room: bytes.
+    `sizes` [layers] are bytes of an item, `experts` [layers] the numbers of items.
     """
     whole = sum(s * n for s, n in zip(sizes, experts, strict=True))
     share = min(1.0, max(0, room) / whole) if whole else 0.0
@@ -42,10 +39,7 @@ def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
 
     Counted in the smallest step between two placements, so that little of a layer's part stays unused.
 
-    Args:
-        sizes: [layers][placements], the best first, the base last.
-        experts: [layers].
-        room: bytes.
+    `sizes` [layers][placements] have the base last; `experts` are [layers].
     """
     units, spans = [], []
     for row, n in zip(sizes, experts, strict=True):
@@ -58,12 +52,7 @@ def even_bytes(sizes: Sizes, experts: Sequence[int], room: int) -> list[int]:
 
 def bytes_by_loss(ladders: Sequence[Ladder], traffic: Table, room: int) -> list[int]:
     """Return the bytes that each layer may use above the base: those of the upgrades that save the most loss per byte,
-    over all layers, until the room is used up.
-
-    Args:
-        ladders: [layers].
-        traffic: [layers][experts], tokens.
-        room: bytes.
+    over all layers, until the room is used up. `traffic` [layers][experts] counts tokens.
     """
     rates = [ladder.rates(np.array(row, float)).ravel() for ladder, row in zip(ladders, traffic, strict=True)]
     costs = [ladder.cost.ravel() for ladder in ladders]

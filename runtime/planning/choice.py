@@ -24,12 +24,6 @@ def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.devi
     """Return the policy of a name. By default the most precise version; in a budget `hotness`, or `uniform` where no
     version can change, with a line in the log.
 
-    Args:
-        text: as a user wrote it.
-        bundle: the bundle.
-        devices: of its layers.
-        in_budget: whether there is a memory budget.
-
     Raises:
         InputError: for an unknown policy, or one that needs a budget.
     """
@@ -61,10 +55,7 @@ def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Ladder]:
 def versions_of(text: str | None, bundle: Bundle, in_budget: bool) -> tuple[str, ...]:
     """Return the versions that a policy may serve, the most precise first: those to fetch for it.
 
-    Args:
-        text: as a user wrote it.
-        bundle: with the versions that could be fetched; their files are not read.
-        in_budget: whether there is a memory budget.
+    The bundle has the versions that could be fetched; their files are not read.
 
     Raises:
         InputError: for a policy that does not exist, needs a budget, or does not fit the bundle.

@@ -18,10 +18,7 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token")  # names of top_k in fa
 def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -> Any:
     """Return the model's configuration.
 
-    Args:
-        bundle: a bundle's directory or Hub id.
-        manifest: the bundle's, if it is on this machine.
-        options: of `AutoConfig.from_pretrained`.
+    `bundle` is a directory or Hub id; `options` are those of `AutoConfig.from_pretrained`.
 
     Raises:
         InputError: when transformers rejects it, or it does not fit the manifest.
@@ -53,10 +50,6 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
 
 def check_config(name: str | Path, **options: Any) -> None:
     """Check a model's configuration for absurd numbers before transformers builds anything from them.
-
-    Args:
-        name: a directory or Hub id.
-        options: of `AutoConfig.from_pretrained`.
 
     Raises:
         InputError: for such a number.

@@ -55,10 +55,8 @@ class Outputs:
     def bytes(self, config: Any, given: Mapping[str, Any], tokens: int, length: int, batch: int) -> int:
         """Return the bytes of a pass's outputs.
 
-        Args:
-            config: the model's, now.
-            given: the pass's arguments by name, with defaults.
-            tokens, length, batch: tokens and cached tokens of each sequence, and the number of sequences.
+        `given` are the pass's arguments by name, with defaults. `tokens` and `length` count the pass's and the cached
+        tokens of each of `batch` sequences.
         """
         text, total = config.get_text_config(), tokens * batch
         hidden, attentions, router = (name not in self.flags and _is_on(text, given, name) for name in FLAGS)

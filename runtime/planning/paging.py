@@ -82,8 +82,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
     Packed experts are decoded on torch's threads; stored ones are read, digested and decoded by the loaders. The two
     share the cores, and are measured one after the other.
 
-    Raises:
-        BundleError: when a measured extent is damaged.
+    Raises BundleError when a measured extent is damaged.
     """
     version = next(p.version for p in ladder if p.where in PAGED)
     assert version is not None

@@ -20,9 +20,7 @@ from .sizes import Bound
 def dense_read(dense: int, config: Any) -> int:
     """Return the dense bytes that a token reads, without an embedding table that is not tied to the output.
 
-    Args:
-        dense: bytes of all dense tensors, as served.
-        config: the model's.
+    `dense` are the bytes of all dense tensors, as served.
     """
     text = config.get_text_config()
     table = text.vocab_size * text.hidden_size * (config.dtype.itemsize if config.dtype is not None else 4)
@@ -41,7 +39,7 @@ def within(
 
     Args:
         bundle: the bundle.
-        bound: the bound; None leaves all.
+        bound: None leaves all.
         outside: bytes that a token reads outside the experts.
         chosen: experts of a token in a layer.
         measure: returns the bytes a second that the device reads, or None if it is not on this machine; called for a

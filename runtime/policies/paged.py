@@ -144,14 +144,13 @@ class Paged:
         loads = [[size / self._steps for size in row] for row in self._loaded]
         compute, loading = self._computed / self._steps, self._seconds(loads)
         self.rho = compute / loading if loading else float("inf")
-        if self.rho > 1:
-            changes = self._changes(-1, capacity)
-            if self._seconds(self._moved(loads, changes)) <= compute / self.options.theta:
-                self._apply(changes)
-        elif self.rho < self.options.theta:
-            changes = self._changes(1, capacity)
-            if self._seconds(self._moved(loads, changes)) <= loading:
-                self._apply(changes)
+        if self.options.theta <= self.rho <= 1:
+            return
+        by, longest = (-1, compute / self.options.theta) if self.rho > 1 else (1, loading)
+        changes = self._changes(by, capacity)
+        if self._seconds(self._moved(loads, changes)) <= longest:
+            self.held = [held + change for held, change in zip(self.held, changes, strict=True)]
+            self._turn = (int(np.argmax(np.abs(changes))) + 1) % len(changes)
 
     def _seconds(self, loads: Sequence[Sequence[float]]) -> float:
         return pass_seconds(loads, self._setting.rates[PACKED:], self._setting.together)
@@ -175,10 +174,6 @@ class Paged:
             size = min(max(change * (packed + stored) / n, -packed), stored)
             out.append([packed + size, stored - size])
         return out
-
-    def _apply(self, changes: Sequence[int]) -> None:
-        self.held = [held + change for held, change in zip(self.held, changes, strict=True)]
-        self._turn = (int(np.argmax(np.abs(changes))) + 1) % len(changes)
 
     def worth(self, key: Key) -> float:
         """Rate an expert by its share of calibration's traffic."""

@@ -43,9 +43,7 @@ class Policy:
 def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
     """Read NAME or NAME:ARGUMENT. None means the most precise version, and in a memory budget `hotness`.
 
-    Args:
-        text: as a user wrote it.
-        in_budget: whether there is a budget; None where that is not known yet.
+    `in_budget` says whether there is a budget; None if that is not known yet.
 
     Raises:
         InputError: for an unknown policy or option, or a policy that needs a budget.

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 def static_map(bundle: Bundle, argument: str, room: int | None = None) -> Versions:
     """Make the map of `static:ARGUMENT`, whatever the room.
 
-    Args:
-        bundle: for its versions, its layers and its allocation.
-        argument: a version's name; a JSON file {"versions": [[name, ...], ...]}; "allocation", the map in the bundle's
-            manifest; or nothing, for the most precise version here.
-        room: ignored.
+    The argument is a version's name; a JSON file {"versions": [[name, ...], ...]}; "allocation", the map in the
+    bundle's manifest; or nothing, for the most precise version here.
 
     Raises:
         InputError: when a version is not in the bundle, or a map does not fit it.

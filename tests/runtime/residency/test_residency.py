@@ -64,7 +64,7 @@ def _over_budget(sim: Simulation) -> None:
     tracker = sim.tracker
 
     def grant(name: str, size: int) -> bool:
-        tracker._reserved += size
+        tracker.reserved += size
         tracker._named[name] = tracker._named.get(name, 0) + size
         return True
 

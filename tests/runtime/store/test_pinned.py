@@ -22,9 +22,8 @@ from moepack.runtime.store import files as store_module
 from moepack.runtime.store import filling, host_limit, pinning
 from moepack.runtime.store.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
 from moepack.runtime.store.files import BackingStore
-from moepack.runtime.store.pinned import HostStore, traffic
+from moepack.runtime.store.pinned import HostStore, plan_pieces, traffic
 from moepack.runtime.store.pinning import Mode
-from moepack.runtime.store.regions import plan_pieces
 
 GIB = 1 << 30
 PLACES = [("bf16", p, e) for p in range(4) for e in range(16)]

@@ -69,17 +69,8 @@ def uniform(sizes: Table, budget: float) -> list[int]:
     """Choose one version for all experts, and the next more precise one for as many as still fit.
 
     A baseline that ignores losses. The experts with the more precise version are spread evenly, in the order of their
-    number's bits reversed.
-
-    Args:
-        sizes: sizes[expert][version], bytes; versions from the most to the least precise.
-        budget: bytes.
-
-    Returns:
-        The version's index for every expert.
-
-    Raises:
-        BudgetError: when the smallest versions exceed the budget.
+    number's bits reversed. Arguments, result and errors are as in `greedy`; versions go from the most to the least
+    precise.
     """
     _least(sizes, budget)
     totals = [math.fsum(column) for column in zip(*sizes, strict=True)]

@@ -88,13 +88,8 @@ def _best(gains: npt.NDArray[np.float64], steps: Sequence[int], count: int, incr
 def prefill_importance(counts: Sequence[float], scores: Sequence[float], alpha: float = 0.5) -> list[float]:
     """Return each expert's importance in a layer (context-aware-cxl-ndp, section 4.1): alpha P + (1 - alpha) W.
 
-    Args:
-        counts: [experts], tokens routed to each.
-        scores: [experts], sums of their gate weights.
-        alpha: the share of the counts; 0.5 in the paper's experiments.
-
-    Returns:
-        [experts]; counts and scores are taken as shares of the layer's sums.
+    P and W are the shares of the layer's `counts` [experts], tokens, and `scores` [experts], sums of gate weights.
+    `alpha` is 0.5 in the paper's experiments.
     """
     of_counts, of_scores = sum(counts) or 1.0, sum(scores) or 1.0
     return [alpha * p / of_counts + (1 - alpha) * w / of_scores for p, w in zip(counts, scores, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import threading
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from torch import Tensor
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
-from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.store.files import Stored
 
 from .contract import Memory
@@ -24,7 +22,6 @@ from .migration import HostEvent, Migration
 
 HUGE = 2 << 20
 COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
-_forms = functools.lru_cache(maxsize=64)(make_forms)
 
 
 class CpuMemory:
@@ -127,10 +124,14 @@ class CpuDevice(Migration):
             source = find()
             before = self.gate(event, source.size)
             block: Buffer = target.numpy()
-            if version.entropy_coded and not packed:
-                self._decode(source, block, layer, version, before)
-            else:
-                source.read_into(block, before)
+            decodes = version.entropy_coded and not packed
+            source.read_into(self._staging if decodes else block, before)
+            if decodes:
+                coded = self._staging[: source.size]
+                try:
+                    version.restore(layer.matrices, coded, block, self._threads, lambda matrix: before(0))
+                except CodecError as error:
+                    raise BundleError.single(source.where, "codec", str(error)) from None
             self._settle(target)
 
         return self.stream.submit(work)
@@ -140,16 +141,6 @@ class CpuDevice(Migration):
             at = written.data_ptr() - memory.tensor.data_ptr()
             if 0 <= at < len(memory.tensor):
                 memory.settle(at, len(written))
-
-    def _decode(
-        self, source: Stored, block: Buffer, layer: ExpertLayer, version: Version, before: Callable[[int], None]
-    ) -> None:
-        source.read_into(self._staging, before)
-        coded = self._staging[: source.size]
-        try:
-            version.restore(layer.matrices, coded, block, self._threads, lambda matrix: before(0))
-        except CodecError as error:
-            raise BundleError.single(source.where, "codec", str(error)) from None
 
     def mark(self) -> HostEvent:
         """Return an ended event: compute on a CPU has ended when its call returns."""

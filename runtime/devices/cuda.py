@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import PAGE, ExpertLayer, Version, align
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.store.cudart import Cudart
+from moepack.runtime.store.cudart import PORTABLE, CudaError, Cudart
 from moepack.runtime.store.files import BackingStore, Stored
 from moepack.runtime.store.host_limit import host_limits
 from moepack.runtime.store.pinned import Held, HostStore
@@ -35,7 +35,6 @@ from .cpu import CpuMemory
 from .driver import Driver
 from .mapped import MappedMemory
 from .migration import Going, HostEvent, Migration
-from .registered import Refusal, RegisteredMemory
 from .torch_cuda import TorchGpu
 
 log = logging.getLogger("moepack.runtime")
@@ -61,6 +60,64 @@ class CudaMemory:
     def give_back(self, start: int, size: int) -> int:
         """Return 0: nothing is returnable."""
         return 0
+
+
+class Refusal:
+    """Whether pinning was refused for any memory of a device: it is logged once, and not tried again."""
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self._lock = threading.Lock()
+
+    def note(self, error: CudaError) -> None:
+        """Note a refusal."""
+        with self._lock:
+            if not self.is_known:
+                self.is_known = True
+                log.info("host memory: experts that the host runs are in ordinary memory from here on: %s", error)
+
+
+class RegisteredMemory(CpuMemory):
+    """Anonymous pages of the host tier; each range is pinned when it is taken. A pool's lock guards it.
+
+    Pinned pages are not swapped out, and the device can copy from them. Where the system refuses to pin more, the rest
+    is ordinary memory. `pinned` counts the registered bytes.
+    """
+
+    def __init__(self, size: int, calls: Cudart, refusal: Refusal) -> None:
+        super().__init__(size)
+        self.pinned = 0
+        self._calls, self._refusal = calls, refusal
+        self._registered: dict[int, int] = {}
+
+    def take(self, start: int, size: int) -> None:
+        """Pin these bytes before they are written."""
+        super().take(start, size)
+        if self._refusal.is_known:
+            return
+        try:
+            self._calls.register(self.tensor.data_ptr() + start, size, PORTABLE)
+        except CudaError as error:
+            self._refusal.note(error)
+            return
+        self._registered[start] = size
+        self.pinned += size
+
+    def give_back(self, start: int, size: int) -> int:
+        """Return whole pages to the system."""
+        self._let_go(start)
+        return super().give_back(start, size)
+
+    def _let_go(self, start: int) -> None:
+        if (size := self._registered.pop(start, None)) is not None:
+            self.pinned -= size
+            with contextlib.suppress(CudaError):  # the device may be gone
+                self._calls.unregister(self.tensor.data_ptr() + start)
+
+    def close(self) -> None:
+        """Unpin everything; the memory stays. May be called twice."""
+        for start in list(self._registered):
+            self._let_go(start)
 
 
 class ComputeMark(HostEvent):
@@ -117,12 +174,10 @@ class CudaDevice(Migration):
 
         Args:
             largest: bytes of the largest extent that is fetched.
-            device: the GPU.
             on_event: called on the stream's thread after each fetch has ended.
             staging: bytes of the largest lossless extent; by default `largest`.
             slots: fetches that may be under way, each with its own buffers.
             host: extents in pinned memory; started by `serve`, closed with the device.
-            gpu: makes torch's calls.
             calls, granule: for mapped memory.
             pins: pins memory of experts that the host runs.
         """
@@ -299,13 +354,9 @@ def read_heads(source: Stored, out: Buffer, layer: ExpertLayer) -> None:
     """Read the headers of a lossless extent that `directory` and `parse` need, each into its place."""
 
     def read(at: int, size: int) -> None:
-        view = out.data[at : min(at + size, source.size)]
-        try:
-            whole = os.preadv(source.file, [view], source.offset + at) == len(view)
-        except OSError as error:
-            raise BundleError.single(source.where, "read", f"cannot be read: {error.strerror}") from None
-        if not whole:
-            raise BundleError.single(source.where, "size", "its file ends before it does")
+        end = min(at + size, source.size)
+        while at < end:
+            at += source.read_some(out.data[at:end], at)
 
     read(0, directory_size(layer.matrices))
     table = out[: 16 * len(layer.matrices)].view("<u4").reshape(-1, 4)

@@ -10,6 +10,8 @@ import contextlib
 import functools
 from typing import Any
 
+import torch
+
 from moepack.pack.errors import InputError
 
 
@@ -34,13 +36,9 @@ class Driver:
         Raises:
             InputError: where the bindings are not installed.
         """
-        real = bindings is None
-        self._cuda = cuda = _bindings() if bindings is None else bindings
-        self._current: Any = contextlib.nullcontext
-        if real:
-            import torch
-
-            self._current = functools.partial(torch.cuda.device, device)  # a thread may have no context yet
+        self._cuda = cuda = bindings or _bindings()
+        # A thread may have no context yet.
+        self._current = contextlib.nullcontext if bindings else functools.partial(torch.cuda.device, device)
         where = cuda.CUmemLocation()
         where.type, where.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, device
         self._kind = cuda.CUmemAllocationProp()

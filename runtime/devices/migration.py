@@ -49,31 +49,6 @@ class HostEvent:
         self._ended.set()
 
 
-class Pace:
-    """Limits a stream to bytes a second: work waits before a chunk for the time of the chunks before it."""
-
-    def __init__(self) -> None:
-        self.rate: float | None = None
-        self.moved = 0
-        self.closing = False  # not an Event: a finalizer may set it on the thread that holds the Event's lock
-        self._due = 0.0
-
-    def charge(self, size: int) -> None:
-        """Make the next chunk wait as if `size` more bytes had been copied."""
-        if self.rate is not None and size > 0:
-            self._due = max(self._due, time.monotonic()) + size / self.rate
-
-    def __call__(self, size: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until `size` bytes may be copied, or until `stop`. Idle time earns no credit."""
-        self.moved += size
-        rate, now = self.rate, time.monotonic()
-        if rate is None:
-            return
-        until, self._due = self._due, max(self._due, now) + size / rate
-        while (wait := until - time.monotonic()) > SHORT and not (stop() or self.closing):
-            time.sleep(min(wait, 0.05))
-
-
 class HostStream:
     """A thread that begins one piece of work after another, in order."""
 
@@ -162,33 +137,45 @@ class HostStream:
 
 
 class Migration:
-    """The common part of devices: one stream for copies, with a rate limit (`pace`)."""
+    """The common part of devices: one stream for copies, with a rate limit.
+
+    Attributes:
+        moved: stored bytes copied since the start.
+    """
 
     def __init__(self, on_event: Callable[[], None], depth: int = 1) -> None:
-        self.pace, self._least = Pace(), FLOOR
+        self.moved, self._due, self._least = 0, 0.0, FLOOR
+        self._rate: float | None = None
+        self._closing = False  # not an Event: a finalizer may set it on the thread that holds the Event's lock
         self.stream = HostStream("moepack-migration", on_event, depth)
 
     def gate(self, event: HostEvent, size: int) -> Callable[[int], None]:
         """Return a function to call before each chunk of a copy: it waits for the rate, and raises Cancelled."""
 
         def before(chunk: int) -> None:
-            self.pace(chunk, lambda: event.cancelled)
-            if event.cancelled or self.pace.closing:
+            self._wait(chunk, event)
+            if event.cancelled or self._closing:
                 raise Cancelled
 
-        self.pace.charge(self._least - size)
+        if self._rate is not None and size < self._least:
+            self._due = max(self._due, time.monotonic()) + (self._least - size) / self._rate
         return before
+
+    def _wait(self, size: int, event: HostEvent) -> None:
+        """Wait for the time of the chunks before this one. Idle time earns no credit."""
+        self.moved += size
+        rate, now = self._rate, time.monotonic()
+        if rate is None:
+            return
+        until, self._due = self._due, max(self._due, now) + size / rate
+        while (wait := until - time.monotonic()) > SHORT and not (event.cancelled or self._closing):
+            time.sleep(min(wait, 0.05))
 
     def limit(self, bytes_per_second: float | None, least: int = FLOOR) -> None:
         """Limit copies to a rate of stored bytes; a copy counts as at least `least`."""
-        self.pace.rate, self._least = bytes_per_second, least
-
-    @property
-    def moved(self) -> int:
-        """Stored bytes copied since the start."""
-        return self.pace.moved
+        self._rate, self._least = bytes_per_second, least
 
     def close(self, wait: bool = True) -> None:
         """End the stream's thread."""
-        self.pace.closing = True
+        self._closing = True
         self.stream.close(wait)

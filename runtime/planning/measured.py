@@ -100,11 +100,9 @@ def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
                 return None
             kept = json.loads(opened.read(LARGEST))
         parts = tuple((_size(a), _size(b), None if c is None else _size(c)) for a, b, c in kept["kv"])
-        passes, lengths = (tuple(map(_size, kept[name])) for name in ("passes", "lengths"))
-        corners = tuple(float(_size(x, float)) for x in kept["corners"])
-        if (len(passes), len(lengths), len(corners)) != (2, 2, 4):
-            return None
-        shape: Any = Activations(passes, lengths, corners)  # type: ignore[arg-type]  # of the lengths just checked
+        passes, lengths = ((_size(a), _size(b)) for a, b in (kept["passes"], kept["lengths"]))
+        a, b, c, d = (float(_size(x, float)) for x in kept["corners"])
+        shape = Activations(passes, lengths, (a, b, c, d))
         needs = MeasuredNeeds(workload, KvShape(parts), _size(kept["activations"]), shape, _size(kept["kept"]))
         return needs, _size(kept["dense"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):

@@ -154,10 +154,7 @@ class LoadOptions:
         """Return a copy with MOEPACK_POLICY, MOEPACK_DENSE and MOEPACK_DEVICE_MEMORY where the options have None.
 
         The variables are for programs that load a bundle by its path. MOEPACK_DENSE counts only for a bundle with
-        versions of its dense matrices (`has_dense`).
-
-        Raises:
-            InputError: for an invalid value.
+        versions of its dense matrices (`has_dense`). Raises InputError for an invalid value.
         """
         memory = os.environ.get(DEVICE_MEMORY) or None
         if self.device_memory is None:

@@ -173,8 +173,7 @@ def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, o
     """Choose a ladder that fits.
 
     Args:
-        bundle: the bundle.
-        options: the policy's.
+        bundle, options: the bundle, and the policy's options.
         outside: bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer.
         budget: bytes for everything.
         on_gpu: whether the device is a GPU; `rates` are then measured later, on the open device.

@@ -146,12 +146,8 @@ class Probe:
     ) -> list[int]:
         """Measure the peak bytes of passes beside weights and caches, one after another on the same cache.
 
-        Args:
-            passes: tokens of each sequence in each pass.
-            batch: sequences.
-            context: tokens that the cache holds before.
-            all_logits: whether a pass returns the logits of every token, or only the last.
-            cached: whether there is a cache.
+        `passes` are tokens of each of `batch` sequences, `context` those that the cache holds before. `all_logits` says
+        whether a pass returns the logits of every token, or only the last; `cached` whether there is a cache.
         """
         out = []
         with self._running() as live:

@@ -38,8 +38,7 @@ def within(
     """Return the bundle with only the versions that a bound leaves.
 
     Args:
-        bundle: the bundle.
-        bound: None leaves all.
+        bundle, bound: no bound leaves all versions.
         outside: bytes that a token reads outside the experts.
         chosen: experts of a token in a layer.
         measure: returns the bytes a second that the device reads, or None if it is not on this machine; called for a

@@ -260,10 +260,7 @@ class LiveOptions:
             raise ValueError("rate is from 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return the ladders that the plan chooses from, by the least expected loss.
-
-        Args:
-            versions: the bundle's, the most precise first.
+        """Return the ladders that the plan chooses from, by the least expected loss. The most precise version is first.
 
         Raises:
             InputError: when a version is not there.

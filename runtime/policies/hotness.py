@@ -142,7 +142,6 @@ class Hotness:
             counts[:] = 0
 
     def _weigh(self) -> list[Floats]:
-        """Return the scores with the prior added."""
         rows = in_turns(zip(self.scores, self._prior, strict=True), every=8)
         return [s + self._anchor * s.sum() * q for s, q in rows]
 

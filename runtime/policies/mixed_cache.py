@@ -62,9 +62,10 @@ class MixedCache:
         coming: Ints | None = None,
         all_of_them: bool = True,
     ) -> Changes:
-        """Request a layer's experts. Others leave for them: prefetches that are not requested, then the least recently
-        used. Where a placement has too few blocks for the layer, the least important experts get the next better
-        placement, or else a worse one.
+        """Request a layer's experts; returns their placements, and the experts that leave for them.
+
+        Prefetches that are not requested leave first, then the least recently used. Where a placement has too few
+        blocks for the layer, the least important experts get the next better placement, or else a worse one.
 
         Args:
             layer: its position.
@@ -72,13 +73,8 @@ class MixedCache:
             room: bytes that the cache may have.
             placed, coming: the placements that the layer's experts have, and that are being copied; by default those of
                 `held`. An expert that is not requested and not at its placement is dropped.
-            all_of_them: whether every expert must fit; otherwise the least important are left out.
-
-        Returns:
-            The changes: the requested experts with their placements, and those that leave.
-
-        Raises:
-            InputError: when they do not fit together.
+            all_of_them: whether InputError is raised unless every expert fits; otherwise the least important are left
+                out.
         """
         out = Changes()
         for expert in [e for e in self._layers[layer] if e not in wants]:

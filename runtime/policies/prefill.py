@@ -166,11 +166,9 @@ class Prefill:
         return [s.importance for s in self._sequences.values() if s.importance]
 
     def _merged(self) -> Importance:
-        """Return the mean of the sequences that decode."""
         return [np.mean(np.stack(layer), axis=0) for layer in zip(*self._decoding(), strict=True)]
 
     def _fitting(self, capacity: Sequence[int]) -> list[int]:
-        """Return K of each layer."""
         setting, k = self._setting, self.options.k
         out = []
         for p, (n, sizes, room) in enumerate(zip(setting.experts, setting.sizes, capacity, strict=True)):

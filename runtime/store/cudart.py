@@ -12,6 +12,8 @@ import ctypes
 import functools
 from typing import Any
 
+import torch
+
 HOST_REGISTER_SUPPORTED = 99  # cudaDevAttrHostRegisterSupported
 READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported
 PORTABLE = 1  # cudaHostRegisterPortable, cudaHostAllocPortable: pinned for every context
@@ -35,8 +37,6 @@ class Cudart:
         Raises:
             OSError: when torch has no CUDA runtime.
         """
-        import torch
-
         self._device = device
         self._library = library if library is not None else _torchs_library()
         real = library is None and torch.cuda.is_available()
@@ -92,8 +92,6 @@ class Cudart:
 
 def _torchs_library() -> Any:
     """Return torch's copy of the CUDA runtime: the library keeps errors, and another copy would clear its own."""
-    import torch
-
     if torch.version.cuda is None:
         raise OSError("this torch was built without CUDA")
     # By the name that torch was linked with, the loader returns the loaded copy.

@@ -115,7 +115,7 @@ class Stored:
             if ready is not None:  # checked when it was read
                 part[:] = ready.numpy().data[done : done + got]
             else:
-                got = self._some(part, done, read)
+                got = self.read_some(part, done, read)
                 if not known:
                     digest.update(part[:got])
             done += got
@@ -127,9 +127,10 @@ class Stored:
             if self.checked is not None:
                 self.checked.note(self)
 
-    def _some(self, part: memoryview, done: int, read: Callable[[memoryview, int], int] | None) -> int:
+    def read_some(self, part: memoryview, begin: int, read: Callable[[memoryview, int], int] | None = None) -> int:
+        """Read some of the extent's bytes from `begin`, unchecked; returns how many. Raises as `read_into`."""
         try:
-            at = self.offset + done
+            at = self.offset + begin
             got = os.preadv(self.file, [part], at) if read is None else read(part, at)
         except OSError as error:
             raise BundleError.single(self.where, "read", f"cannot be read: {error.strerror}") from None

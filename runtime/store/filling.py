@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -50,37 +51,31 @@ class PageFile:
             self._fd = -1
 
 
+@dataclass(frozen=True, slots=True)
 class PinnedFiller:
-    """Fills regions of pinned memory, one after another, on one thread and its readers."""
+    """Fills regions of pinned memory, one after another, on one thread and its readers.
 
-    def __init__(
-        self,
-        calls: Cudart,
-        chain: Chain,
-        threads: int,
-        before: Callable[[int], None],
-        done: Callable[[Stored], None],
-        damaged: Callable[[str, str], None],
-    ) -> None:
-        """Take the arguments of `read_extents`; `damaged` is called with the error and place of every bad extent."""
-        self._calls, self._chain, self._threads = calls, chain, threads
-        self._before, self._done, self._damaged = before, done, damaged
+    The callbacks are those of `read_extents`; `damaged` gets the error and the place of every bad extent.
+    """
+
+    calls: Cudart
+    chain: Chain
+    threads: int
+    before: Callable[[int], None]
+    done: Callable[[Stored], None]
+    damaged: Callable[[str, str], None]
 
     def pin(self, path: Path, extents: Sequence[Stored]) -> tuple[set[int], Pinned | None]:
         """Fill a region and pin it, and go down the chain on failure.
 
-        Args:
-            path: of the file that holds the extents.
-            extents: in the region's order; in the file's order while the chain is at mappings.
-
-        Returns:
-            The numbers of the good extents, and the region's memory; None where it was not pinned.
+        Returns the numbers of the good extents, and the region's memory, None if it was not pinned. The extents are in
+        the region's order, or in the file's while the chain is at mappings.
         """
-        chain, calls = self._chain, self._calls
+        chain, calls = self.chain, self.calls
         size = sum(stored.size for stored in extents)
         if chain.mode is Mode.MAPPED:
             # Registered before it is checked, so that the checked pages are the ones that stay.
-            if not warm(extents, self._threads, self._before):
+            if not warm(extents, self.threads, self.before):
                 return self._read(path, extents, None), None
             try:
                 pinned = pin_mapping(calls, extents[0].file, extents[0].offset, size)
@@ -128,12 +123,12 @@ class PinnedFiller:
                 begin += stored.size
         with contextlib.closing(PageFile(path, extents[0].file)) as file:
             read = file.read if out is not None else None
-            bad = read_extents(extents, rooms, self._threads, self._before, self._done, read)
+            bad = read_extents(extents, rooms, self.threads, self.before, self.done, read)
             if out is not None and not file.direct and hasattr(os, "posix_fadvise"):
                 for stored in extents:  # the page cache would hold them once more
                     os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
         for i, error in bad.items():
-            self._damaged(str(error), extents[i].where)
+            self.damaged(str(error), extents[i].where)
         return set(range(len(extents))) - bad.keys()
 
 
@@ -147,13 +142,9 @@ def read_extents(
 ) -> dict[int, BundleError]:
     """Read extents in threads and check every digest; returns the errors of damaged ones by their number.
 
-    Args:
-        extents: the extents.
-        rooms: the memory for each; without it they are checked and not kept.
-        threads: how many.
-        before: called with the size of each chunk before it is read; its exception ends everything.
-        done: called, on any thread, after each good extent.
-        read: as in `Stored.read_into`.
+    `rooms` is the memory for each; without it they are checked and not kept. `before` is called with the size of each
+    chunk before it is read, and its exception ends everything; `done` after each good extent, on any thread; `read` as
+    in `Stored.read_into`.
     """
     bad: dict[int, BundleError] = {}
 
@@ -181,13 +172,10 @@ def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None])
             part = room[: min(CHUNK, stored.size - at)]
             before(len(part))
             try:
-                got = os.preadv(stored.file, [part], stored.offset + at)
-            except OSError:
-                got = 0
-            if not got:
+                at += stored.read_some(part, at)
+            except BundleError:
                 complete = False
                 return
-            at += got
 
     in_threads(one, range(len(extents)), threads)
     return complete

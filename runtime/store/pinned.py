@@ -74,15 +74,7 @@ class HostStore:
         limit: int,
         piece: int = PIECE,
     ) -> None:
-        """Prepare the store; nothing is read before `start`.
-
-        Args:
-            store: the files.
-            versions: the versions to pin, the most important first.
-            calls: CUDA's.
-            limit: the most bytes to pin.
-            piece: the most bytes of a region.
-        """
+        """Prepare to pin `limit` bytes of `versions`, the most important first, in regions of at most `piece` bytes."""
         self._store, self._versions, self._limit, self._piece = store, tuple(versions), limit, piece
         self._chain = Chain(calls)
         self._filler = PinnedFiller(calls, self._chain, readers(), self._give_way, self._one_more, self._note)

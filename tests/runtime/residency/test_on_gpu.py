@@ -18,7 +18,7 @@ from tiny_models import save_tiny
 from moepack.pack.spec import PAGE
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.runtime.devices.registered import Refusal, RegisteredMemory
+from moepack.runtime.devices.cuda import Refusal, RegisteredMemory
 from moepack.runtime.experts import host_tier
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.residency import manager

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from moepack.pack.errors import InputError, in_a_line
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.planning.sizes import parse_size
 
-from .options import Limits, Options
+from .options import UNLIMITED, Limits, Options
 
 if TYPE_CHECKING:
     from .http.app import Server
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 KEY = "MOEPACK_API_KEY"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECTIONS = 1024
-# torch and oneDNN each keep a compiled product for every shape that they were asked for, 1,024 of them, and passes have
-# any number of tokens: 180 MB in 900 passes of a small model, and still growing. With 128 of each it stands still.
-HELD = 4096  # tokens of KV cache that are held back where experts cannot make room for it
-LEAST = 16  # tokens of a sequence, prompt and answer, without which there is nothing to serve
+HELD = 4096  # tokens of KV cache that are reserved if experts cannot make room for it
+LEAST = 16  # tokens of prompt and answer that the budget must hold
+# torch and oneDNN each keep compiled products of up to 1,024 shapes, and passes have any number of tokens: 180 MB after
+# 900 passes of a small model, and still growing. With 128 each, memory stays constant.
 COMPILED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """What the command is asked for; sizes as they are typed. `load` says how the bundle is loaded."""
+    """The command's options, with sizes as typed; `load` says how to load the bundle."""
 
     bundle: str
     load: LoadOptions = DEFAULTS
@@ -59,10 +59,10 @@ class Serve:
 
 
 def serve(asked: Serve, say: Callable[[str], None]) -> None:
-    """Serve until a signal comes. `say` is told where, once it answers.
+    """Serve until a signal comes. Once the server answers, `say` receives its address.
 
     Raises:
-        InputError: when it cannot.
+        InputError: for invalid options, a bundle that cannot be loaded, or an address in use.
     """
     prepare()
     options = options_of(asked)
@@ -72,10 +72,10 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
 
 
 def prepare() -> None:
-    """Bound what libraries keep of passes; before torch is imported.
+    """Bound the caches of torch and oneDNN. Call it before torch is imported.
 
     Raises:
-        InputError: when what serving needs is not installed.
+        InputError: if a library that serving needs is missing.
     """
     for variable, count in COMPILED.items():
         os.environ.setdefault(variable, count)
@@ -88,33 +88,32 @@ def prepare() -> None:
 
 
 def options_of(asked: Serve) -> Options:
-    """How the server is to behave.
+    """The server's options.
 
     Raises:
-        InputError: for a template that cannot be read, a size that is none.
+        InputError: for an unreadable template or an invalid size.
     """
-    template = read_template(asked.chat_template)
-    limits = Limits(asked.max_sequences, asked.max_waiting, asked.step_tokens)
-    limits = replace(limits, prompt=asked.max_prompt_tokens or limits.prompt)
-    limits = replace(limits, kv_tokens=asked.max_kv_tokens or limits.kv_tokens)
+    template, path = read_template(asked.chat_template), Path(asked.bundle)
+    limits = Limits(
+        asked.max_sequences, asked.max_waiting, asked.step_tokens,
+        prompt=asked.max_prompt_tokens or UNLIMITED, kv_tokens=asked.max_kv_tokens or UNLIMITED,
+    )  # fmt: skip
     most = parse_size(asked.max_body)
     assert most is not None
-    name = (
-        asked.name or Path(asked.bundle).resolve().name if Path(asked.bundle).exists() else asked.name or asked.bundle
-    )
+    name = asked.name or (path.resolve().name if path.exists() else asked.bundle)
     return Options(name, asked.host, asked.api_key or os.environ.get(KEY) or None, most, template, limits)
 
 
 @contextlib.contextmanager
 def opened(asked: Serve, options: Options) -> Iterator[Server]:
-    """Who answers, with the model loaded.
+    """Load the model and yield its server.
 
     Raises:
-        InputError: when it cannot be, or the budget leaves no room for a sequence.
+        InputError: if the bundle cannot be loaded, or the budget leaves no room for a sequence.
     """
     from moepack.runtime.load import check_bundle
 
-    check_bundle(asked.bundle, asked.load)  # before what is slow to import
+    check_bundle(asked.bundle, asked.load)  # before slow imports
 
     from .http.app import Server
 
@@ -136,7 +135,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
-    check_config(asked.bundle)  # the tokenizer is made by what it says
+    check_config(asked.bundle)  # AutoTokenizer reads it
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
     except Exception as error:  # its files may hold anything
@@ -155,7 +154,7 @@ def _load(asked: Serve) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that is taken before the model is loaded, and answers nothing until it is served."""
+    """Bind a socket before the model is loaded; it answers once it is served."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     try:
@@ -170,22 +169,24 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def shown(host: str, port: int) -> str:
-    """An address as people type it."""
+    """A server's URL."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callable[[Any], None]) -> None:
-    """Answer until uvicorn's server, which `ready` is given once it answers, is told to stop: then finish what runs."""
+    """Answer until uvicorn's server is told to stop, then finish running requests.
+
+    Once it answers, `ready` receives uvicorn's server."""
     import uvicorn
 
     from .http.guard import HEADERS, Patient
 
     class Stopping(uvicorn.Server):
-        """uvicorn, which ends with 0 after a signal: it is how one stops a server."""
+        """uvicorn that exits with 0 after a signal, the usual way to stop a server."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            if threading.current_thread() is not threading.main_thread():  # somebody else's process
+            if threading.current_thread() is not threading.main_thread():  # only a main thread may set handlers
                 yield
                 return
             before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}

@@ -26,6 +26,16 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def too_long(message: str, param: str | None = None) -> ApiError:
+    """Make the error for a prompt or an answer that does not fit."""
+    return ApiError(400, message, param, "context_length_exceeded")
+
+
+def failed(message: str) -> ApiError:
+    """Make the error for a request on which the server itself failed."""
+    return ApiError(500, message, None, "internal_error")
+
+
 def bad(param: str, message: str, code: str | None = None) -> ApiError:
     """Make the error for an invalid field."""
     return ApiError(400, f"{param}: {message}", param, code)

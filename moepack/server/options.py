@@ -1,43 +1,45 @@
-"""How a server behaves, what it takes on, how tokens are sampled: records that import neither torch nor a server."""
+"""Options of a server and of sampling. Imports neither torch nor a server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+UNLIMITED = 1 << 40
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes on at a time.
+    """The most that a server accepts.
 
     Attributes:
-        sequences: that are answered at once.
-        waiting: that wait for it.
-        step_tokens: of one forward pass.
+        sequences: running sequences.
+        waiting: waiting sequences.
+        step_tokens: tokens of one forward pass.
         context: tokens of prompt and answer.
         prompt: tokens of a prompt.
-        kv_tokens: of all caches together; without end, they take what experts can be pushed out of.
+        kv_tokens: tokens of all KV caches. Unlimited, experts are evicted as the caches grow.
     """
 
     sequences: int = 32
     waiting: int = 256
     step_tokens: int = 256
-    context: int = 1 << 40
-    prompt: int = 1 << 40
-    kv_tokens: int = 1 << 40
+    context: int = UNLIMITED
+    prompt: int = UNLIMITED
+    kv_tokens: int = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a server is to behave.
+    """Options of a server.
 
     Attributes:
-        name: of the model, as clients ask for it.
-        host: what it listens on.
-        key: that clients are to send; None for none.
-        body: bytes of a request's, at the most.
-        template: a chat template in place of the tokenizer's own.
-        limits: what it takes on at a time.
+        name: the model's name for clients.
+        host: the host it listens on.
+        key: the API key that clients must send; None for none.
+        body: the most bytes of a request's body.
+        template: a chat template that replaces the tokenizer's own.
+        limits: the most that it accepts.
     """
 
     name: str
@@ -50,18 +52,18 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request wants its tokens chosen.
+    """How to choose a request's tokens.
 
     Attributes:
         temperature: 0 is greedy.
-        top_p: the least set of likeliest tokens with this probability; 1 is all.
-        top_k: the likeliest tokens; 0 is all.
-        min_p: tokens at least this share as likely as the likeliest; 0 is all.
-        seed: of its random numbers; None for one that nobody knows.
-        presence, frequency: taken from the logits of tokens that were generated, once and for each time.
-        repetition: divides (or, below zero, multiplies) the logits of tokens in prompt and answer; 1 is none.
-        bias: added to the logits of these tokens.
-        top_logprobs: how many alternatives are reported with every token; None: not even its own.
+        top_p: keeps the fewest likeliest tokens with this probability together; 1 keeps all.
+        top_k: keeps so many of the likeliest tokens; 0 keeps all.
+        min_p: keeps tokens with at least this share of the best probability; 0 keeps all.
+        seed: of the random numbers; None draws one.
+        presence, frequency: penalty on the logits of generated tokens, once and for each occurrence.
+        repetition: divides positive logits of tokens in prompt and answer, multiplies negative ones; 1 changes nothing.
+        bias: token -> what is added to its logit.
+        top_logprobs: alternatives reported with each token; None reports no probabilities.
     """
 
     temperature: float = 1.0

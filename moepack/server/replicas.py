@@ -1,9 +1,8 @@
-"""`moepack serve --replicas N`: copies of the server on Ray Serve, each with a budget of its own, behind one door.
+"""`moepack serve --replicas N`: copies of the server on Ray Serve, each with its own budget, behind one HTTP front.
 
-The door is the same HTTP front as of one server, in an actor of the cluster; it hands requests to replicas through Ray
-Serve's router. Replicas keep what their traffic makes hot: a request goes to the one that had prompts with the same
-beginning, as long as that one is not busier than others (Ray's model multiplexing, with a prompt's beginning for a
-model). Ray starts replicas anew whose health check fails. Decides nothing about answers.
+The front is an actor of the cluster. Ray Serve's router passes each request to the replica that has served prompts with
+the same beginning, unless that one is busier than others: so each replica's hot experts fit its traffic. This is Ray's
+model multiplexing, with a prompt's beginning as the model. Ray restarts replicas whose health check fails.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from moepack.pack.errors import InputError, MissingExtraError
 
 from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, prepare, run, shown
 
-BEGINNING = 64  # characters of a prompt by which it is sent where such prompts went
-PREFIXES = 512  # beginnings that a replica is known for; of more the oldest are forgotten
-LOADING = 1800.0  # seconds in which a replica is to be loaded
-HEALTH = 5.0  # seconds between two looks at a replica
-PAGE = "page"  # what is no generation always comes from one replica, so that numbers do not jump
+BEGINNING = 64  # characters of a prompt that choose its replica
+PREFIXES = 512  # beginnings remembered a replica; the oldest are dropped first
+HEALTH = 5.0  # seconds between health checks
+PAGE = "page"  # the key of all other requests: one replica answers them, so that the page's numbers are consistent
 SCOPE = ("type", "method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path", "asgi")
 
 
 def beginning(raw: bytes) -> str:
-    """What a request's prompt is known by: a digest of the first characters of its text, or of its first message."""
+    """The routing key of a request: a digest of the beginning of its prompt or first message."""
     with contextlib.suppress(ValueError, RecursionError):
         given = json.loads(raw)
         if isinstance(given, dict):
@@ -48,7 +46,7 @@ def beginning(raw: bytes) -> str:
 
 
 class Replica:
-    """One server without a door: Ray calls it for every request."""
+    """A server without an HTTP front, called by Ray for each request."""
 
     def __init__(self, asked: Serve) -> None:
         self._asked, self._entered = asked, contextlib.ExitStack()
@@ -56,12 +54,12 @@ class Replica:
         self._started = False
 
     async def check_health(self) -> None:
-        """As Ray Serve calls it; what is raised has the replica started anew."""
+        """Raise if answers fail; Ray Serve then restarts the replica."""
         if self._started:
             self._server.check()
 
     async def answer(self, scope: dict[str, Any], raw: bytes) -> AsyncIterator[dict[str, Any]]:
-        """A request's answer, in ASGI's messages. It ends when its reader does."""
+        """Yield the ASGI messages of a request's answer; stop when the reader stops."""
         from ray import serve as ray_serve
 
         if not self._started:
@@ -96,13 +94,13 @@ class Replica:
                 await asyncio.wait([working], timeout=5)
 
     def __del__(self) -> None:
-        """As Ray Serve calls it, once nothing runs."""
+        """Release the model; Ray Serve calls this once no request runs."""
         self._server.close()
         self._entered.close()
 
 
 class Door:
-    """The HTTP front: an actor, which Ray calls. As `run` in command.py wants it: it is what stands for a server."""
+    """The HTTP front: a Ray actor, and the server that `command.run` runs."""
 
     def __init__(self, asked: Serve, name: str) -> None:
         from .http.guard import Guard
@@ -114,10 +112,10 @@ class Door:
         self._closed: asyncio.Task[None] | None = None
         self._uvicorn: Any = None
 
-    # --- what Ray calls
+    # --- called through Ray
 
     async def open(self) -> tuple[str, int]:
-        """Listen: host and port."""
+        """Listen, and return host and port."""
         self._closed = asyncio.ensure_future(self._listen())
         either: list[asyncio.Future[Any]] = [self._closed, self._opened]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -126,12 +124,12 @@ class Door:
         return self._opened.result()
 
     async def closed(self) -> None:
-        """Returns once it listens no more."""
+        """Wait until it no longer listens."""
         assert self._closed is not None
         await self._closed
 
     async def end(self) -> None:
-        """Finish what runs, and close."""
+        """Finish running requests and close."""
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
             await self.closed()
@@ -149,23 +147,22 @@ class Door:
     # --- as a server
 
     def start(self) -> None:
-        """The replicas have been started before."""
+        """Do nothing: the replicas run already."""
 
     def stop(self) -> None:
-        """Take nothing on any more."""
+        """Refuse new requests."""
         self._stopping = True
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no request is left."""
 
     # --- requests
 
     async def _relay(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
-        from starlette.responses import JSONResponse
 
         from .errors import ApiError
-        from .http.guard import body
+        from .http.guard import body, disconnected, refusal
 
         if scope["type"] != "http":
             return
@@ -177,7 +174,7 @@ class Door:
                 raw = await body(Request(scope, receive), self._options.body)
             key = beginning(raw) if raw else PAGE
             pieces = self._handle(key).remote({name: scope[name] for name in SCOPE if name in scope}, raw)
-            gone = asyncio.ensure_future(_gone(receive))
+            gone = asyncio.ensure_future(disconnected(receive))
             try:
                 async for message in _until(gone, pieces):
                     begun = True
@@ -186,13 +183,12 @@ class Door:
                 gone.cancel()
                 pieces.cancel()
         except ApiError as error:
-            headers = {"retry-after": "1"} if error.status in (429, 503) else None
-            await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
+            await refusal(error)(scope, receive, send)
         except Exception as error:
             if begun:
                 raise
             failed = ApiError(503, f"no replica answers: {type(error).__name__}", None, "unavailable")
-            await JSONResponse(failed.body(), 503, {"retry-after": "1"})(scope, receive, send)
+            await refusal(failed)(scope, receive, send)
 
     def _handle(self, key: str) -> Any:
         from ray import serve as ray_serve
@@ -201,13 +197,8 @@ class Door:
         return handle.options(stream=True, method_name="answer", multiplexed_model_id=key)
 
 
-async def _gone(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _until(gone: asyncio.Future[None], pieces: Any) -> AsyncIterator[Any]:
-    """What comes, until nobody reads it any more."""
+    """Yield pieces until `gone` is done."""
     coming = aiter(pieces)
     while True:
         piece = asyncio.ensure_future(anext(coming))
@@ -222,10 +213,10 @@ async def _until(gone: asyncio.Future[None], pieces: Any) -> AsyncIterator[Any]:
 
 
 def serve(asked: Serve, say: Callable[[str], None]) -> None:
-    """Serve with replicas until a signal comes. `say` is told where, once it answers.
+    """Serve with replicas until a signal comes. Once they answer, `say` receives the address.
 
     Raises:
-        InputError: when it cannot; replicas say why.
+        InputError: if the front cannot listen or replicas do not start; it gives their error.
         MissingExtraError: without Ray Serve.
     """
     prepare()
@@ -262,7 +253,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
 
 
 def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
-    """Start the replicas, and wait until they have loaded."""
+    """Start the replicas and wait until they are loaded."""
     on_gpu = asked.load.device.startswith("cuda")
     kind, found = ("GPU", ray.cluster_resources().get("GPU", 0)) if on_gpu else ("CPU", ray.cluster_resources()["CPU"])
     if found < asked.replicas:
@@ -271,7 +262,7 @@ def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
     options = {"num_cpus": 1 if on_gpu else threads, "num_gpus": int(on_gpu)}
     variables = {**COMPILED, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     known = ray_serve.multiplexed(max_num_models_per_replica=PREFIXES)(_known)
-    replica = type("Replica", (Replica,), {_known.__name__: known})  # Ray looks for it by its name
+    replica = type("Replica", (Replica,), {_known.__name__: known})  # Ray finds the method by its name
     deployment = ray_serve.deployment(replica).options(
         num_replicas=asked.replicas, ray_actor_options={**options, "runtime_env": {"env_vars": variables}},
         max_ongoing_requests=asked.max_sequences + asked.max_waiting, health_check_period_s=HEALTH,
@@ -289,5 +280,5 @@ def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
 
 
 async def _known(self: Replica, key: str) -> str:
-    """A beginning that a replica is known for from now on."""
+    """Remember a prompt's beginning; Ray's multiplexing wraps this."""
     return key

@@ -84,15 +84,12 @@ class Engine:
         except NotPackable as error:
             self._give_up(error)
         else:
-            self._use(NAME)
-
-    def _use(self, attention: str | None) -> None:
-        self._model.config._attn_implementation = attention
+            model.config._attn_implementation = NAME
 
     def _give_up(self, error: NotPackable) -> None:
         self.why_not_packed = str(error)
         log.warning("requests are not batched, each has forward passes of its own: %s", error)
-        self._use(self._native)
+        self._model.config._attn_implementation = self._native
 
     @property
     def is_packed(self) -> bool:

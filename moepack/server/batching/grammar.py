@@ -1,4 +1,4 @@
-"""Answers that are JSON, by llguidance: which tokens may come next. Without that library none is promised."""
+"""Constrain answers to a JSON schema with llguidance, which is optional: say which tokens may come next."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from moepack.server.errors import ApiError, bad
 
 PARAM = "response_format"
-COMPACT: Any = {"whitespace_flexible": False}  # a weak model would else go on with line breaks for ever
+COMPACT: Any = {"whitespace_flexible": False}  # otherwise a weak model may write line breaks for ever
 
 
 class Grammars:
-    """Makes masks for a tokenizer. Every method may be called from any thread."""
+    """Make masks for a tokenizer. Any thread may call any method."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
@@ -24,10 +24,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def check(self, schema: dict[str, Any]) -> str:
-        """A JSON schema as a grammar.
+        """Turn a JSON schema into a grammar.
 
         Raises:
-            ApiError: for a schema that is none, or where the library is not there.
+            ApiError: for an invalid schema, or without the library.
         """
         try:
             from llguidance import LLMatcher
@@ -44,7 +44,7 @@ class Grammars:
         return grammar
 
     def _made_tokenizer(self) -> Any:
-        """About a second for a large vocabulary, once."""
+        """Make llguidance's tokenizer once: a second for a large vocabulary."""
         with self._lock:
             if self._made is None:
                 try:
@@ -58,12 +58,12 @@ class Grammars:
             return self._made
 
     def mask(self, grammar: str) -> JsonMask:
-        """What a sequence that keeps to it may say."""
+        """Make the mask of one sequence."""
         return JsonMask(self._made_tokenizer(), grammar)
 
 
 class JsonMask:
-    """One sequence's way through a grammar."""
+    """The tokens that a grammar allows next, for one sequence."""
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
         from llguidance import LLMatcher
@@ -71,7 +71,7 @@ class JsonMask:
         self._matcher = LLMatcher(tokenizer, grammar)
 
     def allowed(self, vocabulary: int) -> Tensor:
-        """Bool [vocabulary]."""
+        """The allowed tokens, bool [vocabulary]."""
         if self._matcher.is_error():
             raise ApiError(500, f"{PARAM}: {self._matcher.get_error()}", PARAM)
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -81,10 +81,10 @@ class JsonMask:
         return out
 
     def take(self, token: int) -> None:
-        """This token was chosen."""
+        """Advance by a chosen token."""
         self._matcher.consume_token(token)
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing but an end may follow."""
+        """Whether only an end may follow."""
         return bool(self._matcher.is_stopped())

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from moepack.server.options import Sampling
 
-from .sampling import Mask, Scored
+from .grammar import JsonMask
+from .sampling import Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Job:
     tell: Callable[[JobEvent], None]
     stops: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()
-    grammar: Callable[[], Mask] | None = None
+    grammar: Callable[[], JsonMask] | None = None
     wants_prompt: bool = False
     cancelled: bool = False
     submitted: float = field(default_factory=time.monotonic)

@@ -1,8 +1,7 @@
-"""Sequences packed into one forward pass, without padding: their caches, and the attention that keeps them apart.
+"""Sequences packed into one forward pass without padding: their KV caches, and attention within each sequence.
 
-A pass reads [1, tokens]: some tokens of every running sequence, one after another. All but attention works token by
-token; there every sequence reads its own cache alone, so what the others hold changes nothing in it. Decides nothing
-about who runs.
+A pass reads [1, tokens]: some tokens of every running sequence, one after another. Only attention looks beyond a token.
+There each sequence reads its own cache, so the others do not change its result.
 """
 
 from __future__ import annotations
@@ -23,37 +22,23 @@ from transformers.masking_utils import AttentionMaskInterface
 from moepack.runtime.step import PackedCache, Step, current, opened
 
 NAME = "moepack_rows"  # transformers knows the attention by it
-GRAIN = 32  # tokens to which a row's room is rounded up
-AHEAD = 64  # tokens of room beyond those that are needed
-# What models hand to their attention and this one needs not: masks and windows follow from the rows.
-IGNORED = frozenset(
-    [
-        "dropout",
-        "is_causal",
-        "sliding_window",
-        "position_ids",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "output_router_logits",
-        "cache_position",
-        "logits_to_keep",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-    ]
-)
+GRAIN = 32  # a row's room is a multiple of so many tokens
+AHEAD = 64  # tokens of room beyond the need
+# Arguments that models pass to their attention and that this one does not need: the rows imply masks and windows.
+IGNORED = (
+    "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+    "return_dict", "output_router_logits", "cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k",
+    "max_length_q", "max_length_k",
+)  # fmt: skip
 
 
 class NotPackable(Exception):
-    """A model does with its cache what this attention does not know."""
+    """The model uses its cache in a way that packed attention does not support."""
 
 
 @dataclass(slots=True, eq=False)
 class _LayerCache:
-    """What a row holds of one layer: keys and values (or a latent's two parts) [1, heads, room, dim], up to `end`."""
+    """A row's keys and values (or a latent's two parts) of one layer, [1, heads, room, dim], valid up to `end`."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -65,9 +50,9 @@ class SequenceCache:
     """A sequence's cache.
 
     Attributes:
-        layers: what it holds of each layer.
-        wanted: tokens of room that it takes with its first pass, at the least.
-        length: tokens in it.
+        layers: keys and values by layer.
+        wanted: the least room, in tokens, that its first pass allocates.
+        length: cached tokens.
         room: tokens for which its full layers have memory.
     """
 
@@ -77,11 +62,11 @@ class SequenceCache:
     room: int = 0
 
     def get_seq_length(self) -> int:
-        """As of transformers' caches."""
+        """Cached tokens, under the name that transformers' caches use."""
         return self.length
 
     def room_for(self, tokens: int) -> int:
-        """Tokens of room that it will have once it holds `tokens`: some ahead, so that few passes copy it."""
+        """Room in tokens once it holds `tokens`; it grows ahead of need, so that few passes copy it."""
         if tokens <= self.room:
             return self.room
         ahead = max(AHEAD, tokens // 8) if self.room else 0
@@ -90,25 +75,24 @@ class SequenceCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What tokens of a row take, in bytes.
+    """Bytes of a row's tokens.
 
     Attributes:
-        full: a token of all layers that forget nothing.
-        windowed: (bytes a token, tokens kept) of the other layers together, by window.
+        full: bytes a token in all layers without a window.
+        windowed: (bytes a token, window in tokens) of the other layers, summed by window.
     """
 
     full: int
     windowed: tuple[tuple[int, int], ...] = ()
 
     def bytes(self, room: int, step: int) -> int:
-        """Bytes of a row with room for so many tokens, where passes read `step` tokens at the most."""
+        """Bytes of a row with room for `room` tokens, if passes read at most `step` tokens."""
         return self.full * room + sum(size * min(room, window - 1 + step) for size, window in self.windowed)
 
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """A row's part in a pass: `count` tokens of it, from `start` on of those of the pass, after which it has `room`;
-    whether they are of its prompt."""
+    """A row's tokens in a pass: `count` from position `start` on; the row then has `room`."""
 
     row: SequenceCache
     start: int
@@ -118,22 +102,20 @@ class PassPart:
 
 
 class PackedKvCache(Cache, PackedCache):
-    """The caches of all packed sequences, as one cache that models know how to call.
+    """The caches of all packed sequences behind the interface of transformers' caches.
 
-    The budget's watch (runtime/residency/kv_reserve.py) asks it for its bytes: `held_bytes` now, and `needed` for the
-    pass that is about to begin. Policies are told of its sequences (runtime/residency/sequences.py), each by its row.
+    The KV budget (runtime/residency/kv_reserve.py) reads `held_bytes` and `needed`; policies read `sequences`.
 
     Attributes:
-        rows: of all sequences.
-        began: whether the last pass got as far as writing into rows.
+        rows: the sequences' caches.
+        began: whether the last pass has written into rows.
     """
 
     def __init__(self, windows: Sequence[int | None], shape: CacheShape | None, step: int) -> None:
-        """For a model.
-
+        """
         Args:
-            windows: by layer, how many tokens a query sees, or None for all.
-            shape: what tokens take; None where nobody counts.
+            windows: by layer, how many tokens a query sees; None for all.
+            shape: bytes of tokens; None without a budget.
             step: tokens of the largest pass.
         """
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
@@ -147,46 +129,46 @@ class PackedKvCache(Cache, PackedCache):
     # --- rows
 
     def add(self, wanted: int) -> SequenceCache:
-        """A sequence joins, without tokens yet; its first pass makes room for `wanted`."""
+        """Add an empty sequence; its first pass makes room for `wanted` tokens."""
         row = SequenceCache([_LayerCache() for _ in self.windows], wanted)
         self.rows.append(row)
         return row
 
     def remove(self, row: SequenceCache) -> None:
-        """A sequence leaves; its memory goes at once."""
+        """Remove a sequence and free its memory."""
         self.rows.remove(row)
         row.layers = []
 
     def row_bytes(self, room: int) -> int:
-        """Bytes of a row of so much room."""
+        """Bytes of a row with room for `room` tokens."""
         return 0 if self.shape is None else self.shape.bytes(room, self.step)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that all rows hold."""
+        """Bytes of all rows."""
         return sum(self.row_bytes(row.room) for row in self.rows)
 
     def after(self, parts: Sequence[tuple[SequenceCache, int]]) -> int:
-        """The most bytes that rows hold while a pass reads so many tokens of each of these."""
+        """Peak bytes of all rows while a pass reads so many tokens of each of these."""
         grown = [(row.room, row.room_for(row.length + count)) for row, count in parts]
         more = sum(self.row_bytes(room) - self.row_bytes(before) for before, room in grown)
         copied = max((self.row_bytes(before) for before, room in grown if room > before), default=0)
         return self.held_bytes + more + copied // max(1, len(self.windows))
 
     def needed(self) -> tuple[int, int]:
-        """Bytes while the pass that is about to begin runs, and tokens of its longest row after it."""
+        """Peak bytes of the coming pass, and tokens of its longest row after it."""
         parts = [(part.row, part.count) for part in self._parts]
         return self.after(parts), max((row.length + count for row, count in parts), default=0)
 
     def sequences(self) -> list[tuple[SequenceCache, int, bool]]:
-        """Who is in the pass that is about to begin: rows, their tokens, and whether those are of prompts."""
+        """The rows of the coming pass, each with its tokens and whether they belong to a prompt."""
         return [(part.row, part.count, part.is_prompt) for part in self._parts]
 
     @contextmanager
     def passing(self, parts: Sequence[tuple[SequenceCache, int, bool]]) -> Iterator[None]:
-        """Around a pass that reads so many tokens of each of these rows, of a prompt or not, in this order.
+        """Open a pass that reads so many tokens of each of these rows, of a prompt or not, in this order.
 
-        Where it fails after it began, its rows are worth nothing: `began` says so.
+        If the pass fails once `began` is set, its rows are invalid.
         """
         start, self.began = 0, False
         for row, count, is_prompt in parts:
@@ -204,7 +186,7 @@ class PackedKvCache(Cache, PackedCache):
     # --- what models call
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a layer's new states [1, heads, tokens, dim] apart, each row's behind what it has."""
+        """Append a layer's new states [1, heads, tokens, dim] to the rows, and return them."""
         self.began = True
         for part in self._parts:
             self._append(part, layer, keys, values)
@@ -227,7 +209,7 @@ class PackedKvCache(Cache, PackedCache):
         held.end = end
 
     def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
-        """Every row's queries over its own keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
+        """Attend with each row's queries over its own keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
         layer, expand = module.layer_idx, getattr(module, "expand_kv", None)
         passed = self._passed[layer]
         if passed is None or (expand is None and key is not passed[0]):
@@ -248,7 +230,7 @@ class PackedKvCache(Cache, PackedCache):
         return max((row.length for row in self.rows), default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Never used for a mask: there is none."""
+        """Sizes that nothing reads: packed passes have no mask."""
         return query_length, 0
 
 
@@ -259,7 +241,7 @@ class _Layer:
     is_compileable = False
 
     def __init__(self, rows: PackedKvCache, number: int) -> None:
-        self._rows, self._number = weakref.ref(rows), number  # a circle would keep the rows' memory
+        self._rows, self._number = weakref.ref(rows), number  # a reference cycle would keep the rows' memory
 
     def _of(self) -> PackedKvCache:
         rows = self._rows()
@@ -267,7 +249,7 @@ class _Layer:
         return rows
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The new states, as they came: `attend` reads the rows."""
+        """Store new states and return them unchanged; `attend` reads the rows."""
         return self._of().store(self._number, keys, values)
 
     def get_seq_length(self) -> int:
@@ -276,7 +258,7 @@ class _Layer:
 
 
 def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> Tensor:
-    """Room for `size` tokens, with the last `keep` of `old`'s first `end`."""
+    """Allocate `size` tokens and copy the last `keep` of `old`'s first `end` into them."""
     new = like.new_empty(1, like.shape[1], size, like.shape[3])
     if old is not None and keep:
         new[:, :, :keep] = old[:, :, end - keep : end]
@@ -284,7 +266,7 @@ def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, sinks: Tensor | None) -> Tensor:
-    """One sequence: its last queries [1, heads, n, dim] over its keys [1, kv heads, length, dim]."""
+    """Attend with a sequence's last queries [1, heads, n, dim] over its keys [1, kv heads, length, dim]."""
     n, length, heads = q.shape[2], k.shape[2], k.shape[1]
     mask = None
     if n == 1 and window is not None and length > window:
@@ -295,7 +277,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
             mask = mask.triu_(length - n - window + 1)
     if sinks is not None:
         return _with_sinks(q, k, v, scaling, mask, sinks)
-    if n == 1:  # heads that share keys are queries of one head: nothing is repeated
+    if n == 1:  # query heads that share keys become queries of one head, so keys are not repeated
         out = scaled_dot_product_attention(q.reshape(1, heads, -1, q.shape[3]), k, v, scale=scaling)
         return out.reshape(1, 1, -1, v.shape[3])
     grouped = q.shape[1] != heads
@@ -309,8 +291,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None, sinks: Tensor) -> Tensor:
-    """With a learnt logit a head that takes its share of the softmax and adds nothing (gpt-oss), as transformers'
-    eager attention computes it."""
+    """Attend with one learnt logit a head in the softmax (gpt-oss), as transformers' eager attention does."""
     n, length, repeats = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
     scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[3] ** -0.5 if scaling is None else scaling)
@@ -330,7 +311,7 @@ def _attention(
     """The attention of a packed pass, as transformers calls it."""
     step = current()
     if step is None or step.packed is None:  # set by PackedKvCache.passing
-        raise NotPackable("a pass that is not packed came to the attention of packed ones")
+        raise NotPackable("a pass that is not packed reached packed attention")
     scaling, sinks = given.pop("scaling", None), given.pop("s_aux", None)
     unknown = [n for n, value in given.items() if n not in IGNORED and value is not None and value is not False]
     if unknown:
@@ -347,10 +328,10 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """By layer, how many tokens a query sees, or None for all.
+    """How many tokens a query sees in each layer; None for all.
 
     Raises:
-        NotPackable: for layers that keep something else than keys and values, and positions that depend on the pass.
+        NotPackable: if layers keep other state than keys and values, or positions depend on the pass.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 

@@ -1,6 +1,6 @@
-"""From logits to a token: penalties, bias, a grammar's mask, temperature, top-k, top-p, min-p. Knows no request.
+"""Choose a token from logits: penalties, bias, a grammar's mask, temperature, top-k, top-p, min-p.
 
-A request's randomness is its own: the same seed and the same logits give the same tokens, whatever else is served.
+Each request has a random generator of its own: the same seed and logits give the same tokens beside any other request.
 """
 
 from __future__ import annotations
@@ -9,34 +9,21 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moepack.server.options import Sampling
 
-
-class Mask(Protocol):
-    """What a grammar allows next."""
-
-    def allowed(self, vocabulary: int) -> Tensor:
-        """Bool [vocabulary]."""
-
-    def take(self, token: int) -> None:
-        """This token was chosen."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing but an end may follow."""
+from .grammar import JsonMask
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token and how likely it was, before anything was done to the logits: natural logarithms.
+    """A token and its natural log probability under the model's own logits.
 
     Attributes:
-        top: the likeliest tokens with theirs, the likeliest first.
+        top: the likeliest tokens and their log probabilities, the likeliest first.
     """
 
     token: int
@@ -45,7 +32,7 @@ class Scored:
 
 
 def scored(logits: Tensor, token: int, top: int | None) -> Scored:
-    """A token with its logarithmic probability under `logits` [vocabulary]."""
+    """Score a token under `logits` [vocabulary], with the `top` likeliest; None computes no probability."""
     if top is None:
         return Scored(token)
     logs = torch.log_softmax(logits.float(), dim=-1)
@@ -57,9 +44,11 @@ def scored(logits: Tensor, token: int, top: int | None) -> Scored:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence."""
+    """Choose the tokens of one sequence."""
 
-    def __init__(self, how: Sampling, prompt: Sequence[int], device: torch.device, mask: Mask | None = None) -> None:
+    def __init__(
+        self, how: Sampling, prompt: Sequence[int], device: torch.device, mask: JsonMask | None = None
+    ) -> None:
         self._how, self._mask = how, mask
         self._prompt = frozenset(prompt) if how.repetition != 1.0 else frozenset()
         self._counts: Counter[int] = Counter()
@@ -70,27 +59,21 @@ class Sampler:
 
     @property
     def is_done(self) -> bool:
-        """Whether the grammar lets nothing follow."""
+        """Whether the grammar is complete."""
         return self._mask is not None and self._mask.is_done
 
     def choose(self, logits: Tensor) -> Scored:
-        """The next token, from logits [vocabulary]."""
-        how = self._how
-        token = self._choose(logits)
+        """Choose the next token from logits [vocabulary]."""
+        how, changed = self._how, self._changed(logits)
+        token = int(changed.argmax()) if self._random is None else draw(changed, how, self._random)
         if how.presence or how.frequency or how.repetition != 1.0:
             self._counts[token] += 1
         if self._mask is not None:
             self._mask.take(token)
         return scored(logits, token, how.top_logprobs)
 
-    def _choose(self, logits: Tensor) -> int:
-        changed = self._changed(logits)
-        if self._random is None:
-            return int(changed.argmax())
-        return draw(changed, self._how, self._random)
-
     def _changed(self, logits: Tensor) -> Tensor:
-        """Logits after penalties, bias and mask; the same where there are none."""
+        """Apply penalties, bias and mask; without any, return `logits` itself."""
         how, device = self._how, logits.device
         if self._counts or self._prompt or how.bias or self._mask is not None:
             logits = logits.float().clone()
@@ -110,7 +93,7 @@ class Sampler:
 
 
 def draw(logits: Tensor, how: Sampling, random: torch.Generator) -> int:
-    """A token from logits [vocabulary] at a temperature above 0, limited by top-k, then top-p, then min-p."""
+    """Draw a token from logits [vocabulary] at a temperature above 0, limited by top-k, then top-p, then min-p."""
     logits = logits.float() / how.temperature
     if 0 < how.top_k < len(logits):
         logits, tokens = logits.topk(how.top_k)
@@ -119,7 +102,7 @@ def draw(logits: Tensor, how: Sampling, random: torch.Generator) -> int:
     else:
         tokens = None
     chances = torch.softmax(logits, dim=-1)
-    if how.top_p < 1:  # those before which less than top_p lies: the likeliest always
+    if how.top_p < 1:  # keep tokens before which less than top_p lies, and always the likeliest
         beyond = chances.cumsum(-1) - chances >= how.top_p
         beyond[0] = False
         chances = chances.masked_fill(beyond, 0.0)

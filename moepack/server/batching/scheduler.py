@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.errors import ApiError
+from moepack.server.errors import ApiError, failed, too_long
 from moepack.server.options import Limits
 
 from .engine import CacheSlot, Engine, StepInput
@@ -128,23 +128,11 @@ class Scheduler:
             ApiError: if the prompt can never be served; it names the number of tokens that could.
         """
         limits, context = self.limits, min(self.limits.context, self.limits.kv_tokens)
-        if prompt > min(limits.prompt, context - 1):
-            most = min(limits.prompt, context - 1)
-            raise ApiError(
-                400,
-                f"the prompt has {prompt} tokens: this server takes {most} at the most",
-                None,
-                "context_length_exceeded",
-            )
+        if prompt > (most := min(limits.prompt, context - 1)):
+            raise too_long(f"the prompt has {prompt} tokens: this server takes {most} at the most")
         if not self._engine.holds(prompt + 1):
-            fits = self._engine.most_tokens(prompt)
-            raise ApiError(
-                400,
-                f"the prompt has {prompt} tokens: the memory budget holds {fits} tokens of a sequence, prompt and "
-                "answer together",
-                None,
-                "context_length_exceeded",
-            )
+            fits = f"{self._engine.most_tokens(prompt)} tokens of a sequence, prompt and answer together"
+            raise too_long(f"the prompt has {prompt} tokens: the memory budget holds {fits}")
         room = context - prompt
         return room if self._engine.holds(context) else self._engine.most_tokens(context) - prompt
 
@@ -324,9 +312,9 @@ class Scheduler:
         except Exception as error:
             log.exception("a forward pass failed")
             self._error = f"{type(error).__name__}: {error}"
-            failed = [one for one, _ in planned]
-            self._running = [one for one in self._running if one not in failed]
-            self._drop(failed, ApiError(500, "the model failed on this request", None, "internal_error"))
+            lost = [one for one, _ in planned]
+            self._running = [one for one in self._running if one not in lost]
+            self._drop(lost, failed("the model failed on this request"))
             return
         self._token_limit, self._error, self._crowded = self.limits.step_tokens, None, False
         self.totals.steps += 1
@@ -338,7 +326,7 @@ class Scheduler:
             except Exception as error:
                 if not isinstance(error, ApiError):
                     log.exception("a sequence failed")
-                    error = ApiError(500, "the model's answer could not be read", None, "internal_error")
+                    error = failed("the model's answer could not be read")
                 self._running.remove(one)
                 self._drop([one], error)
 
@@ -350,8 +338,7 @@ class Scheduler:
         elif len(self._running) > 1:
             self._preempt()
         else:
-            one = self._running.pop()
-            self._drop([one], ApiError(400, str(error), None, "context_length_exceeded"))
+            self._drop([self._running.pop()], too_long(str(error)))
 
     def _read_logits(self, one: _Sequence, item: StepInput, logits: Tensor | None) -> None:
         """Take the logits of a sequence's last pass."""

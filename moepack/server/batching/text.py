@@ -1,16 +1,16 @@
-"""Tokens to text, piece by piece: no half characters, and no part of a stop string. Standard library only."""
+"""Turn tokens into text piece by piece, without half characters or parts of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-CONTEXT = 6  # tokens before a piece that may change how it reads (a space that a word begins with)
-LONGEST = 64  # tokens that wait for the rest of a character: of four bytes, it has long come if it will come
+CONTEXT = 6  # tokens before a piece that may change its text (the space before a word)
+LONGEST = 64  # tokens held back at most for the rest of a character, which has four bytes
 BROKEN = "\ufffd"
 
 
 class Pieces:
-    """The text of a sequence's tokens as they come."""
+    """Decode a sequence's tokens as they arrive."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
         self._decode = decode
@@ -20,12 +20,12 @@ class Pieces:
         self._from, self._read = 0, len(self._tokens)
 
     def push(self, token: int) -> str:
-        """The text that a token completes; "" while a character is not whole."""
+        """Return the text that a token completes; "" while a character is incomplete."""
         self._tokens.append(token)
         return self._piece(len(self._tokens) - self._read > LONGEST)
 
     def end(self) -> str:
-        """What is left, half characters as U+FFFD."""
+        """Return the rest, with U+FFFD for an incomplete character."""
         return self._piece(True)
 
     def _piece(self, whatever: bool) -> str:
@@ -33,39 +33,33 @@ class Pieces:
         now = self._decode(self._tokens[self._from :])
         if len(now) <= len(before) or (now.endswith(BROKEN) and not whatever):
             return ""
-        self._tokens = self._tokens[self._read :]  # what was read last is the context of the next
+        self._tokens = self._tokens[self._read :]  # these tokens are the context of the next piece
         self._from, self._read = 0, len(self._tokens)
         return now[len(before) :]
 
 
 class Stops:
-    """Holds text back while it may be the beginning of a stop string."""
+    """Hold text back while it may begin a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = tuple(stops), ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """What may be shown now, and whether a stop string came: then it ends before the first that was complete, which
-        is the same however the text comes in pieces."""
+        """Return the text to show, and whether a stop string came.
+
+        The text ends before the stop string that was complete first, however it is split into pieces."""
         self._held += text
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             shown, self._held = self._held[: min(found)[1]], ""
             return shown, True
-        keep = self._longest_beginning()
-        at = len(self._held) - keep
+        most = max((len(stop) for stop in self._stops), default=1) - 1
+        ends = range(max(0, len(self._held) - most), len(self._held))  # where the text that is held back may begin
+        at = next((i for i in ends if any(stop.startswith(self._held[i:]) for stop in self._stops)), len(self._held))
         shown, self._held = self._held[:at], self._held[at:]
         return shown, False
 
-    def _longest_beginning(self) -> int:
-        """Characters at the end that begin a stop string."""
-        most = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(most, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stops if len(stop) > size):
-                return size
-        return 0
-
     def end(self) -> str:
-        """What was held back: no more comes."""
+        """Return what was held back, at the end of the answer."""
         shown, self._held = self._held, ""
         return shown

@@ -1,4 +1,4 @@
-"""A tokenizer as the server uses it: text to tokens and back, and single tokens as a client is shown them."""
+"""The server's tokenizer: text to tokens and back, and single tokens as clients see them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def end_tokens(generation_config: Any) -> list[int]:
-    """The tokens that a model's generation_config.json ends an answer at; it may hold anything.
+    """The tokens at which a model's generation_config.json ends an answer.
 
     Raises:
-        InputError: where they are no tokens.
+        InputError: unless it names token ids.
     """
     named = getattr(generation_config, "eos_token_id", None)
     if named is None:
@@ -30,7 +30,7 @@ def end_tokens(generation_config: Any) -> list[int]:
 
 
 class Tokens:
-    """Every method may be called from any thread.
+    """A tokenizer for any thread.
 
     Attributes:
         tokenizer: transformers' own.
@@ -47,7 +47,7 @@ class Tokens:
         self._bytes = self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
 
     def encode(self, text: str, special: bool, param: str) -> list[int]:
-        """Text as tokens; `special`: with those that a text begins or ends with."""
+        """Encode text; `special` adds the tokens that begin or end a text."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -56,13 +56,13 @@ class Tokens:
             return list(self.tokenizer(text, add_special_tokens=special).input_ids)
 
     def decode(self, tokens: list[int]) -> str:
-        """Tokens as text, without special ones."""
+        """Decode tokens, without special ones."""
         if self._plain:
             return str(self._fast.decode(tokens, skip_special_tokens=True))  # type: ignore[union-attr]
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def raw(self, token: int) -> bytes:
-        """The bytes of one token, special or not; a token that has no text has none."""
+        """The bytes of one token, special or not; empty for a token without text."""
         name = self.tokenizer.convert_ids_to_tokens(token)
         if name is None:
             return b""
@@ -75,7 +75,7 @@ class Tokens:
         return str(name).replace("\u2581", " ").encode()
 
     def shown(self, token: int) -> str:
-        """One token as text; one that is no text by itself as its bytes."""
+        """One token as text, or as its bytes if they are not valid UTF-8."""
         raw = self.raw(token)
         try:
             return raw.decode()
@@ -85,7 +85,7 @@ class Tokens:
 
 @functools.cache
 def _byte_of() -> dict[str, int]:
-    """The bytes behind the letters of a byte-level vocabulary (GPT-2): printable ones stand for themselves."""
+    """Letter -> byte of a byte-level vocabulary (GPT-2), in which printable bytes stand for themselves."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in set(kept)]
     return {chr(b): b for b in kept} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.errors import ApiError
 
+from .guard import disconnected
 from .replies import sse
 
 PATIENCE = 60.0  # seconds a client may stop reading a stream
@@ -39,8 +40,7 @@ class Answer:
             job.cancelled = True
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self._events.put_nowait(None)
 
     async def batches(self, receive: Receive) -> AsyncIterator[list[tuple[int, JobEvent]]]:
@@ -62,13 +62,10 @@ class Answer:
                     if pair is None:
                         raise Gone
                     _, event = pair
+                    if isinstance(event.error, ApiError):
+                        raise event.error
                     if event.error is not None:
-                        error = event.error
-                        raise (
-                            error
-                            if isinstance(error, ApiError)
-                            else ApiError(500, "the model failed", None, "internal")
-                        )
+                        raise ApiError(500, "the model failed", None, "internal")
                     left -= event.finish is not None
                     batch.append(pair)
                 yield batch

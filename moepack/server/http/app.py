@@ -24,14 +24,14 @@ from moepack.server.batching.grammar import Grammars
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
-from moepack.server.errors import ApiError
-from moepack.server.options import Options
+from moepack.server.errors import ApiError, failed, too_long
+from moepack.server.options import UNLIMITED, Options
 from moepack.version import __version__
 
 from . import parse, replies
 from .answer import Answer, Gone, Streamed, collected
 from .fields import parse_json
-from .guard import Guard, body
+from .guard import Guard, body, refusal
 from .live_view import LiveView
 from .metrics import Metrics
 from .replies import Choice, Head
@@ -51,7 +51,7 @@ class Server:
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
-        context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or 1 << 40))
+        context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or UNLIMITED))
         self.engine = Engine(model, options.limits.step_tokens)
         self.scheduler = Scheduler(self.engine, self.tokens, replace(options.limits, context=context), self._post)
         self.metrics = Metrics(model, self.engine, self.scheduler)
@@ -147,7 +147,7 @@ class Server:
 
     def _described(self) -> dict[str, Any]:
         limits = self.scheduler.limits
-        context = {"max_model_len": limits.context} if limits.context < 1 << 40 else {}
+        context = {"max_model_len": limits.context} if limits.context < UNLIMITED else {}
         return {
             "id": self._options.name, "object": "model", "created": self._began, "owned_by": f"moepack {__version__}",
             **context,
@@ -185,13 +185,9 @@ class Server:
             room = self.scheduler.most_answer(len(prompt))
             wanted = room if asked.max_tokens is None else asked.max_tokens
             if wanted > room:
-                raise ApiError(
-                    400,
-                    f"the prompt has {len(prompt)} tokens, and {wanted} are wanted: {len(prompt) + room} tokens of a "
-                    f"sequence is the most that this server holds, which leaves {room}",
-                    "max_tokens",
-                    "context_length_exceeded",
-                )
+                most = f"{len(prompt) + room} tokens of a sequence is the most that this server holds"
+                why = f"the prompt has {len(prompt)} tokens, and {wanted} are wanted: {most}, which leaves {room}"
+                raise too_long(why, "max_tokens")
             limits.append(wanted)
         for prompt, most in zip(prompts, limits, strict=True):
             for n in range(asked.count):
@@ -215,10 +211,10 @@ class Server:
 
         prompts = await self._aside(prepare)
         choices = [Choice(prompt) for prompt in prompts for _ in range(asked.asked.count)]
-        head = Head.of("text_completion", self._options.name, "cmpl")
+        head = Head("text_completion", self._options.name, "cmpl")
         self.scheduler.submit(answer.jobs)
         if asked.asked.stream:
-            return Streamed(self._completion_pieces(request, asked, answer, choices, prompts, head))
+            return Streamed(self._completion_pieces(request, asked, answer, choices, head))
         await collected(answer, request.receive, choices)
         made = []
         for index, choice in enumerate(choices):
@@ -228,22 +224,16 @@ class Server:
             if asked.asked.sampling.top_logprobs is not None:
                 logprobs = replies.completion_logprobs(self.tokens, scored)
             made.append(replies.completion_choice(index, before + choice.text, choice.finish, logprobs))
-        return JSONResponse(head(made, replies.usage([len(p) for p in prompts], choices)))
+        return JSONResponse(head(made, usage=replies.usage(choices, asked.asked.count)))
 
     def _echoed(self, asked: parse.CompletionRequest, number: int, choice: Choice) -> str:
         prompt = asked.prompts[number]
         return prompt if isinstance(prompt, str) else self.tokens.decode(list(choice.prompt))
 
     async def _completion_pieces(
-        self,
-        request: Request,
-        asked: parse.CompletionRequest,
-        answer: Answer,
-        choices: list[Choice],
-        prompts: list[list[int]],
-        head: Head,
+        self, request: Request, asked: parse.CompletionRequest, answer: Answer, choices: list[Choice], head: Head
     ) -> AsyncIterator[list[Any]]:
-        wants, extra = asked.asked.sampling.top_logprobs is not None, self._usage_field(asked.asked)
+        wants, extra = asked.asked.sampling.top_logprobs is not None, _empty_usage(asked.asked)
         at, begun = [0] * len(choices), set()
         async for batch in answer.batches(request.receive):
             pieces = []
@@ -256,15 +246,10 @@ class Server:
                 begun.add(index)
                 logprobs = replies.completion_logprobs(self.tokens, scored, at[index]) if wants else None
                 at[index] += len(text)
-                pieces.append(head([replies.completion_choice(index, text, event.finish, logprobs)], extra))
+                pieces.append(head([replies.completion_choice(index, text, event.finish, logprobs)], **extra))
             yield pieces
         if asked.asked.usage:
-            yield [head([], replies.usage([len(p) for p in prompts], choices))]
-
-    @staticmethod
-    def _usage_field(asked: parse.RequestOptions) -> Any:
-        """Give each chunk an empty usage field if the stream ends with its usage."""
-        return None if asked.usage else "none"
+            yield [head([], usage=replies.usage(choices, asked.asked.count))]
 
     async def _chat(self, request: Request) -> Response:
         asked: parse.ChatRequest = await self._read(request, parse.chat)
@@ -277,10 +262,10 @@ class Server:
 
         prompt = await self._aside(prepare)
         choices = [Choice(prompt) for _ in range(asked.asked.count)]
-        head = Head.of("chat.completion", self._options.name, "chatcmpl")
+        kind = "chat.completion.chunk" if asked.asked.stream else "chat.completion"
+        head = Head(kind, self._options.name, "chatcmpl")
         self.scheduler.submit(answer.jobs)
         if asked.asked.stream:
-            head = replace(head, kind="chat.completion.chunk")
             return Streamed(self._chat_pieces(request, asked, answer, choices, head))
         await collected(answer, request.receive, choices)
         wants = asked.asked.sampling.top_logprobs is not None
@@ -288,14 +273,14 @@ class Server:
             replies.chat_choice(index, choice, self.tokens, wants, bool(asked.tools))
             for index, choice in enumerate(choices)
         ]
-        return JSONResponse(head(made, replies.usage([len(prompt)], choices)))
+        return JSONResponse(head(made, usage=replies.usage(choices, asked.asked.count)))
 
     async def _chat_pieces(
         self, request: Request, asked: parse.ChatRequest, answer: Answer, choices: list[Choice], head: Head
     ) -> AsyncIterator[list[Any]]:
-        wants, extra = asked.asked.sampling.top_logprobs is not None, self._usage_field(asked.asked)
+        wants, extra = asked.asked.sampling.top_logprobs is not None, _empty_usage(asked.asked)
         begins = {"role": "assistant", "content": ""}
-        yield [head([replies.chat_piece(n, begins)], extra) for n in range(len(choices))]
+        yield [head([replies.chat_piece(n, begins)], **extra) for n in range(len(choices))]
         async for batch in answer.batches(request.receive):
             pieces = []
             for index, event in batch:
@@ -310,13 +295,18 @@ class Server:
                         more = {"tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}
                 delta = ({"content": text} if text else {}) | more
                 if delta or event.scored:
-                    pieces.append(head([replies.chat_piece(index, delta, None, logprobs)], extra))
+                    pieces.append(head([replies.chat_piece(index, delta, None, logprobs)], **extra))
                 if finish:
-                    pieces.append(head([replies.chat_piece(index, {}, finish)], extra))
+                    pieces.append(head([replies.chat_piece(index, {}, finish)], **extra))
             if pieces:
                 yield pieces
         if asked.asked.usage:
-            yield [head([], replies.usage([len(choices[0].prompt)], choices))]
+            yield [head([], usage=replies.usage(choices, asked.asked.count))]
+
+
+def _empty_usage(asked: parse.RequestOptions) -> dict[str, None]:
+    """Each chunk's usage field: empty if the stream ends with its usage, else absent."""
+    return {"usage": None} if asked.usage else {}
 
 
 def _mixed(seed: int, n: int) -> int:
@@ -339,8 +329,7 @@ def _page() -> tuple[bytes, str]:
 
 
 async def _refusal(request: Request, error: ApiError) -> Response:
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body(), error.status, headers)
+    return refusal(error)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -350,4 +339,4 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 async def _failure(request: Request, error: Exception) -> Response:
     if isinstance(error, Gone):
         return Response(status_code=499)
-    return JSONResponse(ApiError(500, "this server failed on the request", None, "internal_error").body(), 500)
+    return refusal(failed("this server failed on the request"))

@@ -35,7 +35,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request and pass it on (ASGI)."""
         if scope["type"] == "http" and (error := self._refused(scope)) is not None:
-            await JSONResponse(error.body(), error.status)(scope, receive, send)
+            await refusal(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -58,6 +58,18 @@ class Guard:
         )
 
 
+def refusal(error: ApiError) -> JSONResponse:
+    """Make the response to a refused request."""
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def is_local(host: str) -> bool:
     """Whether only this machine can reach an address."""
     try:
@@ -75,7 +87,7 @@ async def body(request: Request, most: int) -> bytes:
     """Read a request's body.
 
     Raises:
-        ApiError: when it is no JSON by its own word, longer than `most` bytes, or takes too long.
+        ApiError: if its content type is not JSON, it is longer than `most` bytes, or it takes too long.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a browser sends a web page's form without a preflight request

@@ -83,9 +83,8 @@ class LiveView:
         serving, tracker = self._serving, self._serving.tracker
         parts: dict[str, int] = defaultdict(int)
         fixed = serving.fixed
-        for name in ("dense", "activations", "staging", "window"):
+        for name in ("dense", "activations", "staging", "window", "kv"):
             parts[name] = getattr(fixed, name)
-        parts["kv"] = fixed.kv
         if tracker is None:
             for layer in serving.layers:
                 for handle in layer.current.handles:

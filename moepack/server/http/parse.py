@@ -8,10 +8,10 @@ from typing import Any
 from moepack.server.errors import bad
 from moepack.server.options import Sampling
 
-from .fields import Fields
+from .fields import Fields, parse_json
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 128, 20
-# Of OpenAI's fields: those that change nothing about an answer, as far as it is served here.
+# OpenAI's fields that do not change an answer here.
 NEUTRAL = ("user", "safety_identifier", "prompt_cache_key")
 ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -27,13 +27,13 @@ class RequestOptions:
 
     Attributes:
         model: the name of the model; None for the one that is served.
-        max_tokens: of the answer; None for as many as there is room for.
+        max_tokens: tokens of the answer; None for as many as fit.
         count: answers to every prompt.
         stops: strings that end an answer.
-        ignores_ends: whether it goes on after a token that ends answers.
-        stream: whether it is told as it comes.
-        usage: whether a stream ends with the numbers of tokens.
-        schema: of a JSON answer; None for any text.
+        ignores_ends: whether the answer continues after a token that ends answers.
+        stream: whether to stream the answer.
+        usage: whether a stream ends with its token counts.
+        schema: the schema of a JSON answer; None for any text.
     """
 
     model: str | None
@@ -64,7 +64,7 @@ class ChatRequest:
     Attributes:
         messages: as templates read them.
         tools: functions that the model may call.
-        template: more that the model's template is given.
+        template: further arguments of the model's template.
     """
 
     asked: RequestOptions
@@ -206,9 +206,7 @@ def _schema(fields: Fields) -> dict[str, Any] | None:
 
 
 def _is_tokens(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
-    )
+    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
 
 
 def _prompts(given: Any, vocabulary: int) -> tuple[str | list[int], ...]:
@@ -285,8 +283,6 @@ def _content(where: str, given: Any) -> str | None:
 
 def _calls(where: str, given: Any) -> list[dict[str, Any]]:
     """Parse the tool calls of an earlier answer; templates need their arguments as objects."""
-    from .fields import parse_json
-
     out = []
     for n, call in enumerate(given if isinstance(given, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None

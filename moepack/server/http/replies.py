@@ -35,31 +35,22 @@ class Choice:
         self.finish, self.generated = event.finish, event.generated
 
 
-@dataclass(frozen=True, slots=True)
 class Head:
     """The fields that all chunks of an answer share."""
 
-    kind: str
-    model: str
-    prefix: str
-    id: str = ""
-    created: int = 0
+    def __init__(self, kind: str, model: str, prefix: str) -> None:
+        made, unique = int(time.time()), secrets.token_hex(16)
+        self._fields = {"id": f"{prefix}-{unique}", "object": kind, "created": made, "model": model}
 
-    @classmethod
-    def of(cls, kind: str, model: str, prefix: str) -> Head:
-        """Make the fields of a new answer."""
-        return cls(kind, model, prefix, f"{prefix}-{secrets.token_hex(16)}", int(time.time()))
-
-    def __call__(self, choices: list[dict[str, Any]], usage: Any = "none") -> dict[str, Any]:
-        """An answer or chunk with these choices, and its usage unless that is "none"."""
-        out = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
-        return out if usage == "none" else {**out, "usage": usage}
+    def __call__(self, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
+        """An answer or chunk with these choices, and `usage` if that is given."""
+        return {**self._fields, "choices": choices, **usage}
 
 
-def usage(prompts: Sequence[int], choices: Sequence[Choice]) -> dict[str, int]:
-    """Count the tokens read and generated; a prompt counts once for all its answers."""
-    made = sum(choice.generated for choice in choices)
-    return {"prompt_tokens": sum(prompts), "completion_tokens": made, "total_tokens": sum(prompts) + made}
+def usage(choices: Sequence[Choice], count: int) -> dict[str, int]:
+    """Count the tokens read and generated; a prompt counts once for all its `count` answers."""
+    read, made = sum(len(c.prompt) for c in choices[::count]), sum(c.generated for c in choices)
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
 def sse(value: Any) -> bytes:

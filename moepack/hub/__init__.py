@@ -1,7 +1,7 @@
-"""Publishing bundles to a Hugging Face Hub and fetching them, whole, by version or by what fits a budget.
+"""Publish bundles to a Hugging Face Hub, and fetch them: whole, by version, or by what fits a budget.
 
-Works with any endpoint that huggingface_hub speaks to (HF_ENDPOINT). What a repository holds is never trusted: names,
-sizes and digests are checked against the manifest, and the manifest against the format.
+Works with any endpoint of huggingface_hub (HF_ENDPOINT). A repository is not trusted: names, sizes and digests are
+checked against the manifest, and the manifest against the format.
 """
 
 from .download import pull

@@ -1,7 +1,7 @@
-"""Fetching bundles: whole, some versions, or what a budget would serve; what was stopped goes on.
+"""Fetch bundles: whole, some versions, or what a budget would serve. A stopped pull can be continued.
 
-Fetches the files that the manifest names and no others, with the sizes that it gives, and checks their digests before
-they are the target's. Decides nothing about where they wait until then (staging.py) or what fits (reports/fitting.py).
+Only files that the manifest names are fetched, with the sizes that it gives. Their digests are checked before they
+enter the target.
 """
 
 from __future__ import annotations
@@ -45,25 +45,24 @@ def pull(
 ) -> Path:
     """Download a bundle, or only some of its versions, and verify it.
 
-    A pull that was stopped goes on where it was when it is run again. A target that is this bundle already is
-    completed, from the commit that it was pulled from.
+    Running a stopped pull again continues it. If the target already is this bundle, the pull completes it from the
+    commit that it was pulled from.
 
     Args:
         repo: OWNER/NAME.
         target: the bundle's directory.
-        versions: only these; all that are there without.
+        versions: the versions to fetch; by default all.
         revision: a branch, tag or commit.
-        reporter: who is told of progress.
-        add: versions to add to a bundle that is there.
-        fit: in place of names: the versions that a plan for this budget serves.
-        dense: versions of the dense matrices, where these have some; without it the most precise that is there, or what
-            the target has.
+        reporter: receives progress.
+        add: versions to add to the bundle in the target.
+        fit: fetch the versions that a plan for this budget serves.
+        dense: versions of the dense matrices; by default the target's, or else the most precise.
 
     Raises:
-        InputError: for a version that the bundle does not have, or a budget that holds nothing.
-        TargetError: when the target holds something else, or has no room.
-        BundleError: when the repository's manifest is not one, or what arrived is damaged.
-        HubError: when the Hub refuses or cannot be reached.
+        InputError: for a version that the bundle lacks, or a budget too small for any.
+        TargetError: if the target holds something else, or the disk has no room.
+        BundleError: if the repository's manifest is invalid, or a file arrived damaged.
+        HubError: if the Hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -74,9 +73,14 @@ def pull(
     if on_hub(repo, MANIFEST, PUSHING, instead="", revision=revision) is None:
         raise HubError(f"{repo}: is not a moepack bundle: it has no {MANIFEST}")
     with hub_errors(repo):
-        remote = _same(api, _remote(api, repo, revision), target, revision, reporter)
+        newest = read_remote(api, repo, revision)
+        if newest is None:
+            raise HubError(f"{repo}: a push to it has not ended: try again later, or name an earlier --revision")
+        remote = _same(api, newest, target, revision, reporter)
         for name in wanted:
-            _check_version(remote, name)
+            if name not in remote.versions:
+                here = ", ".join(remote.versions) or "none"
+                raise InputError(f"{remote.repo}: has no version {name}: it has {here}")
         if not remote.versions:
             raise HubError(f"{repo}: holds no version as a whole: a push to it has not ended, or lost its files")
         with Staging(target) as staging, reporter.hub_bars():
@@ -113,15 +117,8 @@ def _check(
         raise TargetError(f"{target}: is no bundle that a version could be added to: pull one with --versions")
 
 
-def _remote(api: HfApi, repo: str, revision: str | None) -> Remote:
-    remote = read_remote(api, repo, revision)
-    if remote is None:
-        raise HubError(f"{repo}: a push to it has not ended: try again later, or name an earlier --revision")
-    return remote
-
-
 def _same(api: HfApi, remote: Remote, target: Path, revision: str | None, reporter: Reporter) -> Remote:
-    """The commit to pull from, which for a bundle that is in the target is one that holds the same."""
+    """The commit to pull from; for a target that is a bundle, one with the same manifest."""
     mine = target / MANIFEST
     if not mine.is_file() or mine.read_bytes() == remote.data:
         return remote
@@ -132,12 +129,6 @@ def _same(api: HfApi, remote: Remote, target: Path, revision: str | None, report
             reporter.note(f"{remote.repo} has changed since: pulling from commit {earlier.commit}, as before")
             return earlier
     raise TargetError(f"{target}: is not empty, and not this bundle: name a new directory")
-
-
-def _check_version(remote: Remote, name: str) -> None:
-    if name not in remote.versions:
-        here = f"it has {', '.join(remote.versions) or 'none'}"
-        raise InputError(f"{remote.repo}: has no version {name}: {here}")
 
 
 def _pull(
@@ -172,7 +163,7 @@ def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], r
     """Download files of the manifest.
 
     Raises:
-        BundleError: before anything is fetched, for files that are not there with the manifest's sizes.
+        BundleError: before fetching, for files that are missing or have other sizes than the manifest's.
     """
     problems = []
     for name, size in sizes.items():
@@ -186,10 +177,10 @@ def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], r
 
 
 def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> None:
-    """Check digests; what does not match goes.
+    """Check digests and delete files that do not match.
 
     Raises:
-        BundleError: where any did not.
+        BundleError: if any does not match.
     """
     versions = tuple(v for v in remote.manifest.versions if any(n in names for n in remote.experts(v.name)))
     problems: list[Problem] = []
@@ -204,7 +195,7 @@ def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> 
 
 
 def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: LoadOptions, reporter: Reporter) -> tuple[str, ...]:
-    """The versions that a budget's plan serves: from the manifest, the tables and the configuration."""
+    """The versions that a budget's plan serves, by the manifest, the loss tables and the configuration."""
     names = ["config.json", TABLES]
     for name in names:
         if name not in remote.manifest.files:
@@ -215,7 +206,6 @@ def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: LoadOptions, rep
         _fetch(api, remote, root, remote.listed(names), Reporter())
     _verify(remote, root, set(names), Reporter())
     versions = tuple(v for v in remote.manifest.versions if v.name in remote.versions)
-    described = Described(root, remote.manifest, versions)
-    chosen = fitting(described, fit)
+    chosen = fitting(Described(root, remote.manifest, versions), fit)
     reporter.note(f"{fit.budget:,} bytes hold {chosen.text}: fetching {', '.join(chosen.versions)}")
     return chosen.versions

@@ -1,4 +1,4 @@
-"""The Hub library's errors, in one line each. Decides nothing about what is tried again."""
+"""Errors of the Hub library, each as one line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from moepack.pack.errors import MoepackError
 
 
 class HubError(MoepackError):
-    """The Hub refused, or could not be reached."""
+    """The Hub refused a request, or could not be reached."""
 
 
 @contextmanager
 def hub_errors(repo: str) -> Iterator[None]:
-    """Around requests that concern a repository: whatever goes wrong becomes a HubError.
-
-    Errors of our own pass as they are, and so does an interruption.
-    """
+    """Turn every error of requests to a repository into a HubError, except moepack's own errors."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -32,7 +29,7 @@ def hub_errors(repo: str) -> Iterator[None]:
         raise HubError(f"{repo}: no such repository, or no access to it: log in with hf auth login") from None
     except RevisionNotFoundError:
         raise HubError(f"{repo}: has no such revision") from None
-    except Exception as error:  # the library's own, the operating system's, and those of its HTTP library
+    except Exception as error:  # of the library, of the operating system, or of the HTTP library
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         if _unreachable(error):
             raise HubError(
@@ -43,7 +40,7 @@ def hub_errors(repo: str) -> Iterator[None]:
 
 
 def _unreachable(error: BaseException) -> bool:
-    """Whether no answer came. Which class says so depends on huggingface_hub's HTTP library, hence by name."""
+    """Whether no answer came. By name, as the class depends on huggingface_hub's HTTP library."""
     names = {"TransportError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "IncompleteSnapshotError"}
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, ConnectionError | TimeoutError) or bool(kinds & names)

@@ -1,4 +1,4 @@
-"""What a repository holds: its commit, its manifest, and which of the manifest's files are there. Changes nothing."""
+"""Read what a repository holds: its commit, its manifest, and which of the manifest's files it has."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moepack.pack.spec import expert_file
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
 
-PUSHING = "manifest.partial.json"  # stands for the manifest while a push is under way
-_AT_ONCE = 500  # names in one request
+PUSHING = "manifest.partial.json"  # the manifest's name until a push is complete
+_AT_ONCE = 500  # names a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Remote:
         commit: 40 hexadecimal digits.
         data: the manifest's bytes.
         manifest: the manifest.
-        sizes: bytes of those of its files that are there, and of the card's.
+        sizes: file name -> bytes, of the manifest's and the card's files that the repository has.
     """
 
     repo: str
@@ -42,34 +42,27 @@ class Remote:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Versions of which all files are there, the most precise first."""
-        return tuple(
-            v.name
-            for v in self.manifest.versions
-            if all(expert_file(v.name, layer.index) in self.sizes for layer in self.manifest.layers)
-        )
+        """Versions with all their files, the most precise first."""
+        return tuple(v.name for v in self.manifest.versions if self.sizes.keys() >= {*self.experts(v.name)})
 
     @property
     def dense(self) -> tuple[str, ...]:
-        """The same of the dense matrices."""
-        return tuple(
-            v.name
-            for v in self.manifest.dense_versions
-            if all(name in self.sizes for name in self.manifest.dense_files(v.name))
-        )
+        """Dense versions with all their files, the most precise first."""
+        files = self.manifest.dense_files
+        return tuple(v.name for v in self.manifest.dense_versions if self.sizes.keys() >= {*files(v.name)})
 
     def listed(self, names: Iterable[str]) -> dict[str, int]:
-        """Files of the manifest with the bytes that it gives."""
+        """The bytes that the manifest gives for these files."""
         files, experts = self.manifest.files, self.manifest.expert_files
         return {name: files[name].size if name in files else experts[name].size for name in names}
 
     def experts(self, version: str) -> list[str]:
-        """The files of a version."""
+        """The expert files of a version."""
         return [expert_file(version, layer.index) for layer in self.manifest.layers]
 
 
 def files_of(api: HfApi, repo: str, names: Iterable[str], revision: str | None) -> dict[str, RepoFile]:
-    """Those of `names` that are there. Asks for names: listing a repository takes as long as it is large."""
+    """The files of `names` that the repository has, without listing it: that takes time with its size."""
     from huggingface_hub import RepoFile
 
     wanted, files = list(names), dict[str, RepoFile]()
@@ -80,12 +73,12 @@ def files_of(api: HfApi, repo: str, names: Iterable[str], revision: str | None) 
 
 
 def sizes_of(api: HfApi, repo: str, names: Iterable[str], revision: str | None) -> dict[str, int]:
-    """Bytes of those of `names` that are there."""
+    """The bytes of the files of `names` that the repository has."""
     return {name: file.size for name, file in files_of(api, repo, names, revision).items()}
 
 
 def is_same(file: RepoFile | None, local: Path | bytes) -> bool:
-    """Whether a repository's file has these bytes, by its digest: SHA-256 of a large one, git's of a small one."""
+    """Whether a repository's file has these bytes, by digest: SHA-256 for LFS files, git's for others."""
     if file is None or file.size != (len(local) if isinstance(local, bytes) else local.stat().st_size):
         return False
     with io.BytesIO(local) if isinstance(local, bytes) else local.open("rb") as f:
@@ -95,10 +88,10 @@ def is_same(file: RepoFile | None, local: Path | bytes) -> bool:
 
 
 def read_small(api: HfApi, repo: str, name: str, revision: str | None) -> tuple[bytes, str] | None:
-    """A small file and the commit that it was read at; None where there is none.
+    """Read a small file and its commit; None if the file is missing.
 
     Raises:
-        BundleError: for one of more bytes than a manifest may have: nothing of it is fetched.
+        BundleError: for a file larger than a manifest may be; nothing of it is fetched.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
@@ -115,10 +108,10 @@ def read_small(api: HfApi, repo: str, name: str, revision: str | None) -> tuple[
 
 
 def read_remote(api: HfApi, repo: str, revision: str | None) -> Remote | None:
-    """The bundle in a repository; None where it has no manifest.
+    """Read the bundle in a repository; None without a manifest.
 
     Raises:
-        BundleError: for a manifest that is not one.
+        BundleError: for an invalid manifest.
     """
     found = read_small(api, repo, MANIFEST, revision)
     if found is None:

@@ -1,7 +1,7 @@
-"""Where a pull puts what it fetches until all of it is there and checked: a folder inside the target.
+"""The folder inside the target where a pull keeps files until all are fetched and checked.
 
-The target gets whole files, then whole versions, then its manifest: a pull that is killed at any moment leaves what it
-had fetched, and a directory that is a bundle only if it was one before. Decides nothing about what is fetched.
+The target gets whole files, then whole versions, then its manifest. A pull killed at any moment leaves the fetched
+files, and a directory that is a bundle only if it was one before.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ RECORD = ".pulled.json"
 
 
 class Staging:
-    """The target of a pull, locked. A context manager.
+    """The locked target of a pull. A context manager.
 
     Attributes:
         target: the bundle's directory.
-        files: where files are fetched to, under their names in the bundle.
+        files: the folder of fetched files, under their names in the bundle.
     """
 
     def __init__(self, target: Path) -> None:
-        """Take hold of a target: one that is new, empty, a bundle, or a pull's that was stopped.
+        """Lock a target that is new, empty, a bundle, or left by a stopped pull.
 
         Raises:
-            TargetError: when it is none of these, or another pull is at work in it.
+            TargetError: for any other target, or while another pull runs in it.
         """
         self.target, self._folder = target, target / FOLDER
         self.files = self._folder / "files"
@@ -56,23 +56,22 @@ class Staging:
             except OSError:
                 os.close(lock)
                 raise TargetError(f"{self.target}: another pull is at work here: wait for it") from None
-            if os.fstat(lock).st_nlink:  # else that of a pull that has just ended, and removed its folder
+            if os.fstat(lock).st_nlink:  # otherwise a pull that has just ended removed the folder
                 return lock
             os.close(lock)
             self.files.mkdir(parents=True, exist_ok=True)
 
     def publish(self, names: Iterable[str], manifest: bytes, record: dict[str, str]) -> None:
-        """Move fetched files into the target: folders that it does not have as a whole, and the manifest last.
+        """Move fetched files into the target: new folders as a whole, and the manifest last.
 
         Raises:
-            TargetError: where a folder of the target is a link: what it points to is not the target's.
+            TargetError: if a folder of the target is a link, which points outside it.
         """
-        names, folders = list(names), set[Path]()
-        wanted = set(names)
-        for name in names:
+        wanted, folders = dict.fromkeys(names), set[Path]()
+        for name in wanted:
             source, goal = self.files / name, self.target / name
             if not source.exists():
-                continue  # its folder was moved
+                continue  # moved with its folder
             for above in reversed(goal.relative_to(self.target).parents[:-1]):
                 if (self.target / above).is_symlink():
                     raise TargetError(f"{self.target / above}: is a link, which a pull does not follow: remove it")
@@ -82,7 +81,7 @@ class Staging:
                 for file in source.parent.iterdir():
                     if file.relative_to(self.files).as_posix() in wanted:
                         sync(file)
-                    else:  # of another bundle, whose pull into this directory was stopped
+                    else:  # left by a stopped pull of another bundle
                         file.unlink()
                 version.parent.mkdir(parents=True, exist_ok=True)
                 source.parent.rename(version)
@@ -109,7 +108,7 @@ class Staging:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, InputError):  # refused before much was fetched: nothing is left of it
+        if isinstance(error, InputError):  # refused before it fetched much
             shutil.rmtree(self._folder, ignore_errors=True)
             if not any(self.target.iterdir()):
                 self.target.rmdir()
@@ -117,7 +116,7 @@ class Staging:
 
 
 def read_record(target: Path) -> dict[str, str]:
-    """Where a target was pulled from, `repo` and `commit`; empty where nothing says so."""
+    """The `repo` and `commit` that a target was pulled from; empty if unknown."""
     try:
         found = json.loads((target / RECORD).read_text())
     except (OSError, ValueError):

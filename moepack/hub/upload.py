@@ -1,10 +1,9 @@
-"""Publishing a bundle: commits that a stopped push goes on from, and a manifest only where all it names is there.
+"""Publish a bundle in commits that a stopped push continues; the manifest comes last.
 
-A repository without a manifest is no bundle. So the first commit takes an old manifest away, and what the new one does
-not name, and puts the new one there under another name; then come the files, some at a time, without those that the
-repository has; the last commit brings the manifest and the card. What the Hub has received is not sent again, whether
-or not it was committed. huggingface_hub's own large uploads commit in an order of their own: a bundle would be
-taken for whole before it is.
+A repository without a manifest is not a bundle. The first commit removes the old manifest and files that the new one
+does not name, and adds the new manifest under another name. Further commits add the missing files, some at a time. The
+last one adds the manifest and the card. The Hub does not ask again for bytes that it has received, committed or not.
+huggingface_hub's own large uploads choose their order, so a partial bundle could look complete.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from .remote import CARD, PUSHING, files_of, is_same, read_small, sizes_of
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-FILES = 32  # of one commit, at the most
-BYTES = 16 << 30  # of one commit, or one file
-# What a new repository on the Hub may hold, and no model does.
+FILES = 32  # the most files of a commit
+BYTES = 16 << 30  # the most bytes of a commit with several files
+# Files that a new repository on the Hub may hold.
 _EMPTY = (".gitattributes", ".gitignore", "readme.md", "license", "license.txt", "license.md", "notice", "notice.txt")
 
 
@@ -44,22 +43,22 @@ def push(
     reporter: Reporter | None = None,
     base_model: str | None = None,
 ) -> str:
-    """Upload a bundle, verified first; returns the address of the last commit.
+    """Verify and upload a bundle; returns the address of the last commit.
 
-    A push that was stopped goes on where it was when it is run again. The card on the repository's page is made anew.
+    Running a stopped push again continues it. The card on the repository's page is written again.
 
     Args:
         path: the bundle.
-        repo: OWNER/NAME; made where there is none.
-        private: whether it is made private.
-        revision: the branch to push to; made where there is none.
-        reporter: who is told of progress.
-        base_model: the Hub id of the checkpoint, for the card; without it the one that the bundle was built from, if
-            that came from the Hub.
+        repo: OWNER/NAME; created if missing.
+        private: whether a new repository is private.
+        revision: the branch to push to; created if missing.
+        reporter: receives progress.
+        base_model: the checkpoint's Hub id for the card; by default the one the bundle was built from, if it came from
+            the Hub.
 
     Raises:
-        BundleError: when the bundle is damaged: nothing is uploaded then.
-        HubError: when the repository holds something else, the Hub refuses, or it cannot be reached.
+        BundleError: if the bundle is damaged; nothing is uploaded then.
+        HubError: if the repository holds something else, the Hub refuses, or it cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -84,11 +83,11 @@ class _There:
     """What a repository holds before a push.
 
     Attributes:
-        repo, revision: where.
+        repo, revision: the repository and the branch.
         commit: the head of the branch.
         manifest: its manifest's bytes; None without one.
-        pushing: those of a push that was stopped.
-        listed: files that either names.
+        pushing: the manifest's bytes of a stopped push.
+        listed: files that either manifest names.
     """
 
     repo: str
@@ -100,10 +99,10 @@ class _There:
 
 
 def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There:
-    """See what a repository holds, and that it is this model's bundle, part of one, or nothing.
+    """Read what a repository holds.
 
     Raises:
-        HubError: when it is something else.
+        HubError: unless it is empty, or holds a bundle of this model or part of one.
     """
     info = api.model_info(repo, revision=revision)
     commit, found, listed = str(info.sha), dict[str, bytes](), set[str]()
@@ -113,8 +112,9 @@ def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There
                 manifest = parse_manifest(read[0])
             except BundleError:
                 raise HubError(f"{repo}: holds a {name} that is not a bundle's: name another repository") from None
-            if _model(manifest) != _model(ours):
-                what = f"{_name(manifest)}, this bundle is {_name(ours)}"
+            (model, files), (our_model, our_files) = _origin(manifest), _origin(ours)
+            if (dict(manifest.model), manifest.layers, files) != (dict(ours.model), ours.layers, our_files):
+                what = f"{model}, this bundle is {our_model}"
                 raise HubError(f"{repo}: holds a bundle of another model ({what}): name another repository")
             found[name] = read[0]
             listed |= {*manifest.files, *manifest.expert_files}
@@ -125,17 +125,12 @@ def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There
     return _There(repo, revision, commit, found.get(MANIFEST), found.get(PUSHING), frozenset(listed))
 
 
-def _model(manifest: Manifest) -> Any:
-    """What two bundles of the same checkpoint share."""
-    checkpoint = manifest.provenance.get("checkpoint")
-    files = checkpoint.get("files") if isinstance(checkpoint, Mapping) else None
-    return dict(manifest.model), manifest.layers, files
-
-
-def _name(manifest: Manifest) -> str:
-    checkpoint = manifest.provenance.get("checkpoint")
-    name = checkpoint.get("name") if isinstance(checkpoint, Mapping) else None
-    return f"{str(name or manifest.model.get('model_type'))[:80]!r}"
+def _origin(manifest: Manifest) -> tuple[str, Any]:
+    """The name of a bundle's checkpoint, and its files' digests."""
+    given = manifest.provenance.get("checkpoint")
+    checkpoint = given if isinstance(given, Mapping) else {}
+    name = checkpoint.get("name") or manifest.model.get("model_type")
+    return f"{str(name)[:80]!r}", checkpoint.get("files")
 
 
 def _push(
@@ -156,12 +151,9 @@ def _push(
         return str(made.commit_url)
 
     ours = {n: e.size for n, e in bundle.manifest.files.items() if n not in CARD}
-    for version in bundle.versions:
-        for layer in bundle.layers:
-            name = expert_file(version.name, layer.index)
-            ours[name] = bundle.manifest.expert_files[name].size
-    for version in bundle.dense_versions:
-        ours |= {n: bundle.manifest.expert_files[n].size for n in bundle.manifest.dense_files(version.name)}
+    names = [expert_file(v.name, layer.index) for v in bundle.versions for layer in bundle.layers]
+    names += [n for v in bundle.dense_versions for n in bundle.manifest.dense_files(v.name)]
+    ours |= {n: bundle.manifest.expert_files[n].size for n in names}
     if there.manifest != manifest and (there.manifest is not None or there.pushing != manifest):
         old = files_of(api, there.repo, [MANIFEST, *sorted(there.listed - ours.keys() - {*CARD})], commit)
         send("Begin to upload a moepack bundle", {PUSHING: manifest}, list(old))
@@ -184,21 +176,19 @@ def _push(
 
 
 def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The files in the order of the manifest, FILES or BYTES at a time."""
+    """Group files in order, up to FILES files or BYTES bytes each."""
     group: list[str] = []
-    held = 0
     for name, size in sizes.items():
-        if group and (len(group) == FILES or held + size > BYTES):
+        if group and (len(group) == FILES or sum(sizes[n] for n in group) + size > BYTES):
             yield group
-            group, held = [], 0
+            group = []
         group.append(name)
-        held += size
     if group:
         yield group
 
 
 def _check(api: HfApi, there: _There, ours: Mapping[str, int], commit: str) -> None:
-    """See that all of it arrived: a .gitignore in the repository keeps files out without a word."""
+    """Raise unless all files arrived: a .gitignore in the repository silently excludes files."""
     found = sizes_of(api, there.repo, ours, commit)
     for name, size in ours.items():
         if found.get(name) != size:
@@ -206,7 +196,7 @@ def _check(api: HfApi, there: _There, ours: Mapping[str, int], commit: str) -> N
 
 
 def _card(bundle: Bundle, repo: str, base_model: str | None, reporter: Reporter) -> dict[str, bytes]:
-    """The card and its picture, which needs matplotlib."""
+    """Make the card, and its picture if matplotlib is installed."""
     import tempfile
 
     out: dict[str, bytes] = {}

@@ -185,8 +185,8 @@ class Server:
             room = self.scheduler.most_answer(len(prompt))
             wanted = room if asked.max_tokens is None else asked.max_tokens
             if wanted > room:
-                most = f"{len(prompt) + room} tokens of a sequence is the most that this server holds"
-                why = f"the prompt has {len(prompt)} tokens, and {wanted} are wanted: {most}, which leaves {room}"
+                held = f"{len(prompt) + room} tokens of a sequence is the most that this server holds"
+                why = f"the prompt has {len(prompt)} tokens, and {wanted} are wanted: {held}, which leaves {room}"
                 raise too_long(why, "max_tokens")
             limits.append(wanted)
         for prompt, most in zip(prompts, limits, strict=True):

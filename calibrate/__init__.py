@@ -1,5 +1,4 @@
 """Streams a checkpoint layer by layer: routing statistics, second moments, quantised experts and what each width costs.
 
-Works through transformers' own modules and conversion mapping, so that a model family needs no code here. Knows nothing
-of bundles' directories or of serving.
+It uses transformers' own modules and conversion mapping, so a model family needs no code here.
 """

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: which files, which tensors, and whether all of it is there. Reads headers, not weights."""
+"""Open a checkpoint: check that its files and tensors are complete. Reads headers, not weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .encoded import FP8, Encoded, Scheme, find_encoded, read_scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# What travels into the bundle as it is, besides config.json: what transformers reads of tokenizers, processors and
-# generation, and what a licence asks to be passed on. Patterns of names.
+# Patterns of the files besides config.json that a bundle copies: those that transformers reads for tokenizers,
+# processors and generation, and licences.
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "sentencepiece.*",
@@ -29,13 +29,13 @@ COMPANIONS = (
     "audio_tokenizer_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.py", "README.md", *COMPANIONS]
-# Where transformers looks for the classes of a model's own code.
+# Files that may name classes of a model's own code.
 _NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
 def companions(checkpoint: Path) -> list[str]:
-    """The files of a checkpoint that its bundle has as they are, by their names in both: all that match COMPANIONS, and
-    where a configuration names classes of the model's own (`auto_map`), its Python files."""
+    """Names of the files that a bundle copies: those that match COMPANIONS, and Python files if a configuration names
+    classes of the model's own (`auto_map`)."""
     patterns = (*COMPANIONS, "*.py") if any(_has_code(checkpoint / n) for n in _NAMES_CODE) else COMPANIONS
     found = {
         p.relative_to(checkpoint).as_posix() for pattern in patterns for p in checkpoint.glob(pattern) if p.is_file()
@@ -53,15 +53,15 @@ def _has_code(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are all there and whole.
+    """A complete checkpoint.
 
     Attributes:
         path: its directory.
-        name: what the user called it, for reports.
+        name: the name that the user gave, for reports.
         config: the transformers configuration.
         headers: file name -> checked safetensors header.
         file_of: tensor name -> file name.
-        encoded: the weights that are stored as codes and scales, by the names of their values.
+        encoded: the weights stored as codes and scales, by name.
     """
 
     path: Path
@@ -73,32 +73,30 @@ class Checkpoint:
 
     @property
     def weights(self) -> list[str]:
-        """Names of the tensors as an unquantised checkpoint would have them."""
+        """Names of the tensors that an unquantised checkpoint would have."""
         parts = {name for e in self.encoded.values() for name in (e.codes, e.scales)}
         return [*(name for name in self.file_of if name not in parts), *self.encoded]
 
     def dtype(self, weight: str) -> str:
-        """The dtype of a weight as it is read, by its safetensors name: BF16 for an encoded one."""
+        """The safetensors dtype of a weight after reading: BF16 if it is encoded."""
         return "BF16" if weight in self.encoded else self._entry(weight).dtype
 
     def stored_dtype(self, weight: str) -> str:
-        """The dtype of a weight as it is stored: of an encoded one, its scheme."""
+        """The stored dtype of a weight: its scheme if it is encoded."""
         return self.encoded[weight].scheme.name if weight in self.encoded else self._entry(weight).dtype
 
     def shape(self, weight: str) -> tuple[int, ...]:
-        """The shape of a weight as it is stored: of an encoded one, its codes'."""
+        """The stored shape of a weight: that of its codes if it is encoded."""
         return self._entry(self.encoded[weight].codes if weight in self.encoded else weight).shape
 
     def files_of(self, weights: Iterable[str]) -> set[str]:
-        """The files that these weights are in."""
-        names = set()
-        for weight in weights:
-            pair = self.encoded.get(weight)
-            names |= {weight} if pair is None else {pair.codes, pair.scales}
-        return {self.file_of[name] for name in names}
+        """The files of these weights."""
+        pairs = {weight: self.encoded.get(weight) for weight in weights}
+        stored = ((weight,) if pair is None else (pair.codes, pair.scales) for weight, pair in pairs.items())
+        return {self.file_of[name] for names in stored for name in names}
 
     def weight_bytes(self, weight: str) -> int:
-        """Bytes of a weight as it is read: of an encoded one, in BF16."""
+        """Bytes of a weight after reading: in BF16 if it is encoded."""
         if weight not in self.encoded:
             entry = self._entry(weight)
             return entry.end - entry.begin
@@ -119,10 +117,10 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
 
     Args:
         name: the directory or the id.
-        revision: of a Hub model: a branch, tag or commit; its main branch without it.
+        revision: branch, tag or commit of a Hub model; by default its main branch.
 
     Raises:
-        InputError: naming the file that is missing, truncated or not usable.
+        InputError: naming a file that is missing, truncated or unusable.
     """
     path = Path(name)
     if path.is_dir() and revision is not None:
@@ -137,9 +135,8 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
         try:
             headers[file] = read_header(path / file)
         except OSError as error:
-            raise InputError(
-                f"{path / file}: cannot be read ({error.strerror}): download the checkpoint again"
-            ) from None
+            why = f"{path / file}: cannot be read ({error.strerror})"
+            raise InputError(f"{why}: download the checkpoint again") from None
         except BundleError as error:
             raise InputError(f"{error.problems[0]}: download the checkpoint again") from None
         lost = sorted(expected - set(headers[file].tensors))
@@ -165,7 +162,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def _config(path: Path) -> tuple[Any, Scheme | None]:
-    """The transformers configuration, of the model that is not quantised, and how the checkpoint is."""
+    """The transformers configuration without quantisation, and the checkpoint's quantisation scheme."""
     file = path / "config.json"
     try:
         document = json.loads(file.read_text())
@@ -178,11 +175,11 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
     check_counts(str(file), document)
     scheme = read_scheme(path, document.get("quantization_config"))
 
-    from transformers import AutoConfig  # which takes seconds: mistakes above are said before
+    from transformers import AutoConfig  # slow to import, so errors above come first
 
     try:
         config = AutoConfig.from_pretrained(path)
-    except Exception as error:  # which classes its validation raises depends on transformers' version
+    except Exception as error:  # its classes depend on transformers' version
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if document["model_type"] not in CONFIG_MAPPING:
@@ -217,10 +214,10 @@ def _files(path: Path) -> dict[str, set[str]]:
 
 
 def source_dtype(checkpoint: Checkpoint, weights: list[str]) -> str:
-    """The one dtype in which these weights are stored, by its name in the manifest.
+    """The stored dtype of these weights, by its name in the manifest.
 
     Raises:
-        InputError: when they differ or cannot be brought to BF16.
+        InputError: if their dtypes differ or cannot be converted to BF16.
     """
     found = {checkpoint.stored_dtype(w) for w in weights}
     if len(found) != 1 or not found <= set(EXPERT_DTYPES):

@@ -1,8 +1,7 @@
-"""The dense matrices of a model that may have versions, and what calibration brings to them.
+"""The dense matrices of a model that may have versions, and their second moments from calibration.
 
-Which they are follows from the skeleton alone, and from having been called. Of what a matrix reads only second moments
-are kept: those of the tokens it learns from, and those of windows held out, with which its error is the trace of a
-product and asks for no outputs. Matrices that read one tensor (q, k and v) share both.
+Two second moments of a matrix's inputs are kept: of tokens to learn from, and of held-out windows. With the latter the
+matrix's error is the trace of a product and needs no outputs. Matrices that read one tensor (q, k and v) share both.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ if TYPE_CHECKING:
     from .stream import StreamedModel
 
 HELD_OUT = 4  # one window in four is held out
-TOKENS = 1 << 16  # that are learnt from, about, and at least SPARE a column: a bound on time; its error is not measured
-SPARE = 16
-# Of a relative error of a matrix, what reaches its block's output where other operations follow in it. On
-# tiny-qwen3-moe at 4 bits, by KL divergence beside o's and the experts' errors of the same layer: q 0.39, k 0.49,
-# v 0.44, geometric means over six layers.
+TOKENS = 1 << 16  # tokens to learn from, about: a bound on time, whose effect on the error is not measured
+SPARE = 16  # the least tokens a column to learn from
+# Share of a matrix's relative error that reaches its block's output if other operations follow. On tiny-qwen3-moe at 4
+# bits, by KL divergence against o's and the experts' errors of the same layer: q 0.39, k 0.49, v 0.44, geometric means
+# over six layers.
 PASSED = 0.4
 
 
 def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
-    """Every Linear of the decoder layers outside the experts and the routers, in model order, then the output
-    projection where it is not tied to the embeddings; but for small ones and those kept in float32."""
+    """The Linears of the decoder layers outside experts and routers in model order, then an untied output projection.
+
+    Small ones and those kept in float32 are left out."""
     model = stream.model
     tied, head = set(model.all_tied_weights_keys), model.get_output_embeddings()
     inside = tuple(f"{layer.module}." for layer in stream.expert_layers.values())
@@ -53,15 +53,15 @@ def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
 
 @dataclass(frozen=True)
 class DenseMoments:
-    """What calibration brought to the dense matrices of one part.
+    """Second moments of the inputs of a part's dense matrices.
 
     Attributes:
-        learn, held: by group of matrices that read the same, E[x x^T] over tokens learnt from and held out, float32
-            [cols, cols]; where no window could be held out, `held` is `learn`.
-        group: module -> the position of its group; modules that were never called are not in it.
-        signal: module -> what a relative error of 1 is taken to add to an element of the hidden state: the mean square
-            of what its block (attention, the MLP) adds, times PASSED where its output is not the block's; of the output
-            projection, which adds nothing, the mean square of what it reads.
+        learn, held: for each group of matrices with the same input, E[x x^T] over tokens to learn from and held-out
+            tokens, float32 [cols, cols]; without held-out windows, `held` is `learn`.
+        group: module -> index of its group; modules that were never called are missing.
+        signal: module -> the mean square that a relative error of 1 is taken to add to an element of the hidden state:
+            that of its block's output (attention, the MLP), times PASSED unless its output is the block's; for the
+            output projection, that of its input.
         tokens: tokens that went through the part.
     """
 
@@ -72,7 +72,7 @@ class DenseMoments:
     tokens: int
 
     def of(self, module: str) -> tuple[Tensor, Tensor]:
-        """What a matrix learns from, and what it is measured on."""
+        """The moments that a matrix learns from, and those it is measured on."""
         return self.learn[self.group[module]], self.held[self.group[module]]
 
 
@@ -90,22 +90,22 @@ class DenseWatch:
         """
         Args:
             modules: the matrices' Linears by name.
-            blocks: by the same names, the module that adds to the hidden state and has the matrix in it, if any.
-            windows, length: of all batches, and the tokens of one.
+            blocks: by the same names, the matrix's block, whose output is added to the hidden state, if any.
+            windows, length: the number of windows, and the tokens of one.
         """
         self._modules, self._blocks, self._windows, self._length = modules, blocks, windows, length
         self._groups: list[_Group] = []
         self._of: dict[str, int] = {}
-        self._owner: dict[int, str] = {}  # the one of a group's modules that moments are taken at
+        self._owner: dict[int, str] = {}  # group -> the module that its moments are taken at
         self._now: list[tuple[weakref.ref[Tensor], int]] = []
         self._power: dict[int, tuple[float, int]] = {}
         self._made: list[tuple[weakref.ref[Tensor], str]] = []
-        self._last: set[str] = set()  # whose output is its block's
+        self._last: set[str] = set()  # modules whose output is their block's
         self._first = self._tokens = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, what goes through the modules is noted."""
+        """Collect the inputs of the modules inside the context."""
         hooks = [
             m.register_forward_pre_hook(lambda m, args, n=name: self._read(n, args[0]))
             for name, m in self._modules.items()
@@ -121,7 +121,7 @@ class DenseWatch:
                 hook.remove()
 
     def batch(self, windows: int) -> None:
-        """So many windows have gone through; the next ones follow."""
+        """Count the windows of a finished batch."""
         self._first += windows
         self._tokens += windows * self._length
         self._now.clear()
@@ -158,7 +158,7 @@ class DenseWatch:
 
     @torch.inference_mode()
     def moments(self) -> DenseMoments:
-        """What was noted, in the memory that it was noted in: asked for once."""
+        """The collected moments, which are divided in place: call it once."""
         learn = tuple(g.learn.div_(max(1, g.counts[0])).cpu() for g in self._groups)
         held = tuple(
             g.held.div_(g.counts[1]).cpu() if g.counts[1] else m for g, m in zip(self._groups, learn, strict=True)
@@ -174,7 +174,7 @@ class DenseWatch:
 
 
 def watch_part(stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: int, length: int) -> DenseWatch:
-    """The watch of a part's matrices. A block is a direct part of a decoder layer."""
+    """Make the watch of a part's matrices. A block is a direct child of a decoder layer."""
     modules = {m.module: stream.model.get_submodule(m.module) for m in matrices}
     blocks = {}
     for m in matrices:
@@ -185,7 +185,7 @@ def watch_part(stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: 
 
 
 def save_moments(moments: DenseMoments) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata that `load_moments` reads."""
+    """The tensors and metadata that `load_moments` reads."""
     tensors = {f"learn.{i}": m for i, m in enumerate(moments.learn)}
     tensors |= {f"held.{i}": m for i, m in enumerate(moments.held)}
     facts = {"group": dict(moments.group), "signal": dict(moments.signal), "tokens": moments.tokens}
@@ -193,7 +193,7 @@ def save_moments(moments: DenseMoments) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def load_moments(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> DenseMoments:
-    """The inverse of `save_moments`."""
+    """Read the result of `save_moments`."""
     facts = json.loads(metadata["facts"])
     learn, held = (tuple(tensors[f"{k}.{i}"] for i in range(len(tensors) // 2)) for k in ("learn", "held"))
     return DenseMoments(learn, held, facts["group"], facts["signal"], facts["tokens"])

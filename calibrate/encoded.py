@@ -1,8 +1,4 @@
-"""Weights that a checkpoint stores as codes and scales, and their values in BF16: block FP8 and MXFP4.
-
-Says which schemes are read, which tensors belong together, and what they are worth. Which file they are in, and what
-becomes of them, is for checkpoint.py and stream.py.
-"""
+"""Weights that a checkpoint stores as codes and scales (block FP8 and MXFP4), and how to decode them to BF16."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a checkpoint is quantised: FP8 in blocks of (rows, columns), or MXFP4 (in runs of 32, a block unused)."""
+    """A checkpoint's quantisation: FP8 in blocks of (rows, columns), or MXFP4 in runs of 32."""
 
     name: str
     block: tuple[int, int] = (1, 32)
@@ -31,22 +27,22 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One weight, by the names of the two tensors that hold it."""
+    """The names of the two tensors that hold a weight."""
 
     scheme: Scheme
     codes: str
     scales: str
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Its value in BF16."""
+        """Decode the weight to BF16."""
         return decode_fp8(codes, scales, self.scheme.block) if self.scheme.name == FP8 else decode_mxfp4(codes, scales)
 
 
 def read_scheme(where: object, document: Any) -> Scheme | None:
-    """The scheme that a config's `quantization_config` names; None where there is none.
+    """The scheme that a config's `quantization_config` names; None without one.
 
     Raises:
-        InputError: for one that moepack does not read.
+        InputError: for a scheme that moepack does not read.
     """
     if not document:
         return None
@@ -63,7 +59,7 @@ def read_scheme(where: object, document: Any) -> Scheme | None:
 
 
 def find_encoded(where: object, scheme: Scheme | None, tensors: Mapping[str, TensorEntry]) -> dict[str, Encoded]:
-    """The encoded weights among a checkpoint's tensors, by the names their values would have in BF16.
+    """The encoded weights among a checkpoint's tensors, by the names that they would have in BF16.
 
     Args:
         where: the checkpoint, for errors.
@@ -71,7 +67,7 @@ def find_encoded(where: object, scheme: Scheme | None, tensors: Mapping[str, Ten
         tensors: all its tensors, by name.
 
     Raises:
-        InputError: for codes without scales, or scales of another shape than the codes ask for.
+        InputError: for codes without scales, or with scales of the wrong shape.
     """
     out: dict[str, Encoded] = {}
     for name, entry in tensors.items():
@@ -107,7 +103,7 @@ def _checked(
 
 
 def decode_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Block FP8 as in DeepSeek-V3: code times its block's scale, in float32, rounded to BF16.
+    """Decode block FP8 as in DeepSeek-V3: code times its block's scale, in float32, rounded to BF16.
 
     Args:
         codes: float8_e4m3fn [..., rows, cols].
@@ -122,7 +118,7 @@ def decode_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
 
     out = torch.empty(codes.shape, dtype=torch.bfloat16)
     scales = scales.to(torch.float32)
-    for i in range(scales.shape[-2]):  # by block rows: a float32 copy of all of it is never in memory
+    for i in range(scales.shape[-2]):  # one row of blocks at a time bounds the float32 copy
         part = slice(i * block[0], min((i + 1) * block[0], rows))
         wide = scales[..., i, :].repeat_interleave(block[1], dim=-1)[..., None, :cols]
         out[..., part, :] = (codes[..., part, :].to(torch.float32) * wide).to(torch.bfloat16)
@@ -130,9 +126,9 @@ def decode_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 as in gpt-oss: four-bit values (E2M1), 32 of a row sharing an exponent. Exact but for subnormal BF16.
+    """Decode MXFP4 as in gpt-oss: 4-bit values (E2M1), 32 of a row sharing an exponent. Exact except for subnormals.
 
-    Two values stand in a byte, the first in its low bits. The result is transposed, as transformers has it.
+    A byte holds two values, the first in its low bits. The result is transposed, as in transformers.
 
     Args:
         blocks: uint8 [..., rows, groups, 16].
@@ -147,19 +143,9 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     flat_blocks, flat_scales = blocks.reshape(-1, *blocks.shape[-3:]), scales.reshape(-1, *scales.shape[-2:])
     count, rows, groups, _ = flat_blocks.shape
     out = torch.empty(count, groups * 32, rows, dtype=torch.bfloat16)
-    for i in range(count):  # by experts: the float32 copy of one is in memory
+    for i in range(count):  # one expert at a time bounds the float32 copy
         codes = torch.stack([flat_blocks[i] & 15, flat_blocks[i] >> 4], dim=-1).reshape(rows, groups, 32)
         exponents = flat_scales[i].to(torch.int32)[..., None] - 127
         exact = torch.ldexp(values[codes.to(torch.int32)], exponents)
         out[i] = exact.to(torch.bfloat16).reshape(rows, groups * 32).T
     return out.reshape(*blocks.shape[:-3], groups * 32, rows)
-
-
-class Decoded:
-    """An encoded weight that is read and decoded when it is indexed, as a safetensors slice is read."""
-
-    def __init__(self, pair: Encoded, codes: Any, scales: Any) -> None:
-        self._pair, self._codes, self._scales = pair, codes, scales
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._pair.decode(self._codes[...], self._scales[...])[index]

@@ -1,7 +1,7 @@
-"""The experts module of transformers, whatever its layout, seen as matrices [rows, cols] and one forward function.
+"""A transformers experts module of any layout as matrices [rows, cols] and one forward function.
 
-Layouts differ (transposed, gate and up interleaved, biases, no gate); the rows kept are those that the module's own
-gate activation reads, so that `_apply_gate` works on them unchanged.
+Layouts differ: transposed, gate and up interleaved, biases, no gate. Rows keep the module's order, so that its own
+`_apply_gate` works on them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moepack.pack.spec import ExpertLayer, Matrix
 
 
 def is_experts_module(module: Any) -> bool:
-    """Whether a module is a family's experts behind transformers' experts interface."""
+    """Whether a module has transformers' experts interface."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config"))
 
 
 def parameter_names(module: Any) -> dict[str, tuple[str, str | None]]:
-    """Matrix name -> its weight's and its bias's parameter names."""
+    """Matrix name -> parameter names of its weight and bias."""
     first = "gate_up" if module.has_gate else "up"
     return {m: (f"{m}_proj", f"{m}_proj_bias" if module.has_bias else None) for m in (first, "down")}
 
@@ -41,12 +41,12 @@ def describe(index: int, name: str, module: Any) -> ExpertLayer:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of one layer as the checkpoint has them.
+    """The experts of one layer as in the checkpoint.
 
     Attributes:
         layer: the descriptor.
-        weights: one tensor a matrix, [experts, rows, cols] or, where `transposed`, [experts, cols, rows].
-        biases: one tensor a matrix, [experts, rows], or None.
+        weights: a tensor for each matrix, [experts, rows, cols], or [experts, cols, rows] if `transposed`.
+        biases: a tensor for each matrix, [experts, rows], or None.
         transposed: whether the module keeps its matrices transposed.
     """
 
@@ -57,7 +57,7 @@ class ExpertWeights:
 
     @staticmethod
     def of(layer: ExpertLayer, module: Any, tensors: Mapping[str, Tensor]) -> ExpertWeights:
-        """Pick a module's experts out of tensors named by parameter."""
+        """Select a module's experts from tensors by parameter name."""
         names = list(parameter_names(module).values())
         return ExpertWeights(
             layer,
@@ -71,7 +71,7 @@ class ExpertWeights:
         return self._map(lambda t: t[experts.start : experts.stop], len(experts))
 
     def copied(self) -> ExpertWeights:
-        """The same in memory of their own: pickling a view would send all that it is a view of."""
+        """A copy: pickling a view would send the whole tensor behind it."""
         return self._map(torch.clone, self.layer.experts)
 
     def _map(self, function: Callable[[Tensor], Tensor], experts: int) -> ExpertWeights:
@@ -80,7 +80,7 @@ class ExpertWeights:
         return replace(self, layer=replace(self.layer, experts=experts), weights=weights, biases=biases)
 
     def matrix(self, expert: int, matrix: int) -> Tensor:
-        """One matrix in BF16, [rows, cols], contiguous. From another dtype it is rounded to nearest."""
+        """One matrix in BF16, [rows, cols], contiguous; other dtypes are rounded to nearest."""
         weight = self.weights[matrix][expert]
         return (weight.T if self.transposed else weight).to(torch.bfloat16).contiguous()
 
@@ -96,14 +96,14 @@ def bits_of(tensor: Tensor) -> Bf16Bits:
 
 
 def hidden(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What an expert's down projection reads: the gated activation of its first projection. x is [tokens, cols]."""
+    """The input of an expert's down projection: the gated activation of its first projection of x [tokens, cols]."""
     out = torch.nn.functional.linear(x, weight, bias)
     act: Tensor = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     return act
 
 
 def finish(module: Any, act: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """An expert's output from its gated activation, [tokens, rows]."""
+    """An expert's output [tokens, rows] from its gated activation."""
     out = torch.nn.functional.linear(act, weight, bias)
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)

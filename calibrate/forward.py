@@ -1,9 +1,8 @@
-"""The calibration pass: every batch through one decoder layer, then the next layer.
+"""The calibration pass: every batch goes through one decoder layer, then through the next.
 
-Before the first layer, one run of the model with every decoder layer replaced by a recorder gives the embeddings'
-output and the keyword arguments that each layer is called with (masks and rotary tables differ between layers of a
-model). All windows have one length and no padding, so one set of arguments serves all batches of a size, but for those
-that come from the text (the ids, where a layer routes by them), which are kept for each batch.
+First the model runs with a recorder in place of each decoder layer. It keeps the embeddings' output and the keyword
+arguments of each layer (masks and rotary tables differ between layers). All windows have one length and no padding, so
+batches of a size share these arguments. Arguments that depend on the text, as ids, are kept for each batch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Take = Callable[[Tensor, Tensor, Tensor], None]  # inputs, experts and gates of 
 
 
 class _HiddenOnly(Tensor):
-    """Hidden states that a decoder layer returns, and nothing beside them: a model that expects more is told so."""
+    """The hidden states that a recorder returns. Unpacking them raises: the model expects more."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -38,11 +37,11 @@ class _HiddenOnly(Tensor):
 
 
 class _ReturnsMore(Exception):
-    """A decoder layer returns more than hidden states."""
+    """Raised if decoder layers return more than hidden states."""
 
 
 class _HeadReached(Exception):
-    """The output projection would be computed now."""
+    """Raised in place of computing the output projection."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Observation:
     """What reached a layer's experts, tokens in the order of the windows.
 
     Attributes:
-        inputs: [tokens, hidden], in the dtype the model computes with.
-        experts: int32 [tokens, top_k], the experts the router chose.
+        inputs: [tokens, hidden], in the model's compute dtype.
+        experts: int32 [tokens, top_k], the experts that the router chose.
         gates: float32 [tokens, top_k], their weights.
         length: tokens of a window.
     """
@@ -63,11 +62,11 @@ class Observation:
 
 
 class CalibrationPass:
-    """The live activations between two layers, and how to move them on.
+    """The activations between two layers, and the step through a layer.
 
     Attributes:
-        hidden: the input of the next layer, one tensor [batch, length, hidden_size] a batch, on the CPU: parts of one
-            tensor, which each layer's output takes over.
+        hidden: the next layer's inputs on the CPU, a tensor [batch, length, hidden_size] for each batch. They are views
+            of one tensor, which each layer overwrites.
     """
 
     def __init__(
@@ -85,11 +84,10 @@ class CalibrationPass:
             stream: the model.
             ids: int64 [windows, length].
             batch_size: windows that go through a layer together.
-            dtype: what to compute with.
-            hidden_in, seen_in: folders whose disk holds what goes into the next layer, and what a layer's experts
-                saw; None is in memory.
-            reusing: what a layer's batches but for the first are run in: a batch may take the memory that the one
-                before freed.
+            dtype: the compute dtype.
+            hidden_in, seen_in: folders for files that hold the next layer's inputs, and the inputs of a layer's
+                experts; None keeps them in memory.
+            reusing: a context for all batches of a layer after the first, which may reuse freed memory.
         """
         self._stream, self._dtype, self._reusing = stream, dtype, reusing
         self._hidden_in, self._seen_in = hidden_in, seen_in
@@ -97,13 +95,13 @@ class CalibrationPass:
         self._batches = list(ids.split(batch_size))
         self.hidden: list[Tensor] = []
         self._arguments: dict[tuple[int, int], dict[str, Any]] = {}
-        self._own: dict[tuple[int, int], dict[str, Any]] = {}  # (layer, batch) -> arguments that are this batch's alone
+        self._own: dict[tuple[int, int], dict[str, Any]] = {}  # (layer, batch) -> the batch's own arguments
 
     def start(self) -> None:
-        """Embed every batch and record how each layer is called. The part outside the layers must be loaded."""
+        """Embed every batch and record each layer's arguments. The part outside the layers must be loaded."""
         stream = self._stream
         restore = []
-        same: dict[tuple[int, int], tuple[bool, Tensor]] = {}  # of a batch's tensors, held: layers are given the same
+        same: dict[tuple[int, int], tuple[bool, Tensor]] = {}  # for a batch, whose layers share tensors
 
         def is_same(a: Any, b: Any) -> bool:
             if isinstance(a, tuple) and isinstance(b, tuple):
@@ -120,8 +118,7 @@ class CalibrationPass:
         def recorder(index: int) -> Callable[..., Any]:
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 if any(a is not None for a in args):
-                    name = stream.checkpoint.config.model_type
-                    raise InputError(f"decoder layers of {name} take positional arguments: not supported yet")
+                    raise self._unsupported("take positional arguments")
                 if index == 0:
                     now[0] = next(first)
                     self._keep(now[0], hidden_states)
@@ -137,29 +134,33 @@ class CalibrationPass:
             restore.append(layer.forward)
             layer.forward = recorder(i)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._own_code():
                 for batch in self._batches:
                     stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
-        except _ReturnsMore:
-            raise self._returns_more() from None
-        except torch.OutOfMemoryError:
-            raise
-        except CODE_ERRORS as error:
-            raise self._own_code(error) from error
         finally:
             for layer, forward in zip(stream.layers, restore, strict=True):
                 layer.forward = forward
 
-    def _returns_more(self) -> InputError:
+    def _unsupported(self, what: str) -> InputError:
         name = self._stream.checkpoint.config.model_type
-        return InputError(f"decoder layers of {name} return more than hidden states: not supported yet")
+        return InputError(f"decoder layers of {name} {what}: not supported yet")
 
-    def _own_code(self, error: Exception) -> InputError:
-        name = self._stream.checkpoint.config.model_type
-        return InputError(f"{name} cannot be run layer by layer: its own code says: {in_a_line(error)}")
+    @contextmanager
+    def _own_code(self) -> Iterator[None]:
+        """Turn errors of the model's code into InputErrors."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except _ReturnsMore:
+            raise self._unsupported("return more than hidden states") from None
+        except CODE_ERRORS as error:
+            name = self._stream.checkpoint.config.model_type
+            what = f"{name} cannot be run layer by layer: its own code says: {in_a_line(error)}"
+            raise InputError(what) from error
 
     def _keep(self, batch: int, hidden: Tensor) -> None:
-        """Put a batch's activations where they stay until the next layer."""
+        """Keep a batch's activations for the next layer."""
         if not self.hidden:
             shape = self.windows, self.length, hidden.shape[-1]
             whole = empty(shape, hidden.dtype, self._hidden_in)
@@ -168,22 +169,22 @@ class CalibrationPass:
         if place.dtype == hidden.dtype and place.shape == hidden.shape:
             place.copy_(hidden)
             release(place)
-        else:  # of a family whose layers compute in more than one dtype
+        else:  # the layers of some families compute in several dtypes
             self.hidden[batch] = hidden.to("cpu")
 
     def restore(self, hidden: Iterable[Tensor]) -> None:
-        """Go on from activations that were kept, a tensor a batch."""
+        """Continue from kept activations, a tensor for each batch."""
         self.hidden = []
         for i, batch in enumerate(hidden):
             self._keep(i, batch)
 
     @property
     def windows(self) -> int:
-        """Windows of all batches."""
+        """Number of windows in all batches."""
         return sum(len(batch) for batch in self._batches)
 
     def run_head(self, watch: DenseWatch) -> None:
-        """Show the output projection what it reads after the last layer. What is outside must be loaded."""
+        """Pass the last layer's output to the watched output projection. The part outside the layers must be loaded."""
         layers = list(self._stream.layers)
         restore = [layer.forward for layer in layers]
         head = self._stream.model.get_output_embeddings()
@@ -195,7 +196,7 @@ class CalibrationPass:
         for layer in layers:
             layer.forward = lambda hidden_states, *args, **kwargs: now[0]
         with watch.watching():
-            hook = head.register_forward_pre_hook(stop)  # after the watch's; the product itself is not asked for
+            hook = head.register_forward_pre_hook(stop)  # runs after the watch's hook and skips the product
             try:
                 with torch.inference_mode():
                     for batch, hidden in zip(self._batches, self.hidden, strict=True):
@@ -211,7 +212,7 @@ class CalibrationPass:
     def run_layer(
         self, index: int, progress: Callable[[int], None] = lambda tokens: None, watch: DenseWatch | None = None
     ) -> Observation | None:
-        """Move every batch through a loaded layer; returns what its experts saw, or None for a layer without."""
+        """Run every batch through a loaded layer; returns what reached its experts, or None without experts."""
         layer = self._stream.layers[index]
         has_experts = index in self._stream.expert_layers
         buffer = _Buffer(self.windows * self.length, self._seen_in)
@@ -222,15 +223,11 @@ class CalibrationPass:
                 if i == 1:  # `_keep` and `_Buffer` have allocated what outlives the layer
                     rest.enter_context(self._reusing())
                 arguments = {**self._arguments[(index, len(hidden))], **self._own.get((index, i), {})}
-                with widened(self._stream.device, self._dtype, mapped=self._stream.experts_in is not None):
-                    try:
-                        out = layer(hidden.to(self._stream.device), **arguments)
-                    except torch.OutOfMemoryError:
-                        raise
-                    except CODE_ERRORS as error:
-                        raise self._own_code(error) from error
+                mapped = self._stream.experts_in is not None
+                with widened(self._stream.device, self._dtype, mapped), self._own_code():
+                    out = layer(hidden.to(self._stream.device), **arguments)
                 if not isinstance(out, Tensor):
-                    raise self._returns_more()
+                    raise self._unsupported("return more than hidden states")
                 self._keep(i, out)
                 if watch is not None:
                     watch.batch(len(hidden))
@@ -239,14 +236,14 @@ class CalibrationPass:
 
 
 class _Buffer:
-    """Collects inputs, experts and gates of a layer, batch by batch."""
+    """Collect the inputs, experts and gates of a layer over its batches."""
 
     def __init__(self, tokens: int, folder: Path | None) -> None:
         self._tokens, self._folder, self._filled = tokens, folder, 0
         self._parts: tuple[Tensor, ...] = ()
 
     def take(self, inputs: Tensor, experts: Tensor, gates: Tensor) -> None:
-        """Copy one call's tensors."""
+        """Append a copy of a call's tensors."""
         if not experts.shape[1]:
             raise InputError("a layer's router chooses no expert: see the config's number of experts per token")
         if not self._parts:
@@ -264,14 +261,14 @@ class _Buffer:
         self._filled = end
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All that was taken."""
+        """The collected inputs, experts and gates."""
         inputs, experts, gates = (part[: self._filled] for part in self._parts)
         return inputs, experts, gates
 
 
 @contextmanager
 def observing(module: Any, take: Take) -> Iterator[None]:
-    """Have an experts module hand inputs, experts and gates of every call to `take`; None observes nothing."""
+    """Pass the inputs, experts and gates of each call of an experts module to `take`; None observes nothing."""
     from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
     if module is None:
@@ -290,4 +287,4 @@ def observing(module: Any, take: Take) -> Iterator[None]:
         yield
     finally:
         module.config._experts_implementation_internal = before
-        ExpertsInterface.register(EXPERTS_IMPLEMENTATION, grouped_mm_experts_forward)  # and let go of what was taken
+        ExpertsInterface.register(EXPERTS_IMPLEMENTATION, grouped_mm_experts_forward)  # drops the reference to `take`

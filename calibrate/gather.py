@@ -28,15 +28,15 @@ def gather_batch(
     settings: Settings,
     device: torch.device,
 ) -> ExpertBatch:
-    """An expert batch.
+    """Gather an expert batch.
 
     Args:
         module: the layer's experts module, for its gate activation only.
         weights: the weights of these experts, from the checkpoint.
-        experts: which of the layer's they are.
-        observation: what the calibration tokens brought to the layer.
-        settings: how they will be quantised.
-        device: where to compute.
+        experts: their indexes in the layer.
+        observation: what reached the layer's experts.
+        settings: the quantisation settings.
+        device: the compute device.
     """
     layer = LayerTokens.of(observation)
     widest = max(m.cols for m in weights.layer.matrices)

@@ -1,8 +1,6 @@
-"""Large tensors of a calibration (activations of all tokens, a layer's experts): in memory, or mapped from a file that
-only this process can see.
+"""Large tensors of a calibration (all activations, a layer's experts), in memory or mapped from an unnamed file.
 
-A mapped tensor is a tensor like any other; `release` gives the pages that were touched of it back to the system, which
-writes them out when it likes. Decides nothing about which of them lie where.
+A mapped tensor is used like any other. `release` returns its pages to the system, which writes them out in time.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ def _mapping(tensor: Tensor) -> mmap.mmap | None:
 
 
 class RowGather:
-    """RowGather of a tensor by their indexes, as a copy; of a mapped one, no more stays in memory."""
+    """Copies of a tensor's rows by index; a mapped tensor's pages are released again."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

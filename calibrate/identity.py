@@ -1,8 +1,8 @@
-"""What a checkpoint is: the SHA-256 of each of its weight files, and of its configuration.
+"""A checkpoint's identity: the SHA-256 of each of its weight files, and of its configuration.
 
-Header and size are not enough: two fine-tunes of one model have both in common. A digest is kept beside the file's
-size, time of change and inode, so that a build that is resumed reads no file again that nobody touched. Reading once
-more is 1 to 2 GB a second and thread: of a build that takes hours, seconds.
+Headers and sizes do not suffice: two fine-tunes of one model share both. A digest is kept with the file's size, time of
+change and inode, so that a resumed build does not read unchanged files again. Reading takes a second for 1 to 2 GB a
+thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moepack.pack.errors import InputError
 
 from .checkpoint import Checkpoint
 
-THREADS = 4  # more than that a disk seldom has for
+THREADS = 4  # disks seldom serve more
 _PIECE = 8 << 20  # bytes that are read at a time
 
 
@@ -30,10 +30,10 @@ def identity(
     Args:
         checkpoint: an opened one.
         known: digests of earlier calls; one counts for a file whose size, time and inode are as they were.
-        advance: told of bytes that were read; from several threads.
+        advance: receives the bytes of each read, from several threads.
 
     Raises:
-        InputError: when a file cannot be read, or changes while it is.
+        InputError: if a file cannot be read, or changes meanwhile.
     """
     names = sorted({*checkpoint.headers, "config.json"})
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
@@ -45,15 +45,14 @@ def identity(
 def is_known(path: Path, known: Mapping[str, Any]) -> bool:
     """Whether a file, perhaps on another machine, is the one that was digested.
 
-    By size and time of change where that time is finer than a second, as copies that keep it have it too; else by its
-    bytes.
+    Size and time of change decide if that time is finer than a second, as copies may keep it; otherwise the bytes do.
 
     Args:
         path: the file.
         known: its entry of what `identity` returned.
 
     Raises:
-        InputError: when it cannot be read.
+        InputError: if it cannot be read.
     """
     try:
         inode = path.stat().st_ino if known["mtime_ns"] % 10**9 else known["inode"]

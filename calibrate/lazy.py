@@ -1,7 +1,4 @@
-"""A checkpoint's weights as things that are read when they are indexed: whole, decoded, or some experts of them.
-
-What transformers' loading asks of a tensor it is handed. Nothing here knows a model.
-"""
+"""A checkpoint's weights as objects that transformers reads by indexing them: whole, decoded, or some experts."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from .checkpoint import Checkpoint
-from .encoded import Decoded
+from .encoded import Encoded
 
 
 class LazyWeights:
@@ -23,27 +20,29 @@ class LazyWeights:
         self._handles: dict[str, Any] = {}
 
     def weight(self, name: str, part: range | None = None) -> Any:
-        """What gives the weight when it is indexed: as it is stored, or decoded to BF16; `part` of its first axis."""
+        """A weight that indexing reads, decoded to BF16 if it is encoded; `part` selects of its first axis."""
         pair = self._checkpoint.encoded.get(name)
-        if pair is None:
-            return self._slice(name, part)
-        return Decoded(pair, self._slice(pair.codes, part), self._slice(pair.scales, part))
+        if pair is None and part is None:
+            return self._slice(name)
+        names = [name] if pair is None else [pair.codes, pair.scales]
+        return _LazyWeight([self._slice(n) for n in names], pair, part)
 
-    def _slice(self, tensor: str, part: range | None) -> Any:
+    def _slice(self, tensor: str) -> Any:
         file = self._checkpoint.file_of[tensor]
         if file not in self._handles:
             path = self._checkpoint.path / file
             self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
-        whole = self._handles[file].get_slice(tensor)
-        return whole if part is None else _First(whole, part)
+        return self._handles[file].get_slice(tensor)
 
 
-class _First:
-    """A part of a tensor's first axis, read when it is indexed."""
+class _LazyWeight:
+    """A part of a weight, or an encoded weight."""
 
-    def __init__(self, whole: Any, part: range) -> None:
-        self._whole, self._part = whole, part
+    def __init__(self, slices: list[Any], pair: Encoded | None, part: range | None) -> None:
+        self._slices, self._pair = slices, pair
+        self._part: Any = ... if part is None else slice(part.start, part.stop)
 
     def __getitem__(self, index: Any) -> Tensor:
-        out: Tensor = self._whole[self._part.start : self._part.stop][index]
-        return out
+        read = [one[self._part] for one in self._slices]
+        whole: Tensor = read[0] if self._pair is None else self._pair.decode(*read)
+        return whole[index]

@@ -1,6 +1,6 @@
-"""The skeleton of a checkpoint's model, on the meta device: which tensor belongs where, and what reading it takes.
+"""The skeleton of a checkpoint's model on the meta device: the place of each tensor, and the bytes that reading takes.
 
-Reads headers and runs transformers' renaming rules; loads no weight (stream.py does).
+It reads headers and runs transformers' renaming rules. stream.py loads weights.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from .checkpoint import Checkpoint, source_dtype
 from .experts import describe, is_experts_module, parameter_names
 from .some_experts import Parts, sources_of
 
-# Bytes of a layer's experts, or of layers for MTP, that are read at once: reading takes up to three times as much.
+# Bytes of experts or MTP layers that are read at once; reading takes up to three times as many.
 AT_ONCE = 1 << 29
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Skeleton:
-    """A checkpoint's model without its weights. A part is a decoder layer's index, or None for all else.
+    """A checkpoint's model without weights. A part is a decoder layer's index, or None for all else.
 
     Attributes:
         model: the transformers model.
         layers: its decoder layers (a ModuleList).
-        expert_layers: layer index -> descriptor, for the layers that have experts.
+        expert_layers: layer index -> descriptor, for layers with experts.
         expert_dtype: the dtype of the experts in the checkpoint, one of `moepack.pack.spec.EXPERT_DTYPES`.
         mtp: names of the checkpoint's tensors for multi-token prediction, which the model lacks.
         unused: names of its other tensors that the model lacks.
-        experts_in: a folder for the matrices of a loaded layer's experts, mapped from disk, where they can be read some
-            at a time; they stay on the CPU then. None keeps them in memory.
+        experts_in: a folder for files to which a loaded layer's expert matrices are mapped, if they can be read some at
+            a time; they then stay on the CPU. None keeps them in memory.
 
     Raises:
-        InputError: for a model without experts, with layers or experts of an unknown layout, or a missing tensor.
+        InputError: for a model without experts or of an unknown layout, or a missing tensor.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:
@@ -73,7 +73,7 @@ class Skeleton:
         self._materialise_buffers()
 
     def _plan(self) -> None:
-        """Find each checkpoint tensor's target, and give each parameter on meta the dtype it has in the checkpoint."""
+        """Find each checkpoint tensor's target, and give each meta parameter its dtype in the checkpoint."""
         state = self.model.state_dict()
         tied = set(self.model.all_tied_weights_keys)
         plan = self.model._get_dtype_plan(torch.bfloat16)
@@ -94,7 +94,7 @@ class Skeleton:
             if dtype is not None and state[target].is_floating_point():
                 self._source_dtype[target] = dtype
                 set_tensor(self.model, target, torch.empty_like(state[target], dtype=dtype))
-        self._bytes: dict[int | None, dict[str, int]] = {}  # of each part's tensors, as the checkpoint has them
+        self._bytes: dict[int | None, dict[str, int]] = {}  # of each part's tensors in the checkpoint's dtypes
         for name, tensor in state.items():
             if name not in tied:
                 size = tensor.numel() * self._source_dtype[name].itemsize
@@ -106,7 +106,7 @@ class Skeleton:
     def _find_sources(self, state: dict[str, Any], tied: set[str]) -> bool:
         """Fill `_sources` (part -> checkpoint weights) and `_targets` (parameter -> checkpoint weights).
 
-        Returns whether a conversion of transformers makes several parameters at once.
+        Returns whether one of transformers' conversions makes several parameters.
         """
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -135,7 +135,7 @@ class Skeleton:
         return list(get_model_conversion_mapping(self.model))
 
     def _materialise_buffers(self) -> None:
-        """Compute rotary tables and other buffers that no checkpoint holds."""
+        """Compute rotary tables and other buffers that are not in checkpoints."""
         for module in self.model.modules():
             names = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None]
             for n in names:
@@ -154,16 +154,16 @@ class Skeleton:
         return self.model.get_submodule(self._experts[layer])
 
     def is_low_precision(self, parameter: str) -> bool:
-        """Whether transformers computes with a parameter in BF16, and not in float32."""
+        """Whether transformers computes with a parameter in BF16 instead of float32."""
         return self._compute_dtype[parameter] == torch.bfloat16
 
     def layer_of(self, name: str) -> int | None:
-        """The part that a module or parameter of this name belongs to."""
+        """The part of the module or parameter of this name."""
         match = re.match(re.escape(self.prefix) + r"\.(\d+)\.", name)
         return int(match[1]) if match else None
 
     def names(self, part: int | None) -> list[str]:
-        """Names of a part's parameters and persistent buffers, without tied ones."""
+        """Names of a part's parameters and persistent buffers, except tied ones."""
         return list(self._bytes.get(part, ()))
 
     def dense_names(self, part: int | None) -> list[str]:
@@ -181,7 +181,7 @@ class Skeleton:
         return sum(self._bytes.get(part, {}).values())
 
     def file_bytes(self, part: int | None) -> int:
-        """Bytes of a part that lie on disk with `experts_in`."""
+        """Bytes of a part that are on disk with `experts_in`."""
         if part is None or not self.expert_ranges(part):
             return 0
         sizes = self._bytes[part]
@@ -189,11 +189,11 @@ class Skeleton:
         return sum(sizes[name] for name in matrices)
 
     def loading_bytes(self, part: int | None, on_disk: bool = False) -> int:
-        """Upper bound of the bytes that loading takes: a part's tensors, the files' mapped pages, and copies.
+        """Upper bound of the bytes that loading takes: a part's tensors, mapped pages and copies.
 
         Args:
             part: the part.
-            on_disk: with `experts_in`.
+            on_disk: whether `experts_in` will be set.
         """
         sizes, ranges = dict(self._bytes.get(part, {})), self.expert_ranges(part)
         if part is None or not ranges:
@@ -201,7 +201,7 @@ class Skeleton:
         few, all_of_them = len(ranges[0]), self.expert_layers[part].experts
         experts = {name: sizes.pop(name) for name in self._expert_parameters(part)}
         kept, read = sum(experts.values()), self._read_bytes(experts) * few // all_of_them
-        if on_disk:  # all but the range that was written last
+        if on_disk:  # except the range written last
             kept -= self.file_bytes(part) * (all_of_them - few) // all_of_them
         return kept + max(read, self._read_bytes(sizes))
 
@@ -211,7 +211,7 @@ class Skeleton:
         return 2 * sum(sizes.values()) + sum(merged) // 2 + max(merged, default=0)
 
     def expert_ranges(self, part: int | None) -> list[range]:
-        """Experts of a layer that are read together, about AT_ONCE bytes; empty where the layer is read at once."""
+        """Experts of a layer that are read together, about AT_ONCE bytes; empty if the layer is read at once."""
         if part is None or part not in self._experts:
             return []
         experts, sizes = self.expert_layers[part].experts, self._bytes[part]
@@ -228,13 +228,12 @@ class Skeleton:
 
     @property
     def mtp_loading_bytes(self) -> int:
-        """Upper bound of the bytes that AT_ONCE bytes of MTP layers take: tensors, mapped pages, and the last tensor as
-        it is decoded and copied."""
+        """Upper bound of the bytes that reading MTP layers takes: tensors, mapped pages, and a tensor's decoding."""
         largest = max((self.checkpoint.weight_bytes(name) for name in self.mtp), default=0)
         return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
 
     def _own_sources(self, names: Sequence[str]) -> list[str] | None:
-        """The checkpoint weights of these tensors, one each and of the same shape; None for any other layout."""
+        """The checkpoint weights of these tensors, one for each and of its shape; None for any other layout."""
         found = [self._targets.get(name, []) for name in names]
         if any(len(keys) != 1 for keys in found):
             return None
@@ -263,7 +262,7 @@ def set_tensor(model: Any, name: str, value: Tensor) -> None:
 
 
 def _why_none(model: Any) -> str:
-    """The reason why a model has no experts that can be packed."""
+    """The reason why a model's experts cannot be packed."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if name.rpartition(".")[2] == "experts" or re.search("Experts$|Mo[eE]$", kind):

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint some experts of a layer are made of. Names and shapes only; reads nothing.
+"""The checkpoint tensors that hold some experts of a layer, by names and shapes.
 
-A family keeps one tensor an expert, or all experts of a layer in one tensor whose first axis they are. Where a
-parameter is neither, nothing is said of it, and the whole layer has to be read.
+A family stores a tensor for each expert, or a layer's experts along the first axis of one tensor. In any other layout
+the whole layer has to be read.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Parts = dict[str, range | None]  # checkpoint weight -> which of its first axis;
 def sources_of(
     experts: range, total: int, sources: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]]
 ) -> Parts | None:
-    """What to read for some experts of a layer, or None where that cannot be told.
+    """The weights to read for some experts of a layer; None for an unknown layout.
 
     Args:
-        experts: which of the layer's.
-        total: experts of the layer.
-        sources: parameter of the layer's experts -> the weights of the checkpoint that it is made of.
-        shapes: of these weights, as they are stored.
+        experts: the experts' indexes.
+        total: number of the layer's experts.
+        sources: parameter of the layer's experts -> its weights in the checkpoint.
+        shapes: stored shapes of these weights.
     """
     out: Parts = {}
     for keys in sources.values():
@@ -35,7 +35,7 @@ def sources_of(
 
 
 def _numbered(experts: range, total: int, keys: Sequence[str]) -> Parts | None:
-    """Those of the keys whose number is an expert's: at one place of the names stand all numbers below `total`."""
+    """The keys of these experts, if one place of the names counts all numbers below `total`; else None."""
     split = [re.split(r"(?<=\.)(\d+)(?=\.)", key) for key in keys]  # every second part is a number
     if not split or len({len(parts) for parts in split}) != 1:
         return None

@@ -1,4 +1,4 @@
-"""What the policies want to know about a layer's routing, from what its experts saw. Pure: tensors in, tensors out."""
+"""Routing statistics of a layer, for policies. Pure: tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .forward import Observation
 
-_AT_ONCE = 1 << 14  # tokens, and a window at the least: a row of all experts is in memory for each
+_AT_ONCE = 1 << 14  # tokens a chunk, at least a window; each takes a row of all experts
 
 
 def routing_statistics(observation: Observation, experts: int) -> dict[str, Tensor]:

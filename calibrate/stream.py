@@ -1,7 +1,7 @@
-"""A transformers model whose weights are in memory one decoder layer at a time.
+"""A transformers model with one decoder layer's weights in memory at a time.
 
-`load` brings one part of the checkpoint (a decoder layer, or all that is outside them) into the skeleton through
-transformers' own renaming and conversion; `free` drops it.
+`load` reads a part of the checkpoint (a decoder layer, or all else) into the skeleton with transformers' own renaming
+and conversion; `free` drops it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class StreamedModel(Skeleton):
     """The skeleton of a checkpoint's model, and the loading of its parts."""
 
     def load(self, part: int | None) -> dict[str, Tensor]:
-        """Load a part in the checkpoint's own dtypes on the CPU; codes and scales are decoded to BF16 (encoded.py).
+        """Load a part in the checkpoint's dtypes on the CPU; encoded weights are decoded to BF16.
 
         Returns the part's tensors by name; they are also in the model until `free`.
 
         Raises:
-            InputError: when the checkpoint lacks one of them or has it in another shape.
+            InputError: if the checkpoint lacks one of them or has it in another shape.
         """
         experts = self._load_experts(part)
         skip = {key for name in experts for key in self._targets.get(name, [])}
@@ -43,7 +43,7 @@ class StreamedModel(Skeleton):
         self._refuse(info)
         for name in self.names(part):
             tensor = self.model.get_parameter_or_buffer(name)
-            # A tensor of one source is a view of the mapped file, and would keep all that was read of it in memory.
+            # A tensor of one source is a view of the mapped file, whose pages would stay in memory.
             if not tensor.is_meta and name not in self._merged and name not in experts:
                 set_tensor(self.model, name, tensor.detach().clone())
         state = self.model.state_dict()
@@ -54,7 +54,7 @@ class StreamedModel(Skeleton):
         return out
 
     def _read(self, parts: Parts) -> Any:
-        """Bring weights of the checkpoint into the model; returns transformers' report."""
+        """Load weights of the checkpoint into the model; returns transformers' report."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -66,9 +66,9 @@ class StreamedModel(Skeleton):
         return info
 
     def _read_apart(self, parts: Parts, shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, Tensor], Any]:
-        """Read parameters, in these shapes, and leave the model as it was; tensors may be views of mapped files.
+        """Read parameters in these shapes without changing the model; tensors may be views of mapped files.
 
-        Returns no tensors where transformers could not load one, and its report.
+        Returns the tensors, none if transformers could not load one, and its report.
         """
         meta = {name: self.model.get_parameter_or_buffer(name) for name in shapes}
         try:
@@ -83,28 +83,27 @@ class StreamedModel(Skeleton):
         return ({} if lacks else got), info
 
     def _refuse(self, info: Any) -> None:
-        """Raise InputError for what transformers reports that it could not load."""
+        """Raise InputError for weights that transformers reports it could not load."""
         if info.mismatched_keys:
             name, got, want = sorted(info.mismatched_keys)[0]
             raise InputError(f"{self.checkpoint.name}: {name} has shape {tuple(got)}, its config says {tuple(want)}")
         if info.conversion_errors:
             name, error = sorted(info.conversion_errors.items())[0]
-            raise InputError(
-                f"{self.checkpoint.name}: {name} cannot be converted: {str(error).strip().splitlines()[-1]}"
-            )
+            why = str(error).strip().splitlines()[-1]
+            raise InputError(f"{self.checkpoint.name}: {name} cannot be converted: {why}")
 
     def _load_experts(self, part: int | None) -> dict[str, Tensor]:
-        """A layer's experts, parameter by parameter, read some at a time; empty where they are read with the rest."""
+        """A layer's expert parameters, read some experts at a time; empty if they are read with the rest."""
         out: dict[str, Tensor] = {}
         for some in self.expert_ranges(part):
             assert part is not None
             few = self._read_experts(part, some)
-            if not few and self.experts_in is not None:  # there is no memory to read all of them
+            if not few and self.experts_in is not None:  # no memory for all of them
                 raise InputError(
                     f"{self.checkpoint.name}: experts of layer {part} are not read some at a time, which --memory "
                     "counts on: give it room for a whole layer"
                 )
-            if not few:  # `load` finds out why
+            if not few:  # `load` reports the error
                 return {}
             for name, tensor in few.items():
                 if name not in out:
@@ -116,7 +115,7 @@ class StreamedModel(Skeleton):
         return out
 
     def _read_experts(self, layer: int, some: range) -> dict[str, Tensor]:
-        """The parameters of some experts of a layer, perhaps views of mapped files; empty where that fails."""
+        """The parameters of some experts of a layer, perhaps views of mapped files; empty if that fails."""
         parts = self._expert_parts(layer, some)
         if parts is None:
             return {}
@@ -128,7 +127,7 @@ class StreamedModel(Skeleton):
         return got
 
     def experts(self, layer: int, some: range) -> ExpertWeights:
-        """Some experts of a layer as the checkpoint has them; reads only these where its layout allows it.
+        """Some experts of a layer as in the checkpoint; reads only these if its layout allows it.
 
         The layer must not be loaded.
 
@@ -152,9 +151,9 @@ class StreamedModel(Skeleton):
         return self.checkpoint.files_of(self._sources.get(layer, []) if parts is None else parts)
 
     def tensors(self, part: int | None, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some tensors of a part as `load` gives them; reads only these where the checkpoint's layout allows it.
+        """Some tensors of a part as from `load`; reads only these if the checkpoint's layout allows it.
 
-        They may be views of the mapped files. The part must not be loaded.
+        They may be views of mapped files. The part must not be loaded.
 
         Raises:
             InputError: see `load`.
@@ -180,7 +179,7 @@ class StreamedModel(Skeleton):
         return self.checkpoint.files_of(self._sources.get(part, []) if keys is None else keys)
 
     def mtp_groups(self, most: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors of the MTP layers by their names in the checkpoint, about `most` bytes at a time, decoded.
+        """Yield the decoded tensors of the MTP layers by their checkpoint names, about `most` bytes at a time.
 
         Empty each group before taking the next.
         """
@@ -195,7 +194,7 @@ class StreamedModel(Skeleton):
             yield group
 
     def split(self, layer: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ExpertWeights | None]:
-        """A loaded layer as its dense tensors and, where it has them, its experts."""
+        """Split a loaded layer into its dense tensors and its experts, None without experts."""
         if layer not in self._experts:
             return dict(tensors), None
         owned = set(self._expert_parameters(layer))
@@ -204,8 +203,7 @@ class StreamedModel(Skeleton):
         return dense, ExpertWeights.of(self.expert_layers[layer], self.experts_module(layer), own)
 
     def to_compute(self, part: int | None, dtype: torch.dtype) -> None:
-        """Move a loaded part to the device, in the dtypes that transformers computes with; mapped tensors are converted
-        into another file."""
+        """Move a loaded part to the device in its compute dtypes; mapped tensors are converted into another file."""
         for name in self.names(part):
             tensor = self.model.get_parameter_or_buffer(name).detach()
             wanted = tensor.dtype
@@ -215,7 +213,7 @@ class StreamedModel(Skeleton):
             set_tensor(self.model, name, ready)
 
     def _filed(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A mapped tensor of experts in a dtype, in a file."""
+        """Convert a mapped tensor of experts to a dtype, in a file."""
         if tensor.dtype == dtype:
             return tensor
         out = empty(tensor.shape, dtype, self.experts_in)
@@ -226,9 +224,9 @@ class StreamedModel(Skeleton):
         return out
 
     def free(self, part: int | None) -> None:
-        """Put a part back on the meta device, in the checkpoint's dtypes.
+        """Move a part back to the meta device, in the checkpoint's dtypes.
 
-        What an experts module has beside its matrices (a norm behind each expert) stays on the device for quantising.
+        Further tensors of an experts module (a norm after each expert) stay on the device for quantising.
         """
         state, dense = self.model.state_dict(), set(self.dense_names(part))
         prefix = f"{self._experts[part]}." if part in self._experts else None
@@ -242,7 +240,7 @@ class StreamedModel(Skeleton):
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bar ("Loading weights") and load reports: a build loads dozens of parts."""
+    """Silence transformers' progress bar and load reports: a build loads dozens of parts."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()

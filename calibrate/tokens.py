@@ -1,7 +1,6 @@
-"""Which tokens an expert learns from, is compared on and is measured on. Indexes only; deterministic.
+"""Choose the tokens an expert learns from, is compared on and is measured on, as indexes, deterministically.
 
-Tokens are taken by clusters, not one by one, as neighbours resemble one another: by windows of text where there are
-enough of them, else by blocks.
+Neighbouring tokens resemble one another, so whole clusters are chosen: windows of text if there are enough, or blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from moepack.quantize.expert_batch import ExpertTokens
 
 from .forward import Observation
 
-HELD_OUT = 8  # one cluster in eight is held out where methods are compared
-ASIDE = 16  # an expert with plenty of tokens learns nothing from one cluster in so many, and is measured there
-PLENTY = 16  # times its widest matrix's columns: fitted to a 16th less, its loss is 0.2 % more
+HELD_OUT = 8  # one cluster in eight is held out for comparing methods
+ASIDE = 16  # an expert with plenty of tokens is measured on one cluster in so many, and learns from the others
+PLENTY = 16  # tokens over its widest matrix's columns; fitted to a 16th less, its loss is 0.2 % higher
 BLOCK = 32  # tokens of a block
-WINDOWS = 16  # that suffice to be the clusters
+WINDOWS = 16  # with so many windows, they are the clusters
 FEW = FEW_TOKENS
 LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 
@@ -41,28 +40,28 @@ class LayerTokens:
 
     @staticmethod
     def of(observation: Observation) -> LayerTokens:
-        """Pick them from an observation."""
+        """Choose them from an observation."""
         total = len(observation.inputs)
         block = max(1, min(BLOCK, total // (2 * HELD_OUT)))
         if total // max(1, observation.length) >= WINDOWS:
             block = observation.length
         tokens = torch.arange(total)
-        held = is_held_out(tokens, block)
+        held = _is_held_out(tokens, block)
         return LayerTokens(_spaced(tokens[~held], LAYER), _spaced(tokens[held], FEW), block)
 
 
 def expert_tokens(
     observation: Observation, layer: LayerTokens, expert: int, enough: int, plenty: int, most: int
 ) -> ExpertTokens:
-    """Pick an expert's tokens: with `enough` it is not starved, at most `most` of its own are measured.
+    """Choose an expert's tokens: with `enough` it is not starved; at most `most` of its own are measured.
 
-    A starved expert learns from those of its tokens that are not held out, and is compared on the others, then on the
-    layer's up to FEW. One with `plenty` learns from all but one cluster in ASIDE, and is measured on those.
+    A starved expert learns from its tokens that are not held out, and is compared on the others, filled up to FEW with
+    the layer's. An expert with `plenty` is measured on one cluster in ASIDE and learns from the others.
     """
     token, slot = torch.where(observation.experts == expert)
     gates = observation.gates[token, slot]
     starved = len(token) < enough
-    held, aside = is_held_out(token, layer.block), token // layer.block % ASIDE == ASIDE - 1
+    held, aside = _is_held_out(token, layer.block), token // layer.block % ASIDE == ASIDE - 1
     rich = not starved and len(token) >= plenty and bool(aside.any())
     unlearnt = held if starved else aside if rich else torch.zeros_like(held)
     candidates = torch.where(unlearnt)[0] if rich else torch.arange(len(token))
@@ -83,8 +82,8 @@ def expert_tokens(
     )
 
 
-def is_held_out(tokens: Tensor, block: int) -> Tensor:
-    """Which tokens are held out, bool."""
+def _is_held_out(tokens: Tensor, block: int) -> Tensor:
+    """Whether tokens are held out, bool."""
     return tokens // block % HELD_OUT == HELD_OUT - 1
 
 

@@ -1,4 +1,4 @@
-"""Weights and second moments to codes: one file a method, all behind the table in methods.py.
+"""Quantise weights with second moments: a file for each method, listed in methods.py.
 
-Knows nothing of models, of routing or of files. Every method works on a batch of experts that share a shape.
+Every method works on a batch of experts of one shape, independent of models, routing and files.
 """

@@ -1,7 +1,6 @@
-"""How many bytes an expert batch takes at its most, by what is in memory at once in each of its steps.
+"""Upper bounds of the bytes that quantising takes: what is in memory at once in each step. Arithmetic on shapes.
 
-Arithmetic on shapes. How many experts a batch has does not follow from it: `expert_batch.expert_batches` says that,
-from a recipe alone, as the bytes of a bundle depend on it.
+These bounds do not choose the batch size, which affects a bundle's bytes: `expert_batch.expert_batches` does.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from .expert_batch import PART, Settings
 from .gptq import experts_at_once, working_bytes
 from .methods import method_for
 
-OTHERS = 256  # tokens at the most that an expert is measured on beside its own
-SMALL = 16 << 20  # bytes of what is not counted, and a 16th of what is: what the allocator rounds and keeps
-CODED = 0.75  # of a BF16 matrix, what its lossless extent takes at the most but for exotic weights
+OTHERS = 256  # the most tokens of other experts that an expert is measured on
+SMALL = 16 << 20  # bytes beside a 16th of those counted: small tensors, and what the allocator rounds and keeps
+CODED = 0.75  # upper bound of a lossless extent relative to its BF16 matrix, except for unusual weights
 
 
 def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
-    """The most bytes that making a batch of so many experts takes, on the device that computes."""
+    """Upper bound of the bytes that quantising a batch of so many experts takes on the compute device."""
     return _largest_step(layer, settings, experts) * 17 // 16 + SMALL
 
 
 def dense_memory(rows: Matrix, versions: Sequence[Version], method: str) -> int:
-    """The most bytes that making some rows of a dense matrix takes, on the device that computes; its moments and the
-    checkpoint's weights not counted."""
+    """Upper bound of the bytes that quantising rows of a dense matrix takes on the compute device, beside its moments
+    and the checkpoint's weights."""
     affine = lossy(versions)
     packed = int(rows.weights * (_bytes_a_weight(affine) + 2 + 2 * CODED * (len(affine) < len(versions))))
     made = len(affine) * rows.weights
     fitted = any(method_for(method, v).needs_moments for v in affine)
     working = working_bytes(rows.rows, rows.cols, len(affine)) if fitted else _rounding(rows, 1)
-    # While quantising, where GPTQ of many rows took 8 bytes a weight beyond what is said of it; then while one version
-    # is measured: its error, that times itself and moments, and the same in float64.
+    # While quantising, where GPTQ of many rows took 8 bytes a weight more than `working_bytes`; then while one version
+    # is measured: its error, its product with itself and the moments, and that in float64.
     steps = [2 * made + working + 8 * fitted * rows.weights, made + 16 * rows.weights] if affine else []
     return (packed + max((4 * rows.weights + step for step in steps), default=0)) * 17 // 16 + SMALL
 
@@ -47,7 +46,7 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     squares = [4 * m.cols * m.cols for m in (first, second)]
     made = experts * sum(m.weights for m in layer.matrices) * len(versions)
     packed = experts * sum(int(m.weights * (_bytes_a_weight(versions) + 2 * CODED)) for m in layer.matrices)
-    # Once matrices are made, an expert is measured: one version's values, what made them, and two rows of activations.
+    # After quantising, an expert is measured: one version's values, their temporaries, and two sets of activations.
     tokens = settings.loss_tokens + OTHERS
     measured = 2 * tokens * (5 * first.cols + 2 * first.rows + 8 * second.cols + 12 * second.rows)
     measured += 4 * sum(m.weights for m in layer.matrices) + 8 * max(m.weights for m in layer.matrices)
@@ -62,7 +61,7 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
         (second, squares[1], moments),
         (first, squares[0], moments - 2 * FOLDS * experts * squares[1]),
     ):
-        # Cross-fitting; then the moments of all tokens, which take three temporaries; then the matrix itself.
+        # Cross-fitting; the moments of all tokens, with three temporaries; the matrix itself.
         folds = at_once(m.cols, experts)
         together = experts_at_once(_sampled(m), m.cols, len(versions), folds)
         again = together * working_bytes(_sampled(m), m.cols, len(versions))
@@ -75,7 +74,7 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
 
 
 def _stacked(matrices: int) -> int:
-    """Matrices in memory as so many become one tensor."""
+    """Matrices in memory while so many are stacked."""
     return 2 * matrices if matrices > 1 else 1
 
 
@@ -84,7 +83,7 @@ def _sampled(matrix: Matrix) -> int:
 
 
 def _rounding(matrix: Matrix, experts: int) -> int:
-    """Rounding to nearest makes one temporary like the matrices, their magnitudes."""
+    """Rounding to nearest makes one temporary of the matrices' size, their magnitudes."""
     return 4 * experts * matrix.weights
 
 

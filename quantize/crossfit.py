@@ -1,14 +1,13 @@
-"""Cross-fitting: what a quantiser's weights cost on tokens that it did not learn from, without shipping other weights.
+"""Cross-fitting: estimate the loss of quantised weights on tokens that they were not fitted to.
 
-The tokens are cut into FOLDS folds. Some rows of both matrices are quantised once more for each, from the moments of
-the other folds, and their error on the fold is held against that of the shipped rows. Rows do not see one another in
-any of the methods that read moments, so a few of them, evenly spaced, show what all would. What follows from the two
-errors is `losses`' business; which tokens and folds, the caller's.
+The tokens form FOLDS folds. For each fold, some rows of both matrices are quantised again from the moments of the other
+folds, and their error on the fold is compared with that of the shipped rows (`losses`). Methods that read moments
+quantise rows independently, so a few evenly spaced rows represent all.
 
-Cost: a row costs cols^2 products a width, a factor cols^3 / 3 once for all rows: with a 64th of the rows and four folds
-a sixteenth of a fit, and four factors, which are 3 % of a fit of Qwen3-30B-A3B's gate_up each. Measured, quantising and
-measuring an expert of 1,024 and 512 columns at four widths takes 1.2 times as long as without with 1,100 tokens; about
-half of what is left is the four factors. With 17,000 it takes 0.63 times as long: nothing is fitted again.
+Cost: a row takes cols^2 products a width, a factor cols^3 / 3 once for all rows. With a 64th of the rows and four folds
+that is a sixteenth of a fit, and four factors, each 3 % of a fit of Qwen3-30B-A3B's gate_up. Measured: quantising and
+measuring an expert of 1,024 and 512 columns at four widths takes 1.2 times as long with 1,100 tokens; about half of the
+addition is the four factors. With 17,000 tokens it takes 0.63 times as long, as nothing is fitted again.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from .moments import ExpertMoments
 
 FOLDS = 4
 LEAST_ROWS = 16
-SHARE = 64  # one row in so many, but LEAST_ROWS at the least
-_STACK = 1 << 26  # bytes of moments that are quantised from together
-_SINGLY = 4096  # columns from which on a quantiser works on one matrix at a time in any case (`gptq.BATCH_BYTES`)
+SHARE = 64  # one row in so many is sampled, at least LEAST_ROWS
+_STACK = 1 << 26  # bytes of moments in a call of the quantiser
+_SINGLY = 4096  # above so many columns, the quantiser works on single matrices anyway (`gptq.BATCH_BYTES`)
 
 
 @dataclass(frozen=True, slots=True)
 class RowErrors:
-    """Squared errors of sampled rows on tokens learnt from, of the shipped ones and of those fitted without a fold.
+    """Squared errors of sampled rows on tokens learnt from: of the shipped rows, and of those fitted without a fold.
 
     Attributes:
         groups: float64 [2, GROUPS], by group of tokens.
         rows: float64 [2, sampled], by row.
-        share: rows that one of them stands for.
+        share: rows that a sampled one represents.
     """
 
     groups: Tensor
@@ -49,12 +48,12 @@ class RowErrors:
 
 
 def fold_of(tokens: Tensor, block: int, spare: int) -> Tensor:
-    """The folds of tokens, int64: clusters of `block` tokens in turn, leaving out one in `spare`, the last of each."""
+    """The folds of tokens, int64: clusters of `block` tokens in turn, skipping the last of every `spare`."""
     return _place(tokens, block, spare) % FOLDS
 
 
 def group_of(tokens: Tensor, block: int, spare: int) -> Tensor:
-    """The groups of tokens, int64; tokens of one group are of one fold."""
+    """The groups of tokens, int64; a group lies within one fold."""
     return _place(tokens, block, spare) % GROUPS
 
 
@@ -64,19 +63,19 @@ def _place(tokens: Tensor, block: int, spare: int) -> Tensor:
 
 
 def sample(rows: int) -> Tensor:
-    """The rows that stand for all, int64."""
+    """The sampled rows, int64."""
     return torch.linspace(0, rows - 1, min(rows, max(LEAST_ROWS, rows // SHARE))).long()
 
 
 def refit(
     method: str, weight: Tensor, moments: Sequence[ExpertMoments], versions: Sequence[Version]
 ) -> dict[Version, Tensor]:
-    """The sampled rows' errors, value less weight, fitted without each fold: float32 [experts, folds, sampled, cols].
+    """The errors (value less weight) of sampled rows fitted without each fold: float32 [experts, folds, sampled, cols].
 
     Args:
         method: the quantiser's name.
         weight: float32 [experts, rows, cols].
-        moments: of each expert.
+        moments: each expert's moments.
         versions: affine versions.
     """
     rows = weight[:, sample(weight.shape[1]).to(weight.device)]
@@ -96,23 +95,20 @@ def refit(
 
 
 def at_once(cols: int, experts: int) -> int:
-    """Folds' moments in memory at once: of some experts, of one, or a single fold's where gptq takes them singly."""
-    every = experts * FOLDS
-    if cols > _SINGLY:
-        return 1
-    return min(every, FOLDS * max(1, _STACK // (4 * FOLDS * cols * cols)))
+    """Number of folds' moments in memory at once: those of some experts, or one if gptq takes them singly."""
+    return 1 if cols > _SINGLY else FOLDS * min(experts, max(1, _STACK // (4 * FOLDS * cols * cols)))
 
 
 def row_errors(
     inputs: Tensor, groups: Tensor, fold: Tensor, weight: Tensor, shipped: Tensor, fitted: Tensor
 ) -> RowErrors:
-    """What the sampled rows cost on tokens that were learnt from.
+    """The sampled rows' errors on tokens that were learnt from.
 
     Args:
-        inputs: what the matrix reads, float32 [tokens, cols].
+        inputs: the matrix's inputs, float32 [tokens, cols].
         groups, fold: int64 [tokens], on the CPU.
         weight, shipped: the matrix and its quantised values, float32 [rows, cols].
-        fitted: errors of the rows fitted without each fold, float32 [folds, sampled, cols].
+        fitted: the errors of `refit`, float32 [folds, sampled, cols].
     """
     rows = sample(len(weight)).to(weight.device)
     own = (inputs @ (shipped[rows] - weight[rows]).T).square()

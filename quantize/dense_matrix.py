@@ -1,9 +1,7 @@
-"""A dense matrix at every width, some rows at a time, and what each width costs: mathematics on given tensors.
+"""Quantise a dense matrix at every width, some rows at a time, and measure the error of each width.
 
-The rows of a matrix that reads x with second moments M are quantised each for itself, so that a slice of them is all
-that is in memory in float32. With the moments of tokens that were not learnt from, the error of the output is exact
-without one: the mean of |D x|^2 over tokens is tr(D M D^T). Where rows come from and where codes go is the caller's to
-say.
+Rows are quantised independently, so only a slice of them is in memory in float32. With the second moments M of held-out
+inputs x, the output error of a weight error D is exact without outputs: the mean of |D x|^2 is tr(D M D^T).
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ ROW_SHARD = 1 << 26  # bytes of the rows that are quantised together, in float32
 
 @dataclass(frozen=True)
 class DenseLoss:
-    """What a width costs a slice of a matrix.
+    """The loss of a slice of a matrix at one width.
 
     Attributes:
-        error, power: of its output on tokens not learnt from, mean over tokens of the squares' sum over rows.
-        method: what made it.
+        method: the method that made it.
+        error, power: squared error and square of its output on held-out tokens, summed over rows, mean over tokens.
     """
 
     method: str
@@ -37,7 +35,7 @@ class DenseLoss:
 
 
 def row_shards(rows: int, cols: int) -> list[range]:
-    """A matrix' rows quantised together: whole blocks of BLOCK_ROWS but for the last."""
+    """The slices of rows that are quantised together: whole blocks of BLOCK_ROWS, except in the last."""
     step = max(1, ROW_SHARD // (4 * cols * BLOCK_ROWS)) * BLOCK_ROWS
     return [range(first, min(first + step, rows)) for first in range(0, rows, step)]
 
@@ -48,14 +46,14 @@ def quantise_rows(
     """Quantise a slice of a matrix.
 
     Args:
-        weight: float32 [rows of the slice, cols], on the device that computes.
-        moments: E[x x^T] over what the matrix reads, float32 [cols, cols], there too.
-        held: the same over tokens that are not learnt from, for the losses.
+        weight: float32 [rows of the slice, cols], on the compute device.
+        moments: E[x x^T] over the matrix's inputs, float32 [cols, cols], on the same device.
+        held: the same over held-out tokens, for the losses.
         method: a method's name.
         versions: affine versions.
 
     Returns:
-        The slice at every version, a batch of one, and what that costs.
+        The slice at every version, as a batch of one, and its loss.
     """
     power = _trace(weight, held)
     return {

@@ -1,16 +1,15 @@
-"""An expert batch (some experts of a layer) at every width, and what each width costs: mathematics on given tensors.
+"""Quantise an expert batch (some experts of a layer) at every width, and measure the loss of each width.
 
-Which tokens an expert gets, where its weights come from and how a family's experts compute is the caller's to say. The
-gate and up projections read the same inputs and share one matrix of second moments; every width of a projection is
-quantised from the same one. Moments are made here, for the experts of a batch: a bound on their bytes holds whatever
-the number of a layer's experts.
+The caller gives each expert's tokens, its weights and its forward functions. The gate and up projections read the same
+inputs and share their second moments, which serve all widths. Moments are computed for one batch at a time, so their
+bytes do not grow with a layer's experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from .moments import NEGLIGIBLE, PRIOR, ExpertMoments, FoldSums
 
 Pair = tuple[Quantised, Quantised]
 PART = 4096  # tokens whose inputs and activations are in memory at once, in float32
-MOST = 16  # experts of a batch: what is lost when a build is killed, and a unit of work for a cluster
+MOST = 16  # experts of a batch: the work that a killed build loses, and the unit of work of a cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,14 @@ class Settings:
     """How to quantise.
 
     Attributes:
-        method: its name (moepack.quantize.methods).
-        versions: the affine versions wanted.
-        min_tokens: an expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 means as many
-            as its widest matrix has columns.
+        method: the method's name (moepack.quantize.methods).
+        versions: the affine versions.
+        min_tokens: an expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 stands for the
+            columns of its widest matrix.
         loss_tokens: the most tokens an expert's losses are measured on, evenly spaced among its own.
-        moments: what an expert's second moments are made of: "routed", the tokens routed to it; "gated", the same,
-            weighted by their gates (MoEQuant); "all", every token of the layer.
-        batch_bytes: the most bytes of second moments and working copies in memory at once; one expert's at the least.
+        moments: the tokens of an expert's second moments: "routed", those routed to it; "gated", the same, weighted by
+            their gates (MoEQuant); "all", every token of the layer.
+        batch_bytes: the most bytes of second moments and working copies in memory at once, at least one expert's.
     """
 
     method: str
@@ -56,17 +55,17 @@ class ExpertTokens:
     """One expert's tokens: int64 indexes of the layer's inputs.
 
     Attributes:
-        learn: what its second moments are made of: all that were routed to it, but where `starved` for those that are
-            held out, and where `rich` for those that it is measured on.
+        learn: tokens of its second moments: all that were routed to it, except held-out ones if `starved`, and those
+            it is measured on if `rich`.
         learn_gates: gate weights of `learn`, float32.
-        compare: for a starved expert, what its methods are compared on; nothing of it is in `learn`.
-        measure: what its losses are measured on: its own.
+        compare: for a starved expert, the tokens its methods are compared on; none is in `learn`.
+        measure: those of its own tokens that its losses are measured on.
         gates: gate weights of `measure`, float32.
-        learnt: which of `measure` it learns from, bool.
-        others: tokens of the layer that it neither learns from nor was sent, which it is measured on as well.
-        gate_square: mean square of its gate weights, or the layer's where it has none: what `others` count with.
-        starved: fewer tokens than its methods need to be trusted.
-        rich: so many that what it is measured on need not be learnt from.
+        learnt: which of `measure` are in `learn`, bool.
+        others: further tokens of the layer that it is measured on; none was routed to it.
+        gate_square: mean square of its gate weights, or of the layer's if it has none: the weight of `others`.
+        starved: whether it has too few tokens for its method.
+        rich: whether it has so many that `measure` and `learn` can be disjoint.
     """
 
     learn: Tensor
@@ -83,23 +82,15 @@ class ExpertTokens:
 
 @dataclass(frozen=True, slots=True)
 class ExpertForward:
-    """How a family's experts compute, apart from their weights. x is [tokens, cols], a weight [rows, cols].
+    """The functions of a family's experts. x is [tokens, cols], a weight [rows, cols].
 
     Attributes:
-        act: (x, weight, bias) to what the down projection reads: the gated activation of the first projection.
-        out: (act, weight, bias) to the expert's output.
+        act: (x, weight, bias) -> the down projection's input, the gated activation of the first projection.
+        out: (act, weight, bias) -> the expert's output.
     """
 
     act: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     out: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-class Inputs(Protocol):
-    """Rows by their indexes."""
-
-    def __getitem__(self, tokens: Tensor, /) -> Tensor:
-        """The rows at int64 [rows], of their own memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +98,14 @@ class ExpertBatch:
     """Experts that are quantised together.
 
     Attributes:
-        experts: which of the layer's they are.
-        weights: both matrices of all of them, float32 [experts, rows, cols], on the device that computes.
-        biases: by expert, of both matrices, float32 [rows] or None.
-        tokens: by expert.
-        inputs: [tokens, hidden], what reached the layer's experts, on any device, or what gives rows of it.
+        experts: their indexes in the layer.
+        weights: both matrices of all experts, float32 [experts, rows, cols], on the compute device.
+        biases: for each expert those of both matrices, float32 [rows] or None.
+        tokens: each expert's tokens.
+        inputs: the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows].
         common: int64 indexes of `inputs` that stand for the layer; none is compared on.
-        forward: how the experts compute.
-        in_bf16: whether what the down projection learns from is computed in BF16, as the model itself does.
+        forward: the experts' functions.
+        in_bf16: whether the down projection learns from activations in BF16, as in the model.
         block: tokens of a cluster (`crossfit.fold_of`).
         spare: one cluster in so many is never in `common`.
     """
@@ -123,7 +114,7 @@ class ExpertBatch:
     weights: tuple[Tensor, Tensor]
     biases: tuple[tuple[Tensor | None, Tensor | None], ...]
     tokens: tuple[ExpertTokens, ...]
-    inputs: Inputs
+    inputs: Any
     common: Tensor
     forward: ExpertForward
     in_bf16: bool
@@ -132,23 +123,24 @@ class ExpertBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where to compute."""
+        """The compute device."""
         return self.weights[0].device
 
     def gather(self, tokens: Tensor) -> Tensor:
         """The inputs of these tokens, float32 on the device."""
-        return self.inputs[tokens].to(self.device, torch.float32)
+        rows: Tensor = self.inputs[tokens]
+        return rows.to(self.device, torch.float32)
 
     def own(self, expert: int) -> tuple[Tensor, Tensor]:
         """The matrices of the expert at a position of the batch."""
         return self.weights[0][expert], self.weights[1][expert]
 
     def act(self, expert: int, x: Tensor) -> Tensor:
-        """What an expert's down projection reads."""
+        """The input of an expert's down projection."""
         return self.forward.act(x, self.weights[0][expert], self.biases[expert][0])
 
     def learnt_act(self, expert: int, x: Tensor) -> Tensor:
-        """The same to learn from."""
+        """The same as `act`, in the dtype to learn from."""
         if not self.in_bf16:
             return self.act(expert, x)
         bias = self.biases[expert][0]
@@ -156,7 +148,7 @@ class ExpertBatch:
         return self.forward.act(x.bfloat16(), weight, None if bias is None else bias.bfloat16()).float()
 
     def output(self, expert: int, matrices: tuple[Tensor, Tensor], tokens: Tensor) -> Tensor:
-        """An expert's output [tokens, hidden] with these matrices for its own."""
+        """An expert's output [tokens, hidden] with these matrices in place of its own."""
         first, second = self.biases[expert]
         act = self.forward.act(self.gather(tokens), matrices[0], first)
         return self.forward.out(act, matrices[1], second)
@@ -164,11 +156,11 @@ class ExpertBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExpertVersion:
-    """One expert at one width: its matrices at `index` of a batch, the method that made it, and what it costs.
+    """One expert at one width: its matrices at `index` of a batch, the method that made it, and its losses.
 
     Attributes:
-        own: measured on the expert's own tokens; `pooling` makes a layer's losses of both.
-        others: measured on other tokens of the layer.
+        own: loss on the expert's own tokens; `pooling` combines both.
+        others: loss on other tokens of the layer.
     """
 
     expert: int
@@ -186,7 +178,7 @@ class Refitted:
 
     Attributes:
         errors: of both matrices, value less weight, float32 [folds, sampled, cols].
-        gain: how much of what cross-fitting finds is to be believed, for each matrix (`losses`).
+        gain: a of each matrix (`losses`).
     """
 
     errors: tuple[Tensor, Tensor]
@@ -194,26 +186,25 @@ class Refitted:
 
 
 def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
-    """The experts that are quantised together: as many as `batch_bytes` holds, MOST at the most.
+    """The batches of a layer: as many experts as `batch_bytes` holds, at most MOST.
 
-    Part of what determines the bytes (a batch's products round as a batch's), so it follows from the settings alone,
-    not from the machine.
+    Batches affect how products round and so a bundle's bytes: they depend on the settings, not on the machine.
     """
     step = max(1, min(MOST, settings.batch_bytes // expert_memory(layer, settings)))
     return [range(start, min(start + step, layer.experts)) for start in range(0, layer.experts, step)]
 
 
 def expert_memory(layer: ExpertLayer, settings: Settings) -> int:
-    """Bytes one expert of a batch takes: moments whole and by fold, weights in float32, and every width's codes.
+    """Bytes of one expert of a batch: moments whole and by fold, weights in float32, and codes.
 
-    Of all widths that there are, whichever are wanted: so that a version comes out the same beside others and alone.
+    All widths that exist are counted, so that a version's bytes do not depend on the others.
     """
     widths = len(version_names()) - 1
     return sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
 
 
 def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[ExpertVersion]]:
-    """Quantise a batch at every width and measure; yields, for each expert, one entry a version of the settings."""
+    """Quantise a batch at every width and measure it; yields each expert's entries, one for each version."""
     makers = {v: method_for(settings.method, v) for v in settings.versions}
     reading = [v for v, maker in makers.items() if maker.needs_moments]
     moments: tuple[list[ExpertMoments], list[ExpertMoments]] = (
@@ -222,7 +213,7 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     some = [i for i, t in enumerate(batch.tokens) if reading and _crossfits(t)]
     gains = [[_gain(m[i]) for m in moments] for i in some]
     fitted, made = {}, {}
-    for m in (1, 0):  # down, whose moments are the larger, first; a matrix's are let go of before it is quantised
+    for m in (1, 0):  # down first, as its moments are larger; a matrix's moments are freed before it is quantised
         weight, each = batch.weights[m], moments[m]
         if some:
             fitted[m] = refit(settings.method, weight[some], [each[i] for i in some], reading)
@@ -237,11 +228,10 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         for k, i in enumerate(some)
         for v in reading
     }
-    chosen = {}
-    for version, maker in makers.items():
-        chosen[version] = replace_starved(
-            batch, settings.method, maker.name, (made[0][version], made[1][version]), version
-        )
+    chosen = {
+        version: replace_starved(batch, settings.method, maker.name, (made[0][version], made[1][version]), version)
+        for version, maker in makers.items()
+    }
     for i, e in enumerate(batch.experts):
         known = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
         found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known)
@@ -249,7 +239,7 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
 
 
 def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], list[ExpertMoments]]:
-    """Second moments of what both matrices read, by expert.
+    """Second moments of both matrices' inputs, for each expert.
 
     Args:
         batch: the experts.
@@ -257,7 +247,7 @@ def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], l
     """
     priors = [PRIOR * w.shape[-1] for w in batch.weights]
     every = kind == "all"
-    # One fold does where nothing is fitted again.
+    # Without cross-fitting one fold suffices.
     folds = [FOLDS if _crossfits(t) else 1 for t in batch.tokens]
     layers = {n: _sums(batch, None, batch.common, None, n, first=True)[0] for n in set(folds)}
     parts: tuple[list[ExpertMoments], list[ExpertMoments]] = ([], [])
@@ -277,7 +267,7 @@ def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], l
 def _sums(
     batch: ExpertBatch, expert: int | None, tokens: Tensor, gates: Tensor | None, folds: int, first: bool
 ) -> list[FoldSums]:
-    """Sums over tokens, a part of them in memory at a time: of the inputs where `first`, of an expert's activations."""
+    """Sums over tokens, in parts: of the inputs if `first`, then of an expert's activations if one is given."""
     cols = [w.shape[-1] for w in batch.weights]
     wanted = ([0] if first else []) + ([1] if expert is not None else [])
     sums = {m: FoldSums.empty(cols[m], folds, batch.device) for m in wanted}
@@ -294,14 +284,13 @@ def _sums(
 
 
 def _crossfits(tokens: ExpertTokens) -> bool:
-    """Whether what an expert lost on the tokens it learnt from has to be corrected."""
+    """Whether an expert is measured on tokens it learnt from, which cross-fitting corrects."""
     return not tokens.rich and bool(tokens.learnt.any())
 
 
 def _gain(moments: ExpertMoments) -> float:
-    """How much of what cross-fitting finds is to be believed (`losses`)."""
-    fewer = sum(moments.fewer(f) for f in range(FOLDS)) / FOLDS
-    return 2 / (1 + fewer)
+    """The factor a of `losses`."""
+    return 2 / (1 + sum(moments.fewer(f) for f in range(FOLDS)) / FOLDS)
 
 
 def _measure(
@@ -340,17 +329,17 @@ def _measure(
 def replace_starved(
     batch: ExpertBatch, wanted: str, maker: str, made: Pair, version: Version
 ) -> tuple[Pair, list[str]]:
-    """For starved experts, take a fallback where it does better on tokens that were not learnt from.
+    """Replace starved experts by a fallback's if it has less error on held-out tokens.
 
     Args:
         batch: the experts.
         wanted: the method that the settings name.
-        maker: the one that made this version in its stead.
-        made: what it made.
+        maker: the method that made this version.
+        made: its result.
         version: the version.
 
     Returns:
-        The batch, and by expert the method that made it.
+        The matrices, and for each expert the method that made it.
     """
     starved = [i for i, t in enumerate(batch.tokens) if t.starved]
     names = [maker] * len(batch.tokens)
@@ -382,7 +371,7 @@ def replace_starved(
 def _errors(
     batch: ExpertBatch, made: Pair, exact: dict[int, Tensor], at: dict[int, int], version: Version
 ) -> dict[int, float]:
-    """Relative error of each expert of `exact`, found at position at[expert] of what was made."""
+    """Relative error of each expert of `exact`, whose matrices are at position at[expert] of `made`."""
     values = [dequantise(q, version) for q in made]
     out = {}
     for i, want in exact.items():
@@ -392,7 +381,7 @@ def _errors(
 
 
 def _spread(few: Quantised, where: list[int], experts: int) -> Quantised:
-    """A batch of the experts `where` as a batch of all; the others are left empty."""
+    """Spread a batch of the experts `where` to a batch of all; the others are zeros."""
 
     def widen(tensor: Tensor) -> Tensor:
         out = tensor.new_zeros(experts, *tensor.shape[1:])

@@ -1,16 +1,15 @@
-"""GPTQ for a batch of experts at several widths at once: what recipe method `gptq` runs.
+"""Recipe method `gptq`: GPTQ for a batch of experts at several widths at once.
 
-One factor of the second moments serves every width, and one loop over the columns every row, width and expert of a
-batch. What it adds to GPTQ (Frantar et al., 2022, section 3), with its gain in output error at 4 / 3 / 2 / 1 bits on
-held-out tokens of trained experts (256 by 256 and 128, groups of 64; the library's own 0.00087, 0.00375, 0.0195, and
-0.207 for signs times the mean magnitude):
+One factor of the second moments serves every width. One loop over the columns serves every row, width and expert of a
+batch. The list gives the additions to GPTQ (Frantar et al., 2022, section 3) and the output error at 4 / 3 / 2 / 1 bits
+on held-out tokens of trained experts (256 by 256 and 128, groups of 64). gptqmodel has 0.00087, 0.00375, 0.0195, and
+signs times the mean magnitude 0.207.
 
 - Grids that minimise the error the factor predicts (`lanes`), zero points to a 16th (4 bits) to 64th (2 bits) of a
   code, and stored values in the loop: 0.00085, 0.00351, 0.0151, 0.088.
-- In its group, the column that carries most goes first (`factor`): 8 % less.
-- Then two sweeps of coordinate descent: over the groups, each group's scale and zero point by least squares, then each
-  column's best code, everything else held fixed. 0.00067, 0.00276, 0.0115, 0.059; a third sweep gains 1 to 3 %, more
-  than the joint least-squares fit of all of a row's scales that it replaces.
+- Columns by falling diagonal within a group (`factor`): 8 % less.
+- Two sweeps of coordinate descent over the groups: each group's scale and zero point by least squares, then each
+  column's best code, all else fixed: 0.00067, 0.00276, 0.0115, 0.059. A third sweep gains 1 to 3 %.
 
 Tried and left out: quantising again on the fitted grids without descent (1 %, at one bit 5 %), the order of whole
 groups (nothing), two-bit levels of the form +-a+-b (3 to 8 % worse, and an eighth of a bit more).
@@ -34,13 +33,12 @@ from .grid import Quantised, fix_scale, fix_zero
 from .lanes import LANE, Lanes, column_sums, search, stored_scale
 
 SWEEPS = 2
-_SUB = 16  # columns whose errors are handed on one by one; further ones get them by matrix product, 16 at a time
-# Memory for the experts worked on together. On a CPU, small experts gain a third from batches of about eight, and
-# those of 2,048 columns lose a little by any.
+_SUB = 16  # columns that pass on their errors one by one; later columns get them by matrix product, 16 at a time
+# Bytes of the experts in a batch. On a CPU, small experts gain a third from batches of about eight; those of 2,048
+# columns lose a little.
 BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
-# A step along the columns costs its dispatch where lanes are few: matrices of few rows are worked on together until
-# they have so many lanes, in up to NARROW times the memory. Refits of 16 rows of 1,024 columns take 7 % less than with
-# 512 lanes, and with 2,048 as much as with 512.
+# With few lanes, dispatch dominates a step along the columns. So matrices of few rows are batched up to LANES lanes, in
+# up to NARROW times the memory. Refits of 16 rows of 1,024 columns take 7 % less than with 512 or 2,048 lanes.
 LANES, NARROW = 1024, 8
 
 
@@ -49,13 +47,13 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
 
     Args:
         weight: float32 [experts, rows, cols].
-        moments: mean second moments of the inputs, float32 [experts, cols, cols]. Any will do: what no input
-            reached, or what is no number, is quantised as if its inputs were white.
-        versions: affine versions; those that share a group size share all the work.
+        moments: mean second moments of the inputs, float32 [experts, cols, cols]. Those that are zero or not finite
+            count as the identity.
+        versions: affine versions; those of one group size share all the work.
 
     Returns:
-        One batch a version, on the device of `weight`. Deterministic; an expert's codes do not depend on its batch,
-        but for weights halfway between two codes. On a CPU a version's do not depend on which others are made with it.
+        A batch for each version, on the device of `weight`. Deterministic. An expert's codes do not depend on its
+        batch, except for weights halfway between two codes; on a CPU they do not depend on the other versions.
     """
     experts, own, cols = weight.shape
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
@@ -72,20 +70,19 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
 
 
 def wide_rows(rows: int) -> int:
-    """Rows of a matrix as it is worked on: repeated until they are a multiple of LANE, so that a version comes out
-    beside others as alone."""
+    """Rows padded to a multiple of LANE, so that a version's codes do not depend on the others."""
     return -(-rows // LANE) * LANE
 
 
 def experts_at_once(rows: int, cols: int, widths: int, experts: int, device: str = "cpu") -> int:
-    """How many of `experts` matrices are worked on together."""
+    """Number of matrices in a batch, of `experts` in all."""
     rows = wide_rows(rows)
     most = BATCH_BYTES.get(device, 1 << 30) / working_bytes(rows, cols, widths)
     return min(experts, max(1, int(most), min(LANES // (rows * widths), int(NARROW * most))))
 
 
 def working_bytes(rows: int, cols: int, widths: int) -> int:
-    """Bytes in use at once for one expert: four matrices like its moments, its weights twice, errors and codes."""
+    """Peak bytes of one expert: four matrices of its moments' size, its weights twice, errors and codes."""
     rows = wide_rows(rows)
     return 4 * 4 * cols * cols + (2 * 4 + widths * (4 + 1)) * rows * cols
 
@@ -103,7 +100,7 @@ def _join(parts: list[Quantised]) -> Quantised:
 
 
 def _batch(weight: Tensor, moments: Tensor, versions: Sequence[Version], group_size: int) -> list[Quantised]:
-    """Experts that are worked on together, at widths that share a group size."""
+    """Quantise a batch of experts at widths of one group size."""
     work = Work(weight, factor(moments, group_size), versions, group_size)
     work.feed_forward()
     for _ in range(SWEEPS):
@@ -112,12 +109,12 @@ def _batch(weight: Tensor, moments: Tensor, versions: Sequence[Version], group_s
 
 
 class Work:
-    """The state: codes uint8 and errors float32 [experts, cols, lanes], grids float32 [experts, groups, lanes]."""
+    """Codes uint8 and errors float32 [experts, cols, lanes], grids float32 [experts, groups, lanes]."""
 
     def __init__(self, weight: Tensor, factored: Factored, versions: Sequence[Version], group_size: int) -> None:
         experts, self._rows, cols = weight.shape
         largest = weight.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
-        self._unit = 2.0 ** torch.floor(torch.log2(largest))  # by a power of two, so that nothing is rounded
+        self._unit = 2.0 ** torch.floor(torch.log2(largest))  # a power of two, so that scaling does not round
         self._factored, self._widths = factored, len(versions)
         turned = [(w / u)[:, o].T for w, u, o in zip(weight, self._unit, factored.order, strict=True)]
         self.weight = torch.stack(turned).contiguous()
@@ -130,7 +127,7 @@ class Work:
         self.zero = weight.new_empty(experts, len(self._blocks), lanes)
 
     def feed_forward(self) -> None:
-        """GPTQ's loop: each column takes up what the ones before it got wrong, and is rounded."""
+        """Run GPTQ's loop: each column compensates the errors of the columns before it, and is rounded."""
         feed, weight = self._factored.feed, self._factored.weight
         for g, (start, end) in enumerate(self._blocks):
             exact = self.weight[:, start:end].repeat(1, 1, self._widths)
@@ -159,7 +156,7 @@ class Work:
             self.codes[:, start:end] = codes
 
     def sweep(self) -> None:
-        """Once over the groups: the best grid for the codes, then each column's best code, all the rest held fixed."""
+        """Visit each group: fit the grid to the codes, then each column's codes, all else fixed."""
         moments = self._factored.damped
         inverse_diagonal = 1 / moments.diagonal(dim1=-2, dim2=-1)
         for g, (start, end) in enumerate(self._blocks):
@@ -188,7 +185,7 @@ class Work:
     def _regrid(self, g: int, codes: Tensor, slope: Tensor, error: Tensor, inside: Tensor) -> None:
         """Move a group to the best scale and zero point for its codes, or the best scale, or leave it.
 
-        Changes `slope` and `error` along. With e the row's error, H its moments and `slope` = H e, a change v of the
+        Updates `slope` and `error`. With e the row's error, H its moments and `slope` = H e, a change v of the
         group's values adds v H v - 2 v slope to e H e, H being `inside`. The values are s c - t, with codes c and a
         shift t = s z. Written xy for x H y, g for `slope` and 1 for a row of ones:
 
@@ -234,7 +231,7 @@ class Work:
         self.scale[:, g], self.zero[:, g] = new, new_zero
 
     def result(self, versions: Sequence[Version]) -> list[Quantised]:
-        """Back in the matrix's own order of columns."""
+        """The result in the matrix's order of columns."""
         place = self._factored.order.argsort(dim=-1)
         scale = self.scale * self._unit[:, None, None]
         out = []

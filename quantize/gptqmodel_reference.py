@@ -1,8 +1,8 @@
 """GPTQ (Frantar et al., 2022) through the gptqmodel library, one matrix and one width a call.
 
-The library is used below its model classes, which know neither fused experts nor second moments made elsewhere: one
-second-moment matrix, injected, serves every width. Widths 4, 3 and 2; it has no one-bit form. What comes out is the
-library's result as it is, scales rounded to BF16: what `gptq` is held against.
+The library's model classes support neither fused experts nor given second moments, so its GPTQ class is used directly
+with injected moments. Widths 4, 3 and 2; it has no one-bit form. The result, with scales rounded to BF16, is the
+reference for `gptq`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DAMP = 0.05  # the library's own default, relative to the mean of the diagonal
 
 
 def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
-    """Quantise float32 [experts, rows, cols] at every width, one after another; see `quantise`."""
+    """Quantise float32 [experts, rows, cols] at each width; see `quantise`."""
     return {v: quantise(weight, moments, v) for v in versions}
 
 
@@ -57,9 +57,9 @@ def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
     with _quiet():
         task = gptq_class(linear, config)
         task.quantizer.configure(perchannel=True)
-        task.H, task.nsamples = 2 * moments, 1  # it consumes H; its convention is twice the mean of x x^T
+        task.H, task.nsamples = 2 * moments, 1  # the library overwrites H, which is twice the mean of x x^T
         values, scale, zero, group, *_ = task.quantize()
-    first = group.long()[:: version.group_size]  # groups come in the library's order of columns, we keep the matrix's
+    first = group.long()[:: version.group_size]  # from the library's order of columns to the matrix's
     scale, zero, values = scale[:, first].float(), zero[:, first].float(), values.float()
     spread = torch.arange(weight.shape[1], device=weight.device) // version.group_size
     codes = (values / scale[:, spread]).round() + zero[:, spread]
@@ -69,7 +69,7 @@ def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
 
 @functools.cache
 def _library() -> tuple[Any, Any]:
-    """The library's classes. Its import prints a banner and sets environment variables: both are undone."""
+    """Import the library's classes without its banner and its changes to the environment."""
     before = dict(os.environ)
     try:
         with _quiet():

@@ -1,6 +1,6 @@
-"""The affine grid: what a batch of quantised matrices holds, its values, and rounding to it.
+"""The affine grid in torch: batches of quantised matrices, their values, and rounding to a grid.
 
-The torch counterpart of `moepack.pack.codec.affine`: its `AffineMatrix.dequantise` is the reference for `dequantise`.
+`moepack.pack.codec.affine.AffineMatrix.dequantise` is the reference for `dequantise`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.bits import Bf16Bits
 from moepack.pack.spec import Version
 
-_TOGETHER = 1 << 17  # elements: 512 KiB of float32; temporaries as large as a matrix cost a page fault each 4 KiB
+_TOGETHER = 1 << 17  # elements, 512 KiB of float32; larger temporaries cost a page fault each 4 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Quantised:
         return Quantised(self.codes[at], self.scale[at], None if self.zero is None else self.zero[at])
 
     def matrix(self, expert: int, bias: Bf16Bits | None = None) -> AffineMatrix:
-        """One expert's matrix as `pack` takes it."""
+        """One expert's matrix for `pack`."""
         return AffineMatrix(
             self.codes[expert].cpu().numpy(),
             self.scale[expert].cpu().contiguous().view(torch.uint16).numpy(),
@@ -53,12 +53,10 @@ class Quantised:
         )
 
 
-def grouped(weight: Tensor, group_size: int, fill: float = 0.0) -> Tensor:
-    """Weights [..., cols] as [..., groups, group_size]; a last partial group is filled up with `fill`."""
-    cols = weight.shape[-1]
-    pad = -cols % group_size
-    if pad:
-        weight = torch.nn.functional.pad(weight, (0, pad), value=fill)
+def grouped(weight: Tensor, group_size: int) -> Tensor:
+    """Weights [..., cols] as [..., groups, group_size]; zeros fill a last partial group."""
+    if pad := -weight.shape[-1] % group_size:
+        weight = torch.nn.functional.pad(weight, (0, pad))
     return weight.reshape(*weight.shape[:-1], -1, group_size)
 
 
@@ -70,12 +68,12 @@ def zero_values(scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
 
 
 def fix_zero(zero: Tensor, bits: int) -> Tensor:
-    """Real zero points in units of a code to their stored form, uint8."""
+    """Round zero points in units of a code to their stored form, uint8."""
     return (zero * 2.0 ** (8 - bits)).round().clamp(0, 255).to(torch.uint8)
 
 
 def fix_scale(scale: Tensor) -> Tensor:
-    """Real scales to bfloat16. Zero becomes the least normal number, so that a group of zeros can be divided by it."""
+    """Round scales to bfloat16. Zero becomes the least normal number, so that a group of zeros can be divided by it."""
     tiny = torch.finfo(torch.bfloat16).tiny
     return torch.where(scale == 0, tiny, scale).to(torch.bfloat16)
 
@@ -102,7 +100,7 @@ def dequantise(q: Quantised, version: Version) -> Tensor:
 
 
 def _parts(matrices: Tensor) -> Iterator[tuple[int, slice]]:
-    """Rows of [experts, rows, cols] that are worked on together: on a CPU, few enough to stay in a core's cache."""
+    """Split [experts, rows, cols] into rows that fit a CPU core's cache."""
     experts, rows, cols = matrices.shape
     step = rows if matrices.is_cuda else max(1, _TOGETHER // max(1, cols))
     for e in range(experts):

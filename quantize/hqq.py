@@ -1,7 +1,7 @@
 """HQQ (half-quadratic quantisation, Badri and Shaji, 2023) through the hqq library. Uses no calibration.
 
-Scales and zero points minimise an l_p norm (p < 1) of the weight error, which forgives outliers. Its one-bit form is
-worse than zeroing the weight, so one bit goes to `rtn`, which is sign times mean magnitude there.
+Scales and zero points minimise an l_p norm (p < 1) of the weight error, which tolerates outliers. Its one-bit form is
+worse than zeroing the weight, so `rtn` makes one bit: sign times mean magnitude.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _solve(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
         from hqq.core.quantize import Quantizer
     except ImportError:
         raise MissingExtraError("hqq", "build") from None
-    # The library takes groups narrower than 1e-4 for constant: bring the block near one first, by a power of two.
+    # The library treats groups narrower than 1e-4 as constant, so scale the block near 1 by a power of two.
     unit = 2.0 ** torch.floor(torch.log2(weight.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)))
     _, meta = Quantizer.quantize(
         (weight / unit).reshape(-1, weight.shape[-1]),

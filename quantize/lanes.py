@@ -1,7 +1,7 @@
-"""Lanes: the rows of a matrix at several widths, side by side, and the search for a group's grids.
+"""Lanes, the rows of a matrix at several widths side by side, and the search for a group's grids.
 
-The engine works on transposed matrices [experts, cols, lanes]: one column of weights is one contiguous run of memory,
-and a lane is one row at one width, so that a step along the columns serves all rows and all widths at once.
+A lane is one row at one width. Matrices are transposed, [experts, cols, lanes], so that a column is contiguous and a
+step along the columns serves all rows and widths at once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .grid import fix_scale
 # Shares of the group's range that a search starts from, and least-squares steps from the best of them. Measured at 2
 # bits: five starts and five steps gain 0.5 %, three starts and one step lose 3 %; a fine comb without steps loses 8 %.
 STARTS = (0.95, 0.8, 0.65)
-FINE_STARTS = (1.02, 1.0, 0.97)  # of more than FINE codes: at 8 bits the others give up 4.5 times the error by clipping
+FINE_STARTS = (1.02, 1.0, 0.97)  # for more than FINE codes: at 8 bits, clipping by the others costs 4.5 times the error
 FINE = 16
 ROUNDS = 3
-# Lanes that a product of matrices takes together: of a number that is no multiple, the last add up in another order.
+# Products of matrices add up the lanes beyond a multiple of so many in another order.
 LANE = 64
-_CHUNK = 1 << 17  # elements: 512 KiB of float32, a few of which fit into a core's cache
+_CHUNK = 1 << 17  # elements, 512 KiB of float32: a few fit a core's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What is constant along a lane.
+    """Constants of lanes.
 
     Attributes:
         top: float32 [lanes], the largest code.
         unit: float32 [lanes], steps of a stored zero point in one code.
-        midpoint: bool [lanes], where the zero point is the middle of the codes; None where it is nowhere.
+        midpoint: bool [lanes], whether the zero point is the middle of the codes; None if it is for no lane.
     """
 
     top: Tensor
@@ -43,44 +43,44 @@ class Lanes:
 
     @staticmethod
     def of(versions: Sequence[Version], rows: int, device: torch.device) -> Lanes:
-        """Lanes of a matrix's rows, version after version."""
+        """The lanes of a matrix's rows, version after version."""
         bits = torch.tensor([v.bits for v in versions], dtype=torch.float32, device=device).repeat_interleave(rows)
         middle = torch.tensor([not v.stores_zeros for v in versions], device=device).repeat_interleave(rows)
         has = any(not v.stores_zeros for v in versions)
         return Lanes(2.0**bits - 1, 2.0 ** (8 - bits), middle if has else None)
 
     def part(self, start: int, end: int) -> Lanes:
-        """Some of them."""
+        """The lanes from `start` to `end`."""
         middle = None if self.midpoint is None else self.midpoint[start:end]
         return Lanes(self.top[start:end], self.unit[start:end], middle)
 
     def stored_zero(self, zero: Tensor) -> Tensor:
-        """Zero points [..., lanes] as their stored form reads, in codes."""
+        """Zero points [..., lanes] in codes after rounding to their stored form."""
         stored = (zero * self.unit).round_().clamp_(0, 255).div_(self.unit)
         return stored if self.midpoint is None else torch.where(self.midpoint, self.top / 2, stored)
 
 
 def stored_scale(scale: Tensor, other: Tensor) -> Tensor:
-    """Scales as their stored form reads, float32; `other` where they are no numbers."""
+    """Scales after rounding to their stored form, float32; `other` replaces those that are not finite."""
     return fix_scale(torch.where(torch.isfinite(scale), scale, other)).float()
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """The sums over the columns of [experts, cols, lanes]: [experts, lanes]. Where lanes and those before them are
-    multiples of LANE, a lane's is the same whatever is beside it.
+    """Sum [experts, cols, lanes] over the columns: [experts, lanes].
 
-    By a product: torch's own sum adds the lanes beyond a multiple of 32 in another order than the rest.
+    If lanes come in multiples of LANE, a lane's sum does not depend on the others. torch's own sum adds up the lanes
+    beyond a multiple of 32 in another order.
     """
     return (x.new_ones(len(x), 1, x.shape[1]) @ x)[:, 0]
 
 
 def search(block: Tensor, weight: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]:
-    """Scales and zero points of one group, as stored, of least squared error weighted by column.
+    """Find a group's scales and zero points, as stored, with the least squared error weighted by column.
 
     Args:
         block: float32 [experts, group_size, lanes].
         weight: float32 [experts, group_size], summing to 1.
-        lanes: what the lanes are.
+        lanes: the block's lanes.
 
     Returns:
         scale, zero (in codes): float32 [experts, lanes].
@@ -95,7 +95,7 @@ def search(block: Tensor, weight: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]
 
 
 class _Search:
-    """Some lanes of a group, and the moments of their weights."""
+    """The search over some lanes of a group."""
 
     def __init__(self, block: Tensor, weight: Tensor, lanes: Lanes) -> None:
         self._block, self._lanes = block, lanes
@@ -117,7 +117,7 @@ class _Search:
         return best[1], best[2]
 
     def _start(self, share: Tensor) -> tuple[Tensor, Tensor]:
-        """The grid over a share [lanes] of the group's range; for one bit, the mean magnitude."""
+        """The grid over a share [lanes] of the group's range; one bit takes the mean magnitude."""
         scale = self._range * share
         zero = torch.nan_to_num(self._low * share / -scale)
         if self._lanes.midpoint is not None:
@@ -125,7 +125,7 @@ class _Search:
         return stored_scale(scale, self._range), self._lanes.stored_zero(zero)
 
     def _measure(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, ...]:
-        """Error (less a constant), scale, zero, and the codes' sums: c, x c and c c."""
+        """Error (up to a constant), scale, zero, and the codes' sums c, x c and c c."""
         codes = torch.addcmul(zero[:, None], self._block, (1 / scale)[:, None], out=self._codes)
         codes.round_().clamp_(min=0).clamp_(max=self._lanes.top)
         c = (self._share @ codes)[:, 0]
@@ -135,7 +135,7 @@ class _Search:
         return error, scale, zero, c, xc, cc
 
     def _fit(self, _: Tensor, scale: Tensor, zero: Tensor, c: Tensor, xc: Tensor, cc: Tensor) -> tuple[Tensor, Tensor]:
-        """The least-squares grid for the codes, where there is one."""
+        """The least-squares grid for the codes; the old one if there is none."""
         slope = (xc - c * self._mean) / (cc - c * c)
         offset = c - self._mean / slope
         if self._lanes.midpoint is not None:
@@ -149,7 +149,7 @@ class _Search:
 
 
 def _better(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The one of less error, lane by lane."""
+    """Take the result with less error in each lane."""
     if not old:
         return new
     less = new[0] < old[0]

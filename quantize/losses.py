@@ -1,22 +1,22 @@
-"""What quantised matrices cost an expert: its output against its output in BF16, on tokens they were not made for.
+"""The loss of an expert's quantised matrices: its output's error against BF16 on tokens they were not fitted to.
 
-Weights that were fitted to tokens err less on those than on any others: with 1,024 columns of correlated inputs the
-true loss is 2.4, 1.4 and 1.1 times that on the tokens learnt from, at 256, 1,024 and 4,096 of them. So where an expert
-must learn from all of its tokens, the loss on them is multiplied by what cross-fitting finds (`crossfit`): with s the
-error on a fold of weights fitted to all tokens and h that of weights fitted to the other folds, both summed over folds,
+Fitted weights have less error on the tokens they were fitted to: with 1,024 columns of correlated inputs the true loss
+is 2.4, 1.4 and 1.1 times as large, at 256, 1,024 and 4,096 tokens. If an expert must learn from all its tokens, the
+loss on them is multiplied by a factor rho from cross-fitting (`crossfit`). With s the error on a fold of weights fitted
+to all tokens and h that of weights fitted to the other folds, both summed over folds,
 
     rho = 1 + a (h / s - 1),   a = 2 / (1 + r),
 
-where r is how many times more evidence the shipped weights had. Why a: with evidence m, counted in tokens, the loss is
-to first order L (1 + c/m) on new tokens and L (1 - c/m) on those learnt from (Akaike's argument), so h = L (1 + r c/m)
-and s = L (1 - c/m), while the wanted t = L (1 + c/m): t - s = (h - s) * 2 / (1 + r). How near t is to the truth, by
-tokens and bits: `python -m benchmarks.losses`.
+where r is the ratio of the shipped weights' evidence to that of the others. With evidence m in tokens, the loss is to
+first order L (1 + c/m) on new tokens and L (1 - c/m) on those learnt from (Akaike's argument), so h = L (1 + r c/m),
+s = L (1 - c/m), and the wanted t = L (1 + c/m): t - s = (h - s) * 2 / (1 + r). `python -m benchmarks.losses` measures
+how near t is to the truth, by tokens and bits.
 
-The two matrices of an expert have a rho each. Their errors, x and y as shares of the output's square, add up to a loss
-of x + y - x y (measured: at one bit, where x y matters, the last term is 1.2 x y on both kinds of tokens), so with y
-known from the sampled rows of down, x follows from the loss, and the corrected loss from rho x and rho y. Standard
-errors are a jackknife over groups of tokens, whole windows of text where there are enough (tokens of one text resemble
-one another); `doubt` holds what the jackknife cannot see.
+Each of an expert's two matrices has its own rho. Their errors x and y, as shares of the output's square, combine to a
+loss of x + y - x y (measured: at one bit, where it matters, the last term is 1.2 x y on both kinds of tokens). The
+sampled rows of down give y, the loss gives x, and rho x and rho y give the corrected loss. Standard errors are a
+jackknife over groups of tokens, whole windows of text if there are enough (tokens of a text resemble one another).
+`doubt` adds the variance that the jackknife does not cover.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# How losses are estimated, here, in `crossfit`, `pooling` and by the choice of tokens: one more whenever their numbers
-# change, so that a work directory does not mix those of two estimates. 1 was the loss as it is on the tokens measured;
-# 2 summed products whole, and learnt from activations in float32 whatever the model computed with.
+# Version of the loss estimate (this module, `crossfit`, `pooling`, the choice of tokens). Increase it whenever numbers
+# change, so that a work directory does not mix two estimates. 1 was the uncorrected loss; 2 summed products whole and
+# always learnt from float32 activations.
 ESTIMATE = 3
 GROUPS = 64
-MOST = 0.8  # of the output's square, that one matrix may cost for its error to combine with the other's as above
-MODEL = 0.07  # of rho - 1: how far off the first-order correction is taken to be
+MOST = 0.8  # the largest share of the output's square at which two matrices' errors combine as above
+MODEL = 0.07  # assumed relative error of rho - 1, which is a first-order correction
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a version costs an expert.
+    """The loss of an expert's version.
 
     Attributes:
         mse: mean squared error of the expert's output against its BF16 output.
@@ -52,13 +52,13 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A loss and what is known of its error, before a layer's experts are looked at together (`pooling`).
+    """A loss with its variance, before pooling over a layer's experts (`pooling`).
 
     Attributes:
-        loss: the estimate; zeros where there was no token.
-        variance: of each part, by jackknife; zeros with fewer than two groups.
-        groups: groups of tokens that were measured on.
-        doubt: further variance, over the loss squared.
+        loss: the estimate; zeros without tokens.
+        variance: the jackknife variance of each part; zeros with fewer than two groups.
+        groups: number of groups of tokens.
+        doubt: further variance, relative to the loss squared.
     """
 
     loss: Loss
@@ -69,13 +69,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What cross-fitting found for the two matrices of one expert at one version, on some of their rows.
+    """Cross-fitting's errors of an expert's two matrices at one version, on sampled rows.
 
     Attributes:
         own: float64 [2, GROUPS], squared error of the shipped rows on tokens learnt from, by group.
-        other: the same of rows fitted without the tokens' folds.
-        rows: for each matrix, float64 [2, sampled rows], the same two, by row.
-        share: how many rows of down stand for one that was sampled.
+        other: the same for rows fitted without the tokens' folds.
+        rows: for each matrix, float64 [2, sampled rows], both errors by row.
+        share: rows of down that a sampled one represents.
         gain: a of each matrix.
     """
 
@@ -87,7 +87,7 @@ class Correction:
 
 
 def loss(exact: Tensor, got: Tensor, gates: Tensor) -> Loss:
-    """The losses of outputs [tokens, hidden] against the exact ones, with gate weights [tokens], as they are."""
+    """The uncorrected losses of outputs [tokens, hidden] against exact ones, with gate weights [tokens]."""
     error = (exact - got).square()
     total = exact.square().sum()
     relative = error.sum() / total if total > 0 else error.sum()
@@ -96,21 +96,21 @@ def loss(exact: Tensor, got: Tensor, gates: Tensor) -> Loss:
 
 
 def by_group(values: Tensor, groups: Tensor) -> Tensor:
-    """Sums of [tokens] by group, float64 [GROUPS], on the CPU."""
+    """Sum [tokens] by group: float64 [GROUPS], on the CPU."""
     return torch.zeros(GROUPS, dtype=torch.float64).index_add_(0, groups, values.to("cpu", torch.float64))
 
 
 def measure(
     exact: Tensor, got: Tensor, gates: Tensor, groups: Tensor, learnt: Tensor, correction: Correction | None
 ) -> Measured:
-    """The loss on tokens like these, and its variance.
+    """Estimate the loss on tokens like these, and its variance.
 
     Args:
         exact, got: outputs [tokens, hidden].
-        gates: [tokens].
+        gates: gate weights [tokens].
         groups: int64 [tokens], each below GROUPS.
-        learnt: bool [tokens], which were learnt from; the correction is for those.
-        correction: None where nothing was learnt from tokens.
+        learnt: bool [tokens], which tokens were learnt from; the correction applies to those.
+        correction: None if no token was learnt from.
     """
     hidden = exact.shape[1]
     error, output = (exact - got).square().sum(1).cpu(), exact.square().sum(1).cpu()
@@ -153,7 +153,7 @@ def measure(
 
 
 def _and_without_each(sums: Tensor) -> Tensor:
-    """Sums over groups [n, groups] as their total and the totals without each group, [n, 1 + groups]."""
+    """The total over groups of [n, groups], then the totals without each group: [n, 1 + groups]."""
     total = sums.sum(1, keepdim=True)
     return torch.cat([total, (total - sums).clamp(min=0)], 1)
 
@@ -161,7 +161,7 @@ def _and_without_each(sums: Tensor) -> Tensor:
 def _factors(
     fitted: Tensor, outputs: Tensor, own: Tensor, other: Tensor, correction: Correction | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """What to multiply the loss by at every column, and the matrices' shares of the loss at the first."""
+    """The factor of the loss at every column, and the matrices' shares of the loss at the first."""
     if correction is None:
         return torch.ones_like(fitted), (torch.zeros(()), torch.zeros(()))
     ratio = torch.where(own > 0, other / own.clamp(min=1e-300), torch.ones_like(own))
@@ -172,14 +172,14 @@ def _factors(
     second = down * whole
     first = (whole - second) / (1 - second).clamp(min=1e-3)
     both = rho[0] * first + rho[1] * second - rho[0] * first * rho[1] * second
-    # Beyond such a loss the version is worse than no expert at all, and x y no longer what is lost twice.
+    # Beyond such a loss the version is worse than no expert, and x y no longer the overlap.
     usable = (whole > 0) & (rho * torch.stack([first, second]) < MOST).all(0)
     linear = (1 - down) * rho[0] + down * rho[1]
     return torch.where(usable, both / whole.clamp(min=1e-300), linear), (1 - down[0], down[0])
 
 
 def _ratio_variance(rows: Tensor) -> float:
-    """The variance of a ratio of sums over sampled rows, own and other [2, rows], that is the sample's."""
+    """The sampling variance of the ratio of sums over rows, own and other [2, rows]."""
     own, other = rows
     count, total = len(own), float(own.sum())
     if count < 2 or total <= 0:

@@ -1,7 +1,7 @@
-"""The quantisers, as a table: what recipes, builds, loss tables and reports know of any of them follows from its entry.
+"""The table of quantisers, from which recipes, builds, loss tables and reports read.
 
 A new one is a file of this folder with a function `quantise_widths`, and a line at the end of METHODS. Importing this
-imports neither torch nor a quantiser: an entry's function is imported when it is first called.
+module imports neither torch nor a quantiser: an entry's function is imported when it is first called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A Python distribution that a method runs on, and the least version of it."""
+    """A Python distribution that a method needs, and its least version."""
 
     name: str
     least: str
@@ -34,16 +34,16 @@ class Method:
     """One quantiser.
 
     Attributes:
-        name: what recipes, loss tables and reports call it.
-        quantise: makes a batch of experts at several widths; arguments and result as in `quantise_all`.
-        needs_moments: whether it reads second moments. Without, they may be None.
-        one_bit: the method that makes one bit in its stead.
-        fallbacks: what is tried as well for an expert that too few tokens reached, in this order; the one that does
-            best on tokens nobody learnt from is kept. A fallback reads no moments.
-        least_bits: as a fallback, it is tried at this many bits or more.
-        worth: as a fallback, it is tried where the best so far has more than this share of the first fallback's error.
-        named: whether a recipe may ask for it.
-        library: what it needs beyond moepack itself.
+        name: its name in recipes, loss tables and reports.
+        quantise: quantises a batch of experts at several widths; arguments and result as in `quantise_all`.
+        needs_moments: whether it reads second moments; otherwise they may be None.
+        one_bit: the method that makes one bit instead.
+        fallbacks: methods tried too for starved experts, in this order; the best on held-out tokens is kept. A fallback
+            reads no moments.
+        least_bits: as a fallback, the fewest bits at which it is tried.
+        worth: as a fallback, it is tried if the best so far has more than this share of the first fallback's error.
+        named: whether a recipe may name it.
+        library: the library that it needs.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Method:
 
 
 def in_file(name: str) -> Quantiser:
-    """`quantise_widths` of a module of this folder, which is imported when the function is called."""
+    """A function that imports a module of this folder and calls its `quantise_widths`."""
 
     def quantise(weight: Tensor, moments: Tensor | None, versions: Sequence[Version]) -> dict[Version, Quantised]:
         module = importlib.import_module(f".{name}", __package__)
@@ -75,8 +75,8 @@ _FALLBACKS = ("rtn", "hqq")
 METHODS: tuple[Method, ...] = (
     Method("gptq", _GPTQ, needs_moments=True, one_bit="sign", fallbacks=_FALLBACKS),
     Method("sign", _GPTQ, needs_moments=True, named=False),
-    # It takes longer than all else together, and its error was never below 0.7 of rounding's: not tried below 0.6. At
-    # one bit it would be `rtn` again.
+    # hqq takes longer than all else together, and its error was never below 0.7 of rounding's: `worth` 0.6 skips it
+    # where it cannot win. At one bit it equals `rtn`.
     Method("hqq", in_file("hqq"), least_bits=2, worth=0.6, library=Library("hqq", "0.2.8")),
     Method("rtn", in_file("rtn")),
     Method(
@@ -93,7 +93,7 @@ def get(name: str) -> Method:
     """The entry of that name.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: for an unknown name.
     """
     for entry in METHODS:
         if entry.name == name:
@@ -102,44 +102,44 @@ def get(name: str) -> Method:
 
 
 def named() -> tuple[str, ...]:
-    """The names that a recipe may ask for."""
+    """The methods that a recipe may name."""
     return tuple(m.name for m in METHODS if m.named)
 
 
 def numbered() -> tuple[str, ...]:
-    """The names by their numbers in loss tables; number 0 is no method at all, for what is stored as it is."""
+    """The names by their numbers in loss tables; number 0 stands for lossless versions."""
     return ("none", *(m.name for m in METHODS))
 
 
 def libraries() -> tuple[Library, ...]:
-    """What some method needs beyond moepack itself."""
+    """The libraries that methods need."""
     return tuple(m.library for m in METHODS if m.library is not None)
 
 
 def method_for(name: str, version: Version) -> Method:
-    """The method that makes a version where a recipe asks for `name`."""
+    """The method that makes a version if a recipe names `name`."""
     entry = get(name)
     return get(entry.one_bit) if not version.stores_zeros and entry.one_bit is not None else entry
 
 
 def fallbacks(name: str, version: Version) -> tuple[Method, ...]:
-    """What may replace a method for an expert that too few tokens reached, at a version's width."""
+    """The methods that may replace a method for starved experts at a version."""
     return tuple(m for m in map(get, get(name).fallbacks) if version.bits >= m.least_bits)
 
 
 def quantise_all(
     name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version]
 ) -> dict[Version, Quantised]:
-    """Quantise a batch of matrices at several widths; one call for all of them is what makes `gptq` fast.
+    """Quantise a batch of matrices at several widths. `gptq` shares its work among the widths of a call.
 
     Args:
         name: a method's.
         weight: float32 [experts, rows, cols].
-        moments: mean second moments of the inputs, float32 [experts, cols, cols]; only for methods that need them.
+        moments: mean second moments of the inputs, float32 [experts, cols, cols]; None if the method needs none.
         versions: affine versions.
 
     Returns:
-        One batch a version, in their order.
+        A batch for each version, in their order.
     """
     wanted: dict[Quantiser, list[Version]] = {}
     for version in versions:

@@ -1,8 +1,8 @@
-"""Second moments of what an expert's matrices read, shrunk toward the layer's where the expert saw few tokens.
+"""Second moments of the inputs of an expert's matrices, shrunk toward the layer's if the expert has few tokens.
 
-An estimate from n tokens of a d-dimensional input has rank n and misleads GPTQ when n is not several times d. The
-layer's tokens at large, sent through the same expert, give a moment matrix of full rank that is a little off. The two
-are mixed as if the layer's were K tokens more, d being the columns of the matrix that reads them:
+An estimate from n tokens of a d-dimensional input has rank n and misleads GPTQ unless n is several times d. Tokens of
+the whole layer, sent through the same expert, give a moment matrix of full rank with some bias. It is mixed in as K
+tokens more, where d is the columns of the matrix:
 
     M = (n * M_expert + K * M_layer) / (n + K),   K = d / 2.
 
@@ -13,8 +13,8 @@ measured on trained experts with 256 and 128 columns, quantised by gptqmodel, as
 d/4 to d it is flat at every n from 3 to 1000 and every width. With K = d/2 the 2-bit error is 0.070 at n = 3 (unshrunk
 0.149, rounding 0.162), 0.067 at 128 (0.090) and 0.058 at 1000 (0.059).
 
-Products are summed by fold: the moments of all tokens but a fold's, which cross-fitting needs (`crossfit`), then take
-no product of their own.
+Products are summed by fold, so that the moments without a fold, which cross-fitting needs (`crossfit`), take no further
+product.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 PRIOR = 0.5  # K over the columns of the matrix
-# Rows of a product that are computed at once, from the diagonal on, and the most parts of it: 4,096 tokens of 2,048
-# columns take 0.61 of the whole product's time on one core, in two parts 0.69.
+# Rows a strip of a product computed from the diagonal on, and the most strips: 4,096 tokens of 2,048 columns take 0.61
+# of the whole product's time on one core, in two strips 0.69.
 STRIP, STRIPS = 256, 16
 NEGLIGIBLE = 8  # at this many times K the layer's part changes no error by 1 %, and is not computed
 
 
 def second_moments(inputs: Tensor, gates: Tensor | None = None) -> Tensor:
-    """The mean of x x^T over inputs [tokens, cols], float32 [cols, cols]; zero where there is no token.
+    """The mean of x x^T over inputs [tokens, cols], float32 [cols, cols]; zero without tokens.
 
     With gates [tokens], the mean weighted by them: H = (X c) X^T, MoEQuant's affinity guidance (Hu et al., 2025).
     """
@@ -48,7 +48,7 @@ def shrink(own: Tensor, tokens: int, layer: Tensor, prior: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FoldSums:
-    """Weighted sums of x x^T by fold, of which moments without any one fold are made.
+    """Weighted sums of x x^T by fold.
 
     Attributes:
         products: float32 [folds, cols, cols], sums of w x x^T; on and above the diagonal only.
@@ -79,7 +79,7 @@ class FoldSums:
                 self.counts[f] += len(here)
 
     def mean(self, without: int | None = None) -> tuple[Tensor, int]:
-        """The mean over all folds, or all but one, [cols, cols], and its tokens; zero where there is no token."""
+        """The mean [cols, cols] over all folds or all but one, and its tokens; zero without tokens."""
         kept = [f for f in range(len(self.counts)) if f != without and self.counts[f]]
         if not kept:
             return torch.zeros_like(self.products[0]), 0
@@ -91,7 +91,7 @@ class FoldSums:
 
 
 def _add_product(into: Tensor, weighted: Tensor, x: Tensor) -> None:
-    """Add weighted^T x [cols, cols], blocks of rows from the diagonal on: what is left of them follows by symmetry."""
+    """Add the upper triangle of weighted^T x [cols, cols], in strips of rows."""
     cols = len(into)
     rows = max(STRIP, -(-cols // STRIPS)) if into.device.type == "cpu" else cols
     for a in range(0, cols, rows):
@@ -99,7 +99,7 @@ def _add_product(into: Tensor, weighted: Tensor, x: Tensor) -> None:
 
 
 def _mirror(square: Tensor) -> Tensor:
-    """Copy what stands above the diagonal to below it."""
+    """Copy the upper triangle to the lower one."""
     cols = len(square)
     for a in range(0, cols, STRIP):
         b = min(a + STRIP, cols)
@@ -111,12 +111,12 @@ def _mirror(square: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMoments:
-    """What one matrix of one expert reads.
+    """Moments of the inputs of one matrix of one expert.
 
     Attributes:
         own: over the tokens that the expert learns from.
-        layer: over the layer's tokens; None where the expert's own are so many that they do not matter.
-        prior: tokens that the layer's moments are worth.
+        layer: over the layer's tokens; None if the expert has enough of its own.
+        prior: tokens that the layer's moments count as.
     """
 
     own: FoldSums
@@ -124,12 +124,12 @@ class ExpertMoments:
     prior: float
 
     def mean(self, without: int | None = None) -> Tensor:
-        """Moments as a quantiser takes them, of all tokens or of all but those of a fold."""
+        """The shrunk moments of all tokens, or of those outside a fold."""
         own, tokens = self.own.mean(without)
         return own if self.layer is None else shrink(own, tokens, self.layer.mean(without)[0], self.prior)
 
     def fewer(self, without: int) -> float:
-        """How many times the evidence without a fold all the evidence is, the layer's `prior` tokens counted."""
+        """Ratio of all tokens to those outside a fold; both include `prior`."""
         prior = 0.0 if self.layer is None else self.prior
         every = int(self.own.counts.sum())
         return (every + prior) / max(1.0, every - int(self.own.counts[without]) + prior)

@@ -1,13 +1,13 @@
-"""A layer's losses out of what was measured of each expert: those of few tokens lean on the layer. Pure.
+"""Pool the losses of a layer's experts: those with few tokens lean on the layer. Pure.
 
-Every expert has two measurements a version: on its own tokens, whose error falls with their number, and on tokens of
-the layer at large, the same for all experts, which says how an expert compares with its neighbours but not what its
-own tokens cost. How the first follows from the second, own = m * others with a scatter tau from expert to expert, is
-learnt from all experts of the layer (a random-effects mean; DerSimonian and Laird, 1986). The estimate is the mean of
-`own` and `m * others` by their precisions; an expert without a token has the second alone, and an error of tau.
+An expert's version is measured twice: on its own tokens, with an error that falls with their number, and on common
+tokens of the layer, which compare experts but are not its own. The relation own = m * others, with a scatter tau
+between experts, is fitted to all experts of the layer (a random-effects mean; DerSimonian and Laird, 1986). The
+estimate is the precision-weighted mean of `own` and `m * others`; without tokens of its own an expert has the second
+alone, with an error of tau.
 
-An expert's own variance, from few groups of tokens, is itself uncertain, and falls where its loss happens to: it is
-drawn to the layer's as if by PSEUDO groups more.
+A variance from few groups is uncertain and correlates with the loss: it is shrunk to the layer's as if by PSEUDO more
+groups.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 from .losses import Measured
 
 PARTS = ("mse", "relative", "gated")
-# What `pooled` reads, by name: each [experts, versions].
+# Names of the tables that `pooled` reads, each [experts, versions].
 MEASURED = tuple(
     f"{on}.{name}"
     for on in ("own", "others")
     for name in (*PARTS, *(f"{part}.variance" for part in PARTS), "groups", "doubt")
 )
 PSEUDO = 8
-LEAST_SCATTER = 0.05**2  # of tau squared: what few experts cannot tell from none
-UNKNOWN_SCATTER = 0.5**2  # with fewer than FEW experts to learn it from
+LEAST_SCATTER = 0.05**2  # the least tau squared: few experts cannot tell less from 0
+UNKNOWN_SCATTER = 0.5**2  # tau squared with fewer than FEW experts
 FEW = 3
 
 
 def measured_row(versions: Sequence[tuple[Measured, Measured]]) -> dict[str, list[float]]:
-    """One expert's row of every table that `pooled` reads: of each version, what was found on its own and on others."""
+    """One expert's row of every table in MEASURED, from its (own, others) of each version."""
     out: dict[str, list[float]] = {name: [] for name in MEASURED}
     for pair in versions:
         for on, found in zip(("own", "others"), pair, strict=True):
@@ -53,14 +53,9 @@ def pooled(raw: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     out: dict[str, Tensor] = {}
     for part in PARTS:
-        columns = []
-        for v in range(raw["own.mse"].shape[1]):
-            columns.append(
-                pool(
-                    *(raw[f"own.{key}"][:, v].double() for key in (part, f"{part}.variance", "groups", "doubt")),
-                    *(raw[f"others.{key}"][:, v].double() for key in (part, f"{part}.variance", "groups")),
-                )
-            )
+        keys = [f"own.{key}" for key in (part, f"{part}.variance", "groups", "doubt")]
+        keys += [f"others.{key}" for key in (part, f"{part}.variance", "groups")]
+        columns = [pool(*(raw[k][:, v].double() for k in keys)) for v in range(raw["own.mse"].shape[1])]
         out[part] = torch.stack([c[0] for c in columns], 1).float()
         out[f"{part}_error"] = torch.stack([c[1] for c in columns], 1).float()
     return out
@@ -78,7 +73,7 @@ def pool(
     theirs = theirs.nan_to_num(nan=torch.inf)
     both = has & around
     if bool(both.any()):
-        # A noisy number's logarithm is low by half its variance.
+        # The logarithm of a noisy number is biased by minus half its relative variance.
         logs = (own[both].log() + mine[both] / 2) - (others[both].log() + theirs[both] / 2)
         mean, scatter, mean_variance = _random_effects(logs, mine[both] + theirs[both])
     else:
@@ -94,7 +89,7 @@ def pool(
 
 
 def _spread(loss: Tensor, variance: Tensor, groups: Tensor, used: Tensor) -> Tensor:
-    """Variance of one group's loss over the loss squared, drawn to the mean of all experts."""
+    """Variance of one group's loss relative to the loss squared, shrunk to the mean of all experts."""
     each = torch.where(used, variance * groups / loss.square().clamp(min=1e-300), 0.0)
     degrees = torch.where(used, (groups - 1).clamp(min=0), 0.0)
     total = float(degrees.sum())
@@ -103,7 +98,7 @@ def _spread(loss: Tensor, variance: Tensor, groups: Tensor, used: Tensor) -> Ten
 
 
 def _random_effects(values: Tensor, variances: Tensor) -> tuple[float, float, float]:
-    """The mean of values with errors of known variance, their scatter beyond those, and the mean's variance."""
+    """The mean of values with errors of known variance, their further scatter, and the mean's variance."""
     count = len(values)
     weight = 1 / variances.clamp(min=1e-12)
     centre = float((weight * values).sum() / weight.sum())
@@ -117,5 +112,5 @@ def _random_effects(values: Tensor, variances: Tensor) -> tuple[float, float, fl
 
 
 def _typical(own: Tensor, has: Tensor) -> Tensor:
-    """What an expert costs of which nothing was measured: the mean of those that were."""
+    """The loss assumed for an expert without measurements: the mean of the others."""
     return torch.full_like(own, float(own[has].mean()) if bool(has.any()) else 0.0)

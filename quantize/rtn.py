@@ -1,4 +1,4 @@
-"""Round to nearest: the reference every other method is held against. Uses no calibration."""
+"""Round to nearest: the reference for the other methods. Uses no calibration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Texts and chats out of files and Hub data sets, document by document.
+"""Read texts and chats from files and Hub data sets, document by document.
 
-A row of a table is a document, and so is a .md. A .txt is as many as its separators say, and a table whose rows are the
-lines of WikiText as many as its titles (`split_lines`). Decides nothing about tokens.
+A table's row and a .md file are each a document. Separators split a .txt file, and titles split tables whose rows are
+the lines of WikiText (`split_lines`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moepack.pack.hub_name import on_hub
 
 _KINDS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _ENDS = ("<|endoftext|>", "\f")  # a line of either alone ends a document
-_TITLE = re.compile(r" = (?!=).*[^=\s] = \s*")  # WikiText's of an article; its sections have more than one =
+_TITLE = re.compile(r" = (?!=).*[^=\s] = \s*")  # an article's title in WikiText; section titles have more than one =
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation, as chat templates take it.
+    """A conversation for chat templates.
 
     Attributes:
-        messages: each with "role" and "content", and "tool_calls" and the like where it has them.
+        messages: objects with "role" and "content", and optional fields as "tool_calls".
         tools: descriptions of the tools that the model was offered.
     """
 
@@ -39,10 +39,10 @@ Document = str | Conversation
 
 
 def check_source(source: str) -> None:
-    """See that a source is there, before anything is done with it.
+    """Check that a source exists.
 
     Raises:
-        InputError: when it is neither a file nor a data set that can be had.
+        InputError: unless it is a file or an accessible data set.
     """
     name = source.partition(":")[0]
     if Path(source).suffix in _KINDS:
@@ -53,16 +53,16 @@ def check_source(source: str) -> None:
 
 
 def documents(source: str) -> Iterator[Document]:
-    """The documents of a source, in order, as they are read.
+    """Yield the documents of a source in order.
 
     Args:
-        source: a .txt, .md, .jsonl, .json or .parquet file (rows need a column "text", or "messages" as chats have
-            them), or a data set of the Hub or in a directory, as NAME[:CONFIG[:SPLIT[:COLUMN]]] ("train" and "text"
-            where they are not named), which is streamed.
+        source: a .txt, .md, .jsonl, .json or .parquet file whose rows have a column "text" or "messages"; or a data set
+            of the Hub or in a directory, NAME[:CONFIG[:SPLIT[:COLUMN]]], by default of split "train" and column "text",
+            which is streamed.
 
     Raises:
         InputError: for a source that cannot be read, or rows without text.
-        MissingExtraError: without `datasets`, for a .parquet or a data set.
+        MissingExtraError: for a .parquet or a data set without `datasets`.
     """
     check_source(source)
     path, column = Path(source), "text"
@@ -88,10 +88,10 @@ def documents(source: str) -> Iterator[Document]:
 
 
 def split_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Lines of a text, with their ends, as documents; a text without separators is one.
+    """Join the lines of a text, with their ends, to documents.
 
-    A line that holds nothing but <|endoftext|>, or a form feed, ends a document and is dropped. A title as WikiText
-    writes those of articles (" = Title = ", blank lines around it) begins one. What is only white space is none.
+    A line of only <|endoftext|> or a form feed ends a document and is dropped. An article's title in WikiText
+    (" = Title = " between blank lines) begins one. Documents of only white space are dropped.
     """
     part: list[str] = []
     before = ""
@@ -133,14 +133,14 @@ def _document(source: str, row: Any, column: str) -> Document:
         return value
     if isinstance(value, list) and all(isinstance(m, dict) for m in value):
         tools = row.get("tools")
-        if isinstance(tools, str):  # as many data sets keep them
+        if isinstance(tools, str):  # many data sets store them as text
             tools = json.loads(tools) if tools.strip() else None
         return Conversation(value, tools or None)
     raise InputError(f"{source}: rows have no {column!r} of text; they have {', '.join(sorted(map(str, row)))}")
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    """Rows by `json`, not by Arrow: it would give every tool call the arguments of all others."""
+    """Read rows by `json`: Arrow would give each tool call the arguments of all others."""
     with path.open(encoding="utf-8-sig") as f:
         if path.suffix == ".json":
             first = next((line for line in f if line.strip()), "")
@@ -168,7 +168,7 @@ def _is_json(line: str) -> bool:
 
 
 def _table(source: str) -> tuple[Any, str]:
-    """The rows of a .parquet or of a data set, streamed, and the column that was asked for."""
+    """The streamed rows of a .parquet or data set, and the column to read."""
     try:
         import datasets
     except ImportError:
@@ -181,7 +181,7 @@ def _table(source: str) -> tuple[Any, str]:
 
 
 def _given(value: Any) -> Any:
-    """A row without the fields that are null: Arrow gives every object those of all others."""
+    """A row without null fields: Arrow gives each object the fields of all others."""
     if isinstance(value, dict):
         return {k: _given(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):

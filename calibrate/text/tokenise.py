@@ -1,10 +1,9 @@
-"""Token ids of documents, in time that is linear in their length, and memory that does not grow with it.
+"""Tokenise documents in linear time and constant memory.
 
-A tokenizer keeps much of every token of a text (1.6 GB for 10 MB of prose; in parts 31 MB), and some take time that
-grows faster than the text. So a long one is cut first, where that changes nothing: at white space, and only where the
-ids of the text around the cut are those of its left side followed by those of its right side. What a tokenizer does
-with a word may then depend on AROUND characters on either side of it, and on no more; a text without such a place stays
-whole. Decides nothing about windows.
+A tokenizer keeps data for each token of a text (1.6 GB for 10 MB of prose; in parts 31 MB), and some need more than
+linear time. So long texts are cut where the ids do not change: at white space, if the ids around the cut equal those of
+its left side followed by those of its right side. This assumes that a word's ids depend on at most AROUND characters on
+either side. A text without such a place stays whole.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from moepack.pack.errors import InputError
 from .documents import Conversation, documents
 
 PART = 1 << 14  # characters of a part, about
-AROUND = 256  # characters on each side of a cut that its check looks at
+AROUND = 256  # characters checked on each side of a cut
 TRIES = 8  # places tried before a part grows by another PART
-# Between two words; after a line; before the stop of a language that has no spaces.
+# Between two words, after a line, or before the full stop of a language without spaces.
 _PLACES = re.compile(r"(?<=\S) (?=\S)|(?<=\n)(?=\S)|(?<=\w)(?=。)")
 
 Encode = Callable[[str], list[int]]
 
 
 class Encoder:
-    """A tokenizer, and what it puts around a document.
+    """A tokenizer, and the ids that it puts around a document.
 
     Attributes:
-        begin: ids that a document begins with: those that the tokenizer adds by itself, as many add a BOS.
-        end: the end-of-text token, where the tokenizer has one.
+        begin: the ids that the tokenizer adds before a text, as a BOS.
+        end: the end-of-text token, if the tokenizer has one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -42,14 +41,13 @@ class Encoder:
         self.begin = full[: next(places, 0)]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text alone."""
+        """The ids of a text without special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def stream(self, source: str) -> Iterator[tuple[int, list[int]]]:
-        """The ids of a source part by part, each with the number of its document among those that are not empty.
+        """Yield the ids of a source part by part, each with the number of its document, not counting empty ones.
 
-        A document is `begin`, its own ids, and `end`. Of a chat, the template says how it begins and ends: what it
-        wrote already is not written again.
+        A document is `begin`, its own ids, and `end`; a chat lacks those that its template has already written.
         """
         number = 0
         for document in documents(source):
@@ -75,10 +73,10 @@ class Encoder:
         yield end
 
     def _chat(self, chat: Conversation, source: str) -> str:
-        """A chat as the model's template writes it.
+        """Render a chat with the model's template.
 
         Raises:
-            InputError: without a template, or where it does not take this chat, or leaves out its tool calls.
+            InputError: without a template, or if it refuses this chat or leaves out its tool calls.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise InputError(
@@ -87,7 +85,7 @@ class Encoder:
             )
         try:
             text = str(self._tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False))
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # templates are programs and may raise anything
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(f"{source}: the chat template does not take a chat: {what}") from None
         for name in _called(chat):
@@ -99,7 +97,7 @@ class Encoder:
 
 
 def _called(chat: Conversation) -> Iterator[str]:
-    """Names of the functions that a chat's messages call."""
+    """The names of functions that a chat calls."""
     for message in chat.messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
@@ -109,9 +107,9 @@ def _called(chat: Conversation) -> Iterator[str]:
 
 
 def parts(text: str, encode: Encode, size: int = PART, around: int = AROUND) -> Iterator[str]:
-    """A text in parts of about `size` characters whose ids, one after another, are those of the whole.
+    """Cut a text into parts of about `size` characters whose ids join to those of the whole.
 
-    A space between two parts is dropped where the tokenizer puts one before every text by itself.
+    A space between two parts is dropped if the tokenizer adds one before every text.
     """
     start = 0
     while (cut := _cut(text, start, encode, size, around)) is not None:
@@ -121,7 +119,7 @@ def parts(text: str, encode: Encode, size: int = PART, around: int = AROUND) -> 
 
 
 def _cut(text: str, start: int, encode: Encode, size: int, around: int) -> tuple[int, int] | None:
-    """Where the part from `start` on ends and the next begins; None where it goes to the end of the text."""
+    """The end of the part from `start`, and the beginning of the next; None for the last part."""
     for least in range(start + size, len(text), size):
         for tried, place in enumerate(_PLACES.finditer(text, least, min(least + size, len(text)))):
             if tried == TRIES:

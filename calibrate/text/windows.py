@@ -1,9 +1,8 @@
-"""Text to token windows of one length, packed without padding, and which windows are taken of several sources.
+"""Pack texts into token windows of one length without padding, and choose windows from several sources.
 
-Documents stand one behind the other, each with what the tokenizer begins it with (a BOS, where it adds one) and the
-end-of-text token; that stream is cut into windows wherever they end. So a window may begin inside a document, and a
-model that attends to its whole window sees the end of one before the next, as in training on packed text. Which windows
-are taken depends only on the texts, the tokenizer, the weights and the seed.
+Documents are joined, each with its special tokens, and the stream is cut into windows. A window may begin inside a
+document, and attention crosses documents, as in training on packed text. The choice of windows depends only on the
+texts, the tokenizer, the weights and the seed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from moepack.pack.errors import InputError, in_a_line
 
 from .tokenise import Encoder
 
-_OVERSAMPLE = 8  # windows looked at for every window taken, so that a seed chooses among much of a large source
+_OVERSAMPLE = 8  # windows read for each window taken, among which the seed chooses
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Windows:
 
     Attributes:
         ids: int64 [samples, length].
-        taken: windows of each source.
-        turns: int64 [samples]: the how many-th each was to be taken.
+        taken: number of windows of each source.
+        turns: int64 [samples], the position of each in the order of choice.
     """
 
     ids: Tensor
@@ -42,11 +41,11 @@ class Windows:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the ids' bytes: names these windows in a manifest."""
+        """SHA-256 of the ids' bytes, which identifies the windows in a manifest."""
         return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
 
     def first(self, count: int) -> Windows:
-        """Those that were taken first: the same mixture, of fewer windows."""
+        """The windows that were chosen first: the same mixture with fewer windows."""
         kept = self.turns < count
         sizes = [int(part.sum()) for part in kept.split(self.taken)]
         return Windows(self.ids[kept], tuple(sizes), self.turns[kept])
@@ -56,31 +55,31 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a model's directory, or on the Hub.
+    """Load the tokenizer of a model's directory or Hub id.
 
     Raises:
-        InputError: where there is none, or transformers does not take it.
+        InputError: if there is none, or transformers cannot load it.
     """
     from transformers import AutoTokenizer
 
-    # Without these transformers makes up an empty tokenizer of the right class, to which all text is unknown.
+    # Without these files transformers makes an empty tokenizer, to which all text is unknown.
     if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{path}: has no tokenizer: put tokenizer.json there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        tokenizer("a")  # some of its settings are first looked at here
-    except Exception as error:  # its files are somebody else's, and what they make transformers raise is anything
+        tokenizer("a")  # reads further settings
+    except Exception as error:  # transformers may raise anything on such files
         raise InputError(f"{path}: no tokenizer that transformers can load: {in_a_line(error)}") from None
     return tokenizer
 
 
 def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:
-    """The first `most` windows of a source, int64 [at most `most`, length]; what is left over is dropped."""
+    """The first windows of a source, int64 [at most `most`, length]; a partial window is dropped."""
     return document_windows(source, tokenizer, length, most)[0]
 
 
 def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tuple[Tensor, Tensor]:
-    """The same, and the number of the document that each token is of, both int64 [at most `most`, length]."""
+    """The first windows of a source and each token's document number, both int64 [at most `most`, length]."""
     ids, owners = array("q"), array("q")
     for number, part in Encoder(tokenizer).stream(source):
         ids.extend(part)
@@ -97,19 +96,19 @@ def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tup
 def calibration_windows(
     sources: Sequence[str], tokenizer: Any, samples: int, length: int, seed: int, weights: Sequence[float] = ()
 ) -> Windows:
-    """`samples` windows of `length` tokens from all sources in proportion to their weights, chosen by the seed.
+    """Choose `samples` windows of `length` tokens from all sources in proportion to their weights, by the seed.
 
-    Sources that hold fewer windows than asked for give what they hold; none is repeated.
+    A source with too few windows gives all it has; none is repeated.
 
     Args:
-        sources: as `documents.documents` takes them.
-        tokenizer: the model's.
-        samples, length, seed: of the windows.
-        weights: positive, one a source; all alike without. Sources take turns by d'Hondt's rule: of the first n windows
-            each has the whole windows of its share at the least.
+        sources: sources for `documents.documents`.
+        tokenizer: the model's tokenizer.
+        samples, length, seed: number and length of the windows, and the seed of the choice.
+        weights: a positive weight for each source, by default equal. Sources take turns by d'Hondt's rule: each has at
+            least the whole windows of its share of the first n windows.
 
     Raises:
-        InputError: when there is no source, or one does not fill a single window.
+        InputError: without sources, or if one does not fill a window.
     """
     if not sources:
         raise InputError("no calibration text: name files with --calibration, or data in the recipe")
@@ -118,9 +117,8 @@ def calibration_windows(
     for source in sources:
         pool = windows(source, tokenizer, length, most=samples * _OVERSAMPLE)
         if not len(pool):
-            raise InputError(
-                f"{source}: shorter than one sample of {length} tokens: give more text or a shorter length"
-            )
+            short = f"shorter than one sample of {length} tokens"
+            raise InputError(f"{source}: {short}: give more text or a shorter length")
         order = list(range(len(pool)))
         random.Random(f"{seed}/{len(pools)}").shuffle(order)
         pools.append(pool[order])

@@ -53,23 +53,14 @@ def _has_code(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint.
+    """A complete checkpoint."""
 
-    Attributes:
-        path: its directory.
-        name: the name that the user gave, for reports.
-        config: the transformers configuration.
-        headers: file name -> checked safetensors header.
-        file_of: tensor name -> file name.
-        encoded: the weights stored as codes and scales, by name.
-    """
-
-    path: Path
-    name: str
-    config: Any
-    headers: Mapping[str, Header]
-    file_of: Mapping[str, str]
-    encoded: Mapping[str, Encoded] = field(default_factory=dict)
+    path: Path  # its directory
+    name: str  # the name that the user gave, for reports
+    config: Any  # the transformers configuration
+    headers: Mapping[str, Header]  # file name -> checked safetensors header
+    file_of: Mapping[str, str]  # tensor name -> file name
+    encoded: Mapping[str, Encoded] = field(default_factory=dict)  # the weights stored as codes and scales, by name
 
     @property
     def weights(self) -> list[str]:

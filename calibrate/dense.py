@@ -53,23 +53,18 @@ def dense_matrices(stream: StreamedModel) -> tuple[DenseMatrix, ...]:
 
 @dataclass(frozen=True)
 class DenseMoments:
-    """Second moments of the inputs of a part's dense matrices.
+    """Second moments of the inputs of a part's dense matrices."""
 
-    Attributes:
-        learn, held: for each group of matrices with the same input, E[x x^T] over tokens to learn from and held-out
-            tokens, float32 [cols, cols]; without held-out windows, `held` is `learn`.
-        group: module -> index of its group; modules that were never called are missing.
-        signal: module -> the mean square that a relative error of 1 is taken to add to an element of the hidden state:
-            that of its block's output (attention, the MLP), times PASSED unless its output is the block's; for the
-            output projection, that of its input.
-        tokens: tokens that went through the part.
-    """
-
+    # `learn`, `held`: for each group of matrices with the same input, E[x x^T] over tokens to learn from and held-out
+    # tokens, float32 [cols, cols]; without held-out windows, `held` is `learn`.
     learn: tuple[Tensor, ...]
     held: tuple[Tensor, ...]
-    group: Mapping[str, int]
+    group: Mapping[str, int]  # module -> index of its group; modules that were never called are missing
+    # Module -> the mean square that a relative error of 1 is taken to add to an element of the hidden state: that of
+    # its block's output (attention, the MLP), times PASSED unless its output is the block's; for the output projection,
+    # that of its input.
     signal: Mapping[str, float]
-    tokens: int
+    tokens: int  # tokens that went through the part
 
     def of(self, module: str) -> tuple[Tensor, Tensor]:
         """The moments that a matrix learns from, and those it is measured on."""

@@ -41,19 +41,13 @@ def describe(index: int, name: str, module: Any) -> ExpertLayer:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of one layer as in the checkpoint.
+    """The experts of one layer as in the checkpoint."""
 
-    Attributes:
-        layer: the descriptor.
-        weights: a tensor for each matrix, [experts, rows, cols], or [experts, cols, rows] if `transposed`.
-        biases: a tensor for each matrix, [experts, rows], or None.
-        transposed: whether the module keeps its matrices transposed.
-    """
-
-    layer: ExpertLayer
+    layer: ExpertLayer  # the descriptor
+    # A tensor for each matrix, [experts, rows, cols], or [experts, cols, rows] if `transposed`.
     weights: tuple[Tensor, ...]
-    biases: tuple[Tensor | None, ...]
-    transposed: bool
+    biases: tuple[Tensor | None, ...]  # a tensor for each matrix, [experts, rows], or None
+    transposed: bool  # whether the module keeps its matrices transposed
 
     @staticmethod
     def of(layer: ExpertLayer, module: Any, tensors: Mapping[str, Tensor]) -> ExpertWeights:

@@ -46,19 +46,12 @@ class _HeadReached(Exception):
 
 @dataclass(frozen=True)
 class Observation:
-    """What reached a layer's experts, tokens in the order of the windows.
+    """What reached a layer's experts, tokens in the order of the windows."""
 
-    Attributes:
-        inputs: [tokens, hidden], in the model's compute dtype.
-        experts: int32 [tokens, top_k], the experts that the router chose.
-        gates: float32 [tokens, top_k], their weights.
-        length: tokens of a window.
-    """
-
-    inputs: Tensor
-    experts: Tensor
-    gates: Tensor
-    length: int
+    inputs: Tensor  # [tokens, hidden], in the model's compute dtype
+    experts: Tensor  # int32 [tokens, top_k], the experts that the router chose
+    gates: Tensor  # float32 [tokens, top_k], their weights
+    length: int  # tokens of a window
 
 
 class CalibrationPass:

@@ -28,15 +28,10 @@ def gather_batch(
     settings: Settings,
     device: torch.device,
 ) -> ExpertBatch:
-    """Gather an expert batch.
+    """Gather an expert batch on `device`.
 
-    Args:
-        module: the layer's experts module, for its gate activation only.
-        weights: the weights of these experts, from the checkpoint.
-        experts: their indexes in the layer.
-        observation: what reached the layer's experts.
-        settings: the quantisation settings.
-        device: the compute device.
+    `experts` are the indexes of `weights`' experts in the layer; `module` is the layer's experts module, used for its
+    activation only.
     """
     layer = LayerTokens.of(observation)
     widest = max(m.cols for m in weights.layer.matrices)

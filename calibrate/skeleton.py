@@ -189,11 +189,9 @@ class Skeleton:
         return sum(sizes[name] for name in matrices)
 
     def loading_bytes(self, part: int | None, on_disk: bool = False) -> int:
-        """Upper bound of the bytes that loading takes: a part's tensors, mapped pages and copies.
+        """Upper bound of the bytes that loading a part takes: tensors, mapped pages and copies.
 
-        Args:
-            part: the part.
-            on_disk: whether `experts_in` will be set.
+        `on_disk` says whether `experts_in` will be set.
         """
         sizes, ranges = dict(self._bytes.get(part, {})), self.expert_ranges(part)
         if part is None or not ranges:

@@ -26,17 +26,11 @@ LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """A layer's tokens apart from any expert: int64 indexes.
+    """A layer's tokens apart from any expert: int64 indexes."""
 
-    Attributes:
-        learn: at most LAYER evenly spaced tokens, none of them held out.
-        compare: at most FEW evenly spaced tokens, all of them held out.
-        block: tokens of a cluster.
-    """
-
-    learn: Tensor
-    compare: Tensor
-    block: int
+    learn: Tensor  # at most LAYER evenly spaced tokens, none of them held out
+    compare: Tensor  # at most FEW evenly spaced tokens, all of them held out
+    block: int  # tokens of a cluster
 
     @staticmethod
     def of(observation: Observation) -> LayerTokens:

@@ -34,17 +34,11 @@ _SINGLY = 4096  # above so many columns, the quantiser works on single matrices 
 
 @dataclass(frozen=True, slots=True)
 class RowErrors:
-    """Squared errors of sampled rows on tokens learnt from: of the shipped rows, and of those fitted without a fold.
+    """Squared errors of sampled rows on tokens learnt from: of the shipped rows, and of those fitted without a fold."""
 
-    Attributes:
-        groups: float64 [2, GROUPS], by group of tokens.
-        rows: float64 [2, sampled], by row.
-        share: rows that a sampled one represents.
-    """
-
-    groups: Tensor
-    rows: Tensor
-    share: float
+    groups: Tensor  # float64 [2, GROUPS], by group of tokens
+    rows: Tensor  # float64 [2, sampled], by row
+    share: float  # rows that a sampled one represents
 
 
 def fold_of(tokens: Tensor, block: int, spare: int) -> Tensor:
@@ -72,11 +66,7 @@ def refit(
 ) -> dict[Version, Tensor]:
     """The errors (value less weight) of sampled rows fitted without each fold: float32 [experts, folds, sampled, cols].
 
-    Args:
-        method: the quantiser's name.
-        weight: float32 [experts, rows, cols].
-        moments: each expert's moments.
-        versions: affine versions.
+    `weight` is float32 [experts, rows, cols]; `moments` are each expert's.
     """
     rows = weight[:, sample(weight.shape[1]).to(weight.device)]
     step = at_once(weight.shape[2], len(moments))

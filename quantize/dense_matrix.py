@@ -22,14 +22,10 @@ ROW_SHARD = 1 << 26  # bytes of the rows that are quantised together, in float32
 
 @dataclass(frozen=True)
 class DenseLoss:
-    """The loss of a slice of a matrix at one width.
+    """The loss of a slice of a matrix at one width."""
 
-    Attributes:
-        method: the method that made it.
-        error, power: squared error and square of its output on held-out tokens, summed over rows, mean over tokens.
-    """
-
-    method: str
+    method: str  # the method that made it
+    # `error`, `power`: squared error and square of its output on held-out tokens, summed over rows, mean over tokens.
     error: float
     power: float
 

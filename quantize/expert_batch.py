@@ -29,97 +29,63 @@ MOST = 16  # experts of a batch: the work that a killed build loses, and the uni
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to quantise.
+    """How to quantise."""
 
-    Attributes:
-        method: the method's name (moepack.quantize.methods).
-        versions: the affine versions.
-        min_tokens: an expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 stands for the
-            columns of its widest matrix.
-        loss_tokens: the most tokens an expert's losses are measured on, evenly spaced among its own.
-        moments: the tokens of an expert's second moments: "routed", those routed to it; "gated", the same, weighted by
-            their gates (MoEQuant); "all", every token of the layer.
-        batch_bytes: the most bytes of second moments and working copies in memory at once, at least one expert's.
-    """
-
-    method: str
-    versions: tuple[Version, ...]
+    method: str  # the method's name (moepack.quantize.methods)
+    versions: tuple[Version, ...]  # the affine versions
+    # An expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 stands for the columns of its
+    # widest matrix.
     min_tokens: int = 0
-    loss_tokens: int = 4096
+    loss_tokens: int = 4096  # the most tokens an expert's losses are measured on, evenly spaced among its own
+    # The tokens of an expert's second moments: "routed", those routed to it; "gated", the same, weighted by their gates
+    # (MoEQuant); "all", every token of the layer.
     moments: str = "routed"
+    # The most bytes of second moments and working copies in memory at once, at least one expert's.
     batch_bytes: int = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTokens:
-    """One expert's tokens: int64 indexes of the layer's inputs.
+    """One expert's tokens: int64 indexes of the layer's inputs."""
 
-    Attributes:
-        learn: tokens of its second moments: all that were routed to it, except held-out ones if `starved`, and those
-            it is measured on if `rich`.
-        learn_gates: gate weights of `learn`, float32.
-        compare: for a starved expert, the tokens its methods are compared on; none is in `learn`.
-        measure: those of its own tokens that its losses are measured on.
-        gates: gate weights of `measure`, float32.
-        learnt: which of `measure` are in `learn`, bool.
-        others: further tokens of the layer that it is measured on; none was routed to it.
-        gate_square: mean square of its gate weights, or of the layer's if it has none: the weight of `others`.
-        starved: whether it has too few tokens for its method.
-        rich: whether it has so many that `measure` and `learn` can be disjoint.
-    """
-
+    # Tokens of its second moments: all that were routed to it, except held-out ones if `starved`, and those it is
+    # measured on if `rich`.
     learn: Tensor
-    learn_gates: Tensor
-    compare: Tensor
-    measure: Tensor
-    gates: Tensor
-    learnt: Tensor
-    others: Tensor
-    gate_square: float
-    starved: bool
-    rich: bool
+    learn_gates: Tensor  # gate weights of `learn`, float32
+    compare: Tensor  # for a starved expert, the tokens its methods are compared on; none is in `learn`
+    measure: Tensor  # those of its own tokens that its losses are measured on
+    gates: Tensor  # gate weights of `measure`, float32
+    learnt: Tensor  # which of `measure` are in `learn`, bool
+    others: Tensor  # further tokens of the layer that it is measured on; none was routed to it
+    gate_square: float  # mean square of its gate weights, or of the layer's if it has none: the weight of `others`
+    starved: bool  # whether it has too few tokens for its method
+    rich: bool  # whether it has so many that `measure` and `learn` can be disjoint
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertForward:
-    """The functions of a family's experts. x is [tokens, cols], a weight [rows, cols].
+    """The functions of a family's experts. x is [tokens, cols], a weight [rows, cols]."""
 
-    Attributes:
-        act: (x, weight, bias) -> the down projection's input, the gated activation of the first projection.
-        out: (act, weight, bias) -> the expert's output.
-    """
-
+    # (x, weight, bias) -> the down projection's input, the gated activation of the first projection.
     act: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    out: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    out: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (act, weight, bias) -> the expert's output
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
-    """Experts that are quantised together.
+    """Experts that are quantised together."""
 
-    Attributes:
-        experts: their indexes in the layer.
-        weights: both matrices of all experts, float32 [experts, rows, cols], on the compute device.
-        biases: for each expert those of both matrices, float32 [rows] or None.
-        tokens: each expert's tokens.
-        inputs: the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows].
-        common: int64 indexes of `inputs` that stand for the layer; none is compared on.
-        forward: the experts' functions.
-        in_bf16: whether the down projection learns from activations in BF16, as in the model.
-        block: tokens of a cluster (`crossfit.fold_of`).
-        spare: one cluster in so many is never in `common`.
-    """
-
-    experts: range
-    weights: tuple[Tensor, Tensor]
+    experts: range  # their indexes in the layer
+    weights: tuple[Tensor, Tensor]  # both matrices of all experts, float32 [experts, rows, cols], on the compute device
+    # For each expert those of both matrices, float32 [rows] or None.
     biases: tuple[tuple[Tensor | None, Tensor | None], ...]
-    tokens: tuple[ExpertTokens, ...]
-    inputs: Any
-    common: Tensor
-    forward: ExpertForward
-    in_bf16: bool
-    block: int
-    spare: int
+    tokens: tuple[ExpertTokens, ...]  # each expert's tokens
+    inputs: Any  # the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows]
+    common: Tensor  # int64 indexes of `inputs` that stand for the layer; none is compared on
+    forward: ExpertForward  # the experts' functions
+    in_bf16: bool  # whether the down projection learns from activations in BF16, as in the model
+    block: int  # tokens of a cluster (`crossfit.fold_of`)
+    spare: int  # one cluster in so many is never in `common`
 
     @property
     def device(self) -> torch.device:
@@ -156,33 +122,23 @@ class ExpertBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExpertVersion:
-    """One expert at one width: its matrices at `index` of a batch, the method that made it, and its losses.
-
-    Attributes:
-        own: loss on the expert's own tokens; `pooling` combines both.
-        others: loss on other tokens of the layer.
-    """
+    """One expert at one width: its matrices at `index` of a batch, the method that made it, and its losses."""
 
     expert: int
     version: Version
     quantised: Pair
     method: str
-    own: Measured
-    others: Measured
+    own: Measured  # loss on the expert's own tokens; `pooling` combines both
+    others: Measured  # loss on other tokens of the layer
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refitted:
-    """One expert's sampled rows at one width, fitted without each fold.
+    """One expert's sampled rows at one width, fitted without each fold."""
 
-    Attributes:
-        errors: of both matrices, value less weight, float32 [folds, sampled, cols].
-        gain: a of each matrix (`losses`).
-    """
-
-    errors: tuple[Tensor, Tensor]
-    gain: tuple[float, float]
+    errors: tuple[Tensor, Tensor]  # of both matrices, value less weight, float32 [folds, sampled, cols]
+    gain: tuple[float, float]  # a of each matrix (`losses`)
 
 
 def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
@@ -239,12 +195,7 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
 
 
 def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], list[ExpertMoments]]:
-    """Second moments of both matrices' inputs, for each expert.
-
-    Args:
-        batch: the experts.
-        kind: "routed", "gated" or "all"; see `Settings`.
-    """
+    """Second moments of both matrices' inputs, for each expert; `kind` as in `Settings.moments`."""
     priors = [PRIOR * w.shape[-1] for w in batch.weights]
     every = kind == "all"
     # Without cross-fitting one fold suffices.
@@ -329,17 +280,9 @@ def _measure(
 def replace_starved(
     batch: ExpertBatch, wanted: str, maker: str, made: Pair, version: Version
 ) -> tuple[Pair, list[str]]:
-    """Replace starved experts by a fallback's if it has less error on held-out tokens.
+    """Replace starved experts in `made` by a fallback's if it has less error on held-out tokens.
 
-    Args:
-        batch: the experts.
-        wanted: the method that the settings name.
-        maker: the method that made this version.
-        made: its result.
-        version: the version.
-
-    Returns:
-        The matrices, and for each expert the method that made it.
+    The settings name the method `wanted`; `maker` made this version. Returns the matrices, and each expert's method.
     """
     starved = [i for i, t in enumerate(batch.tokens) if t.starved]
     names = [maker] * len(batch.tokens)

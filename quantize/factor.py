@@ -17,19 +17,14 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Factored:
-    """A batch of damped second moments H with mean diagonal 1, columns in the order of quantisation.
+    """A batch of damped second moments H with mean diagonal 1, columns in the order of quantisation."""
 
-    Attributes:
-        order: int64 [experts, cols], the matrix's column at each place.
-        damped: float32 [experts, cols, cols], H.
-        feed: float32 [experts, cols, cols], unit upper triangular: M over its diagonal, for H = M M^T with M upper.
-        weight: float32 [experts, cols], M's diagonal squared: the cost of a column's error after later columns have
-            compensated it.
-    """
-
-    order: Tensor
-    damped: Tensor
+    order: Tensor  # int64 [experts, cols], the matrix's column at each place
+    damped: Tensor  # float32 [experts, cols, cols], H
+    # Float32 [experts, cols, cols], unit upper triangular: M over its diagonal, for H = M M^T with M upper.
     feed: Tensor
+    # Float32 [experts, cols], M's diagonal squared: the cost of a column's error after later columns have compensated
+    # it.
     weight: Tensor
 
 

@@ -20,17 +20,11 @@ _TOGETHER = 1 << 17  # elements, 512 KiB of float32; larger temporaries cost a p
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A batch of matrices in an affine version.
+    """A batch of matrices in an affine version."""
 
-    Attributes:
-        codes: uint8 [experts, rows, cols].
-        scale: bfloat16 [experts, rows, groups].
-        zero: uint8 [experts, rows, groups] in units of 2**(bits-8), or None for "midpoint".
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None
+    codes: Tensor  # uint8 [experts, rows, cols]
+    scale: Tensor  # bfloat16 [experts, rows, groups]
+    zero: Tensor | None  # uint8 [experts, rows, groups] in units of 2**(bits-8), or None for "midpoint"
 
     def select(self, experts: Tensor, other: Quantised) -> Quantised:
         """This batch with the experts of the mask (bool [experts]) taken from `other`."""

@@ -29,16 +29,11 @@ _CHUNK = 1 << 17  # elements, 512 KiB of float32: a few fit a core's cache
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Constants of lanes.
+    """Constants of lanes."""
 
-    Attributes:
-        top: float32 [lanes], the largest code.
-        unit: float32 [lanes], steps of a stored zero point in one code.
-        midpoint: bool [lanes], whether the zero point is the middle of the codes; None if it is for no lane.
-    """
-
-    top: Tensor
-    unit: Tensor
+    top: Tensor  # float32 [lanes], the largest code
+    unit: Tensor  # float32 [lanes], steps of a stored zero point in one code
+    # Bool [lanes], whether the zero point is the middle of the codes; None if it is for no lane.
     midpoint: Tensor | None
 
     @staticmethod

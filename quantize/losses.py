@@ -37,53 +37,32 @@ MODEL = 0.07  # assumed relative error of rho - 1, which is a first-order correc
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of an expert's version.
+    """The loss of an expert's version."""
 
-    Attributes:
-        mse: mean squared error of the expert's output against its BF16 output.
-        relative: squared error over squared output.
-        gated: mean of gate**2 times squared error: the error as the layer's output sees it.
-    """
-
-    mse: float
-    relative: float
-    gated: float
+    mse: float  # mean squared error of the expert's output against its BF16 output
+    relative: float  # squared error over squared output
+    gated: float  # mean of gate**2 times squared error: the error as the layer's output sees it
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A loss with its variance, before pooling over a layer's experts (`pooling`).
+    """A loss with its variance, before pooling over a layer's experts (`pooling`)."""
 
-    Attributes:
-        loss: the estimate; zeros without tokens.
-        variance: the jackknife variance of each part; zeros with fewer than two groups.
-        groups: number of groups of tokens.
-        doubt: further variance, relative to the loss squared.
-    """
-
-    loss: Loss
-    variance: Loss
-    groups: int
-    doubt: float
+    loss: Loss  # the estimate; zeros without tokens
+    variance: Loss  # the jackknife variance of each part; zeros with fewer than two groups
+    groups: int  # number of groups of tokens
+    doubt: float  # further variance, relative to the loss squared
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Cross-fitting's errors of an expert's two matrices at one version, on sampled rows.
+    """Cross-fitting's errors of an expert's two matrices at one version, on sampled rows."""
 
-    Attributes:
-        own: float64 [2, GROUPS], squared error of the shipped rows on tokens learnt from, by group.
-        other: the same for rows fitted without the tokens' folds.
-        rows: for each matrix, float64 [2, sampled rows], both errors by row.
-        share: rows of down that a sampled one represents.
-        gain: a of each matrix.
-    """
-
-    own: Tensor
-    other: Tensor
-    rows: tuple[Tensor, Tensor]
-    share: float
-    gain: tuple[float, float]
+    own: Tensor  # float64 [2, GROUPS], squared error of the shipped rows on tokens learnt from, by group
+    other: Tensor  # the same for rows fitted without the tokens' folds
+    rows: tuple[Tensor, Tensor]  # for each matrix, float64 [2, sampled rows], both errors by row
+    share: float  # rows of down that a sampled one represents
+    gain: tuple[float, float]  # a of each matrix
 
 
 def loss(exact: Tensor, got: Tensor, gates: Tensor) -> Loss:

@@ -31,30 +31,20 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One quantiser.
+    """One quantiser."""
 
-    Attributes:
-        name: its name in recipes, loss tables and reports.
-        quantise: quantises a batch of experts at several widths; arguments and result as in `quantise_all`.
-        needs_moments: whether it reads second moments; otherwise they may be None.
-        one_bit: the method that makes one bit instead.
-        fallbacks: methods tried too for starved experts, in this order; the best on held-out tokens is kept. A fallback
-            reads no moments.
-        least_bits: as a fallback, the fewest bits at which it is tried.
-        worth: as a fallback, it is tried if the best so far has more than this share of the first fallback's error.
-        named: whether a recipe may name it.
-        library: the library that it needs.
-    """
-
-    name: str
-    quantise: Quantiser
-    needs_moments: bool = False
-    one_bit: str | None = None
+    name: str  # its name in recipes, loss tables and reports
+    quantise: Quantiser  # quantises a batch of experts at several widths; arguments and result as in `quantise_all`
+    needs_moments: bool = False  # whether it reads second moments; otherwise they may be None
+    one_bit: str | None = None  # the method that makes one bit instead
+    # Methods tried too for starved experts, in this order; the best on held-out tokens is kept. A fallback reads no
+    # moments.
     fallbacks: tuple[str, ...] = ()
-    least_bits: int = 1
+    least_bits: int = 1  # as a fallback, the fewest bits at which it is tried
+    # As a fallback, it is tried if the best so far has more than this share of the first fallback's error.
     worth: float = 0.0
-    named: bool = True
-    library: Library | None = None
+    named: bool = True  # whether a recipe may name it
+    library: Library | None = None  # the library that it needs
 
 
 def in_file(name: str) -> Quantiser:

@@ -48,17 +48,11 @@ def shrink(own: Tensor, tokens: int, layer: Tensor, prior: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FoldSums:
-    """Weighted sums of x x^T by fold.
+    """Weighted sums of x x^T by fold."""
 
-    Attributes:
-        products: float32 [folds, cols, cols], sums of w x x^T; on and above the diagonal only.
-        weights: float64 [folds], sums of w, on the CPU.
-        counts: int64 [folds], tokens, on the CPU.
-    """
-
-    products: Tensor
-    weights: Tensor
-    counts: Tensor
+    products: Tensor  # float32 [folds, cols, cols], sums of w x x^T; on and above the diagonal only
+    weights: Tensor  # float64 [folds], sums of w, on the CPU
+    counts: Tensor  # int64 [folds], tokens, on the CPU
 
     @staticmethod
     def empty(cols: int, folds: int, device: torch.device) -> FoldSums:
@@ -111,17 +105,11 @@ def _mirror(square: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMoments:
-    """Moments of the inputs of one matrix of one expert.
+    """Moments of the inputs of one matrix of one expert."""
 
-    Attributes:
-        own: over the tokens that the expert learns from.
-        layer: over the layer's tokens; None if the expert has enough of its own.
-        prior: tokens that the layer's moments count as.
-    """
-
-    own: FoldSums
-    layer: FoldSums | None
-    prior: float
+    own: FoldSums  # over the tokens that the expert learns from
+    layer: FoldSums | None  # over the layer's tokens; None if the expert has enough of its own
+    prior: float  # tokens that the layer's moments count as
 
     def mean(self, without: int | None = None) -> Tensor:
         """The shrunk moments of all tokens, or of those outside a fold."""

@@ -46,11 +46,7 @@ def measured_row(versions: Sequence[tuple[Measured, Measured]]) -> dict[str, lis
 
 
 def pooled(raw: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The losses and their standard errors, float32 [experts, versions] each: "mse", "mse_error" and so on.
-
-    Args:
-        raw: MEASURED, each [experts, versions].
-    """
+    """The losses and their standard errors from MEASURED, float32 [experts, versions]: "mse", "mse_error" and so on."""
     out: dict[str, Tensor] = {}
     for part in PARTS:
         keys = [f"own.{key}" for key in (part, f"{part}.variance", "groups", "doubt")]

@@ -24,15 +24,10 @@ _TITLE = re.compile(r" = (?!=).*[^=\s] = \s*")  # an article's title in WikiText
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation for chat templates.
+    """A conversation for chat templates."""
 
-    Attributes:
-        messages: objects with "role" and "content", and optional fields as "tool_calls".
-        tools: descriptions of the tools that the model was offered.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
+    messages: list[dict[str, Any]]  # objects with "role" and "content", and optional fields as "tool_calls"
+    tools: list[Any] | None = None  # descriptions of the tools that the model was offered
 
 
 Document = str | Conversation

@@ -73,11 +73,7 @@ class Encoder:
         yield end
 
     def _chat(self, chat: Conversation, source: str) -> str:
-        """Render a chat with the model's template.
-
-        Raises:
-            InputError: without a template, or if it refuses this chat or leaves out its tool calls.
-        """
+        """Render a chat; raise InputError if there is no template, or it refuses the chat or omits its tool calls."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise InputError(
                 f"{source}: holds chats, and this model's tokenizer has no chat template: give text, or put the "

@@ -27,17 +27,11 @@ _OVERSAMPLE = 8  # windows read for each window taken, among which the seed choo
 
 @dataclass(frozen=True)
 class Windows:
-    """Token windows, source after source.
+    """Token windows, source after source."""
 
-    Attributes:
-        ids: int64 [samples, length].
-        taken: number of windows of each source.
-        turns: int64 [samples], the position of each in the order of choice.
-    """
-
-    ids: Tensor
-    taken: tuple[int, ...]
-    turns: Tensor
+    ids: Tensor  # int64 [samples, length]
+    taken: tuple[int, ...]  # number of windows of each source
+    turns: Tensor  # int64 [samples], the position of each in the order of choice
 
     @property
     def digest(self) -> str:

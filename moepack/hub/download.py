@@ -160,11 +160,7 @@ def _check_room(staging: Staging, missing: Mapping[str, int]) -> None:
 
 
 def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], reporter: Reporter) -> None:
-    """Download files of the manifest.
-
-    Raises:
-        BundleError: before fetching, for files that are missing or have other sizes than the manifest's.
-    """
+    """Download files; first raise BundleError for those that are missing or differ in size from the manifest."""
     problems = []
     for name, size in sizes.items():
         if (found := remote.sizes.get(name)) != size:
@@ -177,11 +173,7 @@ def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], r
 
 
 def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> None:
-    """Check digests and delete files that do not match.
-
-    Raises:
-        BundleError: if any does not match.
-    """
+    """Check digests; delete files that do not match, and raise BundleError for them."""
     versions = tuple(v for v in remote.manifest.versions if any(n in names for n in remote.experts(v.name)))
     problems: list[Problem] = []
     reporter.stage("verify digests", len(names))

@@ -24,21 +24,13 @@ _AT_ONCE = 500  # names a request
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A bundle in a repository, at one commit.
+    """A bundle in a repository, at one commit."""
 
-    Attributes:
-        repo: OWNER/NAME.
-        commit: 40 hexadecimal digits.
-        data: the manifest's bytes.
-        manifest: the manifest.
-        sizes: file name -> bytes, of the manifest's and the card's files that the repository has.
-    """
-
-    repo: str
-    commit: str
-    data: bytes
-    manifest: Manifest
-    sizes: Mapping[str, int]
+    repo: str  # OWNER/NAME
+    commit: str  # 40 hexadecimal digits
+    data: bytes  # the manifest's bytes
+    manifest: Manifest  # the manifest
+    sizes: Mapping[str, int]  # file name -> bytes, of the manifest's and the card's files that the repository has
 
     @property
     def versions(self) -> tuple[str, ...]:

@@ -80,30 +80,19 @@ def push(
 
 @dataclass(frozen=True, slots=True)
 class _There:
-    """What a repository holds before a push.
+    """What a repository holds before a push."""
 
-    Attributes:
-        repo, revision: the repository and the branch.
-        commit: the head of the branch.
-        manifest: its manifest's bytes; None without one.
-        pushing: the manifest's bytes of a stopped push.
-        listed: files that either manifest names.
-    """
-
+    # `repo`, `revision`: the repository and the branch.
     repo: str
     revision: str | None
-    commit: str
-    manifest: bytes | None
-    pushing: bytes | None
-    listed: frozenset[str]
+    commit: str  # the head of the branch
+    manifest: bytes | None  # its manifest's bytes; None without one
+    pushing: bytes | None  # the manifest's bytes of a stopped push
+    listed: frozenset[str]  # files that either manifest names
 
 
 def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There:
-    """Read what a repository holds.
-
-    Raises:
-        HubError: unless it is empty, or holds a bundle of this model or part of one.
-    """
+    """Read a repository; raise HubError unless it is empty, or holds a bundle of this model or part of one."""
     info = api.model_info(repo, revision=revision)
     commit, found, listed = str(info.sha), dict[str, bytes](), set[str]()
     for name in (MANIFEST, PUSHING):

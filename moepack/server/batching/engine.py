@@ -26,34 +26,21 @@ TRIM = 5.0  # seconds between two returns of free heap memory to the system
 
 @dataclass(slots=True, eq=False)
 class CacheSlot:
-    """One sequence's KV cache in the engine.
+    """One sequence's KV cache in the engine."""
 
-    Attributes:
-        row: the cache if passes are packed.
-        cache: the cache if each sequence has passes of its own.
-        length: cached tokens.
-    """
-
-    row: SequenceCache | None = None
-    cache: Any = None
-    length: int = 0
+    row: SequenceCache | None = None  # the cache if passes are packed
+    cache: Any = None  # the cache if each sequence has passes of its own
+    length: int = 0  # cached tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The tokens that one step reads of one sequence.
+    """The tokens that one step reads of one sequence."""
 
-    Attributes:
-        slot: the sequence's cache.
-        tokens: its next token ids.
-        wanted: how many of the last tokens need logits; 0 for none.
-        is_prompt: whether the tokens belong to a prompt.
-    """
-
-    slot: CacheSlot
-    tokens: Sequence[int]
-    wanted: int = 1
-    is_prompt: bool = False
+    slot: CacheSlot  # the sequence's cache
+    tokens: Sequence[int]  # its next token ids
+    wanted: int = 1  # how many of the last tokens need logits; 0 for none
+    is_prompt: bool = False  # whether the tokens belong to a prompt
 
 
 class Engine:

@@ -14,51 +14,33 @@ from .sampling import Scored
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """Progress of a job since its last event.
+    """Progress of a job since its last event."""
 
-    Attributes:
-        text: new text of the answer.
-        scored: tokens of that text with their probabilities, if the job reports them.
-        prompt: tokens of the prompt with their probabilities, once, if the job reports them; the first has none.
-        finish: "stop", "length", or None while the job runs.
-        error: the reason if the job ends without an answer.
-        generated: tokens generated so far, including those that a stop string cut off.
-    """
-
-    text: str = ""
-    scored: tuple[Scored, ...] = ()
+    text: str = ""  # new text of the answer
+    scored: tuple[Scored, ...] = ()  # tokens of that text with their probabilities, if the job reports them
+    # Tokens of the prompt with their probabilities, once, if the job reports them; the first has none.
     prompt: tuple[Scored, ...] = ()
-    finish: str | None = None
-    error: Exception | None = None
-    generated: int = 0
+    finish: str | None = None  # "stop", "length", or None while the job runs
+    error: Exception | None = None  # the reason if the job ends without an answer
+    generated: int = 0  # tokens generated so far, including those that a stop string cut off
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One sequence to generate.
+    """One sequence to generate."""
 
-    Attributes:
-        prompt: token ids.
-        max_tokens: the most tokens to generate.
-        sampling: how to choose them.
-        tell: receives every event, through the scheduler's `post`.
-        stops: strings that end the answer; the answer leaves them out.
-        ends: tokens that end the answer.
-        grammar: makes the mask of allowed tokens, on the scheduler's thread; None allows all.
-        wants_prompt: whether to report the prompt's own tokens.
-        cancelled: the client has gone. Any thread may set it.
-        submitted, first, last: monotonic seconds of submission, first token and last token; 0.0 before.
-    """
-
-    prompt: list[int]
-    max_tokens: int
-    sampling: Sampling
-    tell: Callable[[JobEvent], None]
-    stops: tuple[str, ...] = ()
-    ends: frozenset[int] = frozenset()
+    prompt: list[int]  # token ids
+    max_tokens: int  # the most tokens to generate
+    sampling: Sampling  # how to choose them
+    tell: Callable[[JobEvent], None]  # receives every event, through the scheduler's `post`
+    stops: tuple[str, ...] = ()  # strings that end the answer; the answer leaves them out
+    ends: frozenset[int] = frozenset()  # tokens that end the answer
+    # Makes the mask of allowed tokens, on the scheduler's thread; None allows all.
     grammar: Callable[[], JsonMask] | None = None
-    wants_prompt: bool = False
+    wants_prompt: bool = False  # whether to report the prompt's own tokens
+    # The client has gone. Any thread may set it.
     cancelled: bool = False
+    # `submitted`, `first`, `last`: monotonic seconds of submission, first token and last token; 0.0 before.
     submitted: float = field(default_factory=time.monotonic)
     first: float = 0.0
     last: float = 0.0

@@ -47,19 +47,12 @@ class _LayerCache:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SequenceCache:
-    """A sequence's cache.
+    """A sequence's cache."""
 
-    Attributes:
-        layers: keys and values by layer.
-        wanted: the least room, in tokens, that its first pass allocates.
-        length: cached tokens.
-        room: tokens for which its full layers have memory.
-    """
-
-    layers: list[_LayerCache]
-    wanted: int = 0
-    length: int = 0
-    room: int = 0
+    layers: list[_LayerCache]  # keys and values by layer
+    wanted: int = 0  # the least room, in tokens, that its first pass allocates
+    length: int = 0  # cached tokens
+    room: int = 0  # tokens for which its full layers have memory
 
     def get_seq_length(self) -> int:
         """Cached tokens, under the name that transformers' caches use."""
@@ -75,14 +68,10 @@ class SequenceCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Bytes of a row's tokens.
+    """Bytes of a row's tokens."""
 
-    Attributes:
-        full: bytes a token in all layers without a window.
-        windowed: (bytes a token, window in tokens) of the other layers, summed by window.
-    """
-
-    full: int
+    full: int  # bytes a token in all layers without a window
+    # (bytes a token, window in tokens) of the other layers, summed by window.
     windowed: tuple[tuple[int, int], ...] = ()
 
     def bytes(self, room: int, step: int) -> int:

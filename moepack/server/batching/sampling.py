@@ -20,15 +20,11 @@ from .grammar import JsonMask
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token and its natural log probability under the model's own logits.
-
-    Attributes:
-        top: the likeliest tokens and their log probabilities, the likeliest first.
-    """
+    """A token and its natural log probability under the model's own logits."""
 
     token: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and their log probabilities, the likeliest first
 
 
 def scored(logits: Tensor, token: int, top: int | None) -> Scored:

@@ -47,28 +47,21 @@ class Totals:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """The state of one job.
-
-    Attributes:
-        tokens: token ids of the prompt and of the answer so far.
-        slot: its cache; None while it waits.
-        made: tokens generated.
-        shown, decoded: characters of the answer that were posted, and that exist.
-        untold: scored tokens not posted yet, each with the position where its text begins.
-        prompt: scored tokens of the prompt, as far as it was read.
-    """
+    """The state of one job."""
 
     job: Job
-    tokens: list[int]
+    tokens: list[int]  # token ids of the prompt and of the answer so far
     sampler: Sampler | None = None
     pieces: Pieces | None = None
     stops: Stops | None = None
-    slot: CacheSlot | None = None
-    made: int = 0
+    slot: CacheSlot | None = None  # its cache; None while it waits
+    made: int = 0  # tokens generated
+    # `shown`, `decoded`: characters of the answer that were posted, and that exist.
     shown: int = 0
     decoded: int = 0
+    # Scored tokens not posted yet, each with the position where its text begins.
     untold: list[tuple[Scored, int]] = field(default_factory=list)
-    prompt: list[Scored] = field(default_factory=list)
+    prompt: list[Scored] = field(default_factory=list)  # scored tokens of the prompt, as far as it was read
 
     @property
     def left(self) -> int:

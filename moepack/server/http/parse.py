@@ -23,28 +23,17 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options that completions and chats share.
+    """The options that completions and chats share."""
 
-    Attributes:
-        model: the name of the model; None for the one that is served.
-        max_tokens: tokens of the answer; None for as many as fit.
-        count: answers to every prompt.
-        stops: strings that end an answer.
-        ignores_ends: whether the answer continues after a token that ends answers.
-        stream: whether to stream the answer.
-        usage: whether a stream ends with its token counts.
-        schema: the schema of a JSON answer; None for any text.
-    """
-
-    model: str | None
+    model: str | None  # the name of the model; None for the one that is served
     sampling: Sampling
-    max_tokens: int | None = None
-    count: int = 1
-    stops: tuple[str, ...] = ()
-    ignores_ends: bool = False
-    stream: bool = False
-    usage: bool = False
-    schema: dict[str, Any] | None = None
+    max_tokens: int | None = None  # tokens of the answer; None for as many as fit
+    count: int = 1  # answers to every prompt
+    stops: tuple[str, ...] = ()  # strings that end an answer
+    ignores_ends: bool = False  # whether the answer continues after a token that ends answers
+    stream: bool = False  # whether to stream the answer
+    usage: bool = False  # whether a stream ends with its token counts
+    schema: dict[str, Any] | None = None  # the schema of a JSON answer; None for any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +48,12 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request for a chat completion.
-
-    Attributes:
-        messages: as templates read them.
-        tools: functions that the model may call.
-        template: further arguments of the model's template.
-    """
+    """A request for a chat completion."""
 
     asked: RequestOptions
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    template: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]]  # as templates read them
+    tools: list[dict[str, Any]] = field(default_factory=list)  # functions that the model may call
+    template: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's template
 
 
 def completion(given: dict[str, Any], vocabulary: int) -> CompletionRequest:

@@ -71,7 +71,15 @@ class _Packed:
         Raises:
             BundleError: as `decode`.
         """
-        return {name: _torch(part) for name, part in self._parts()}
+        import torch
+
+        made = {}
+        for name, part in self._parts():
+            bf16 = part.dtype == np.uint16
+            made[name] = (
+                torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16) if bf16 else torch.from_numpy(part)
+            )
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +110,3 @@ class DenseValues(_Packed):
     def decode(self) -> Any:
         """The matrix as it is stored; see `Expert.decode`."""
         return _Packed.decode(self)[0]
-
-
-def _torch(part: _Exact) -> Tensor:
-    import torch
-
-    if part.dtype == np.uint16:
-        return torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(part)

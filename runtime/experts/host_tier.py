@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -143,7 +143,8 @@ class HostTier:
             return module
         if module not in self._norms:
             self._norms[module] = copy.deepcopy(module.post_expert_norm).to("cpu")
-        return OnHost(module, self._norms[module])
+        attributes = {name: getattr(module, name, None) for name in ("has_gate", "act_fn", "_apply_gate")}
+        return SimpleNamespace(**attributes, has_post_expert_norm=True, post_expert_norm=self._norms[module])
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -164,13 +165,3 @@ class HostTier:
         self._jobs.put(None)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
-
-
-class OnHost:
-    """The attributes of a module that the experts' forward reads, with its norm's weights on the host."""
-
-    has_post_expert_norm = True
-
-    def __init__(self, module: Any, norm: Any) -> None:
-        self.has_gate, self.act_fn, self.post_expert_norm = module.has_gate, module.act_fn, norm
-        self._apply_gate = getattr(module, "_apply_gate", None)

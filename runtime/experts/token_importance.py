@@ -67,7 +67,11 @@ def attention_received(
         at = torch.arange(queries, device=query.device) if text is None else text[b].nonzero()[:, 0]
         for some in at.split(rows):
             seen = keys if not causal or not len(some) else int(some[-1]) + 1 + (0 if mask is None else keys - queries)
-            hidden = _hidden(mask, b, some, seen, causal, query.device)
+            hidden: Tensor | None = None  # [heads or 1, rows, seen]
+            if mask is not None:
+                hidden = mask[b if len(mask) > 1 else 0][:, some, :seen]
+            elif causal:
+                hidden = torch.arange(seen, device=query.device)[None, None] <= some[None, :, None]
             for g in range(0, groups, step):
                 here = min(step, groups - g)
                 q = query[b, g * shared : (g + here) * shared, some].reshape(here, shared * len(some), size)
@@ -83,15 +87,6 @@ def attention_received(
                     products = torch.cat([products, beside.expand(-1, len(some), 1)], dim=-1)
                 out[b, :seen] += products.softmax(-1)[..., :seen].sum((0, 1))
     return out / heads
-
-
-def _hidden(
-    mask: Tensor | None, sequence: int, rows: Tensor, seen: int, causal: bool, device: torch.device
-) -> Tensor | None:
-    """The mask of some queries of a sequence, [heads or 1, rows, seen]."""
-    if mask is not None:
-        return mask[sequence if len(mask) > 1 else 0][:, rows, :seen]
-    return torch.arange(seen, device=device)[None, None] <= rows[None, :, None] if causal else None
 
 
 def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> Tensor:

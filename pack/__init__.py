@@ -1,5 +1,4 @@
-"""What the bytes of a bundle mean: descriptors, bit packing, the exponent codec, the writer and the reader.
+"""The meaning of a bundle's bytes: descriptors, bit packing, the exponent codec, the writer and the reader.
 
-FORMAT.md beside this file is normative. Nothing here knows how a version was made (`moepack.quantize`) or how it is
-served (`moepack.runtime`).
+FORMAT.md beside this file is normative. `moepack.quantize` makes versions, and `moepack.runtime` serves them.
 """

@@ -21,7 +21,7 @@ def bound(best: int) -> int:
     """The highest index into LEVELS that may be used: `best`, the processor's, or the variable's level.
 
     Raises:
-        InputError: for a word that is no level, or a level above `best`.
+        InputError: for an unknown level, or one above `best`.
     """
     asked = os.environ.get(VARIABLE, "")
     if not asked:

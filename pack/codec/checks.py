@@ -1,7 +1,7 @@
-"""Rules of the format that only reading every byte can check: for `verify`, not for loading.
+"""Rules of the format that need every byte: for `verify`, not for loading.
 
-A digest shows that bytes did not change since they were written, not that FORMAT.md allows them. These rules make all
-readers agree and leave no bytes unread. Decoders do not rely on them: they check what their safety needs.
+A digest shows that bytes did not change, not that FORMAT.md allows them. With these rules all readers agree, and no
+byte is unread. Decoders do not rely on them, and check everything that their safety needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENTRY = 16
 
 
 def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> Iterator[Wrong]:
-    """What is wrong with an affine extent of the right size: scales that are no numbers, padding that is not zero."""
+    """Find scales that are not finite and padding that is not zero, in an affine extent of the right size."""
     sections = version.sections(matrices)
     ends = [0, *(s.end for s in sections)]
     if _any(extent, zip(ends, [*(s.offset for s in sections), len(extent)], strict=True)):
@@ -48,8 +48,7 @@ def _any(extent: Buffer, gaps: Iterator[tuple[int, int]]) -> bool:
 
 
 def check_lossless(matrices: Sequence[Matrix], extent: Buffer) -> Iterator[Wrong]:
-    """What is wrong with a lossless extent that decodes: parts out of place, padding that is not zero, patches out of
-    order."""
+    """Find misplaced parts, padding that is not zero and unordered patches, in a lossless extent that decodes."""
     table = extent[: _ENTRY * len(matrices)].view("<u4").reshape(-1, 2)
     ends, at = [table.nbytes], align(table.nbytes, SECTION)
     begins = []
@@ -74,7 +73,7 @@ def check_lossless(matrices: Sequence[Matrix], extent: Buffer) -> Iterator[Wrong
 
 
 def check_coded(coded: CodedMatrix) -> Iterator[Wrong]:
-    """What is wrong with a coded matrix that decodes."""
+    """Find padding that is not zero and unordered patches, in a coded matrix that decodes."""
     unused = coded.code.length == 0
     unused[ESCAPE] = True
     if coded.code.exponent[unused].any():

@@ -1,1 +1,1 @@
-"""What runs in a forward pass: the experts' handles, their forward, and which kernel runs it."""
+"""The experts in a forward pass: their handles, their forward, and the choice of kernels."""

@@ -188,11 +188,8 @@ def test_incomplete_fp8_is_refused(case: str, demo_model: Path, tmp_path: Path) 
     "quantization",
     [
         {"quant_method": "awq", "bits": 4},
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "bitsandbytes"},
         {"quant_method": "fp8", "weight_block_size": None},
         {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
-        {"quant_method": "compressed-tensors"},
         "strange",
     ],
     ids=str,

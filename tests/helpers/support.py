@@ -17,6 +17,18 @@ HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parent.parent
 # A recipe by which the short model is built in a second.
 RTN = "quantize: {method: rtn, group_size: 64, loss_tokens: 64}\ncalibration: {samples: 4, length: 64, batch_size: 2}\n"
+# A task of lm-evaluation-harness, of our own: the data of others are not to be had here.
+CHOICES = """
+task: choices
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
 
 
 class Notes(Reporter):

@@ -327,11 +327,9 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
             refused(run(*command, "--dtype", "int8"), "dtype 'int8'")
             refused(run(*command, "--device", "warp"), "device warp")
             refused(run(*command, "--device", "cuda:7"), "device cuda:7")
-            refused(run(*command, "--policy", "magic"), "magic")
             refused(run(*command, "--policy", "static:w7"), "no version 'w7'" if model == bundle else "not a bundle")
             refused(run(*command, "--device-memory", "lots"), "size 'lots'")
         if model == bundle:
-            refused(run(*text, evaluation, "--policy", "hotness"), "needs a memory budget")
             for trace in (tmp_path, tmp_path / "absent" / "trace.jsonl"):
                 refused(run(*text, evaluation, "--trace", trace), str(trace), "cannot be written")
     refused(run("eval", demo_model, "-q", "-d", evaluation, "--trace", tmp_path / "t"), "a trace needs one")

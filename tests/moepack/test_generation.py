@@ -37,17 +37,6 @@ def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle: Path) -> None
     )
 
 
-def test_sampling_options_do_something(bundle: Path) -> None:
-    def made(**options: Any) -> str:
-        how = Sampling(**{"temperature": 0.0, "seed": 0, **options})
-        return generate(bundle, "The", max_new_tokens=12, sampling=how)
-
-    greedy = made()
-    assert made(temperature=1.0, top_k=1) == made(temperature=1.0, min_p=1.0) == greedy
-    assert made(temperature=1.0, seed=1) == made(temperature=1.0, seed=1) != made(temperature=1.0, seed=2)
-    assert made(repetition=50.0) != greedy
-
-
 class Spy:
     """Counts the tokens that passes read."""
 

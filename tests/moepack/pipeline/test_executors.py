@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -91,22 +89,6 @@ def test_as_many_at_once_as_threads_and_memory_allow(monkeypatch: pytest.MonkeyP
     cpu = torch.device("cpu")
     assert [workers(cpu, need) for need in (1, 8, 10, 20, 49, 51)] == [6, 6, 5, 2, 1, 1]
     assert workers(torch.device("cuda", 1), 1) == 1
-
-
-def test_what_a_killed_worker_was_writing_goes_with_the_run(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mark = WorkDirectory.mark
-
-    def left(self: WorkDirectory, stage: str, layer: int | None, note: Mapping[str, Any]) -> None:
-        path = self.object("0" * 64)
-        for end in ("", ".partial"):
-            path.with_name(f"{path.stem}.0badc0de{end}").touch()
-        mark(self, stage, layer, note)
-
-    monkeypatch.setattr(WorkDirectory, "mark", left)
-    build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text], work=tmp_path / "work")
-    assert list((tmp_path / "work" / "objects").iterdir()) == []
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from moepack.pack.errors import InputError
 from moepack.pack.writer import BundleWriter
 from moepack.pipeline import build as pipeline
 from moepack.pipeline import run
-from moepack.pipeline.model_card import hub_commit, hub_id
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import LayerWalk
 
@@ -86,12 +85,6 @@ def test_two_fine_tunes_do_not_mix(checkpoint: Path, text: Path, tmp_path: Path)
     pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work, fresh=True)
     made = moepack.open(tmp_path / "b").manifest.provenance["checkpoint"]["files"]
     assert made["model.safetensors"] == hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
-
-
-def test_a_commit_is_known_by_its_folder() -> None:
-    folder = Path("/cache/hub/models--someone--mini/snapshots/" + 40 * "a")
-    assert hub_id(folder) == "someone/mini" and hub_commit(folder) == 40 * "a"
-    assert hub_commit(Path("/models/snapshots/mini")) is None
 
 
 def test_a_revision_is_for_the_hub(checkpoint: Path) -> None:

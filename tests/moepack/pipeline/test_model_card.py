@@ -14,7 +14,7 @@ from support import tree
 import moepack
 from moepack.calibrate.checkpoint import companions
 from moepack.pipeline.build import build
-from moepack.pipeline.model_card import carried, hub_id, model_card
+from moepack.pipeline.model_card import carried, hub_commit, hub_id, model_card
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.reports.inspect import inspect
@@ -130,5 +130,6 @@ def test_a_checkpoints_card(tmp_path: Path) -> None:
         assert carried(card) == {}
     card.write_text("---\r\nlicense: apache-2.0\r\nlanguage: 3\r\n---\r\n")
     assert carried(card) == {"license": "apache-2.0"}
-    assert hub_id(tmp_path) is None
-    assert hub_id(Path("/c/models--Qwen--Qwen3-30B-A3B/snapshots/abc")) == "Qwen/Qwen3-30B-A3B"
+    folder = Path(f"/c/models--Qwen--Qwen3-30B-A3B/snapshots/{40 * 'a'}")
+    assert (hub_id(folder), hub_commit(folder)) == ("Qwen/Qwen3-30B-A3B", 40 * "a")
+    assert hub_id(tmp_path) is hub_commit(Path("/models/snapshots/mini")) is None

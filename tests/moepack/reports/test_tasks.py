@@ -6,25 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from support import CHOICES
 
 from moepack.pack.errors import InputError
 from moepack.reports.tasks import render, run_tasks
 from moepack.runtime.planning.options import LoadOptions
 
 pytest.importorskip("lm_eval")
-
-TASK = """
-task: choices
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list:
-  - metric: acc
-"""
 
 
 @pytest.fixture
@@ -34,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
         for n in range(8)
     ]
     (tmp_path / "choices.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "choices.yaml").write_text(TASK.format(file=tmp_path / "choices.jsonl"))
+    (tmp_path / "choices.yaml").write_text(CHOICES.format(file=tmp_path / "choices.jsonl"))
     return tmp_path
 
 

@@ -15,19 +15,9 @@ import moepack
 pytest.importorskip("lm_eval")
 pytest.importorskip("tenacity")
 
-from server_fixtures import TEMPLATE, Running
+from server_fixtures import Running
+from support import CHOICES
 
-CHOICES = """
-task: choices
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
 SAYING = """
 task: saying
 dataset_path: json
@@ -92,14 +82,4 @@ def test_completions_score_choices_as_the_model_here(exact: Running, bundle: Pat
     for metric in ("acc,none", "acc_norm,none"):
         assert scores[metric] == mine[metric] and 0 < scores[metric] < 1
     said, told = asked(there, "saying", manager), asked(here, "saying", manager)
-    assert said[1] == told[1] and any(row[0][0] for row in said[1])
-
-
-def test_chats_are_answered_as_by_the_model_here(exact: Running, here: Any, manager: Any) -> None:
-    from lm_eval.models.openai_completions import LocalChatCompletion
-
-    there = LocalChatCompletion(model="mini", base_url=f"{exact.url}/v1/chat/completions", num_concurrent=4)
-    here.tokenizer.chat_template = TEMPLATE
-    said = asked(there, "saying", manager, apply_chat_template=True)
-    told = asked(here, "saying", manager, apply_chat_template=True)
     assert said[1] == told[1] and any(row[0][0] for row in said[1])

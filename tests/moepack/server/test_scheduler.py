@@ -175,14 +175,20 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
     assert text(told) == expected(list(range(40)), 3) and text(b.events[0]) == expected([1], 60)
 
 
-def test_the_youngest_gives_way_and_is_read_again(bench: Any) -> None:
-    """Room for 60 tokens, three of up to 45: never more is held, and every answer is what it is alone."""
-    b = bench(Machine(room=60, gate=threading.Event()), step_tokens=16)
+@pytest.mark.parametrize("room, limits", [(60, {}), (1 << 30, {"kv_tokens": 60})])
+def test_no_more_is_held_than_there_is_room_for(room: int, limits: dict[str, int], bench: Any) -> None:
+    """In the budget, or by the caches' own limit, so that experts keep what is left: 60 tokens, three of up to 45.
+    They wait for their part, and every answer is what it is alone."""
+    b = bench(Machine(room=room, gate=threading.Event()), step_tokens=16, **limits)
     told = [b.ask([n + 1] * 5, 40) for n in range(3)]
     b.machine.gate.set()
     b.ended()
     assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(3)]
-    assert b.machine.most_held <= 60 and b.scheduler.totals.preempted == 0  # they wait for their part
+    assert 45 <= b.machine.most_held <= 60 and b.scheduler.totals.preempted == 0
+    assert b.scheduler.most_answer(20) == 40
+
+
+def test_the_youngest_gives_way_and_is_read_again(bench: Any) -> None:
     b = bench(Machine(room=100, gate=threading.Event()), step_tokens=16)
     told = [b.ask([n + 1] * 5, 80) for n in range(2)]
     b.machine.gate.set()
@@ -190,16 +196,6 @@ def test_the_youngest_gives_way_and_is_read_again(bench: Any) -> None:
     assert [text(events) for events in told] == [expected([n + 1] * 5, 80) for n in range(2)]
     assert b.machine.most_held <= 100 and b.scheduler.totals.preempted >= 1
     assert b.scheduler.totals.generated_tokens == 160  # none was sampled twice
-
-
-def test_caches_have_a_limit_of_their_own(bench: Any) -> None:
-    """So that experts keep what is left: 60 tokens of all sequences, of which each would be 45."""
-    b = bench(Machine(gate=threading.Event()), step_tokens=16, kv_tokens=60)
-    told = [b.ask([n + 1] * 5, 40) for n in range(3)]
-    b.machine.gate.set()
-    b.ended()
-    assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(3)]
-    assert 45 <= b.machine.most_held <= 60 and b.scheduler.most_answer(20) == 40
 
 
 def test_what_can_never_fit_is_refused_with_what_would(bench: Any) -> None:

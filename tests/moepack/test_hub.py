@@ -208,7 +208,7 @@ def test_a_push_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: P
     expected, count = client.hub.files["someone/mini"], len(client.hub.requests)
     client.hub.clear()
     kills = 0
-    for at in (2, 5, 9, 14, 21, count - 3):
+    for at in (2, 9, 21, count - 3):
         kills += client.killed_at(at, "push", bundle, "someone/mini", "-q")
         there = client.hub.files.get("someone/mini", {})
         assert "manifest.json" not in there or there == expected
@@ -216,7 +216,7 @@ def test_a_push_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: P
             out = client("pull", "someone/mini", "-o", tmp_path / "early", "-q")
             assert out.returncode == 2 and "a push to it has not ended" in out.stderr, out.stderr
             assert not (tmp_path / "early").exists()
-    assert kills >= 4
+    assert kills >= 3
     held = set(client.hub.objects)
     client.hub.requests.clear()
     out = client("push", bundle, "someone/mini", "-q")
@@ -236,11 +236,11 @@ def test_a_pull_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: P
     target, chance = tmp_path / "got", random.Random(1)
     assert client("pull", "someone/mini", "-o", tmp_path / "whole", "-q").returncode == 0
     count, kills = len(client.hub.requests), 0
-    for _ in range(4):
+    for _ in range(3):
         kills += client.killed_at(chance.randrange(8, count // 2), "pull", "someone/mini", "-o", target, "-q")
         assert not (target / "manifest.json").exists()
     assert kills >= 2
-    for move in (1, 5, 6, 3):
+    for move in (1, 5):
         out = client.python(
             "import os, signal, pathlib\nfrom moepack.hub import pull\ncount = 0\n"
             "def planted(name):\n real = getattr(pathlib.Path, name)\n def move(*a):\n  global count\n  count += 1\n"

@@ -5,6 +5,7 @@ Bounds are per cent of perplexity above plain transformers in float32, at least 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +43,13 @@ class Case:
 
     def perplexities(self, path: Path, policy: str | None) -> list[float]:
         """By file."""
-        found = evaluate(
-            path,
-            [str(d) for d in self.data],
-            LoadOptions(policy=policy, dtype="float32"),
-            length=256,
-            samples=self.windows,
-        )
-        return [f.perplexity for f in found.files]
+        return perplexities(tuple(map(str, self.data)), self.windows, path, policy)
+
+
+@functools.cache
+def perplexities(data: tuple[str, ...], windows: int, path: Path, policy: str | None) -> list[float]:
+    options = LoadOptions(policy=policy, dtype="float32")
+    return [f.perplexity for f in evaluate(path, list(data), options, length=256, samples=windows).files]
 
 
 EXAMPLES, SHARED = ROOT / "examples", ROOT.parent / "shared"

@@ -177,14 +177,14 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
 
 @pytest.mark.parametrize("room, limits", [(60, {}), (1 << 30, {"kv_tokens": 60})])
 def test_no_more_is_held_than_there_is_room_for(room: int, limits: dict[str, int], bench: Any) -> None:
-    """In the budget, or by the caches' own limit, so that experts keep what is left: 60 tokens, three of up to 45.
-    They wait for their part, and every answer is what it is alone."""
+    """In the budget, where they wait for their part, or by the caches' own limit, so that experts keep what is left: 60
+    tokens, three of up to 45. Every answer is what it is alone."""
     b = bench(Machine(room=room, gate=threading.Event()), step_tokens=16, **limits)
     told = [b.ask([n + 1] * 5, 40) for n in range(3)]
     b.machine.gate.set()
     b.ended()
     assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(3)]
-    assert 44 <= b.machine.most_held <= 60 and b.scheduler.totals.preempted == 0
+    assert 44 <= b.machine.most_held <= 60 and (limits or b.scheduler.totals.preempted == 0)
     assert b.scheduler.most_answer(20) == 40
 
 

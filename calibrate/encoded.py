@@ -61,11 +61,6 @@ def read_scheme(where: object, document: Any) -> Scheme | None:
 def find_encoded(where: object, scheme: Scheme | None, tensors: Mapping[str, TensorEntry]) -> dict[str, Encoded]:
     """The encoded weights among a checkpoint's tensors, by the names that they would have in BF16.
 
-    Args:
-        where: the checkpoint, for errors.
-        scheme: its scheme.
-        tensors: all its tensors, by name.
-
     Raises:
         InputError: for codes without scales, or with scales of the wrong shape.
     """

@@ -15,13 +15,10 @@ Parts = dict[str, range | None]  # checkpoint weight -> which of its first axis;
 def sources_of(
     experts: range, total: int, sources: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]]
 ) -> Parts | None:
-    """The weights to read for some experts of a layer; None for an unknown layout.
+    """The weights to read for `experts` of a layer of `total`; None for an unknown layout.
 
-    Args:
-        experts: the experts' indexes.
-        total: number of the layer's experts.
-        sources: parameter of the layer's experts -> its weights in the checkpoint.
-        shapes: stored shapes of these weights.
+    `sources` maps a parameter of the layer's experts to its weights in the checkpoint, `shapes` a weight to its stored
+    shape.
     """
     out: Parts = {}
     for keys in sources.values():

@@ -94,11 +94,8 @@ def row_errors(
 ) -> RowErrors:
     """The sampled rows' errors on tokens that were learnt from.
 
-    Args:
-        inputs: the matrix's inputs, float32 [tokens, cols].
-        groups, fold: int64 [tokens], on the CPU.
-        weight, shipped: the matrix and its quantised values, float32 [rows, cols].
-        fitted: the errors of `refit`, float32 [folds, sampled, cols].
+    `inputs` of the matrix are float32 [tokens, cols], `groups` and `fold` int64 [tokens] on the CPU, `weight` and its
+    quantised values `shipped` float32 [rows, cols], and `fitted`, from `refit`, float32 [folds, sampled, cols].
     """
     rows = sample(len(weight)).to(weight.device)
     own = (inputs @ (shipped[rows] - weight[rows]).T).square()

@@ -39,17 +39,10 @@ def row_shards(rows: int, cols: int) -> list[range]:
 def quantise_rows(
     weight: Tensor, moments: Tensor, held: Tensor, method: str, versions: Sequence[Version]
 ) -> dict[Version, tuple[Quantised, DenseLoss]]:
-    """Quantise a slice of a matrix.
+    """Quantise a slice of a matrix, float32 [rows, cols], at every version: a batch of one, and its loss.
 
-    Args:
-        weight: float32 [rows of the slice, cols], on the compute device.
-        moments: E[x x^T] over the matrix's inputs, float32 [cols, cols], on the same device.
-        held: the same over held-out tokens, for the losses.
-        method: a method's name.
-        versions: affine versions.
-
-    Returns:
-        The slice at every version, as a batch of one, and its loss.
+    `moments` are E[x x^T] over the matrix's inputs, float32 [cols, cols], and `held` the same over held-out tokens, all
+    on the compute device.
     """
     power = _trace(weight, held)
     return {

@@ -72,13 +72,8 @@ def column_sums(x: Tensor) -> Tensor:
 def search(block: Tensor, weight: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]:
     """Find a group's scales and zero points, as stored, with the least squared error weighted by column.
 
-    Args:
-        block: float32 [experts, group_size, lanes].
-        weight: float32 [experts, group_size], summing to 1.
-        lanes: the block's lanes.
-
-    Returns:
-        scale, zero (in codes): float32 [experts, lanes].
+    `block` is float32 [experts, group_size, lanes], `weight` float32 [experts, group_size], summing to 1. Returns scale
+    and zero (in codes), float32 [experts, lanes].
     """
     count = block.shape[-1]
     step = count if block.is_cuda else max(LANE, _CHUNK // (block.shape[0] * block.shape[1]) // LANE * LANE)

@@ -84,12 +84,8 @@ def measure(
 ) -> Measured:
     """Estimate the loss on tokens like these, and its variance.
 
-    Args:
-        exact, got: outputs [tokens, hidden].
-        gates: gate weights [tokens].
-        groups: int64 [tokens], each below GROUPS.
-        learnt: bool [tokens], which tokens were learnt from; the correction applies to those.
-        correction: None if no token was learnt from.
+    `exact` and `got` are outputs [tokens, hidden], `gates` gate weights [tokens], `groups` int64 [tokens] below GROUPS.
+    The correction, if any, applies to tokens that were learnt from, bool [tokens].
     """
     hidden = exact.shape[1]
     error, output = (exact - got).square().sum(1).cpu(), exact.square().sum(1).cpu()

@@ -80,11 +80,7 @@ DEFAULT = METHODS[0].name
 
 
 def get(name: str) -> Method:
-    """The entry of that name.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """The entry of that name; ValueError for an unknown one."""
     for entry in METHODS:
         if entry.name == name:
             return entry

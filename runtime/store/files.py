@@ -35,25 +35,6 @@ class Cancelled(Exception):
     """A read is no longer wanted."""
 
 
-class Checked:
-    """Extents whose digests have been checked, with their files' state: after a write they are checked again.
-
-    Any thread may use it.
-    """
-
-    def __init__(self) -> None:
-        self._files: dict[Place, tuple[int, int, int]] = {}
-
-    def holds(self, stored: Stored) -> bool:
-        """Return whether an extent was checked in the present state of its file."""
-        before = self._files.get(stored.place)
-        return before is not None and before == _state(stored.file)
-
-    def note(self, stored: Stored) -> None:
-        """Note that an extent was read and checked."""
-        self._files[stored.place] = _state(stored.file)
-
-
 def _state(file: int) -> tuple[int, int, int]:
     found = os.fstat(file)
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size
@@ -71,7 +52,8 @@ class Stored:
         where: file, layer, expert and version, for errors.
         place: version, layer position, expert; for a dense matrix version, DENSE, its number.
         ahead: may have read it already.
-        checked: knows the extents whose digest need not be checked again.
+        checked: the files' states at the last check of each extent: one whose file has not changed is not checked
+            again; None to check always.
     """
 
     file: int
@@ -81,7 +63,7 @@ class Stored:
     where: str
     place: Place = ("", 0, 0)
     ahead: ReadAhead | None = field(default=None, compare=False, repr=False)
-    checked: Checked | None = field(default=None, compare=False, repr=False)
+    checked: dict[Place, tuple[int, int, int]] | None = field(default=None, compare=False, repr=False)
 
     def read_into(
         self,
@@ -105,7 +87,7 @@ class Stored:
         """
         ready = self.ahead.take(self.place) if self.ahead is not None else None
         digest, kept, done = hashlib.sha256(), len(out) >= self.size, 0
-        known = self.checked is not None and self.checked.holds(self)
+        known = self.checked is not None and self.checked.get(self.place) == _state(self.file)
         while done < self.size:
             begin = done if kept else 0
             part = out.data[begin : begin + min(CHUNK, self.size - done)]
@@ -125,7 +107,7 @@ class Stored:
             if digest.hexdigest() != self.sha256:
                 raise BundleError.single(self.where, "digest", "its bytes do not match their digest")
             if self.checked is not None:
-                self.checked.note(self)
+                self.checked[self.place] = _state(self.file)
 
     def read_some(self, part: memoryview, begin: int, read: Callable[[memoryview, int], int] | None = None) -> int:
         """Read some of the extent's bytes from `begin`, unchecked; returns how many. Raises as `read_into`."""
@@ -157,7 +139,7 @@ class BackingStore:
     def __init__(self, bundle: Bundle, checks_again: bool = True) -> None:
         """Open the store. Without `checks_again`, an extent is digested once, until its file is written to."""
         self.bundle = bundle
-        self._checked = None if checks_again else Checked()
+        self._checked: dict[Place, tuple[int, int, int]] | None = None if checks_again else {}
         self._lock = threading.RLock()  # a finalizer may close on the thread that holds it
         self._closed = False
         self._files: dict[str, int] = {}

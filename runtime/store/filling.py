@@ -48,7 +48,6 @@ class PageFile:
         """Close the descriptor that was opened here."""
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ gigabytes despite it. Where a driver obeys it, registering fails and the chain o
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ def host_limits(root: Path = CGROUPS, process: Path = PROCESS) -> dict[str, Any]
 
     memory, cgroup = psutil.virtual_memory(), cgroup_room(root, process)
     margin = max(1 << 30, memory.total // MARGIN)
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "available_bytes": memory.available,
         "cgroup_bytes": cgroup,
-        "memlock_bytes": _memlock(),
+        "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
         "margin_bytes": margin,
         "pinnable_bytes": max(0, _room(memory.available, cgroup) - margin),
     }
@@ -84,10 +86,3 @@ def _reclaimable(group: Path) -> int:
     except OSError:
         return 0
     return sum(int(value) for name, value in rows if name in ("inactive_file", "active_file"))
-
-
-def _memlock() -> int | None:
-    import resource
-
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if soft == resource.RLIM_INFINITY else soft

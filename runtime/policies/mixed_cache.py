@@ -7,7 +7,7 @@ request at a worse one is a hit. All layers share the bytes, and the blocks wher
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moepack.pack.errors import InputError
 
@@ -123,7 +123,7 @@ class MixedCache:
             short = self.bytes + self._size(key, asked) - (0 if have is None else self._size(key, have)) - room
             blocks = 0 if self._most is None else self._taken[kind] + 1 - self._most[kind]
             leaving = []
-            for other in self._victims(layer, wants, needed):
+            for other in (k for k in self.held if k not in needed and (k[0] != layer or k[1] not in wants)):
                 if short <= 0 and blocks <= 0:
                     break
                 alike = self._kind(other, self.held[other]) == kind
@@ -139,9 +139,6 @@ class MixedCache:
             self._foreseen[key] = None
             out[key] = asked
         return out
-
-    def _victims(self, layer: int, wants: Mapping[int, int], needed: Mapping[Key, int]) -> Iterator[Key]:
-        return (k for k in self.held if k not in needed and (k[0] != layer or k[1] not in wants))
 
     def _size(self, key: Key, placement: int) -> int:
         return self._sizes[key[0]][placement]

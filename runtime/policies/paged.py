@@ -184,11 +184,9 @@ class Paged:
 def pass_seconds(layers: Sequence[Sequence[float]], rates: Sequence[float], together: bool = True) -> float:
     """Return the seconds of loading that a pass needs (fluxmoe, equations 6, 9 and 10).
 
-    Args:
-        layers: bytes by layer and source. A source is device memory with compressed experts, or the host.
-        rates: bytes a second of each source.
-        together: whether sources work in parallel, as a bus and a GPU do: the slowest then counts. Sources that share
-            a processor's cores slow each other down, and their times add up.
+    `layers` are bytes by layer and source: device memory with compressed experts, or the host. `rates` are bytes a
+    second by source. Sources that work `together`, as a bus and a GPU, take the time of the slowest; the times of
+    sources that share a processor's cores add up.
     """
     times = ([size / rate for size, rate in zip(sizes, rates, strict=True)] for sizes in layers)
     return sum(max(row, default=0.0) if together else sum(row) for row in times)

@@ -114,12 +114,7 @@ class PinnedFiller:
 
     def _read(self, path: Path, extents: Sequence[Stored], out: Buffer | None) -> set[int]:
         """Read and check a region's extents; returns the numbers of the good ones."""
-        rooms = None
-        if out is not None:
-            rooms, begin = [], 0
-            for stored in extents:
-                rooms.append(out[begin : begin + stored.size])
-                begin += stored.size
+        rooms = None if out is None else np.split(out, np.cumsum([stored.size for stored in extents[:-1]], dtype=int))
         with contextlib.closing(PageFile(path, extents[0].file)) as file:
             read = file.read if out is not None else None
             bad = read_extents(extents, rooms, self.threads, self.before, self.done, read)

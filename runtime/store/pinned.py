@@ -45,6 +45,7 @@ class _Region:
     users: int = 0
 
 
+@dataclass(slots=True)
 class Held:
     """A pinned extent while it is a copy's source.
 
@@ -54,8 +55,9 @@ class Held:
             raise a signal.
     """
 
-    def __init__(self, bytes_: Tensor, mapped: bool, let_go: Callable[[], None]) -> None:
-        self.bytes, self.mapped, self._let_go = bytes_, mapped, let_go
+    bytes: Tensor
+    mapped: bool
+    _let_go: Callable[[], None]
 
     def release(self) -> None:
         """End the use, once."""

@@ -14,11 +14,7 @@ Table = Sequence[Sequence[float]]  # rows of numbers; the caller defines what a 
 
 
 class BudgetError(ValueError):
-    """A budget below the size of the smallest versions.
-
-    Attributes:
-        least: bytes of the smallest versions, the least budget that works.
-    """
+    """A budget below `least`, the bytes of the smallest versions."""
 
     def __init__(self, least: float, budget: float) -> None:
         self.least = least

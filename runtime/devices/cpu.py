@@ -85,11 +85,7 @@ class CpuMemory:
 
 
 class CpuDevice(Migration):
-    """The CPU: extents are read into their block; a lossless one is decoded into it from a staging buffer.
-
-    Attributes:
-        staging_bytes: of the staging buffer, a part of the memory outside the experts.
-    """
+    """The CPU: extents are read into their block; a lossless one is decoded into it from a staging buffer."""
 
     def __init__(
         self, staging_bytes: int, on_event: Callable[[], None] = lambda: None, threads: int | None = 1

@@ -137,11 +137,7 @@ class HostStream:
 
 
 class Migration:
-    """The common part of devices: one stream for copies, with a rate limit.
-
-    Attributes:
-        moved: stored bytes copied since the start.
-    """
+    """The common part of devices: one stream for copies, with a rate limit; `moved` counts the stored bytes copied."""
 
     def __init__(self, on_event: Callable[[], None], depth: int = 1) -> None:
         self.moved, self._due, self._least = 0, 0.0, FLOOR

@@ -25,11 +25,7 @@ class BudgetExceeded(InputError, torch.OutOfMemoryError):
 
 
 class TooSmallError(BudgetExceeded):
-    """A memory budget that is too small.
-
-    Attributes:
-        least: the smallest budget that works, in bytes.
-    """
+    """A memory budget that is too small; `least` is the smallest that works, in bytes."""
 
     def __init__(self, text: str, least: int) -> None:
         self.least = least

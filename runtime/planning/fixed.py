@@ -83,7 +83,6 @@ class MeasuredNeeds:
     """The measured needs of a workload.
 
     Attributes:
-        workload: the workload.
         kv: how a sequence's cache grows.
         activations: bytes of the largest requested pass, at the longest requested cache.
         passes: bytes of other passes.

@@ -101,12 +101,7 @@ def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
 
 
 class Probe:
-    """Runs a model whose experts allocate as the real ones do, and read no weights.
-
-    Attributes:
-        model: the model.
-        calls: operations of the last pass.
-    """
+    """Runs a model whose experts allocate as the real ones do, and read no weights; `calls` counts the operations."""
 
     def __init__(
         self, model: Any, layers: Sequence[ExpertLayer], device: torch.device, mode: FakeTensorMode | None = None

@@ -1,9 +1,8 @@
-"""Addresses for every expert's matrices, and the few blocks of memory that are bound to some of them at a time.
+"""Addresses for every expert's matrices, and the few blocks of memory that are bound to some of them.
 
-The CPU's form of PagedTensor (fluxmoe, section 4.1): a reserved range in which each page, one matrix of one expert, has
-its place for as long as the model lives; nothing stands there until a block of memory is bound to it. A block goes from
-page to page by moving page-table entries: memory that the system hands out anew costs a fault and zeros each time.
-Decides nothing about which pages have memory (window.py).
+The CPU's form of PagedTensor (fluxmoe, section 4.1): each page, one matrix of one expert, keeps its place in a reserved
+range while the model lives. A block moves from page to page by its page-table entries: fresh memory costs a fault and
+zeros each time. window.py decides which pages have memory.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,52 +20,25 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import PAGE, Matrix, Version, align
 from moepack.runtime.kernels.forms import make_forms
 
-HUGE = (
-    2 << 20
-)  # what one entry of a second-level page table covers: blocks on such bounds are moved 512 pages at a time
+HUGE = 2 << 20  # bytes of a second-level page table's entry: blocks on such bounds move 512 pages at a time
 _NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: nobody else's mapping may land in what was left
+_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: no other mapping lands in the gap
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _RESERVED_HERE = _RESERVED | 0x10  # MAP_FIXED
 
 Page = tuple[int, int, int]  # matrix (0 gate and up, 1 down; on a GPU always 0: all of them), layer position, expert
 
 
-class AddressSpace(Protocol):
-    """Where pages are, and what binds memory to them. Every method may be called from any thread, for other pages."""
-
-    def address(self, page: Page) -> int:
-        """Of its first byte, a multiple of 64. It never changes (equation 4)."""
-
-    def size(self, page: Page) -> int:
-        """Its bytes."""
-
-    def extent(self, layer: int, expert: int) -> Tensor:
-        """All pages of an expert, uint8: to be read or written only where memory is bound."""
-
-    def bind(self, source: Page | None, page: Page) -> None:
-        """Give a page the memory that `source` has, which then has none; None: memory that no page has had.
-
-        What stood there is lost. Raises MemoryError where the system refuses.
-        """
-
-    def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
-        """Where an expert has two pages, give both the memory of another's at once; whether that can be done."""
-
-    def drop(self, page: Page) -> None:
-        """Give a page's memory, if it has any, back to the system."""
-
-
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the pages of one layer's experts begin.
+    """Offsets and sizes of one layer's pages, in bytes.
 
     Attributes:
-        first: of the layer's first expert, from the beginning of the range.
+        first: offset of the first expert in the range.
         stride: from one expert to the next.
-        at: of each matrix, from the beginning of its expert.
-        sizes: bytes of each matrix, its bias with it: whole system pages.
-        resident: bytes of an expert.
+        at: offset of each matrix in its expert.
+        sizes: of each matrix with its bias, whole system pages.
+        resident: size of an expert.
     """
 
     first: int
@@ -78,7 +49,7 @@ class Places:
 
 
 def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) -> tuple[list[Places], int]:
-    """The places of all layers' pages, and the bytes of the range. Arithmetic only.
+    """Return the places of all layers' pages, and the bytes of the range.
 
     Args:
         layers: their matrices and how many experts they have.
@@ -108,7 +79,7 @@ class CpuAddressSpace:
         """Reserve the range; no memory is taken.
 
         Raises:
-            InputError: where the system does not give so many addresses.
+            InputError: when the system does not have so many addresses.
         """
         self._places, size = lay_out(layers, version)
         try:
@@ -124,27 +95,27 @@ class CpuAddressSpace:
                 function.restype = ctypes.c_int if name == "mprotect" else ctypes.c_void_p
                 function.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * (count - 1)]
         self._can_move = hasattr(self._libc, "mremap")
-        self._reserve(whole.data_ptr(), len(whole))  # whoever touches what has no memory is stopped
+        self._reserve(whole.data_ptr(), len(whole))  # access without memory is a fault
         self.moved = self.fresh = 0
 
     def address(self, page: Page) -> int:
-        """Of a page's first byte."""
+        """Return the address of a page's first byte, a multiple of 64 that never changes (equation 4)."""
         matrix, layer, expert = page
         places = self._places[layer]
         return self._at + places.first + expert * places.stride + places.at[matrix]
 
     def size(self, page: Page) -> int:
-        """Bytes of a page, whole system pages."""
+        """Return the bytes of a page, whole system pages."""
         return self._places[page[1]].sizes[page[0]]
 
     def extent(self, layer: int, expert: int) -> Tensor:
-        """All pages of an expert, uint8: to be read or written only where memory is bound."""
+        """Return all pages of an expert, uint8. Access needs bound memory."""
         places = self._places[layer]
         start = places.first + expert * places.stride
         return self._tensor[start : start + places.resident]
 
     def bind(self, source: Page | None, page: Page) -> None:
-        """Move a block's memory from one page to another, or take it anew.
+        """Move a block's memory from `source` to `page`, or take new memory. What stood at `page` is lost.
 
         On bounds of 2 MiB a move takes 5 us for 6 MiB, off them 21 us; taking as much anew takes 7 ms with its faults.
 
@@ -169,12 +140,9 @@ class CpuAddressSpace:
             self._protect(to + both, room - both, _READ_WRITE)
 
     def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
-        """Move the memory of all of an expert's pages to another's at once; whether that can be done.
+        """Move the memory of all of an expert's pages to another's by one call; return whether that was possible.
 
-        They stand side by side: one move takes half the time of two.
-
-        Args:
-            source, target: layer position and expert.
+        `source` and `target` are (layer position, expert). One move takes half the time of two.
         """
         of, to = self._places[source[0]], self._places[target[0]]
         if not self._can_move or of.sizes != to.sizes:
@@ -189,12 +157,11 @@ class CpuAddressSpace:
         return True
 
     def drop(self, page: Page) -> None:
-        """Give a page's memory, if it has any, back to the system."""
+        """Return a page's memory, if it has any, to the system."""
         self._reserve(self.address(page), self.size(page))
 
     def _reserve(self, at: int, size: int) -> None:
-        """Put back what was there before memory was: neighbours then are one mapping again, which protecting them would
-        not make of them (vm.max_map_count bounds mappings)."""
+        """Reserve again. Neighbours become one mapping, which mprotect would not do (vm.max_map_count)."""
         if self._libc.mmap(at, size, _NONE, _RESERVED_HERE, -1, 0) != at:
             raise MemoryError(f"addresses of an expert are lost: {os.strerror(ctypes.get_errno())}")
 

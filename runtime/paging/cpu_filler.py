@@ -1,6 +1,4 @@
-"""Pages on a CPU: loaders read and decode them, or whoever multiplies decodes rows of a matrix and uses them while they
-are in its cache. Decides nothing about which pages have memory.
-"""
+"""Pages on a CPU: loaders decode them, or the product decodes rows that it multiplies by while they are cached."""
 
 from __future__ import annotations
 
@@ -23,77 +21,63 @@ from moepack.runtime.planning.paging import LOADERS
 from moepack.runtime.store.files import Stored
 
 from .address_space import CpuAddressSpace, Page
+from .filler import PageFiller
 from .paging import Paging
 from .run_pages import RunPages
-from .window import Compute, Filled, LayerRun
+from .window import Filled, LayerRun
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import CodedExperts
 
-ReadInto = Callable[[int, int], Stored]  # layer position, expert
 
-
-class CpuFiller:
-    """`PageFiller` of a CPU: loaders' work is done when their calls return."""
+class CpuFiller(PageFiller):
+    """`PageFiller` of a CPU."""
 
     def __init__(
         self,
         space: CpuAddressSpace,
         layers: Sequence[tuple[ExpertLayer, Sequence[Form]]],
-        stored: ReadInto,
+        stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Set the loaders' buffers aside.
+        """Allocate the loaders' buffers.
 
         Args:
             space: where pages are.
-            layers: and where the matrices of their experts stand once decoded.
-            stored: where an expert's extent stands.
-            staging: bytes of the largest extent: each loader has a buffer of it.
+            layers: with where the matrices of their experts stand once decoded.
+            stored: of an expert's extent, by layer position and expert.
+            staging: bytes of the largest extent, and of each loader's buffer.
         """
         self.space = space
         self._layers, self._stored = tuple(layers), stored
         self._staging = [CpuMemory(staging).tensor.numpy() for _ in range(LOADERS)]
 
     def chosen(self, index: Tensor) -> npt.NDArray[np.int64]:
-        """It is there."""
+        """See `PageFiller`."""
         out: npt.NDArray[np.int64] = index.numpy()
         return out
 
     def pages(
         self, paging: Paging, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> RunPages:
-        """Of a run."""
+        """See `PageFiller`."""
         return CpuRunPages(paging, run, snapshot, position, active, step)
 
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> PackedExtent:
-        """What decodes an extent."""
+        """See `PageFiller`."""
         layer, forms = self._layers[position]
         return PackedExtent(extent, layer, forms, self.space.extent(position, expert), where)
 
     def read(self, loader: int, position: int, expert: int) -> tuple[PackedExtent, int]:
-        """Into the loader's buffer; it is digested every time."""
+        """Read into the loader's buffer, and check the digest every time."""
         stored, staging = self._stored(position, expert), self._staging[loader]
         stored.read_into(staging)
         return self.over(position, expert, torch.from_numpy(staging[: stored.size]), stored.where), stored.size
 
     def fill(self, loader: int, packed: PackedExtent, page: Page) -> Filled | None:
-        """On the loader's own core."""
+        """Decode on the loader's own core."""
         packed.decode(page[0], 1)
         return None
-
-    def issued(self) -> tuple[Compute, ...]:
-        """Nothing goes on behind a call's return."""
-        return ()
-
-    def follow(self) -> None:
-        """Nothing goes on."""
-
-    def rest(self, loader: int) -> None:
-        """It has nothing under way."""
-
-    def close(self) -> None:
-        """Memory goes with what refers to it."""
 
 
 class CpuRunPages(RunPages):
@@ -101,10 +85,10 @@ class CpuRunPages(RunPages):
 
     @contextlib.contextmanager
     def decoding(self, matrix: int) -> Iterator[CodedExperts | None]:
-        """Around the product of one matrix, which is to decode those that are yielded to where they belong (RAW).
+        """Around the product of one matrix: yield the experts that it decodes to their pages (RAW).
 
         Raises:
-            BundleError: where one is damaged.
+            BundleError: when one is damaged.
         """
         self._gather(matrix)
         own = self._own[matrix]
@@ -135,10 +119,10 @@ class CpuRunPages(RunPages):
         own.clear()
 
     def ready(self, matrix: int) -> None:
-        """Return once all that is needed of one matrix is in its place.
+        """Wait until every expert's matrix is in its place.
 
         Raises:
-            BundleError: where one is damaged.
+            BundleError: when one is damaged.
         """
         self._gather(matrix)
         began = time.perf_counter()

@@ -1,10 +1,9 @@
-"""Addresses for every expert on a GPU, and the blocks of device memory that stand at some of them at a time.
+"""Addresses for every expert on a GPU, and the blocks of device memory that are bound to some of them.
 
 The GPU's form of PagedTensor (fluxmoe, section 4.1), by the driver's virtual memory management. It has not run on a GPU
-yet: tests put a driver in its place that holds to the driver's rules (devices/driver.py). Memory comes in pieces of 2
-MiB, and a block is all of an expert, its matrices side by side: one block wastes less than a piece, where two of a
-matrix each could waste one each; and a rebinding, which is three calls of the driver, is one and not two. Decides
-nothing about which experts have memory (window.py).
+yet: tests put a driver in its place that keeps the driver's rules (devices/driver.py). Memory comes in pieces of 2 MiB.
+A block holds a whole expert: a block for each matrix would waste up to a piece each, and take two bindings instead of
+one. window.py decides which experts have memory.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ log = logging.getLogger("moepack.runtime")
 
 
 class CudaAddressSpace:
-    """A reserved range of a GPU's addresses; a page is all matrices of an expert, and its first number always 0.
+    """A reserved range of a GPU's addresses. A page is a whole expert, and its first number always 0.
 
-    What has no memory must not be touched: a kernel that does ends the process's context. So whoever unbinds a page has
-    waited for all that reads or writes it.
+    A kernel that touches a page without memory ends the process's context: before a page is unbound, the caller waits
+    for all that reads or writes it.
 
     Attributes:
         moved: bindings of a block that stood elsewhere before.
-        fresh: those of a new one.
+        fresh: bindings of a new block.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class CudaAddressSpace:
         Args:
             layers: their matrices and how many experts they have.
             version: the lossless one.
-            calls: the driver's.
-            tensor_at: uint8 over addresses and bytes.
-            granule: bytes of the pieces that a block is made of.
+            calls: of the driver.
+            tensor_at: makes a uint8 tensor of an address and a size.
+            granule: bytes of a piece of memory.
 
         Raises:
-            InputError: where the driver does not give so many addresses, or not such pieces.
+            InputError: when the driver does not have so many addresses, or such pieces.
         """
         whole_pieces(calls, granule)
         sizes = [version.resident_size(matrices) for matrices, _ in layers]
@@ -76,23 +75,23 @@ class CudaAddressSpace:
                  " or ".join(str(n) for n in sorted(set(sizes))), 100 * (1 - max(sizes) / self._block))  # fmt: skip
 
     def address(self, page: Page) -> int:
-        """Of a page's first byte (equation 4, with all of an expert as the page)."""
+        """Return the address of a page's first byte (equation 4, with a whole expert as the page)."""
         _, layer, expert = page
         return self._at + self._first[layer] + expert * self._block
 
     def size(self, page: Page) -> int:
-        """Bytes of an expert's weights; its block has a few more."""
+        """Return the bytes of an expert's weights; its block has a few more."""
         return self._sizes[page[1]]
 
     def extent(self, layer: int, expert: int) -> Tensor:
-        """An expert's matrices, uint8: for kernels, while memory is bound, and for nobody else."""
+        """Return an expert's matrices, uint8, for kernels while memory is bound."""
         start = self._first[layer] + expert * self._block
         return self._tensor[start : start + self._sizes[layer]]
 
     def bind(self, source: Page | None, page: Page) -> None:
-        """Take a block from one page to another, or a new one.
+        """Move a block from `source` to `page`, or bind a new one.
 
-        What is noted is noted before it is so: wherever this is interrupted, `drop` of both pages frees the block.
+        Each change is noted before it is made: after an interruption, `drop` of both pages frees the block.
 
         Raises:
             MemoryError: when the driver refuses; neither page then has memory.
@@ -116,11 +115,11 @@ class CudaAddressSpace:
             raise
 
     def bind_both(self, source: tuple[int, int], target: tuple[int, int]) -> bool:
-        """An expert is one page: there are no two to move at once."""
+        """Return False: an expert is one page."""
         return False
 
     def drop(self, page: Page) -> None:
-        """Give a page's block, if it has one, back to the device."""
+        """Return a page's block, if it has one, to the device."""
         handle = self._bound.pop(page, None)
         if handle is None:
             return
@@ -131,7 +130,7 @@ class CudaAddressSpace:
                 self._calls.release(handle)
 
     def close(self) -> None:
-        """Give everything back; nothing on the device may read or write it any more. May be called twice."""
+        """Free everything, once nothing on the device reads or writes it. May be called twice."""
         for page in list(self._bound):
             self.drop(page)
         if self._at:

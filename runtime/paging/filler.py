@@ -1,9 +1,9 @@
-"""What paging needs of a kind of device: where pages are, and how their bytes get there. Decides nothing."""
+"""What paging needs of a kind of device: where pages are, and how their bytes get there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,51 +11,60 @@ from torch import Tensor
 
 from moepack.runtime.experts.handles import Snapshot
 
-from .address_space import AddressSpace, Page
+from .address_space import CpuAddressSpace, Page
 from .window import Compute, Filled, LayerRun
+
+if TYPE_CHECKING:
+    from .cuda_space import CudaAddressSpace
 
 
 class PageFiller(Protocol):
-    """One device's. What is packed is whatever `over` or `read` made; other code only hands it on."""
+    """Fills pages on one kind of device. Other code hands on what `over` and `read` return.
 
-    @property
-    def space(self) -> AddressSpace:
-        """Where pages are."""
+    As it stands here, all work of a call is done when the call returns.
+    """
+
+    space: CpuAddressSpace | CudaAddressSpace
 
     def chosen(self, index: Tensor) -> npt.NDArray[np.int64]:
-        """The router's choice on the host. Where it has to come there, whatever this thread issued before has ended."""
+        """Return the router's choice on the host; from a device, once all earlier work of this thread has ended."""
 
     def pages(
         self, paging: Any, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> Any:
-        """One run's `RunPages` (run_pages.py), as the forward pass asks for them."""
+        """Return one run's `RunPages` (run_pages.py)."""
 
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> Any:
-        """What decodes an expert's extent to its pages."""
+        """Return what decodes an expert's extent to its pages."""
 
     def read(self, loader: int, position: int, expert: int) -> tuple[Any, int]:
-        """The same of what is stored, brought to where it is decoded from, and the bytes that were read. `loader` is
-        the calling thread's number; it fills from what it read before it reads again.
+        """Read a stored extent; return what decodes it, and its bytes.
+
+        A loader fills pages from what it has read before it reads again.
 
         Raises:
-            BundleError: where it is damaged.
+            BundleError: when the extent is damaged.
         """
 
     def fill(self, loader: int, packed: Any, page: Page) -> Filled | None:
-        """Decode a page's bytes to their place: all is there when this returns, or once what is returned has ended.
+        """Decode a page's bytes to their place. They are there on return, or once the result has ended.
 
         Raises:
-            BundleError: where it is damaged.
+            BundleError: when they are damaged.
         """
 
     def issued(self) -> tuple[Compute, ...]:
-        """Behind everything that loaders have issued so far."""
+        """Return events behind everything that loaders have issued."""
+        return ()
 
     def follow(self) -> None:
-        """What this thread issues from now on, its marks too, comes after all that."""
+        """Order what this thread issues from now on behind everything that loaders have issued."""
+        return None
 
     def rest(self, loader: int) -> None:
-        """A loader's thread ends: wait until what it began has."""
+        """Wait for a loader's work, at the end of its thread."""
+        return None
 
     def close(self) -> None:
-        """Give everything back. Nothing is read or written any more. May be called twice."""
+        """Free everything, once nothing reads or writes it. May be called twice."""
+        return None

@@ -1,11 +1,10 @@
-"""Pages on a GPU: all is issued to streams, and whoever reads a page lets its own stream wait for the page's load.
+"""Pages on a GPU: all work is issued to streams, and a stream that reads a page waits for the page's load.
 
-It has not run on a GPU yet: tests put stand-ins behind torch_cuda.py and driver.py. What a step finds missing and is
-packed, its own compute stream decodes before it multiplies, in one launch. What loaders bring goes through two streams,
-one for gate and up projections and one for down projections, so that the first product begins before the second's
-weights are there (fluxmoe, Algorithm 1). Unmapping is ordered behind no stream: that the loaders wait for on the host
-(paging.py). What the decoder reports is looked at when the next layer is reached, whose routing came after it. Decides
-nothing about which pages have memory.
+It has not run on a GPU yet: tests put stand-ins behind torch_cuda.py and driver.py. A step decodes the packed pages
+that it misses in one launch on its own stream. The loaders' work goes to two streams, one for gate and up projections
+and one for down projections: the first product begins before the second's weights are there (fluxmoe, Algorithm 1).
+No stream orders unmapping: the loaders wait for it on the host (paging.py). The decoder's report is read when the next
+layer is reached.
 """
 
 from __future__ import annotations
@@ -34,74 +33,74 @@ from moepack.runtime.store.pinned import Held
 
 from .address_space import Page
 from .cuda_space import CudaAddressSpace
+from .filler import PageFiller
 from .paging import Paging
 from .run_pages import RunPages
 from .window import Filled, LayerRun, Mapped
 
 
+@dataclass(frozen=True, slots=True)
 class Reached:
-    """That a stream has reached an event."""
+    """An event of a stream, as `Compute`."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    event: torch.cuda.Event
 
     def done(self) -> bool:
-        """Whether it has."""
+        """Whether the stream has reached it."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Wait until it has, on the host."""
+        """Wait for it on the host."""
         self.event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFilled:
-    """A page's load as it was issued: its events by matrix, and what the decoder will have reported."""
+    """A page's load as issued: events by matrix, and the decoder's reports."""
 
     events: tuple[Reached, ...]
     packed: GpuPackedExtent
     reports: tuple[Tensor, ...]
 
     def error(self) -> BundleError | None:
-        """What the decoder found."""
+        """Return what the decoder found wrong."""
         return self.packed.damaged() if any(bool(report.any()) for report in self.reports) else None
 
 
 @dataclass(slots=True)
-class Read:
-    """A page that a run's products read, before its load was seen to have come out right."""
+class GpuWork:
+    """What a run had the device do, for `Paging` to check: the load of a page that it read, or a wait for loads.
 
-    mapped: Mapped
-    filled: Filled
+    Attributes:
+        mapped, filled: the page and its load.
+        between: events before and after the wait.
+        seconds: of the wait, once it has ended.
+    """
+
+    mapped: Mapped | None = None
+    filled: Filled | None = None
+    between: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     seconds: float = 0.0
 
     def ended(self) -> BaseException | None:
-        """Its load's events lie before products that have ended: waiting for them costs nothing, unless it is the last
-        layer's."""
+        """Wait for the end; return what went wrong.
+
+        A load's events lie before products that have ended, so that waiting costs nothing but after the last layer.
+        """
+        if self.between is not None:
+            first, last = self.between
+            last.synchronize()
+            self.seconds = first.elapsed_time(last) / 1000
+        if self.filled is None:
+            return None
         for event in self.filled.events:
             event.wait()
         return self.filled.error()
 
 
 @dataclass(slots=True)
-class Stall:
-    """What a compute stream spent on a run's loads, or on waiting for them."""
-
-    first: torch.cuda.Event
-    last: torch.cuda.Event
-    seconds: float = 0.0
-    mapped: None = None
-    filled: None = None
-
-    def ended(self) -> None:
-        """Note how long it was."""
-        self.last.synchronize()
-        self.seconds = self.first.elapsed_time(self.last) / 1000
-
-
-@dataclass(slots=True)
 class _Slot:
-    """A loader's buffers: the host's staging, and the device's that extents are decoded from."""
+    """A loader's buffers on the host and on the device."""
 
     host: Tensor
     device: Tensor
@@ -109,7 +108,7 @@ class _Slot:
     held: Held | None = None
 
     def wait(self) -> None:
-        """Until both may be written again."""
+        """Wait until both may be written again."""
         for event in self.busy:
             event.wait()
         self.busy = ()
@@ -118,7 +117,7 @@ class _Slot:
             self.held = None
 
 
-class GpuFiller:
+class GpuFiller(PageFiller):
     """`PageFiller` of a GPU."""
 
     space: CudaAddressSpace
@@ -131,17 +130,17 @@ class GpuFiller:
         stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Reserve the addresses, and set the loaders' buffers aside.
+        """Reserve the addresses and allocate the loaders' buffers.
 
         Args:
             device: with the driver's calls.
-            layers: and where the matrices of their experts stand once decoded.
+            layers: with where the matrices of their experts stand once decoded.
             version: the lossless one.
-            stored: where an expert's extent stands, by layer position and expert.
+            stored: of an expert's extent, by layer position and expert.
             staging: bytes of the largest extent.
 
         Raises:
-            InputError: where that cannot be, or nothing decodes on the device.
+            InputError: without the memory, the addresses, or Triton.
         """
         try:
             import triton  # noqa: F401
@@ -157,18 +156,18 @@ class GpuFiller:
         self._closed = False
 
     def chosen(self, index: Tensor) -> npt.NDArray[np.int64]:
-        """Waits for the router, and so for everything before it on this stream."""
+        """See `PageFiller`; it waits for the stream."""
         out: npt.NDArray[np.int64] = index.cpu().numpy()
         return out
 
     def pages(
         self, paging: Paging, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> RunPages:
-        """Of a run."""
+        """See `PageFiller`."""
         return GpuRunPages(self, paging, run, snapshot, position, active, step)
 
     def over(self, position: int, expert: int, extent: Tensor, where: str) -> GpuPackedExtent:
-        """What decodes an extent that the device fetched."""
+        """See `PageFiller`."""
         return self._packed(position, expert, extent, self._device.parts(extent), where)
 
     def _packed(
@@ -178,8 +177,10 @@ class GpuFiller:
         return GpuPackedExtent(extent, layer, forms, self.space.extent(position, expert), where, parts)
 
     def read(self, loader: int, position: int, expert: int) -> tuple[GpuPackedExtent, int]:
-        """To the loader's buffer on the device: from pinned memory in one copy, else through the file and the loader's
-        own pinned buffer, where it is digested."""
+        """Bring an extent to the loader's buffer on the device.
+
+        From pinned memory by one copy; else from the file through the loader's pinned buffer, where it is digested.
+        """
         slot, gpu, host = self._slots[loader], self.gpu, self._device.pinned
         slot.wait()
         stored = self._stored(position, expert)
@@ -206,7 +207,7 @@ class GpuFiller:
         return self._packed(position, expert, slot.device[: stored.size], parts, stored.where), stored.size
 
     def fill(self, loader: int, packed: GpuPackedExtent, page: Page) -> GpuFilled:
-        """Each matrix on its stream, behind the copy of what was read for it."""
+        """Decode each matrix on its stream, behind the copy of its bytes."""
         slot, gpu = self._slots[loader], self.gpu
         is_read = packed.extent.data_ptr() == slot.device.data_ptr()
         copied, events, reports = slot.busy if is_read else (), [], []
@@ -222,13 +223,13 @@ class GpuFiller:
         return GpuFilled(tuple(events), packed, tuple(reports))
 
     def decode(self, all_packed: Sequence[GpuPackedExtent], matrices: Sequence[int]) -> Tensor:
-        """Decode matrices of some experts in one launch on the current stream; nothing waits.
+        """Decode matrices of some experts in one launch on the current stream, without waiting.
 
         Returns:
-            int32 [experts x matrices] in pinned memory, where the decoder's reports are copied.
+            int32 [experts x matrices] in pinned memory: the decoder's reports.
 
         Raises:
-            BundleError: where one is no coded matrix.
+            BundleError: when one is not a coded matrix.
         """
         jobs = [packed.job(matrix, self.gpu.copy) for packed in all_packed for matrix in matrices]
         try:
@@ -240,7 +241,7 @@ class GpuFiller:
         return report
 
     def issued(self) -> tuple[Reached, ...]:
-        """An event a stream; none where the device fails, as nothing goes on there."""
+        """Return an event for each stream; none when the device fails."""
         events: list[Reached] = []
         with contextlib.suppress(RuntimeError):
             for number in range(LOADS):
@@ -249,18 +250,18 @@ class GpuFiller:
         return tuple(events)
 
     def follow(self) -> None:
-        """Marks of this thread's compute stream lie behind what loaders read of packed extents."""
+        """Order this thread's marks behind the loaders' reads of packed extents."""
         events = self.issued()
         with self.gpu.computing():
             for event in events:
                 self.gpu.wait(event.event)
 
     def rest(self, loader: int) -> None:
-        """Its buffers are not read any more."""
+        """Wait until its buffers are free."""
         self._slots[loader].wait()
 
     def close(self) -> None:
-        """Give the window back, and the pools' mapped memory."""
+        """Free the window and the pools' mapped memory."""
         if self._closed:
             return
         self._closed = True
@@ -279,11 +280,10 @@ class GpuRunPages(RunPages):
         self._mine: dict[int, GpuFilled] = {}
 
     def ready(self, matrix: int) -> None:
-        """Let the compute stream have one matrix's bytes first: by decoding them, or by waiting for those who do. The
-        host waits only until that has been issued.
+        """Have the compute stream decode one matrix's bytes, or wait for their loads. The host waits for neither.
 
         Raises:
-            BundleError: where one is damaged.
+            BundleError: when one is damaged.
         """
         gpu = self._filler.gpu
         if matrix == 0:
@@ -297,12 +297,12 @@ class GpuRunPages(RunPages):
                     gpu.wait(event.event)
                 if own:
                     self._decode(own)
-                self.issued.append(Stall(first, gpu.record(timed=True)))
+                self.issued.append(GpuWork(between=(first, gpu.record(timed=True))))
         if matrix == 0:
-            self.issued += [Read(m, m.filled) for m in self._needed[0] if m.filled is not None]
+            self.issued += [GpuWork(m, m.filled) for m in self._needed[0] if m.filled is not None]
 
     def _others(self, mapped: Mapped, matrix: int) -> tuple[Reached, ...]:
-        """What is to be waited for before one matrix of a page is read, by another than who issued it."""
+        """Return the event that one matrix of a page waits for, unless this run issued it."""
         filled = mapped.filled
         if filled is None or id(filled) in self._mine:
             return ()
@@ -310,7 +310,7 @@ class GpuRunPages(RunPages):
         return filled.events[matrix : matrix + 1]
 
     def _decode(self, own: dict[int, Mapped]) -> None:
-        """All that is missing and packed, all matrices, in one launch."""
+        """Decode all matrices of all missing packed experts in one launch."""
         all_packed, count = [self._packed(expert) for expert in own], len(self._snapshot.of.layer.matrices)
         report = self._filler.decode(all_packed, range(count))
         event = Reached(self._filler.gpu.record())

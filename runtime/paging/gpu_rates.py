@@ -1,7 +1,7 @@
-"""The bandwidths that experts are brought to a GPU's kernels at, measured on extents of the bundle itself.
+"""The rates at which experts reach a GPU's kernels, measured on extents of the bundle (fluxmoe, section 4.2).
 
-(fluxmoe, section 4.2.) What is packed is decoded on the device. What is stored comes through the host and the bus and
-is then decoded; from the page cache at its best, as whoever measures has just read it. It has not run on a GPU yet.
+Packed extents are decoded on the device. Stored ones come through the host and the bus first, here from the page cache.
+It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from moepack.pack.reader import Bundle
+from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.torch_cuda import LOADS, TorchGpu
 from moepack.runtime.experts.packed import GpuPackedExtent, parts_of
 from moepack.runtime.kernels.forms import make_forms
@@ -24,8 +25,9 @@ from moepack.runtime.store.files import BackingStore
 
 
 def measure_rates(bundle: Bundle, ladder: Ladder, gpu: TorchGpu, experts: int = 8) -> tuple[float, ...]:
-    """Bytes of weights a second from each placement of a ladder; infinity where they are. Takes memory for as many
-    extents and one expert, and gives it back.
+    """Measure the bytes of weights a second that each placement of a ladder gives; infinity for resident ones.
+
+    Takes memory for as many extents and one expert, and frees it.
 
     Args:
         bundle: its first layer's extents are read.
@@ -34,7 +36,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder, gpu: TorchGpu, experts: int = 
         experts: decoded in one launch, as a token's are.
 
     Raises:
-        BundleError: when an extent that it is measured on is damaged.
+        BundleError: when one of the extents is damaged.
     """
     version = next(p.version for p in ladder if p.where in PAGED)
     assert version is not None
@@ -83,7 +85,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder, gpu: TorchGpu, experts: int = 
 
 
 def _rate(work: Callable[[], object]) -> float:
-    """How often a second something is done at its fastest, kernels compiled."""
+    """Return how often a second `work` is done at its fastest, kernels compiled."""
     work()
     best, began, times = float("inf"), time.perf_counter(), 0
     while time.perf_counter() - began < BRIEFLY or times < 3:
@@ -93,7 +95,9 @@ def _rate(work: Callable[[], object]) -> float:
     return 1 / best
 
 
-def forget_what_torch_keeps() -> None:
-    """Give the allocator's free memory back to the device: what was measured with is no part of the budget."""
+def gpu_rates(bundle: Bundle, ladder: Ladder, device: torch.device) -> tuple[float, ...]:
+    """Measure the rates on a device, and return torch's free memory to it: it is not part of the budget."""
+    rates = measure_rates(bundle, ladder, torch_cuda.TorchGpu(device))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return rates

@@ -1,10 +1,9 @@
-"""Expert paging: each layer's run has its pages bound, its bytes loaded, and lets them go (fluxmoe, Algorithm 1).
+"""Expert paging: each layer's run binds its pages, loads their bytes, and lets them go (fluxmoe, Algorithm 1).
 
-Of few active experts only those are loaded, when their layer is reached: on a CPU by the threads that then multiply by
-them, on a GPU by the stream that does. A step that needs most of a layer's experts (a prompt) has the next layer's
-loaded by two threads of their own while this one runs, gate and up projections before down projections. What is not in
-device memory those two threads read. How bytes get to their places is cpu_filler.py's and gpu_filler.py's matter, which
-pages are where window.py's, which placement an expert has the policy's.
+When few experts are active, only those are loaded, when their layer is reached: on a CPU by the threads of the product,
+on a GPU by its stream. When a step needs most of a layer's experts (a prompt), two threads load the next layer's while
+this one runs, gate and up projections before down projections. These threads also read what is not in device memory.
+The fillers bring bytes to their places; window.py says which pages have memory; the policy places experts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -26,27 +25,23 @@ from moepack.runtime.devices.contract import Completion
 from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.planning.paging import LOADERS
 
-from .address_space import Page
 from .filler import PageFiller
 from .run_pages import RunPages
 from .window import Compute, Filled, LayerRun, Mapped, State, Window
 
-if TYPE_CHECKING:
-    pass
-
-MOST = 0.5  # of a layer's experts: from that share on, a step is taken to need most of the next layer's too
+MOST = 0.5  # share of a layer's experts from which a step is expected to need most of the next layer's too
 
 
 @dataclass(slots=True)
 class PagingCounts:
-    """What has happened since loading.
+    """Counts since loading.
 
     Attributes:
-        waits: experts that a step needed and had to wait for.
-        waited: seconds that steps did.
-        demanded: bytes of weights brought for that: [packed, stored].
-        ahead: bytes brought before they were needed, likewise.
-        read: stored bytes that were read for either.
+        waits: experts that a step waited for.
+        waited: seconds of that.
+        demanded: bytes of weights that were waited for: [packed, stored].
+        ahead: bytes of weights brought before they were needed, likewise.
+        read: stored bytes read for both.
     """
 
     waits: int = 0
@@ -58,13 +53,13 @@ class PagingCounts:
 
 @dataclass(slots=True)
 class Load:
-    """What the loaders are asked for: one page that is decoded, or all pages of an expert that is read.
+    """A task of the loaders: one page to decode, or all pages of an expert to read.
 
     Attributes:
-        pages: which.
-        packed: what is decoded, as the step sees it; None of what is read.
-        is_ahead: whether their layer has not been reached.
-        step: that asks. Until it ends, what is packed stays where it is.
+        pages: to fill.
+        packed: what decodes them, as the step sees it; None for stored pages.
+        is_ahead: whether the layer has not been reached.
+        step: that asks. What is packed stays where it is until the step ends.
     """
 
     pages: list[Mapped]
@@ -73,35 +68,27 @@ class Load:
     step: Any
 
 
-@dataclass(slots=True, eq=False)
-class PrefetchedPages:
-    """The next layer's pages, taken for a step before it gets there."""
-
-    position: int
-    run: LayerRun
-
-
 class Paging:
     """The window, its memory and its threads. Every method may be called from any thread."""
 
     def __init__(
         self, filler: PageFiller, window: Window, layers: int, mark: Callable[[], Completion], ahead: bool = True
     ) -> None:
-        """Start no thread yet.
+        """Set up; threads start when they are needed.
 
         Args:
-            filler: the device's.
-            window: which pages have memory.
+            filler: of the device.
+            window: says which pages have memory.
             layers: that have experts.
-            mark: an event that ends with the compute issued until now.
+            mark: makes an event behind the compute issued so far.
             ahead: whether the next layer's experts are loaded while one runs.
         """
         self.filler, self.window, self.counts = filler, window, PagingCounts()
         self.space = filler.space
         self._layers, self._mark, self._ahead = layers, mark, ahead
-        self._lock = threading.RLock()  # taken by itself: an interruption inside Condition.__enter__ would keep it
+        self._lock = threading.RLock()  # not by the condition: an interruption in Condition.__enter__ would keep it
         self._change = threading.Condition(self._lock)
-        self._line: deque[object] = deque()  # who waits for blocks, in turn
+        self._line: deque[object] = deque()  # runs that wait for blocks, in turn
         self._loads: dict[Mapped, Load] = {}  # not begun, by their first page, in order
         self._going: list[Load] = []  # begun
         self._threads: list[threading.Thread] = []
@@ -111,16 +98,16 @@ class Paging:
 
     @contextlib.contextmanager
     def run(self, position: int, snapshot: Snapshot, index: Tensor, step: Any) -> Iterator[RunPages]:
-        """Around one layer's experts of one step: their pages are its own until the end, however it ends.
+        """Around one layer's experts of one step: hold their pages, and let them go however it ends.
 
         Args:
-            position: the layer's.
-            snapshot: what the step sees of it.
+            position: of the layer.
+            snapshot: of the layer, as the step sees it.
             index: [tokens, top_k], the router's choice.
-            step: has what was taken ahead for it, and is told what is; whether it reads a prompt.
+            step: holds the run that was taken ahead for it, and gets the counts.
 
         Raises:
-            BundleError: where what is needed is damaged; on a GPU, for what the layer before read.
+            BundleError: when what is needed is damaged; on a GPU also for the layer before.
         """
         paged = snapshot.paged
         chosen = np.bincount(self.filler.chosen(index).ravel(), minlength=len(paged))[: len(paged)]
@@ -128,10 +115,10 @@ class Paging:
         self._settle(step)
         began = time.perf_counter()
         ahead, step.ahead = step.ahead, None
-        if ahead is not None and ahead.position != position:
+        if ahead is not None and ahead.pages[0][0].page[1] != position:
             self.let_go(ahead)
             ahead = None
-        run = self._acquire(position, active) if ahead is None else ahead.run
+        run = ahead or self._acquire(position, active)
         pages = self.filler.pages(self, run, snapshot, position, active, step)
         try:
             pages.begin(run.loads)
@@ -150,10 +137,10 @@ class Paging:
             self._settle(step)
 
     def _settle(self, step: Any) -> None:
-        """See that what was issued to a device for a step's layers so far came out right; how long it took there.
+        """Check what was issued to a device for a step's layers, and add the seconds that it waited there.
 
         Raises:
-            BundleError: where it did not. Whoever else has read it is told by its own step.
+            BundleError: when a load went wrong. Other steps that read the page check it themselves.
         """
         issued, step.issued = step.issued, []
         wrong: BaseException | None = None
@@ -172,8 +159,7 @@ class Paging:
             raise wrong
 
     def _acquire(self, position: int, experts: Sequence[int]) -> LayerRun:
-        """Pages of these experts: in turn, and without holding any while it waits."""
-        pages = self._pages(position, experts)
+        """Take the pages of these experts, in turn, without holding any while it waits."""
         ticket = object()
         with self._lock:
             try:
@@ -181,7 +167,7 @@ class Paging:
                 while True:
                     if self._closed:
                         raise _closed()
-                    if self._line[0] is ticket and (run := self.window.acquire(pages)) is not None:
+                    if self._line[0] is ticket and (run := self._take(position, experts)):
                         return run
                     self._change.wait()
             finally:
@@ -190,23 +176,22 @@ class Paging:
                 self._change.notify_all()
 
     def _look_ahead(self, position: int, step: Any) -> None:
-        """Take the next layer's pages for a step, if that needs no waiting, and have them loaded."""
+        """Take the next layer's pages for a step, if they are free now, and have them loaded."""
         if position >= self._layers:
-            return  # what the next step needs is not known, nor which snapshot it reads
+            return  # the next step's needs and snapshot are not known
         snapshot: Snapshot = step.snapshots[position]
         experts = np.flatnonzero(snapshot.paged).tolist()
         with self._lock:
             if self._closed or self._line or not experts:
                 return
-            run = self.window.acquire(self._pages(position, experts))
-            if run is None:
+            if (run := self._take(position, experts)) is None:
                 return
-            step.ahead = PrefetchedPages(position, run)
+            step.ahead = run
             self._submit(run.loads, snapshot, step, True)
             run.loads = ()
 
-    def _pages(self, position: int, experts: Sequence[int]) -> list[list[Page]]:
-        return [[(d, position, e) for e in experts] for d in range(len(self.window.blocks))]
+    def _take(self, position: int, experts: Sequence[int]) -> LayerRun | None:
+        return self.window.acquire([[(d, position, e) for e in experts] for d in range(len(self.window.blocks))])
 
     def _submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, step: Any, is_ahead: bool = False) -> None:
         if self._closed:  # the loaders have gone
@@ -230,8 +215,7 @@ class Paging:
         self._change.notify_all()
 
     def end(self, step: Any) -> None:
-        """A step ends, however it does. What was asked for it and has not begun is given up; what has begun ends before
-        the step, in whose snapshot it reads."""
+        """End a step: give up its loads that have not begun, and wait for the others, which read its snapshot."""
         if step.ahead is not None:
             self.let_go(step.ahead)
         with self._lock:
@@ -241,16 +225,16 @@ class Paging:
                 self._change.wait()
         self.filler.follow()
 
-    def let_go(self, ahead: PrefetchedPages) -> None:
-        """A step ends, or goes elsewhere, without what was taken ahead for it."""
+    def let_go(self, ahead: LayerRun) -> None:
+        """Release a run that was taken ahead and is not used."""
         with self._lock:
-            for mapped in [m for pages in ahead.run.pages for m in pages]:
+            for mapped in [m for pages in ahead.pages for m in pages]:
                 self._withdraw(mapped)
-            self.window.release(ahead.run)
+            self.window.release(ahead)
             self._change.notify_all()
 
     def _withdraw(self, mapped: Mapped) -> None:
-        """Give up a load that has not begun and that nobody but its run wants."""
+        """Give up a load that has not begun and that no other run needs."""
         load = self._loads.get(mapped)
         if load is not None and all(m.pins <= 2 for m in load.pages):
             del self._loads[mapped]
@@ -268,22 +252,22 @@ class Paging:
             step.demanded.append((pages.position, *pages.demanded))
 
     def submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, step: Any) -> None:
-        """Let the loaders bring pages, those of the first matrices first."""
+        """Have the loaders bring pages, those of the first matrices first."""
         with self._lock:
             self._submit(loads, snapshot, step)
 
     def loaded(self, pages: Sequence[tuple[Mapped, Filled | None]]) -> None:
-        """Every byte of these is in its place, or will be behind what was issued for it."""
+        """Note pages whose bytes are in their places, or will be once `filled` has ended."""
         with self._lock:
             for mapped, filled in pages:
                 self.window.loaded(mapped, filled)
             self._change.notify_all()
 
     def finished_or_mine(self, mapped: Mapped, snapshot: Snapshot, step: Any) -> bool:
-        """Wait until a page is complete; or whether it is the caller's to load now, as nobody has begun to.
+        """Wait until a page is complete; or return True where its load is now the caller's, as none has begun.
 
         Raises:
-            BaseException: why its bytes could not be had.
+            BaseException: the error of its load.
         """
         packed = snapshot.handles[mapped.page[2]].packed
         with self._lock:
@@ -331,7 +315,12 @@ class Paging:
                     self.counts.read += size
             for mapped in load.pages:
                 filled = filler.fill(loader, packed, mapped.page)
-                self._brought(left.pop(0), load, filled)
+                done = left.pop(0)
+                with self._lock:
+                    if load.is_ahead:
+                        self.counts.ahead[load.packed is None] += self.space.size(done.page)
+                    self.window.loaded(done, filled)
+                    self._change.notify_all()
         except BaseException as error:
             after = filler.issued()
             with self._lock:
@@ -339,15 +328,8 @@ class Paging:
                     self.gave_up(mapped, error, after)
                 self._change.notify_all()
 
-    def _brought(self, mapped: Mapped, load: Load, filled: Filled | None) -> None:
-        with self._lock:
-            if load.is_ahead:
-                self.counts.ahead[load.packed is None] += self.space.size(mapped.page)
-            self.window.loaded(mapped, filled)
-            self._change.notify_all()
-
     def place(self, mapped: Mapped) -> None:
-        """Bind a page's block to it, once nothing reads the page before (WAR). The page is the caller's to load."""
+        """Bind a page's block to it, once nothing reads the block's page before (WAR). The load is the caller's."""
         if mapped.at == mapped.page and not mapped.after:
             return
         for event in mapped.after:
@@ -359,7 +341,7 @@ class Paging:
             self.window.moved(mapped)
 
     def place_all(self, pages: Sequence[dict[int, Mapped]]) -> None:
-        """The same for pages of some experts, by matrix: both of an expert at once, where their blocks are one's."""
+        """Place pages of experts, by matrix: both of an expert by one move where their blocks were one expert's."""
         pairs = []
         for expert, first in pages[0].items() if len(pages) == 2 else ():
             second = pages[1].get(expert)
@@ -380,8 +362,7 @@ class Paging:
                 self.place(mapped)
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Sequence[Compute] = ()) -> None:
-        """A load has ended without its bytes; `after` it, what was issued for it has. Where its block was being moved
-        nobody knows where that is: it goes."""
+        """Note a load that failed; `after`: events behind its work. An interrupted move drops the block."""
         with self._lock:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete
                 return
@@ -393,14 +374,14 @@ class Paging:
             self.window.gave_up(mapped, error, after)
 
     def forget(self) -> None:
-        """No step runs, and none will: once all computation has ended, memory and addresses go back."""
+        """Free memory and addresses once all computation has ended. No step runs, and none will."""
         self._join()
         for event in self.window.running():
             event.wait()
         self.filler.close()
 
     def close(self, wait: bool = True) -> None:
-        """End the loaders, and wait until they have; whoever waits for them is told. May be called twice."""
+        """End the loaders; runs that wait for them raise. May be called twice."""
         with self._lock:
             self._closed = True
             for load in self._loads.values():
@@ -412,9 +393,7 @@ class Paging:
             self._join()
 
     def _join(self) -> None:
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
+        for thread in tuple(self._threads):
             if thread is not threading.current_thread():
                 thread.join()
 

@@ -1,67 +1,43 @@
-"""One layer run's pages, as the forward pass asks for them (`Pages` in experts/handles.py).
-
-cpu_filler.py and gpu_filler.py derive a class for each device: how pages get ready is the device's matter.
-"""
+"""One layer run's pages, as the forward pass asks for them (`Pages` in experts/handles.py)."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moepack.runtime.experts.handles import Snapshot
 
-from .window import Filled, LayerRun, Mapped, State
+from .window import LayerRun, Mapped, State
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import CodedExperts
 
 
-class Issued(Protocol):
-    """What a run had a device do, and its step hears of later: the load of a page that it read, or how long it waited.
-
-    Attributes:
-        seconds: that the run's computation waited for it there, once it has ended.
-    """
-
-    seconds: float
-
-    @property
-    def mapped(self) -> Mapped | None:
-        """The page."""
-
-    @property
-    def filled(self) -> Filled | None:
-        """Its load."""
-
-    def ended(self) -> BaseException | None:
-        """Wait until it has ended; what went wrong."""
-
-
 class RunPages:
-    """One run's pages, as the forward pass asks for them; a device's own kind says how they get ready.
+    """One run's pages. A subclass for each device fills them.
 
     Attributes:
-        position: the layer's.
-        waits: experts that it had to wait for.
-        waited: seconds it did.
-        demanded: bytes brought for it alone: [packed, stored].
-        issued: what goes on on a device, for `Paging` to settle.
+        position: of the layer.
+        waits: experts that the run waited for.
+        waited: seconds of that.
+        demanded: bytes brought for this run alone: [packed, stored].
+        issued: device work that `Paging` checks later.
     """
 
     def __init__(
         self, paging: Any, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> None:
         self.position, self.waits, self.waited, self.demanded = position, 0, 0.0, [0, 0]
-        self.issued: list[Issued] = []
+        self.issued: list[Any] = []  # `GpuWork` (gpu_filler.py)
         self._paging, self._snapshot, self._wanted = paging, snapshot, set(active)
         self._needed = tuple([m for m in pages if m.page[2] in self._wanted] for pages in run.pages)
         self._own: tuple[dict[int, Mapped], ...] = tuple({} for _ in run.pages)
         self._step = step
 
     def begin(self, loads: Sequence[Sequence[Mapped]]) -> None:
-        """See to the pages that are missing: what is stored the loaders read, what is packed this step decodes."""
+        """Begin the loads: the loaders read what is stored, this step decodes what is packed."""
         read: list[list[Mapped]] = [[] for _ in loads]
         for d, pages in enumerate(loads):
             for mapped in pages:
@@ -77,15 +53,15 @@ class RunPages:
         self._paging.place_all(self._own)
 
     def ready(self, matrix: int) -> None:
-        """Return once whatever is issued next may read one matrix."""
+        """Wait until code that runs or is issued next may read one matrix."""
         raise NotImplementedError
 
     def decoding(self, matrix: int) -> contextlib.AbstractContextManager[CodedExperts | None]:
-        """Around a product that decodes what it multiplies by: only where there are such kernels."""
+        """Around a product whose kernel decodes the experts it multiplies by."""
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """The run ends: what it has not loaded by now it will not."""
+        """Give up the loads that have not been done: the run ends."""
         for own in self._own:
             while own:
                 self._paging.gave_up(own.popitem()[1])
@@ -96,7 +72,7 @@ class RunPages:
         return packed
 
     def _gather(self, kind: int) -> None:
-        """Wait for what others load, take over what nobody has begun, and bind the blocks of what is left to do."""
+        """Wait for others' loads, take over those that have not begun, and bind the blocks of what is left to do."""
         own, paging = self._own[kind], self._paging
         began = time.perf_counter()
         for mapped in own.values():

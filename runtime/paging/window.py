@@ -1,18 +1,17 @@
-"""The window's protocol: which pages have memory, and whose turn it is (fluxmoe, section 4.1 and Algorithm 1). Pure.
+"""The window's protocol: which pages have memory, and in which order (fluxmoe, section 4.1 and Algorithm 1).
 
-A page is one matrix of one expert. It is unmapped, loading (a block is its own, its bytes are on their way), resident,
-or evicting (its block was promised to another page and has not been moved yet). Two orders are kept:
+A page is one matrix of one expert. It is unmapped, loading (it has a block, its bytes are on their way), resident, or
+evicting (its block was promised to another page and has not been moved yet). Two orders are kept:
 
 - WAR: a block goes to another page only after every computation that reads its page has ended;
 - RAW: a computation reads a page only once its bytes are complete.
 
-A run is one layer's experts of one step: it takes all its pages or none, so that two runs never wait for each other,
-and holds them until its computation was issued. Calls come from one thread at a time (the caller locks); nothing here
-waits, copies, or knows bytes.
+A run is one layer's experts of one step. It takes all its pages or none, so that two runs never wait for each other,
+and holds them until its computation was issued. The caller locks. Nothing here waits or copies.
 
-Which resident page gives its block up: one that no run of the last few passes has used, the longest unused first; else
-the one used last. Layers run in turns, so that what was used last is needed again the latest, and its memory may still
-be in a cache; least-recently-used would, of a model with more layers than the window holds, never hit.
+A page that no run of the last few passes has used gives its block up first, the longest unused before others; then the
+page used last. Layers run in turns: the page used last is needed again the latest, and its memory may still be in a
+cache. Least-recently-used would never hit in a model with more layers than the window holds.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ STALE = 4  # passes after which a page that none of them used goes first
 
 
 class Compute(Protocol):
-    """An event behind what a run's computation was issued as."""
+    """An event behind issued work (devices/contract.py: `Completion`)."""
 
     def done(self) -> bool:
-        """Whether it has ended. Never waits."""
+        """Whether the work has ended. Never waits."""
 
     def wait(self) -> None:
-        """Wait until it has: whoever moves a block does, or lets its stream."""
+        """Wait until it has."""
 
 
 class Filled(Protocol):
-    """A load that was issued to a device, and goes on there."""
+    """A load that was issued to a device and may still go on."""
 
     @property
     def events(self) -> tuple[Compute, ...]:
-        """Behind the bytes of each matrix (RAW)."""
+        """Events behind the bytes of each matrix (RAW)."""
 
     def error(self) -> BaseException | None:
-        """What went wrong, once its events have ended."""
+        """Return what went wrong, once the events have ended."""
 
 
 class State(enum.Enum):
-    """Of a page."""
+    """The state of a page."""
 
     UNMAPPED = "unmapped"
     LOADING = "loading"
@@ -62,18 +61,17 @@ class Mapped:
     """A page that has a block.
 
     Attributes:
-        page: which.
-        block: the block's number.
-        at: the page that the block's memory is bound to: this one, once it was moved; None for one that never was.
-        after: what must have ended before it is moved, or filled where it is (WAR).
+        block: its number.
+        at: the page that the block's memory is bound to; None for a block that was never bound.
+        after: what must end before the block is moved, or filled where it is (WAR).
         state: loading or resident; evicting once the block is another's.
         pins: runs that hold it, and loads that write it.
         reads: computations that may still read it.
         used: when a run last took it.
-        is_moving: whether the move has begun, and nobody knows where the memory is.
-        is_loading: whether somebody is at its bytes; of a loading page without, whoever needs it may go on.
-        error: why its bytes could not be had.
-        filled: of a resident page whose load may still go on, on a device whose streams keep the order.
+        is_moving: whether the move has begun and not ended: the memory may be at either page.
+        is_loading: whether a load works on its bytes; without one, a run that needs a loading page may begin it.
+        error: of its load.
+        filled: the load of a resident page, where it may still go on.
     """
 
     page: Page
@@ -92,8 +90,10 @@ class Mapped:
 
 @dataclass(slots=True, eq=False)
 class LayerRun:
-    """The pages that one layer's computation of one step needs, by matrix; of them, those that it is to load: each is
-    `moved`, filled, and then `loaded`, or `gave_up` on."""
+    """The pages that one layer's computation of one step needs, by matrix.
+
+    `loads` are those that the run is to load: each is `moved`, filled, and then `loaded`, or `gave_up`.
+    """
 
     pages: tuple[list[Mapped], ...]
     loads: tuple[list[Mapped], ...]
@@ -106,9 +106,7 @@ class _Blocks:
     pages: dict[Page, Mapped] = field(default_factory=dict)
     idle: dict[Page, Mapped] = field(default_factory=dict)  # resident and not held, the longest unused first
     evicting: dict[Page, Mapped] = field(default_factory=dict)
-    free: dict[Page | int, Mapped] = field(
-        default_factory=dict
-    )  # by where they are bound, or number; last in, first out
+    free: dict[Page | int, Mapped] = field(default_factory=dict)  # by bound page, or number; last in, first out
 
 
 class Window:
@@ -117,7 +115,7 @@ class Window:
     Attributes:
         blocks: how many there are of each type (two layers' experts: 4L in all).
         taken: runs so far.
-        hits, misses: pages that a run needed and found there, or not.
+        hits, misses: pages that were there when a run needed them, or not.
     """
 
     def __init__(self, blocks: Sequence[int], layers: int, keeps: bool = True) -> None:
@@ -134,7 +132,7 @@ class Window:
         self.taken = self.hits = self.misses = 0
 
     def acquire(self, pages: Sequence[Sequence[Page]]) -> LayerRun | None:
-        """Take pages for a run: all of them, or None where not enough blocks are to be had now.
+        """Take pages for a run: all of them, or None where there are not enough blocks now.
 
         Args:
             pages: of each type, without repeats.
@@ -185,19 +183,21 @@ class Window:
         return made
 
     def moved(self, mapped: Mapped) -> None:
-        """A block stands at its page, and all that `after` names has ended: the page before is unmapped."""
+        """Note that a block was bound to its page, and that `after` has ended: the page before is unmapped."""
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.after, mapped.is_moving = mapped.page, (), False
 
     def loaded(self, mapped: Mapped, filled: Filled | None = None) -> None:
-        """Every byte of a page is in its place (its load event), or will be once `filled` has ended: whoever reads it
-        lets its stream wait for that, and the block stays until then."""
+        """Note a page whose bytes are in place (its load event), or will be once `filled` has ended.
+
+        Streams that read it wait for `filled`, and the block stays until then.
+        """
         mapped.state, mapped.is_loading, mapped.filled = State.RESIDENT, False, filled
         self._unpin(mapped, () if filled is None else filled.events)
 
     def spoiled(self, mapped: Mapped, error: BaseException) -> None:
-        """What stands at a resident page turned out to be wrong: no run takes it as it is from now on."""
+        """Note that a resident page has wrong bytes: no further run takes it as it is."""
         of = self._of[mapped.page[0]]
         if mapped.state is not State.RESIDENT or of.pages.get(mapped.page) is not mapped:
             return
@@ -207,29 +207,26 @@ class Window:
         self._unpin(mapped, ())
 
     def lost(self, mapped: Mapped) -> None:
-        """A block's memory is nowhere any more: its move was interrupted, and what may have been moved was dropped.
-
-        One whose move had not begun keeps it: a computation may still be reading there.
-        """
+        """Note that a block has no memory: its move was interrupted, and both of its places were dropped."""
         assert mapped.is_moving
         if mapped.at is not None:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.is_moving = None, False
 
     def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Iterable[Compute] = ()) -> None:
-        """A load has ended without that: another run that holds the page may go on with it; else its block is free.
+        """Note a load that failed. Another run that holds the page may load it again; else its block is free.
 
-        `after`: what may still write there.
+        `after`: work that may still write there.
         """
         mapped.is_loading, mapped.error = False, error
         mapped.after = (*mapped.after, *after)
         self._unpin(mapped, ())
 
     def adopt(self, mapped: Mapped) -> bool:
-        """Whether the caller, whose run holds a page, is to go on with its bytes: nobody else does any more.
+        """Whether the caller, whose run holds a page, is to load it: no load works on it any more.
 
         Raises:
-            BaseException: why they could not be had.
+            BaseException: the error of its last load.
         """
         if mapped.state is not State.LOADING or mapped.is_loading:
             return False
@@ -239,12 +236,8 @@ class Window:
         mapped.pins += 1
         return True
 
-    def is_ready(self, run: LayerRun, d: int) -> bool:
-        """Whether a run's computation may read its pages of one type (RAW)."""
-        return all(mapped.state is State.RESIDENT for mapped in run.pages[d])
-
     def release(self, run: LayerRun, compute: Iterable[Compute] = ()) -> None:
-        """A run's computation was issued, and `compute` tells when it will have ended."""
+        """Release a run whose computation was issued; `compute` are events behind it."""
         for pages in run.pages:
             for mapped in pages:
                 self._unpin(mapped, tuple(compute))
@@ -267,24 +260,20 @@ class Window:
     # --- seeing
 
     def state(self, page: Page) -> State:
-        """Of a page."""
+        """Return the state of a page."""
         of = self._of[page[0]]
         if page in of.evicting:
             return State.EVICTING
         mapped = of.pages.get(page)
         return State.UNMAPPED if mapped is None else mapped.state
 
-    def held(self, d: int) -> int:
-        """Blocks of one type that pages have."""
-        return len(self._of[d].pages)
-
     def running(self) -> list[Compute]:
-        """All that reads or writes blocks and has not ended."""
+        """Return the events of all work on blocks that has not ended."""
         found = [mapped for of in self._of for mapped in (*of.pages.values(), *of.free.values())]
         return list(_running(event for mapped in found for event in (*mapped.after, *mapped.reads)))
 
     def mapped(self) -> list[Mapped]:
-        """All pages that have blocks."""
+        """Return all pages that have blocks."""
         return [mapped for of in self._of for mapped in of.pages.values()]
 
 

@@ -27,7 +27,7 @@ from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.handles import NOTHING, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.prediction import Prediction
-from moepack.runtime.paging.opening import gpu_rates
+from moepack.runtime.paging.gpu_rates import gpu_rates
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.plan import Plan

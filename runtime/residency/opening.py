@@ -17,7 +17,9 @@ from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.contract import Device
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.experts.handles import LayerExperts
-from moepack.runtime.paging.opening import open_filler
+from moepack.runtime.paging.address_space import CpuAddressSpace
+from moepack.runtime.paging.cpu_filler import CpuFiller
+from moepack.runtime.paging.filler import PageFiller
 from moepack.runtime.paging.paging import Paging
 from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
@@ -109,10 +111,23 @@ def make_pools(
 def open_paging(
     plan: Plan, layers: Sequence[LayerExperts], store: BackingStore, device: Device, looks_ahead: bool
 ) -> Paging:
-    """The window: addresses for every expert, blocks for two layers' of them."""
+    """Reserve addresses for every expert, and blocks for two layers of them.
+
+    Raises:
+        InputError: when the device or the system does not have them.
+    """
     version = next(version_of(plan, v) for v, p in enumerate(plan.ladder) if p.where in PAGED)
     described = [layer.of.layer for layer in layers]
     size = window_size(described, version, plan.granule)
     forms = [(x.of.layer, x.of.lossless_forms(version)) for x in layers]
-    filler = open_filler(device, forms, version, partial(store.stored, version.name), plan.staging)
+    stored = partial(store.stored, version.name)
+    if isinstance(device, CpuDevice):
+        space = CpuAddressSpace([(x.matrices, x.experts) for x in described], version)
+        filler: PageFiller = CpuFiller(space, forms, stored, plan.staging)
+    else:
+        from moepack.runtime.devices.cuda import CudaDevice
+        from moepack.runtime.paging.gpu_filler import GpuFiller
+
+        assert isinstance(device, CudaDevice)
+        filler = GpuFiller(device, forms, version, stored, plan.staging)
     return Paging(filler, Window([size.blocks] * len(size.sizes), len(layers)), len(layers), device.mark, looks_ahead)

@@ -24,6 +24,14 @@ from moepack.runtime.paging.window import STALE, LayerRun, Mapped, State, Window
 LAYERS, EXPERTS, BLOCKS = 4, 3, 6
 
 
+def ready(run: LayerRun) -> bool:
+    return all(m.state is State.RESIDENT for m in run.pages[0])
+
+
+def taken(window: Window, d: int) -> int:
+    return sum(m.page[0] == d for m in window.mapped())
+
+
 class Violation(AssertionError):
     """Something that must never happen."""
 
@@ -96,7 +104,7 @@ class Simulation:
 
     def compute(self, run: LayerRun) -> bool:
         """Issue a run's products, if it may."""
-        if not all(self.window.is_ready(run, d) for d in (0, 1)):
+        if not all(m.state is State.RESIDENT for d in (0, 1) for m in run.pages[d]):
             return False
         self.look(run)
         event = Ended()
@@ -150,9 +158,9 @@ class Machine(RuleBasedStateMachine):
     @rule(layer=st.integers(0, LAYERS - 1), experts=st.sets(st.integers(0, EXPERTS - 1), min_size=1))
     @precondition(lambda self: len(self.sim.running) < 4)
     def acquire(self, layer: int, experts: set[int]) -> None:
-        held = self.sim.window.held(0)
+        before = taken(self.sim.window, 0)
         if not self.sim.acquire(layer, experts):
-            assert self.sim.window.held(0) == held, "refused, and yet something was taken"
+            assert taken(self.sim.window, 0) == before, "refused, and yet something was taken"
 
     @rule(rounds=st.integers(1, 8))
     def serve(self, rounds: int) -> None:
@@ -263,12 +271,12 @@ def test_a_page_goes_through_its_four_states() -> None:
     window, page = Window([BLOCKS, BLOCKS], LAYERS), (0, 0, 0)
     assert window.state(page) is State.UNMAPPED
     run = window.acquire([[page], [(1, 0, 0)]])
-    assert run is not None and window.state(page) is State.LOADING and not window.is_ready(run, 0)
+    assert run is not None and window.state(page) is State.LOADING and not ready(run)
     for mapped in [m for pages in run.loads for m in pages]:
         window.moved(mapped)
         assert window.state(mapped.page) is State.LOADING
         window.loaded(mapped)
-    assert window.state(page) is State.RESIDENT and window.is_ready(run, 0)
+    assert window.state(page) is State.RESIDENT and ready(run)
     reading = Ended()
     window.release(run, [reading])
     assert window.state(page) is State.RESIDENT, "kept until its block is needed"
@@ -316,7 +324,7 @@ def test_all_or_nothing() -> None:
     window = Window([BLOCKS, BLOCKS - 1], LAYERS)
     held = [window.acquire([[(d, layer, e) for e in range(EXPERTS)] for d in (0, 1)]) for layer in (0, 1)]
     assert held[0] is not None and held[1] is None, "of the second type there are too few"
-    assert window.held(0) == window.held(1) == EXPERTS and window.taken == 1
+    assert taken(window, 0) == taken(window, 1) == EXPERTS and window.taken == 1
 
 
 def test_what_was_used_last_goes_first_and_what_nobody_used_lately_before_it() -> None:
@@ -337,7 +345,7 @@ def test_without_keeping_every_block_comes_back() -> None:
     for _ in range(3):
         for layer in range(LAYERS):
             _serve(window, layer)
-            assert window.held(0) == window.held(1) == 0
+            assert taken(window, 0) == taken(window, 1) == 0
     assert not window.hits and window.misses == 2 * 3 * LAYERS * EXPERTS
 
 
@@ -352,7 +360,7 @@ def test_who_else_holds_a_page_goes_on_with_it() -> None:
     assert window.state(page) is State.LOADING and window.adopt(mapped) and not window.adopt(mapped)
     window.moved(mapped)
     window.loaded(mapped)
-    assert window.is_ready(second, 0)
+    assert ready(second)
     window.gave_up(broken := window.acquire([[(0, 1, 1)], []]).loads[0][0], OSError("gone"))  # type: ignore[union-attr]
     with pytest.raises(OSError, match="gone"):
         window.adopt(broken)

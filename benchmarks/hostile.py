@@ -67,8 +67,10 @@ DENSE = (
 DENSE_VERSIONS = tuple(Version.of(name, 64) for name in ("bf16", "w8"))
 PACKED = ("experts/", "dense/")
 NUMBERS = (0, -1, 1, 2, 3, 255, 4095, 4096, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 47, 1 << 63, (1 << 64) - 1, 10**400)
-TEXTS = ("", "..", "../../outside/file", "/etc/passwd", "a/../b", "\0", "w9", "\ud800", "A" * 70_000, "CON", "%s")
-TEXTS += ("{}", "config.json")
+TEXTS = (
+    "", "..", "../../outside/file", "/etc/passwd", "a/../b", "\0", "w9", "\ud800", "A" * 70_000, "CON", "%s", "{}",
+    "config.json",
+)  # fmt: skip
 VALUES: tuple[Any, ...] = (*NUMBERS, *TEXTS, None, True, False, 0.5, 1e308, [], {}, [[]], {"": ""})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moepack.startup import UNUSED, leave_out
+from moepack.runtime.patches import UNUSED, leave_out
 
 RUN = """
 import json, sys

@@ -11,14 +11,12 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from inspect import Signature
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -33,7 +31,14 @@ from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.residency.arguments import bound, cache_of, inputs, without_self
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
-from moepack.runtime.step import RoutingCounter, Step, opened, set_aside, step_of
+from moepack.runtime.step import (
+    RoutingCounter,
+    Step,
+    end_compiled,
+    open_compiled,
+    opened,
+    step_of,
+)
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
@@ -42,8 +47,6 @@ if TYPE_CHECKING:
     from moepack.runtime.experts.token_importance import TokenImportance
 
 log = logging.getLogger("moepack.runtime")
-# Modules of the frames between a compiled graph's and `compiled_layer`'s.
-_OPERATOR = ("moepack.", "torch._ops", "torch._library", "torch._dynamo", "torch._compile", "torch._functorch")
 
 
 @functools.cache
@@ -58,6 +61,7 @@ def _wrapped_class(kind: type) -> type:
         if torch.compiler.is_compiling():
             wrapper.check_compiling(self, args, kwargs)
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        wrapper.end_interrupted()
         with wrapper.step(bound(signature, args, kwargs)) as done:
             out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             done(out)
@@ -72,37 +76,6 @@ def unwrapped_forward(model: Any) -> Callable[..., Any]:
     wrapped = "_moepack_wrapper" in model.__dict__
     kind: Any = type(model).__mro__[1]
     return functools.partial(kind.forward, model) if wrapped else model.forward
-
-
-class _CompiledPass:
-    """The step of a compiled pass, which the first experts operator opens and the last one closes.
-
-    Code that runs between two operators is torch's: no `finally` of moepack hears of an exception there. So the step is
-    not the thread's while no operator runs, and any thread may close it once the pass has gone from its own thread's
-    stack. Only the wrapper holds it: a deleted model takes it along.
-    """
-
-    def __init__(self, context: AbstractContextManager[Any]) -> None:
-        """Open the step, called by an operator."""
-        frame = sys._getframe()
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OPERATOR):
-            frame = frame.f_back
-        self._frame, self._code = id(frame), frame.f_code  # the frame itself would keep its tensors
-        self._context: AbstractContextManager[Any] | None = context
-        context.__enter__()
-        self.step = set_aside()
-
-    def is_running(self, frame: FrameType | None) -> bool:
-        """Whether the pass is on a stack, given its innermost frame."""
-        while frame is not None and (id(frame) != self._frame or frame.f_code is not self._code):
-            frame = frame.f_back
-        return frame is not None
-
-    def end(self) -> None:
-        """Close the step. May be called twice."""
-        context, self._context = self._context, None
-        if context is not None:
-            context.__exit__(None, None, None)
 
 
 class ForwardWrapper:
@@ -124,8 +97,6 @@ class ForwardWrapper:
         self._resident: Callable[[], int] = lambda: 0
         self._written, self._began = 0, time.monotonic()
         self._lock = threading.Lock()
-        self._turns: dict[str, object] = {}  # the pass that runs, under a policy that blocks
-        self._compiled: dict[int, _CompiledPass] = {}  # by thread
         self._importance: TokenImportance | None = None
         if manager is not None:
             needs, described = manager.policy.needs, [layer.of.layer for layer in self._layers]
@@ -169,9 +140,9 @@ class ForwardWrapper:
         self._check()
         traced, manager, text = self._trace is not None, self._manager, _text(given)
         counts: list[list[int]] = []
-        self._end_compiled()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._turn())
+            if manager is not None:
+                stack.enter_context(manager.pass_lock())
             done: Callable[[Any], None] = _ignore
             told: Callable[[Any], None] = _ignore
             if self.caches is not None:
@@ -210,37 +181,14 @@ class ForwardWrapper:
         """A step of a model whose versions never change."""
         return Step(self._key, tuple(layer.current for layer in self._layers))
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[Step]:
-        """Open a step for one call of an experts module outside any forward pass.
+    def alone(self) -> AbstractContextManager[Step]:
+        """A step for one call of an experts module outside any forward pass.
 
-        Its routing does not count as traffic: only a policy that blocks sees it, to load what the call needs. A call
-        that a compiled pass makes without its operator belongs to that pass.
+        Its routing does not count as traffic: only a policy that blocks sees it, to load what the call needs.
         """
-        with contextlib.ExitStack() as stack:
-            if (running := self._compiled.get(threading.get_ident())) is not None:
-                yield stack.enter_context(opened(running.step))
-            elif self._manager is None:
-                yield stack.enter_context(opened(self._unchanging()))
-            else:
-                stack.enter_context(self._turn())
-                yield stack.enter_context(self._manager.step(counted=self._manager.policy.needs.layers))
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait until no other pass runs, under a policy that blocks. Around all of a pass, its wait for memory too."""
-        if self._manager is None or not self._manager.policy.needs.layers:
-            yield
-            return
-        mine = object()
-        try:  # no lock: another thread gives back the turn of an interrupted pass
-            while self._turns.setdefault("pass", mine) is not mine:
-                self.end_interrupted()
-                time.sleep(0.001)
-            yield
-        finally:
-            if self._turns.get("pass") is mine:
-                del self._turns["pass"]
+        if self._manager is None:
+            return opened(self._unchanging())
+        return self._manager.step(counted=self._manager.policy.needs.layers)
 
     # --- compiled passes
 
@@ -268,36 +216,24 @@ class ForwardWrapper:
             raise InputError("a compiled pass in a budget returns what it was loaded for: pass logits_to_keep=1")
 
     def end_interrupted(self) -> None:
-        """Close the steps of compiled passes that were interrupted, of any thread."""
-        if passes := list(self._compiled.items()):
-            frames = sys._current_frames()
-            for thread, one in passes:
-                if not one.is_running(frames.get(thread)):
-                    self._compiled.pop(thread, None)
-                    one.end()
-
-    def _end_compiled(self) -> None:
-        """Close the step of this thread's compiled pass, if one is open."""
-        if (one := self._compiled.pop(threading.get_ident(), None)) is not None:
-            one.end()
+        """Close the step that an interrupted compiled pass left open in this thread."""
+        end_compiled(self._key)
 
     def compiled_layer(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Run one layer's experts in a compiled pass: the first layer opens its step, the last one closes it."""
-        if step_of(self._key) is not None:  # compiled in parts, inside a pass that is not
-            return experts_forward(module, hidden, index, weights)
         position: int = module._moepack.position
         if not position:
             ids = torch.empty(1, len(hidden), dtype=torch.int64, device="meta")
-            step = self.step({"input_ids": ids, "use_cache": False})
-            self._compiled[threading.get_ident()] = _CompiledPass(step)
+            self.end_interrupted()
+            open_compiled(self._key, self.step({"input_ids": ids, "use_cache": False}))
         ends = True
         try:
-            out = experts_forward(module, hidden, index, weights)  # in the pass's step, by `alone`
+            out = experts_forward(module, hidden, index, weights)
             ends = position == len(self._layers) - 1
             return out
         finally:
             if ends:
-                self._end_compiled()
+                end_compiled(self._key)
 
     # --- the model
 
@@ -358,12 +294,6 @@ class ForwardWrapper:
                 self._trace.write(record)
             except OSError as error:
                 self._broken(error)
-
-    def each_round(self) -> None:
-        """Give back what passes have left. The worker calls this in every round."""
-        self.end_interrupted()
-        if self.caches is not None:
-            self.caches.settle()
 
     def close(self) -> None:
         """End the trace, and serve no more."""

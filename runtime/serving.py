@@ -80,7 +80,7 @@ class Serving:
         outputs = Outputs.of(model, routed, needs.workload.all_logits)
         self.caches = self._wrapper.caches = KvBudget(model.config, needs, reserve, self.budget_bytes, outputs)
         if self.manager is not None:
-            self.manager.each_round = self._wrapper.each_round
+            self.manager.each_round = self.caches.settle
 
     def count_routing(self, counter: RoutingCounter) -> None:
         """Let another counter see every layer's routing, from now on."""

@@ -168,9 +168,30 @@ class StepOpener(Protocol):
 
 
 class _Context(threading.local):
-    """The innermost step of a thread."""
+    """The context of a thread: its innermost step, and by model what ends a compiled pass."""
 
-    step: Step | None = None
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.compiled: dict[object, _CompiledPass] = {}
+
+
+class _CompiledPass:
+    """The open step of a compiled pass: one operator opens it and another closes it.
+
+    After an interruption it stays open until the model's next pass on the thread, or the end of the thread.
+    """
+
+    def __init__(self, step: AbstractContextManager[Any]) -> None:
+        self._step: AbstractContextManager[Any] | None = step
+        step.__enter__()
+
+    def end(self) -> None:
+        """Close the step. May be called twice."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None, None, None)
+
+    __del__ = end
 
 
 _context = _Context()
@@ -186,16 +207,14 @@ def opened(step: Step) -> Iterator[Step]:
     try:
         yield step
     finally:
-        if _context.step is step:  # else it was set aside, and may end on another thread
-            _context.step = outer
-
-
-def set_aside() -> Step:
-    """Take the innermost step off this thread and return it: a compiled pass has no step between its operators."""
-    step = _context.step
-    assert step is not None
-    _context.step = step.outer
-    return step
+        if _context.step is step:
+            _context.step = step.outer
+        else:  # a compiled pass of another model was interrupted inside this one, or this is such a pass
+            inner: Step | None = _context.step
+            while inner is not None and inner.outer is not step:
+                inner = inner.outer
+            if inner is not None:
+                inner.outer = step.outer
 
 
 def current() -> Step | None:
@@ -209,3 +228,15 @@ def step_of(model: object) -> Step | None:
     while step is not None and step.model is not model:
         step = step.outer
     return step
+
+
+def open_compiled(model: object, step: AbstractContextManager[Any]) -> None:
+    """Open the step of a compiled pass, until `end_compiled`."""
+    end_compiled(model)
+    _context.compiled[model] = _CompiledPass(step)
+
+
+def end_compiled(model: object) -> None:
+    """Close the step of a model's compiled pass in this thread, if one is open."""
+    if (open_pass := _context.compiled.pop(model, None)) is not None:
+        open_pass.end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -173,6 +174,7 @@ class ResidencyManager:
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
+        self._one_at_a_time = threading.RLock()
 
     def _load(self, wanted: Wanted) -> None:
         first = {} if self.plan.keep else wanted
@@ -226,6 +228,10 @@ class ResidencyManager:
 
     # --- steps
 
+    def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Around all of a pass, its waiting for room too: under a policy that blocks, one runs at a time."""
+        return self._one_at_a_time if self._blocking else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
         """Around a pass with these arguments, outside its step: what it reads of a sequence, for `step`, and who is to
@@ -242,26 +248,27 @@ class ResidencyManager:
 
     @contextlib.contextmanager
     def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None, counted: bool = True) -> Iterator[Step]:
-        """Open the step of a forward pass. The pass reads one snapshot; blocks are freed behind it, however it ends.
+        """Around a forward pass: it reads one snapshot, and blocks drain behind it, however it ends.
 
-        Inside a step of the same thread it is that one.
+        Inside a step of the same thread it is that one. Under a policy that blocks, one runs at a time.
 
         Args:
-            prompt: from `sequence`.
-            mask: int64 [tokens] on the device, 0 for padding; None where all tokens are text.
+            prompt: what `sequence` gave.
+            mask: int64 [tokens] on the device, 0 for padding; without it all tokens are text.
             counted: whether the step's routing is counted.
         """
         if (running := step_of(self.key)) is not None:
             yield running
             return
-        if self.statistics.begins(prompt):
-            self._soon()
-        step = self._begin(prompt, mask, counted)
-        try:
-            with opened(step):
-                yield step
-        finally:
-            self._end(step)
+        with self.pass_lock():
+            if self.statistics.begins(prompt):
+                self._soon()
+            step = self._begin(prompt, mask, counted)
+            try:
+                with opened(step):
+                    yield step
+            finally:
+                self._end(step)
 
     def _begin(self, prompt: Prompt, mask: Tensor | None, counted: bool) -> Step:
         number, (epoch, snapshots) = self.residency.begin()
@@ -413,10 +420,7 @@ class ResidencyManager:
 
     def _shut(self, wait: bool = True) -> None:
         """End the streams and close the files; once no step reads them, forget what keeps the experts' memory."""
-        try:
-            self.each_round()  # a step that was interrupted would keep the experts' memory
-        finally:
-            self._end_streams(wait)
+        self._end_streams(wait)
         self.each_round = lambda: None
         forget = [self.paging.forget] if self.paging is not None and self._on_gpu else []
         self.residency.let_go([*(layer.let_go for layer in self.layers), *forget])

@@ -88,6 +88,8 @@ ONCE = (
     "runtime/planning/test_fixed.py::test_the_process_takes",
     "runtime/test_load.py::test_registers",
     "runtime/test_load.py::test_without_moepack",
+    # Compiled with ATEN_CPU_CAPABILITY=avx2 after other tests, the layer yields NaN; run eagerly it does not. Open.
+    "runtime/test_compile.py::test_by_the_compiler_that_is_used",
 )  # fmt: skip
 
 

@@ -278,15 +278,17 @@ def _check_file(bundle: Bundle, name: str) -> list[Problem]:
             for position in range(len(tables.layers)):
                 tables.check(position)
         elif name == CONFIG:
-            config = json.loads(read_file(bundle.path, CONFIG, _CONFIG_BYTES))
+            data = read_file(bundle.path, CONFIG, _CONFIG_BYTES)
+            try:
+                config = json.loads(data)
+            except (ValueError, RecursionError) as error:
+                return [Problem(where, "json", f"cannot be parsed: {error}")]
             if not isinstance(config, dict) or config.get("quantization_config") != {"quant_method": "moepack"}:
                 return [Problem(where, "value", "its quantization_config is not that of a bundle")]
         elif name in (DENSE, DENSE_INDEX):
             bundle.dense()
     except BundleError as error:
         return list(error.problems)
-    except (ValueError, RecursionError) as error:
-        return [Problem(where, "json", f"cannot be parsed: {error}")]
     return []
 
 

@@ -158,6 +158,10 @@ class _File:
             raise self.bad("tables", f"its methods are not names, each once: {','.join(methods)}")
         return methods
 
+    def check_methods(self, where: str, numbers: Array, methods: Sequence[str]) -> None:
+        if int(numbers.max(initial=0)) >= len(methods):
+            raise self.bad("tables", f"{where} has a method that metadata do not name")
+
     def versions(self, key: str) -> tuple[str, ...]:
         versions = tuple(self.header.metadata.get(key, "").split(","))
         if versions != tuple(n for n in version_names() if n in versions):
@@ -217,16 +221,14 @@ def read_tables(
             names = (*_TENSORS, *(_ERRORS if errors else ()))
             places = {n: file.of_layer(layer.index, n, layer.experts, len(versions)) for n in names}
             arrays = {n: file.read(*places[n]) for n in names if n in _EAGER or n in _ERRORS}
+            file.check_methods(f"layer {layer.index}", arrays["method"], methods)
             tables.append(LayerTables(layer.index, **arrays))
         dense = None
         if matrices:
             columns = file.versions("dense_versions")
             sizes = {"M": matrices, "D": len(columns)}
             dense = DenseTables(columns, **{n: file.read(*file.place(f"dense.{n}", *_DENSE[n], sizes)) for n in _DENSE})
-        numbers = {f"layer {t.index}": t.method for t in tables} | ({"dense": dense.method} if dense else {})
-        for where, method in numbers.items():
-            if int(method.max(initial=0)) >= len(methods):
-                raise file.bad("tables", f"{where} has a method that metadata do not name")
+            file.check_methods("dense", dense.method, methods)
     return CalibrationTables(path, versions, methods, tuple(tables), dense)
 
 

@@ -67,3 +67,13 @@ def test_tables_without_their_columns_or_their_end(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(BundleError, match="its header describes"):
         read_tables(path, LAYERS)
+
+
+def test_the_first_layer_is_checked_before_the_next_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    tensors = load_file(path)
+    tensors["layers.1.method"][0] = 9
+    del tensors["layers.3.mse"]
+    save_file(tensors, path, metadata(VERSIONS, ("none", "a", "b")))
+    with pytest.raises(BundleError, match="layer 1 has a method"):
+        read_tables(path, LAYERS)

@@ -48,7 +48,7 @@ class Bundle:
         self.path, self.manifest, self.versions = path, manifest, versions
         self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
         self.dense_layers: tuple[DenseLayer, ...] = manifest.dense_layers
-        self._open: dict[str, LayerFile] = {}
+        self._open: dict[tuple[str, str, int | None], LayerFile] = {}
 
     @property
     def layers(self) -> tuple[ExpertLayer, ...]:
@@ -62,17 +62,19 @@ class Bundle:
 
     def layer_file(self, version: str, position: int) -> LayerFile:
         """The layer file of the layer at `position` in `layers`; kept open."""
-        return self._file(self.manifest.version(version), self.layers[position])
+        return self._file(version, self.layers[position])
 
     def dense_file(self, version: str, layer: DenseLayer) -> LayerFile:
         """The file of a layer's dense matrices; kept open."""
-        return self._file(self.manifest.dense_version(version), layer)
+        return self._file(version, layer)
 
-    def _file(self, version: Version, layer: Layer) -> LayerFile:
-        name = layer.file(version.name)
-        if name not in self._open:
-            self._open[name] = LayerFile(self.path, name, self.manifest.expert_files[name], version, layer)
-        return self._open[name]
+    def _file(self, version: str, layer: Layer) -> LayerFile:
+        key = version, layer.kind, layer.index  # every fetch comes here: a path would take 2 microseconds to make
+        if key not in self._open:
+            name, manifest = layer.file(version), self.manifest
+            described = manifest.version(version) if layer.kind == "experts" else manifest.dense_version(version)
+            self._open[key] = LayerFile(self.path, name, manifest.expert_files[name], described, layer)
+        return self._open[key]
 
     def dense_place(self, number: int) -> tuple[DenseLayer, int]:
         """The layer of the dense matrix with this number in the manifest's list, and its number in the layer."""
@@ -210,9 +212,10 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
 
     present = tuple(v for v in manifest.versions if here(v, manifest.layers))
     dense = tuple(v for v in manifest.dense_versions if here(v, manifest.dense_layers))
-    bundle = Bundle(root, manifest, present, dense)
     expected: dict[str, FileEntry | ExpertFileEntry] = dict(manifest.files)
-    expected |= {name: manifest.expert_files[name] for name, _, _ in _layer_files(bundle)}
+    names = [layer.file(version.name) for version, layer in itertools.product(dense, manifest.dense_layers)]
+    names += [layer.file(version.name) for version, layer in itertools.product(present, manifest.layers)]
+    expected |= {name: manifest.expert_files[name] for name in names}
     problems: list[Problem] = []
     for name, entry in expected.items():
         try:
@@ -228,7 +231,7 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
         problems.append(Problem(str(root), "missing", "no version of the dense matrices is here"))
     if problems:
         raise BundleError(problems)
-    return bundle
+    return Bundle(root, manifest, present, dense)
 
 
 def _layer_files(bundle: Bundle) -> Iterator[tuple[str, Version, Layer]]:
@@ -295,7 +298,7 @@ def _check_file(bundle: Bundle, name: str) -> list[Problem]:
 def _verify_layer(bundle: Bundle, version: Version, layer: Layer) -> list[Problem]:
     problems: list[Problem] = []
     try:
-        file = bundle._file(version, layer)
+        file = bundle._file(version.name, layer)
     except BundleError as error:
         return list(error.problems)
     payload = 0

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import glob
+import hashlib
 import os
 import secrets
 import shutil
@@ -21,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 
 from .errors import TargetError
-from .files import digest_of
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
 from .spec import FORMAT_VERSION
 
@@ -166,8 +166,10 @@ class BundleWriter:
         return path
 
     def add(self, name: str) -> None:
-        """Take the finished file at `path(name)` into the bundle."""
-        self._files[name] = FileEntry((self.root / name).stat().st_size, digest_of(self.root, name))
+        """Take the finished file at `path(name)` into the bundle; an OSError names its path."""
+        with (self.root / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            self._files[name] = FileEntry(os.fstat(file.fileno()).st_size, digest)
 
     def adopt(self, name: str, source: Path, entry: ExpertFileEntry) -> None:
         """Take a finished layer file into the bundle: a hard link where that works, a copy elsewhere."""

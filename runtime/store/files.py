@@ -23,7 +23,6 @@ from moepack.pack.errors import BundleError, InputError
 from moepack.pack.files import open_file
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import dense_file, expert_file
 
 from .read_ahead import Place, ReadAhead
 
@@ -154,27 +153,24 @@ class BackingStore:
         """
         with self._lock:
             self._check_open()
-            described = self.bundle.layer_file(version, position)
-            name = expert_file(version, self.bundle.layers[position].index)
-            return self._stored(described, name, expert, (version, position, expert))
+            return self._stored(self.bundle.layer_file(version, position), expert, (version, position, expert))
 
     def dense(self, version: str, number: int) -> Stored:
         """Locate the extent of a dense matrix, by its number in the manifest's list. Raises as `stored`."""
         with self._lock:
             self._check_open()
             layer, at = self.bundle.dense_place(number)
-            described = self.bundle.dense_file(version, layer)
-            return self._stored(described, dense_file(version, layer.index), at, (version, DENSE, number))
+            return self._stored(self.bundle.dense_file(version, layer), at, (version, DENSE, number))
 
     def _check_open(self) -> None:
         if self._closed:
             raise InputError(f"{self.bundle.path}: this store was closed")
 
-    def _stored(self, described: LayerFile, name: str, number: int, place: Place) -> Stored:
-        if name not in self._files:
-            self._files[name] = open_file(self.bundle.path, name)
+    def _stored(self, described: LayerFile, number: int, place: Place) -> Stored:
+        if described.location not in self._files:
+            self._files[described.location] = open_file(self.bundle.path, described.layer.file(place[0]))
         return Stored(
-            self._files[name],
+            self._files[described.location],
             described.offset(number),
             described.extent_size(number),
             described.digests[number],

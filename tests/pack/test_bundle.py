@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +18,7 @@ from safetensors import safe_open
 
 from moepack.pack.errors import BundleError, TargetError
 from moepack.pack.layer_file import LayerFile, LayerFileWriter
+from moepack.pack.manifest import FileEntry, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import open_bundle
 from moepack.pack.safetensors_file import make_header, merge, parse_header, read_header
@@ -160,6 +163,18 @@ def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [others]
 
 
+def test_a_file_is_added_through_a_link_and_one_that_is_absent_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a")
+    with BundleWriter(tmp_path / "bundle") as writer:
+        writer.path("here").symlink_to(tmp_path / "text")
+        writer.add("here")
+        assert writer.with_files(Manifest({}, (), (), {}, {})).files == {
+            "here": FileEntry(1, hashlib.sha256(b"a").hexdigest())
+        }
+        with pytest.raises(FileNotFoundError, match="absent"):
+            writer.add("absent")
+
+
 def test_target_must_be_new_or_empty(tmp_path: Path) -> None:
     check_target(tmp_path / "new" / "deeper")
     check_target(tmp_path)
@@ -227,6 +242,25 @@ def test_all_problems_are_reported_at_once(damaged: Path, edit_manifest: Edit) -
 
 
 # --- the reader
+
+
+def test_problems_of_dense_files_come_first(small: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(small, tmp_path / "bundle")
+    for folder in ("dense", "experts"):
+        (path / folder / "w8" / "layer-001.safetensors").write_bytes(b"")
+    with pytest.raises(BundleError) as error:
+        open_bundle(path)
+    assert [p.location for p in error.value.problems] == [
+        f"{path}/{folder}/w8/layer-001.safetensors" for folder in ("dense", "experts")
+    ]
+
+
+def test_a_layer_file_is_kept_open_by_version_and_layer(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = open_bundle(small)
+    files = bundle.layer_file("w8", 0), bundle.dense_file("w8", bundle.dense_layers[0])
+    assert files[0] is not files[1]
+    monkeypatch.setattr(ExpertLayer, "file", None)  # no path is made again
+    assert bundle.layer_file("w8", 0) is files[0]
 
 
 def test_not_a_bundle(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_damage_and_loss_while_serving(damaged: Path, caplog: pytest.LogCaptureF
         data[open_bundle(damaged).layer_file("bf16", 0).offset(e) + 200] ^= 1
     files[0].write_bytes(data)
     os.truncate(files[1], 8192)
-    live.store.bundle._open.pop("experts/bf16/layer-002.safetensors")
+    live.store.bundle._open.pop(("bf16", "experts", 2))
     files[2].unlink()
     with caplog.at_level(logging.WARNING, "moepack.runtime"):
         wait_for(lambda: model.moepack.versions[3].count("bf16") > 12 and live.transitions.failures > 36, model)

@@ -19,6 +19,7 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 from moepack.pack.spec import PAGE, Matrix, Version, align
 from moepack.runtime.kernels.forms import make_forms
+from moepack.runtime.planning.paging import page_sizes
 
 HUGE = 2 << 20  # bytes of a second-level page table's entry: blocks on such bounds move 512 pages at a time
 _NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
@@ -59,10 +60,8 @@ def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) ->
     for matrices, experts in layers:
         at = tuple(f.low for f in make_forms(matrices, version))
         size = version.resident_size(matrices)
-        whole = align(size, PAGE)
-        stride = align(size, HUGE) if size >= HUGE else whole
-        sizes = tuple(b - a for a, b in zip(at, (*at[1:], whole), strict=True))
-        places.append(Places(first, stride, at, sizes, size))
+        stride = align(size, HUGE if size >= HUGE else PAGE)
+        places.append(Places(first, stride, at, page_sizes(matrices, version), size))
         first += stride * experts
     return places, first
 

@@ -21,9 +21,8 @@ from moepack.runtime.planning.paging import LOADERS
 from moepack.runtime.store.files import Stored
 
 from .address_space import CpuAddressSpace, Page
-from .filler import PageFiller
+from .filler import PageFiller, RunPages
 from .paging import Paging
-from .run_pages import RunPages
 from .window import Filled, LayerRun
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import Matrix, Version
+from moepack.pack.spec import Matrix, Version, align
 from moepack.runtime.devices.driver import Driver, DriverError
 from moepack.runtime.devices.mapped import TensorAt, whole_pieces
-from moepack.runtime.planning.paging import gpu_block
 
 from .address_space import Page
 
@@ -58,7 +57,7 @@ class CudaAddressSpace:
         """
         whole_pieces(calls, granule)
         sizes = [version.resident_size(matrices) for matrices, _ in layers]
-        self._calls, self._sizes, self._block = calls, sizes, gpu_block(sizes, granule)
+        self._calls, self._sizes, self._block = calls, sizes, align(max(sizes), granule)
         self._first, count = [], 0
         for _, experts in layers:
             self._first.append(count * self._block)

@@ -33,9 +33,8 @@ from moepack.runtime.store.pinned import Held
 
 from .address_space import Page
 from .cuda_space import CudaAddressSpace
-from .filler import PageFiller
+from .filler import PageFiller, RunPages
 from .paging import Paging
-from .run_pages import RunPages
 from .window import Filled, LayerRun, Mapped
 
 

@@ -25,8 +25,7 @@ from moepack.runtime.devices.contract import Completion
 from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.planning.paging import LOADERS
 
-from .filler import PageFiller
-from .run_pages import RunPages
+from .filler import PageFiller, RunPages
 from .window import Compute, Filled, LayerRun, Mapped, State, Window
 
 MOST = 0.5  # share of a layer's experts from which a step is expected to need most of the next layer's too

@@ -20,7 +20,7 @@ from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.exponent_fast import decode_into
 from moepack.pack.codec.lossless import directory
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import PAGE, ExpertLayer, Version, align
+from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import PAGED, Where
@@ -49,16 +49,11 @@ class WindowSize:
         return self.blocks * sum(self.sizes)
 
 
-def page_sizes(layer: ExpertLayer, version: Version) -> tuple[int, ...]:
+def page_sizes(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]:
     """Return the bytes of each matrix of a decoded lossless expert, with its bias, in whole system pages."""
-    at = [f.low for f in make_forms(layer.matrices, version)]
-    whole = align(version.resident_size(layer.matrices), PAGE)
+    at = [f.low for f in make_forms(matrices, version)]
+    whole = align(version.resident_size(matrices), PAGE)
     return tuple(b - a for a, b in pairwise([*at, whole]))
-
-
-def gpu_block(sizes: Sequence[int], granule: int) -> int:
-    """Return the bytes of a block on a GPU, for the largest of these experts, in whole granules."""
-    return align(max(sizes), granule)
 
 
 def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 0) -> WindowSize:
@@ -66,14 +61,14 @@ def window_size(layers: Sequence[ExpertLayer], version: Version, granule: int = 
     experts = [x.experts for x in layers]
     blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
     if granule:
-        return WindowSize(blocks, (gpu_block([version.resident_size(x.matrices) for x in layers], granule),))
-    rows = [page_sizes(x, version) for x in layers]
+        return WindowSize(blocks, (align(max(version.resident_size(x.matrices) for x in layers), granule),))
+    rows = [page_sizes(x.matrices, version) for x in layers]
     return WindowSize(blocks, tuple(max(row[d] for row in rows) for d in range(len(rows[0]))))
 
 
-def is_paged(ladder: Ladder) -> bool:
-    """Return whether experts of a ladder are paged."""
-    return any(placement.where in PAGED for placement in ladder)
+def paged_version(ladder: Ladder) -> Version | None:
+    """Return the version of the experts of a ladder that are paged; None if none are."""
+    return next((p.version for p in ladder if p.where in PAGED), None)
 
 
 def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
@@ -84,7 +79,7 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
 
     Raises BundleError when a measured extent is damaged.
     """
-    version = next(p.version for p in ladder if p.where in PAGED)
+    version = paged_version(ladder)
     assert version is not None
     layer, threads = bundle.layers[0], torch.get_num_threads()
     size, count = version.resident_size(layer.matrices), min(layer.experts, 4)
@@ -96,16 +91,21 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
             decode_into(coded, room, threads)
 
     extents = [np.array(stored(e)) for e in range(count)]
-    packed = size * _rate(lambda i: decode(extents[i % count], outs[0], threads))
+    packed = size * rate(lambda i: decode(extents[i % count], outs[0], threads))
     with ThreadPoolExecutor(LOADERS) as pool:
         work = [partial(decode, out=out, threads=1) for out in outs]
-        both = size * LOADERS * _rate(lambda i: list(pool.map(lambda w: w(stored(i % count)), work)))
-    return tuple({Where.PACKED: packed, Where.STORED: both}.get(p.where, float("inf")) for p in ladder)
+        both = size * LOADERS * rate(lambda i: list(pool.map(lambda w: w(stored(i % count)), work)))
+    return by_placement(ladder, packed, both)
 
 
-def _rate(work: Callable[[int], object]) -> float:
+def by_placement(ladder: Ladder, packed: float, stored: float) -> tuple[float, ...]:
+    """Return the rate of each placement of a ladder."""
+    return tuple({Where.PACKED: packed, Where.STORED: stored}.get(p.where, float("inf")) for p in ladder)
+
+
+def rate(work: Callable[[int], object]) -> float:
     """Return the highest rate of some work, in calls a second: other programs may slow some calls down."""
-    work(0)
+    work(0)  # compiles a GPU's kernels
     best, began, i = float("inf"), time.perf_counter(), 0
     while time.perf_counter() - began < BRIEFLY or i < 3:
         at = time.perf_counter()

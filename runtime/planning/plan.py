@@ -17,7 +17,7 @@ from moepack.runtime.allocation.knapsack import BudgetError, Table
 from moepack.runtime.allocation.ladder import Floats, Ints, Ladder
 from moepack.runtime.policies.contract import Interval, LiveOptions, LivePolicy, Setting, Sums, Versions, Wanted
 from moepack.runtime.policies.contract import Ladder as Placements
-from moepack.runtime.policies.placements import PAGED, Placement, Where
+from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.policies.registry import Policy
 
 from . import paging
@@ -25,7 +25,7 @@ from .capacity import base_bytes, bytes_by_loss, even_bytes
 from .choice import ladders_of
 from .exceeded import TooSmallError
 from .fixed import Fixed
-from .paging import LOADERS, measure_rates, window_size
+from .paging import LOADERS, measure_rates, paged_version, window_size
 
 ROOMY = 32  # a workspace gets one in so many of the bytes beyond the least budget
 FEW = 256  # tokens at which an expert's own loss counts as much as its layer's
@@ -233,7 +233,7 @@ def window_bytes(bundle: Bundle, ladder: Placements, staging: int, granule: int 
 
     With `granule`, on a GPU, they include the unused end of each pool's last granule.
     """
-    found = next((p.version for p in ladder if p.where in PAGED), None)
+    found = paged_version(ladder)
     if found is None:
         return 0
     pools = {(p, block_bytes(bundle, position, p)) for p in ladder for position in range(len(bundle.layers))}

@@ -25,9 +25,9 @@ from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.paging import window_size
+from moepack.runtime.planning.paging import paged_version, window_size
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.placements import PAGED, Where
+from moepack.runtime.policies.placements import Where
 from moepack.runtime.store.files import BackingStore
 
 from .pools import Pool
@@ -116,7 +116,8 @@ def open_paging(
     Raises:
         InputError: when the device or the system does not have them.
     """
-    version = next(version_of(plan, v) for v, p in enumerate(plan.ladder) if p.where in PAGED)
+    version = paged_version(plan.ladder)
+    assert version is not None
     described = [layer.of.layer for layer in layers]
     size = window_size(described, version, plan.granule)
     forms = [(x.of.layer, x.of.lossless_forms(version)) for x in layers]

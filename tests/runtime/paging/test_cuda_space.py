@@ -15,13 +15,13 @@ from fake_driver import FULL, INVALID, FakeBindings
 from hypothesis import given, settings
 
 from moepack.pack.errors import InputError
-from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version
+from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version, align
 from moepack.runtime.devices.driver import Driver, DriverError
 from moepack.runtime.devices.mapped import MappedMemory
 from moepack.runtime.devices.torch_cuda import tensor_over
 from moepack.runtime.paging.cuda_space import CudaAddressSpace
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.planning.paging import GRANULE, gpu_block, window_size
+from moepack.runtime.planning.paging import GRANULE, window_size
 from moepack.runtime.residency.pools import Pool
 
 BF16 = Version.of("bf16")
@@ -48,8 +48,8 @@ def space_over(bindings: FakeBindings, layers: Any, granule: int = 8192) -> Cuda
 )  # fmt: skip
 def test_what_blocks_waste(hidden: int, inner: int, block: int, apart: int) -> None:
     """In MiB: a block of a whole expert against one for each matrix, in pieces of 2 MiB. The first is Qwen3-30B-A3B."""
-    one = gpu_block([6 * hidden * inner], GRANULE)
-    two = gpu_block([4 * hidden * inner], GRANULE) + gpu_block([2 * hidden * inner], GRANULE)
+    one = align(6 * hidden * inner, GRANULE)
+    two = align(4 * hidden * inner, GRANULE) + align(2 * hidden * inner, GRANULE)
     assert (one >> 20, two >> 20) == (block, apart)
 
 
@@ -63,7 +63,7 @@ def test_blocks_go_from_page_to_page_with_what_is_in_them(bindings: FakeBindings
     space, rng = space_over(bindings, [(SMALL, 7)] * 3), random.Random(0)
     at = [(0, 0, e) for e in range(4)]
     addresses = {(p, e): space.address((0, p, e)) for p in range(3) for e in range(7)}
-    block = gpu_block([space.size(at[0])], 8192)
+    block = align(space.size(at[0]), 8192)
     assert sorted(a - min(addresses.values()) for a in addresses.values()) == [i * block for i in range(21)]
     for i, page in enumerate(at):
         space.bind(None, page)

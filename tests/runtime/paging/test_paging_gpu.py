@@ -21,8 +21,9 @@ from moepack.pack.reader import open_bundle
 from moepack.pack.spec import expert_file
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.runtime.paging import gpu_rates
+from moepack.runtime.paging.gpu_rates import gpu_rates
 from moepack.runtime.paging.window import State
+from moepack.runtime.planning import paging as planning
 from moepack.runtime.policies.placements import Placement, Where
 from moepack.runtime.residency import kv_reserve
 from moepack.runtime.residency import manager as manager_module
@@ -157,8 +158,8 @@ def test_rates_are_measured_and_add_up_side_by_side(small: Path, monkeypatch: py
     made = install(monkeypatch)
     bundle = open_bundle(small)
     ladder = tuple(Placement(bundle.versions[0], where) for where in (Where.DEVICE, Where.PACKED, Where.STORED))
-    monkeypatch.setattr(gpu_rates, "BRIEFLY", 0.01)
-    rates = gpu_rates.measure_rates(bundle, ladder, made.gpu)
+    monkeypatch.setattr(planning, "BRIEFLY", 0.01)
+    rates = gpu_rates(bundle, ladder, torch.device("cuda"))
     assert rates[0] == float("inf") and all(0 < rate < 1e12 for rate in rates[1:]) and made.gpu.wrong == []
     model = paged(small, "alpha=0.5")
     setting = model.moepack.manager.policy._setting

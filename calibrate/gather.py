@@ -1,10 +1,12 @@
 """Some experts of a layer made ready for the quantisers: their weights on the device, their tokens, their forward.
 
-What is then made of them is `moepack.quantize.expert_batch`'s.
+The tokens an expert learns from, is compared on and is measured on are chosen deterministically. Neighbouring tokens
+resemble one another, so whole clusters are chosen: windows of text if there are enough, or blocks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,12 +14,19 @@ import torch
 from torch import Tensor
 
 from moepack.pack.isa import has_bf16
-from moepack.quantize.expert_batch import ExpertBatch, ExpertForward, Settings
+from moepack.pack.tables import FEW_TOKENS
+from moepack.quantize.expert_batch import ExpertBatch, ExpertForward, ExpertTokens, Settings
 
 from .experts import ExpertWeights, finish, hidden
 from .forward import Observation
 from .held import RowGather
-from .tokens import HELD_OUT, PLENTY, LayerTokens, expert_tokens
+
+HELD_OUT = 8  # one cluster in eight is held out for comparing methods
+ASIDE = 16  # an expert with plenty of tokens is measured on one cluster in so many, and learns from the others
+PLENTY = 16  # tokens over its widest matrix's columns; fitted to a 16th less, its loss is 0.2 % higher
+BLOCK = 32  # tokens of a block
+WINDOWS = 16  # with so many windows, they are the clusters
+LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 
 
 def gather_batch(
@@ -57,3 +66,67 @@ def gather_batch(
 
 def _float(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device, torch.float32)
+
+
+@dataclass(frozen=True)
+class LayerTokens:
+    """A layer's tokens apart from any expert: int64 indexes."""
+
+    learn: Tensor  # at most LAYER evenly spaced tokens, none of them held out
+    compare: Tensor  # at most FEW_TOKENS evenly spaced tokens, all of them held out
+    block: int  # tokens of a cluster
+
+    @staticmethod
+    def of(observation: Observation) -> LayerTokens:
+        """Choose them from an observation."""
+        total = len(observation.inputs)
+        block = max(1, min(BLOCK, total // (2 * HELD_OUT)))
+        if total // max(1, observation.length) >= WINDOWS:
+            block = observation.length
+        tokens = torch.arange(total)
+        held = _is_held_out(tokens, block)
+        return LayerTokens(_spaced(tokens[~held], LAYER), _spaced(tokens[held], FEW_TOKENS), block)
+
+
+def expert_tokens(
+    observation: Observation, layer: LayerTokens, expert: int, enough: int, plenty: int, most: int
+) -> ExpertTokens:
+    """Choose an expert's tokens: with `enough` it is not starved; at most `most` of its own are measured.
+
+    A starved expert learns from its tokens that are not held out, and is compared on the others, filled up to
+    FEW_TOKENS with the layer's. An expert with `plenty` is measured on one cluster in ASIDE and learns from the others.
+    """
+    token, slot = torch.where(observation.experts == expert)
+    gates = observation.gates[token, slot]
+    starved = len(token) < enough
+    held, aside = _is_held_out(token, layer.block), token // layer.block % ASIDE == ASIDE - 1
+    rich = not starved and len(token) >= plenty and bool(aside.any())
+    unlearnt = held if starved else aside if rich else torch.zeros_like(held)
+    candidates = torch.where(unlearnt)[0] if rich else torch.arange(len(token))
+    chosen = _spaced(candidates, most)
+    others = layer.compare[~torch.isin(layer.compare, token)]
+    own = token[held]
+    return ExpertTokens(
+        learn=token[~unlearnt],
+        learn_gates=gates[~unlearnt],
+        compare=torch.cat([own, layer.compare[: max(0, FEW_TOKENS - len(own))]]) if starved else own,
+        measure=token[chosen],
+        gates=gates[chosen],
+        learnt=~unlearnt[chosen],
+        others=others,
+        gate_square=float(gates.square().mean() if len(token) else observation.gates.square().mean()),
+        starved=starved,
+        rich=rich,
+    )
+
+
+def _is_held_out(tokens: Tensor, block: int) -> Tensor:
+    """Whether tokens are held out, bool."""
+    return tokens // block % HELD_OUT == HELD_OUT - 1
+
+
+def _spaced(tokens: Tensor, most: int) -> Tensor:
+    """At most `most` of them, evenly spaced."""
+    if len(tokens) <= most:
+        return tokens
+    return tokens[torch.linspace(0, len(tokens) - 1, most).long()]

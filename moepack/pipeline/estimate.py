@@ -404,7 +404,7 @@ def _shared_out(observation: Observation, tokens: int, experts: int, few: int) -
     """
     import torch
 
-    from moepack.calibrate.tokens import LAYER
+    from moepack.calibrate.gather import LAYER
 
     seen = torch.bincount(observation.experts.flatten(), minlength=experts).sort().values
     picked = seen[((torch.arange(few) + 0.5) * experts / few).long()]

@@ -195,7 +195,7 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
 
 def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     """Routed tokens, the same weighted by their gates, or every token of the layer: against sums written out."""
-    from moepack.calibrate.tokens import LayerTokens
+    from moepack.calibrate.gather import LayerTokens
 
     _, experts = stream.split(1, stream.load(1))
     assert experts is not None
@@ -250,7 +250,7 @@ def test_starved_experts_take_a_fallback_that_does_better(
 
 
 def test_tokens_that_are_compared_were_not_learnt_from() -> None:
-    from moepack.calibrate.tokens import LayerTokens, expert_tokens
+    from moepack.calibrate.gather import LayerTokens, expert_tokens
 
     o = make_observation()
     layer = LayerTokens.of(o)

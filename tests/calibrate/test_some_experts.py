@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 from expert_reading import compare
 
-from moepack.calibrate.some_experts import sources_of
+from moepack.calibrate.skeleton import sources_of
 
 
 @pytest.mark.parametrize(

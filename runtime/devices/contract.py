@@ -12,15 +12,10 @@ from moepack.runtime.store.files import Stored
 
 
 class Memory(Protocol):
-    """A range of device memory.
+    """A range of device memory."""
 
-    Attributes:
-        tensor: all of it, uint8 [bytes], beginning on a page.
-        returnable: whether parts of it can be given back; otherwise all of it is taken from the start.
-    """
-
-    tensor: Tensor
-    returnable: bool
+    tensor: Tensor  # all of it, uint8 [bytes], beginning on a page
+    returnable: bool  # whether parts of it can be given back; otherwise all of it is taken from the start
 
     def cost(self, start: int, size: int) -> int:
         """Return the bytes of the device that `take` would take; memory in large pieces may differ from `size`."""
@@ -33,15 +28,10 @@ class Memory(Protocol):
 
 
 class Completion(Protocol):
-    """The end of some work on a stream.
+    """The end of some work on a stream."""
 
-    Attributes:
-        error: why the ended work failed; None for success.
-        cancelled: whether the work is no longer wanted.
-    """
-
-    error: BaseException | None
-    cancelled: bool
+    error: BaseException | None  # why the ended work failed; None for success
+    cancelled: bool  # whether the work is no longer wanted
 
     def done(self) -> bool:
         """Return whether the work has ended, with or without success. Never waits."""

@@ -62,21 +62,6 @@ class CudaMemory:
         return 0
 
 
-class Refusal:
-    """Whether pinning was refused for any memory of a device: it is logged once, and not tried again."""
-
-    def __init__(self) -> None:
-        self.is_known = False
-        self._lock = threading.Lock()
-
-    def note(self, error: CudaError) -> None:
-        """Note a refusal."""
-        with self._lock:
-            if not self.is_known:
-                self.is_known = True
-                log.info("host memory: experts that the host runs are in ordinary memory from here on: %s", error)
-
-
 class RegisteredMemory(CpuMemory):
     """Anonymous pages of the host tier; each range is pinned when it is taken. A pool's lock guards it.
 
@@ -84,21 +69,23 @@ class RegisteredMemory(CpuMemory):
     is ordinary memory. `pinned` counts the registered bytes.
     """
 
-    def __init__(self, size: int, calls: Cudart, refusal: Refusal) -> None:
+    def __init__(self, size: int, calls: Cudart, refused: threading.Event) -> None:
+        """Take `refused`, which is set once the system has refused any memory of the device."""
         super().__init__(size)
         self.pinned = 0
-        self._calls, self._refusal = calls, refusal
+        self._calls, self._refused = calls, refused
         self._registered: dict[int, int] = {}
 
     def take(self, start: int, size: int) -> None:
         """Pin these bytes before they are written."""
         super().take(start, size)
-        if self._refusal.is_known:
+        if self._refused.is_set():
             return
         try:
             self._calls.register(self.tensor.data_ptr() + start, size, PORTABLE)
         except CudaError as error:
-            self._refusal.note(error)
+            self._refused.set()
+            log.info("host memory: experts that the host runs are in ordinary memory from here on: %s", error)
             return
         self._registered[start] = size
         self.pinned += size
@@ -120,20 +107,24 @@ class RegisteredMemory(CpuMemory):
             self._let_go(start)
 
 
-class ComputeMark(HostEvent):
-    """The end of the compute issued so far, which is never cancelled."""
+@dataclass(slots=True, eq=False)
+class StreamMark:
+    """The end of the work issued to a stream so far."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        super().__init__()
-        self._event = event
+    event: torch.cuda.Event
+    error: BaseException | None = None
+    cancelled: bool = False
 
     def done(self) -> bool:
-        """Return whether the compute has ended."""
-        return bool(self._event.query())
+        """Return whether the stream has reached it."""
+        return bool(self.event.query())
 
     def wait(self) -> None:
-        """Wait for the end."""
-        self._event.synchronize()
+        """Wait for it on the host."""
+        self.event.synchronize()
+
+    def cancel(self) -> None:
+        """Do nothing: issued work completes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +178,7 @@ class CudaDevice(Migration):
         self.staging_bytes = slots * staging
         self.pinned, self.calls, self.granule = host, calls, granule
         self._mapped: list[MappedMemory] = []
-        self._pins, self._refusal = pins, Refusal()
+        self._pins, self._refused = pins, threading.Event()
         self._registered: list[RegisteredMemory] = []
         self._parts: dict[int, tuple[CodedPart, ...]] = {}
         self._free = [
@@ -207,7 +198,7 @@ class CudaDevice(Migration):
         """Allocate host memory that is pinned while it is taken; ordinary memory without `pins`."""
         if self._pins is None:
             return CpuMemory(size)
-        self._registered.append(RegisteredMemory(size, self._pins, self._refusal))
+        self._registered.append(RegisteredMemory(size, self._pins, self._refused))
         return self._registered[-1]
 
     def fetch(
@@ -325,7 +316,7 @@ class CudaDevice(Migration):
 
     def mark(self) -> Completion:
         """Return an event on the compute stream."""
-        return ComputeMark(self.gpu.mark())
+        return StreamMark(self.gpu.mark())
 
     def serve(self) -> None:
         """Begin to pin extents in the background."""

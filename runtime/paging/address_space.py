@@ -32,21 +32,13 @@ Page = tuple[int, int, int]  # matrix (0 gate and up, 1 down; on a GPU always 0:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Offsets and sizes of one layer's pages, in bytes.
+    """Offsets and sizes of one layer's pages, in bytes."""
 
-    Attributes:
-        first: offset of the first expert in the range.
-        stride: from one expert to the next.
-        at: offset of each matrix in its expert.
-        sizes: of each matrix with its bias, whole system pages.
-        resident: size of an expert.
-    """
-
-    first: int
-    stride: int
-    at: tuple[int, ...]
-    sizes: tuple[int, ...]
-    resident: int
+    first: int  # offset of the first expert in the range
+    stride: int  # from one expert to the next
+    at: tuple[int, ...]  # offset of each matrix in its expert
+    sizes: tuple[int, ...]  # of each matrix with its bias, whole system pages
+    resident: int  # size of an expert
 
 
 def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) -> tuple[list[Places], int]:

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from moepack.runtime.devices.contract import Completion
 from moepack.runtime.experts.handles import Snapshot
 
 from .address_space import CpuAddressSpace, Page
-from .window import Compute, Filled, LayerRun, Mapped, State
+from .window import Filled, LayerRun, Mapped, State
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.affine_native import CodedExperts
@@ -57,7 +58,7 @@ class PageFiller(Protocol):
             BundleError: when they are damaged.
         """
 
-    def issued(self) -> tuple[Compute, ...]:
+    def issued(self) -> tuple[Completion, ...]:
         """Return events behind everything that loaders have issued."""
         return ()
 

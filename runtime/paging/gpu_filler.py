@@ -22,7 +22,7 @@ from torch import Tensor
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError, CodecError, InputError
 from moepack.pack.spec import ExpertLayer, Version
-from moepack.runtime.devices.cuda import CudaDevice, read_heads
+from moepack.runtime.devices.cuda import CudaDevice, StreamMark, read_heads
 from moepack.runtime.devices.torch_cuda import LOADS, TorchGpu
 from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.experts.packed import CodedPart, GpuPackedExtent, parts_of
@@ -39,25 +39,10 @@ from .window import Filled, LayerRun, Mapped
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """An event of a stream, as `Compute`."""
-
-    event: torch.cuda.Event
-
-    def done(self) -> bool:
-        """Whether the stream has reached it."""
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        """Wait for it on the host."""
-        self.event.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
 class GpuFilled:
     """A page's load as issued: events by matrix, and the decoder's reports."""
 
-    events: tuple[Reached, ...]
+    events: tuple[StreamMark, ...]
     packed: GpuPackedExtent
     reports: tuple[Tensor, ...]
 
@@ -68,18 +53,13 @@ class GpuFilled:
 
 @dataclass(slots=True)
 class GpuWork:
-    """What a run had the device do, for `Paging` to check: the load of a page that it read, or a wait for loads.
+    """What a run had the device do, for `Paging` to check: the load of a page that it read, or a wait for loads."""
 
-    Attributes:
-        mapped, filled: the page and its load.
-        between: events before and after the wait.
-        seconds: of the wait, once it has ended.
-    """
-
+    # `mapped`, `filled`: the page and its load
     mapped: Mapped | None = None
     filled: Filled | None = None
-    between: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    seconds: float = 0.0
+    between: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # events before and after the wait
+    seconds: float = 0.0  # of the wait, once it has ended
 
     def ended(self) -> BaseException | None:
         """Wait for the end; return what went wrong.
@@ -103,7 +83,7 @@ class _Slot:
 
     host: Tensor
     device: Tensor
-    busy: tuple[Reached, ...] = ()
+    busy: tuple[StreamMark, ...] = ()
     held: Held | None = None
 
     def wait(self) -> None:
@@ -193,7 +173,7 @@ class GpuFiller(PageFiller):
                     with host.fetching() if host is not None else contextlib.nullcontext():
                         stored.read_into(staging, after=lambda a, b: gpu.copy(slot.device[a:b], slot.host[a:b]))
             finally:
-                slot.busy = (Reached(gpu.record()),)
+                slot.busy = (StreamMark(gpu.record()),)
         extent = staging[: stored.size]
         if slot.held is not None and slot.held.mapped:
             read_heads(stored, extent, self._layers[position][0])
@@ -217,7 +197,7 @@ class GpuFiller(PageFiller):
                 try:
                     reports.append(self.decode([packed], [matrix]))
                 finally:
-                    events.append(Reached(gpu.record()))
+                    events.append(StreamMark(gpu.record()))
                     slot.busy = (*slot.busy, events[-1]) if is_read else slot.busy
         return GpuFilled(tuple(events), packed, tuple(reports))
 
@@ -239,13 +219,13 @@ class GpuFiller(PageFiller):
         self.gpu.copy(report, found)
         return report
 
-    def issued(self) -> tuple[Reached, ...]:
+    def issued(self) -> tuple[StreamMark, ...]:
         """Return an event for each stream; none when the device fails."""
-        events: list[Reached] = []
+        events: list[StreamMark] = []
         with contextlib.suppress(RuntimeError):
             for number in range(LOADS):
                 with self.gpu.loading(number):
-                    events.append(Reached(self.gpu.record()))
+                    events.append(StreamMark(self.gpu.record()))
         return tuple(events)
 
     def follow(self) -> None:
@@ -300,7 +280,7 @@ class GpuRunPages(RunPages):
         if matrix == 0:
             self.issued += [GpuWork(m, m.filled) for m in self._needed[0] if m.filled is not None]
 
-    def _others(self, mapped: Mapped, matrix: int) -> tuple[Reached, ...]:
+    def _others(self, mapped: Mapped, matrix: int) -> tuple[StreamMark, ...]:
         """Return the event that one matrix of a page waits for, unless this run issued it."""
         filled = mapped.filled
         if filled is None or id(filled) in self._mine:
@@ -312,7 +292,7 @@ class GpuRunPages(RunPages):
         """Decode all matrices of all missing packed experts in one launch."""
         all_packed, count = [self._packed(expert) for expert in own], len(self._snapshot.of.layer.matrices)
         report = self._filler.decode(all_packed, range(count))
-        event = Reached(self._filler.gpu.record())
+        event = StreamMark(self._filler.gpu.record())
         done = []
         for i, (mapped, packed) in enumerate(zip(own.values(), all_packed, strict=True)):
             filled = GpuFilled((event,) * count, packed, (report[i * count : (i + 1) * count],))

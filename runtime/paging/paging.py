@@ -26,45 +26,31 @@ from moepack.runtime.experts.handles import Snapshot
 from moepack.runtime.planning.paging import LOADERS
 
 from .filler import PageFiller, RunPages
-from .window import Compute, Filled, LayerRun, Mapped, State, Window
+from .window import Filled, LayerRun, Mapped, State, Window
 
 MOST = 0.5  # share of a layer's experts from which a step is expected to need most of the next layer's too
 
 
 @dataclass(slots=True)
 class PagingCounts:
-    """Counts since loading.
+    """Counts since loading."""
 
-    Attributes:
-        waits: experts that a step waited for.
-        waited: seconds of that.
-        demanded: bytes of weights that were waited for: [packed, stored].
-        ahead: bytes of weights brought before they were needed, likewise.
-        read: stored bytes read for both.
-    """
-
-    waits: int = 0
-    waited: float = 0.0
+    waits: int = 0  # experts that a step waited for
+    waited: float = 0.0  # seconds of that
+    # Bytes of weights, [packed, stored], that were waited for, and that were brought before they were needed
     demanded: list[int] = field(default_factory=lambda: [0, 0])
     ahead: list[int] = field(default_factory=lambda: [0, 0])
-    read: int = 0
+    read: int = 0  # stored bytes read for both
 
 
 @dataclass(slots=True)
 class Load:
-    """A task of the loaders: one page to decode, or all pages of an expert to read.
+    """A task of the loaders: one page to decode, or all pages of an expert to read."""
 
-    Attributes:
-        pages: to fill.
-        packed: what decodes them, as the step sees it; None for stored pages.
-        is_ahead: whether the layer has not been reached.
-        step: that asks. What is packed stays where it is until the step ends.
-    """
-
-    pages: list[Mapped]
-    packed: Any
-    is_ahead: bool
-    step: Any
+    pages: list[Mapped]  # to fill
+    packed: Any  # what decodes them, as the step sees it; None for stored pages
+    is_ahead: bool  # whether the layer has not been reached
+    step: Any  # the step that asks; what is packed stays where it is until it ends
 
 
 class Paging:
@@ -360,7 +346,7 @@ class Paging:
             for mapped in row.values():
                 self.place(mapped)
 
-    def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Sequence[Compute] = ()) -> None:
+    def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Sequence[Completion] = ()) -> None:
         """Note a load that failed; `after`: events behind its work. An interrupted move drops the block."""
         with self._lock:
             if mapped.state is State.RESIDENT:  # interrupted after it was complete

@@ -21,26 +21,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moepack.runtime.devices.contract import Completion
+
 from .address_space import Page
 
 STALE = 4  # passes after which a page that none of them used goes first
-
-
-class Compute(Protocol):
-    """An event behind issued work (devices/contract.py: `Completion`)."""
-
-    def done(self) -> bool:
-        """Whether the work has ended. Never waits."""
-
-    def wait(self) -> None:
-        """Wait until it has."""
 
 
 class Filled(Protocol):
     """A load that was issued to a device and may still go on."""
 
     @property
-    def events(self) -> tuple[Compute, ...]:
+    def events(self) -> tuple[Completion, ...]:
         """Events behind the bytes of each matrix (RAW)."""
 
     def error(self) -> BaseException | None:
@@ -58,34 +50,21 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Mapped:
-    """A page that has a block.
-
-    Attributes:
-        block: its number.
-        at: the page that the block's memory is bound to; None for a block that was never bound.
-        after: what must end before the block is moved, or filled where it is (WAR).
-        state: loading or resident; evicting once the block is another's.
-        pins: runs that hold it, and loads that write it.
-        reads: computations that may still read it.
-        used: when a run last took it.
-        is_moving: whether the move has begun and not ended: the memory may be at either page.
-        is_loading: whether a load works on its bytes; without one, a run that needs a loading page may begin it.
-        error: of its load.
-        filled: the load of a resident page, where it may still go on.
-    """
+    """A page that has a block."""
 
     page: Page
-    block: int
-    at: Page | None
-    after: tuple[Compute, ...]
-    state: State = State.LOADING
-    pins: int = 0
-    reads: tuple[Compute, ...] = ()
-    used: int = 0
-    is_moving: bool = False
+    block: int  # its number
+    at: Page | None  # the page that the block's memory is bound to; None for a block that was never bound
+    after: tuple[Completion, ...]  # what must end before the block is moved, or filled where it is (WAR)
+    state: State = State.LOADING  # loading or resident; evicting once the block is another's
+    pins: int = 0  # runs that hold it, and loads that write it
+    reads: tuple[Completion, ...] = ()  # computations that may still read it
+    used: int = 0  # when a run last took it
+    is_moving: bool = False  # whether the move has begun and not ended: the memory may be at either page
+    # Whether a load works on its bytes; without one, a run that needs a loading page may begin it
     is_loading: bool = False
-    error: BaseException | None = None
-    filled: Filled | None = None
+    error: BaseException | None = None  # of its load
+    filled: Filled | None = None  # the load of a resident page, where it may still go on
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +192,7 @@ class Window:
             self._of[mapped.page[0]].evicting.pop(mapped.at, None)
         mapped.at, mapped.is_moving = None, False
 
-    def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Iterable[Compute] = ()) -> None:
+    def gave_up(self, mapped: Mapped, error: BaseException | None = None, after: Iterable[Completion] = ()) -> None:
         """Note a load that failed. Another run that holds the page may load it again; else its block is free.
 
         `after`: work that may still write there.
@@ -236,13 +215,13 @@ class Window:
         mapped.pins += 1
         return True
 
-    def release(self, run: LayerRun, compute: Iterable[Compute] = ()) -> None:
+    def release(self, run: LayerRun, compute: Iterable[Completion] = ()) -> None:
         """Release a run whose computation was issued; `compute` are events behind it."""
         for pages in run.pages:
             for mapped in pages:
                 self._unpin(mapped, tuple(compute))
 
-    def _unpin(self, mapped: Mapped, reads: tuple[Compute, ...]) -> None:
+    def _unpin(self, mapped: Mapped, reads: tuple[Completion, ...]) -> None:
         mapped.pins -= 1
         mapped.reads = (*_running(mapped.reads), *reads)
         if mapped.pins:
@@ -267,7 +246,7 @@ class Window:
         mapped = of.pages.get(page)
         return State.UNMAPPED if mapped is None else mapped.state
 
-    def running(self) -> list[Compute]:
+    def running(self) -> list[Completion]:
         """Return the events of all work on blocks that has not ended."""
         found = [mapped for of in self._of for mapped in (*of.pages.values(), *of.free.values())]
         return list(_running(event for mapped in found for event in (*mapped.after, *mapped.reads)))
@@ -277,5 +256,5 @@ class Window:
         return [mapped for of in self._of for mapped in of.pages.values()]
 
 
-def _running(events: Iterable[Compute]) -> tuple[Compute, ...]:
+def _running(events: Iterable[Completion]) -> tuple[Completion, ...]:
     return tuple(event for event in events if not event.done())

@@ -31,21 +31,13 @@ KEPT = 8  # measurements kept in the process: one model is often planned for, an
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """M_fixed by its parts, in bytes.
+    """M_fixed by its parts, in bytes."""
 
-    Attributes:
-        dense: parameters and buffers outside the experts.
-        kv: the requested cache.
-        activations: the most that a forward pass takes beside weights and cache.
-        staging: the buffer through which lossless extents are decoded.
-        window: the memory that paged experts are decoded into while their layer runs.
-    """
-
-    dense: int
-    kv: int = 0
-    activations: int = 0
-    staging: int = 0
-    window: int = 0
+    dense: int  # parameters and buffers outside the experts
+    kv: int = 0  # the requested cache
+    activations: int = 0  # the most that a forward pass takes beside weights and cache
+    staging: int = 0  # the buffer through which lossless extents are decoded
+    window: int = 0  # the memory that paged experts are decoded into while their layer runs
 
     @property
     def total(self) -> int:
@@ -59,15 +51,12 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of a forward pass beside weights and cache, bilinear in its tokens and in the cache's length.
+    """Bytes of a forward pass beside weights and cache, bilinear in its tokens and in the cache's length."""
 
-    Attributes:
-        passes, lengths: the tokens of two measured passes, and two lengths of the cache after them.
-        corners: bytes measured for one sequence: both lengths with the first pass, then with the second.
-    """
-
+    # `passes`, `lengths`: the tokens of two measured passes, and two lengths of the cache after them
     passes: tuple[int, int] = (1, 2)
     lengths: tuple[int, int] = (1, 2)
+    # Bytes measured for one sequence: both lengths with the first pass, then with the second
     corners: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def bytes(self, tokens: int, length: int, batch: int = 1) -> int:
@@ -80,20 +69,13 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNeeds:
-    """The measured needs of a workload.
-
-    Attributes:
-        kv: how a sequence's cache grows.
-        activations: bytes of the largest requested pass, at the longest requested cache.
-        passes: bytes of other passes.
-        kept: the part of `activations` that kernels keep between passes, or unpack and convert weights into; it comes
-            on top of `passes`.
-    """
+    """The measured needs of a workload."""
 
     workload: Workload
-    kv: KvShape
-    activations: int
-    passes: Activations
+    kv: KvShape  # how a sequence's cache grows
+    activations: int  # bytes of the largest requested pass, at the longest requested cache
+    passes: Activations  # bytes of other passes
+    # The part of `activations` that kernels keep between passes, or unpack and convert weights into; `passes` lacks it
     kept: int = 0
 
     @property

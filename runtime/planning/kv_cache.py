@@ -13,13 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """How the cache of one sequence grows.
+    """How the cache of one sequence grows."""
 
-    Attributes:
-        parts: for each tensor, bytes at no tokens, bytes a token, and the bytes at which it stops growing (a sliding
-            window), or None.
-    """
-
+    # For each tensor, bytes at no tokens, bytes a token, and the most bytes (a sliding window), or None
     parts: tuple[tuple[int, int, int | None], ...] = ()
 
     def bytes(self, tokens: int, batch: int = 1) -> int:

@@ -23,18 +23,13 @@ SERVED = ("policy", "dense", "max_tpot", "device_memory", "host_memory", "host_r
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The load for which a budget reserves memory beside the experts.
+    """The load for which a budget reserves memory beside the experts."""
 
-    Attributes:
-        kv_tokens: tokens of each sequence's KV cache, reserved while loading; more are reserved as needed.
-        batch: sequences at a time.
-        prefill_tokens: tokens of each sequence in the largest forward pass; 0 leaves activations out of the budget.
-        all_logits: whether a pass returns the logits of all its tokens, or only the last token's, as when generating.
-    """
-
-    kv_tokens: int = 0
-    batch: int = 1
+    kv_tokens: int = 0  # tokens of each sequence's KV cache, reserved while loading; more are reserved as needed
+    batch: int = 1  # sequences at a time
+    # Tokens of each sequence in the largest forward pass; 0 leaves activations out of the budget
     prefill_tokens: int = 512
+    # Whether a pass returns the logits of all its tokens, or only the last token's, as when generating
     all_logits: bool = True
 
     def __post_init__(self) -> None:

@@ -17,24 +17,17 @@ FUSED = ("sdpa", "flash", "flex", "paged")  # attention that neither keeps nor r
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """A model as it was measured.
+    """A model as it was measured."""
 
-    Attributes:
-        vocab, hidden, heads, layers: the model's sizes; `layers` counts its decoder's.
-        routed: experts of all layers.
-        itemsize: bytes of a number in activations.
-        all_logits: whether the measurement included the logits of all tokens.
-        flags: the outputs that were on in the config, and were measured.
-    """
-
+    # `vocab`, `hidden`, `heads`, `layers`: the model's sizes; `layers` counts its decoder's
     vocab: int
     hidden: int
     heads: int
     layers: int
-    routed: int
-    itemsize: int
-    all_logits: bool
-    flags: frozenset[str]
+    routed: int  # experts of all layers
+    itemsize: int  # bytes of a number in activations
+    all_logits: bool  # whether the measurement included the logits of all tokens
+    flags: frozenset[str]  # the outputs that were on in the config, and were measured
 
     @classmethod
     def of(cls, model: Any, routed: int, all_logits: bool) -> Outputs:

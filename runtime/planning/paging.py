@@ -32,15 +32,10 @@ BRIEFLY = 0.08  # seconds of measuring one source
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """The window's blocks.
+    """The window's blocks."""
 
-    Attributes:
-        blocks: of each matrix type: the most experts of two consecutive layers (the first follows the last).
-        sizes: bytes of a block of each type: the largest matrix with its bias, in whole pages; on a GPU there is one
-            type, the expert.
-    """
-
-    blocks: int
+    blocks: int  # of each matrix type: the most experts of two consecutive layers (the first follows the last)
+    # Bytes of a block of each type, in whole pages: the largest matrix with its bias; on a GPU the largest expert
     sizes: tuple[int, ...]
 
     @property

@@ -33,49 +33,31 @@ FEW = 256  # tokens at which an expert's own loss counts as much as its layer's
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is served in a budget.
+    """What is served in a budget."""
 
-    Attributes:
-        ladder: the placements, the best first and the base last; other fields use indices into it.
-        blocks: [layers][placements], bytes of a block, on the device or the host; 0 for an absent expert.
-        sizes: [layers][placements], bytes of a block on the device; 0 on the host.
-        experts: [layers].
-        fixed: bytes outside the experts (M_fixed): dense tensors, KV cache, activations, and the next two.
-        staging: bytes of the staging buffer.
-        window: bytes that paged experts are decoded into while their layer runs, with the loaders' buffers.
-        budget: bytes for everything.
-        keep: whether an expert above the base keeps its base version.
-        spare_blocks: base blocks of each size that demotions are copied into; unused with `keep`.
-        traffic: [layers][experts], calibration tokens routed to each, at least one.
-        losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
-        by_loss: whether layers share the budget by the loss that promotions save; otherwise evenly.
-        most: [layers][placements], how many experts may be at each, where placements do not share memory.
-        demand: bytes that on-demand loading needs at least: the largest layer's experts at the best placement; 0 where
-            experts have a resident version.
-        workspace: the part of `fixed` for measuring what the policy needs to know.
-        rates, together: as in `Setting`.
-        granule: bytes by which paged experts' memory is mapped on a GPU; 0 on a CPU.
-    """
-
-    ladder: Placements
+    ladder: Placements  # the placements, the best first and the base last; other fields use indices into it
+    # [layers][placements], bytes of a block, on the device or the host; 0 for an absent expert
     blocks: tuple[tuple[int, ...], ...]
-    sizes: tuple[tuple[int, ...], ...]
-    experts: tuple[int, ...]
-    fixed: int
-    staging: int
-    budget: int
-    keep: bool
-    spare_blocks: int
-    traffic: Table
-    losses: Sums
-    by_loss: bool
+    sizes: tuple[tuple[int, ...], ...]  # [layers][placements], bytes of a block on the device; 0 on the host
+    experts: tuple[int, ...]  # [layers]
+    fixed: int  # bytes outside the experts (M_fixed): dense tensors, KV cache, activations, `staging`, `window`
+    staging: int  # bytes of the staging buffer
+    budget: int  # bytes for everything
+    keep: bool  # whether an expert above the base keeps its base version
+    spare_blocks: int  # base blocks of each size that demotions are copied into; unused with `keep`
+    traffic: Table  # [layers][experts], calibration tokens routed to each, at least one
+    losses: Sums  # float64 [experts, placements] a layer, squared error that a token adds to the layer's output
+    by_loss: bool  # whether layers share the budget by the loss that promotions save; otherwise evenly
+    # [layers][placements], how many experts may be at each, where placements do not share memory
     most: tuple[tuple[int, ...], ...] | None = None
+    # The least bytes of on-demand loading: the largest layer's experts at the best placement; 0 with resident versions
     demand: int = 0
-    workspace: int = 0
-    window: int = 0
+    workspace: int = 0  # the part of `fixed` for measuring what the policy needs to know
+    window: int = 0  # bytes that paged experts are decoded into while their layer runs, with the loaders' buffers
+    # `rates`, `together`: as in `Setting`
     rates: tuple[float, ...] = ()
     together: bool = False
-    granule: int = 0
+    granule: int = 0  # bytes by which paged experts' memory is mapped on a GPU; 0 on a CPU
 
     @property
     def base(self) -> int:

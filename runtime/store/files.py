@@ -41,27 +41,16 @@ def _state(file: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The location of one extent, and its digest.
+    """The location of one extent, and its digest."""
 
-    Attributes:
-        file: a descriptor open for reading.
-        offset: of its first byte.
-        size: in bytes.
-        sha256: the digest in hexadecimal.
-        where: file, layer, expert and version, for errors.
-        place: version, layer position, expert; for a dense matrix version, DENSE, its number.
-        ahead: may have read it already.
-        checked: the files' states at the last check of each extent: one whose file has not changed is not checked
-            again; None to check always.
-    """
-
-    file: int
-    offset: int
-    size: int
-    sha256: str
-    where: str
-    place: Place = ("", 0, 0)
-    ahead: ReadAhead | None = field(default=None, compare=False, repr=False)
+    file: int  # a descriptor open for reading
+    offset: int  # of its first byte
+    size: int  # in bytes
+    sha256: str  # the digest in hexadecimal
+    where: str  # file, layer, expert and version, for errors
+    place: Place = ("", 0, 0)  # version, layer position, expert; for a dense matrix version, DENSE, its number
+    ahead: ReadAhead | None = field(default=None, compare=False, repr=False)  # may have read it already
+    # The file's state at the last check of each extent, which is not checked again until it changes; None: always
     checked: dict[Place, tuple[int, int, int]] | None = field(default=None, compare=False, repr=False)
 
     def read_into(

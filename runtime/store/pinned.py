@@ -47,15 +47,10 @@ class _Region:
 
 @dataclass(slots=True)
 class Held:
-    """A pinned extent while it is a copy's source.
+    """A pinned extent while it is a copy's source."""
 
-    Attributes:
-        bytes: uint8 [size], pinned.
-        mapped: whether these are a file's own pages. Only the device reads those: on the host, a truncated file would
-            raise a signal.
-    """
-
-    bytes: Tensor
+    bytes: Tensor  # uint8 [size], pinned
+    # Whether these are a file's own pages, which only the device reads: on the host a truncated file raises a signal
     mapped: bool
     _let_go: Callable[[], None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tiny_models import save_tiny
 from moepack.pack.spec import PAGE
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.runtime.devices.cuda import Refusal, RegisteredMemory
+from moepack.runtime.devices.cuda import RegisteredMemory
 from moepack.runtime.experts import host_tier
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.residency import manager
@@ -65,9 +66,9 @@ def close(model: Any) -> None:
 def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     """Each as it is taken; past what the system pins the rest is ordinary, and one line says so."""
     cuda = FakeCudart(fails=lambda name, size, flags: 2 if name == "register" and len(cuda.registered) == 3 else 0)
-    memory, refusal = [], Refusal()
+    memory, refused = [], threading.Event()
     for _ in range(2):
-        memory.append(RegisteredMemory(4 * PAGE, Cudart(0, cuda), refusal))
+        memory.append(RegisteredMemory(4 * PAGE, Cudart(0, cuda), refused))
     tracker = BudgetTracker(1 << 20)
     pools = [Pool(f"p{i}", PAGE, 4, tracker, m, on_host=True) for i, m in enumerate(memory)]
     with caplog.at_level(logging.INFO, "moepack.runtime"):

@@ -13,7 +13,6 @@ addition is the four factors. With 17,000 tokens it takes 0.63 times as long, as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from moepack.pack.spec import Version
 
 from .grid import dequantise
-from .losses import GROUPS
+from .losses import GROUPS, RowErrors
 from .methods import quantise_all
 from .moments import ExpertMoments
 
@@ -30,15 +29,6 @@ LEAST_ROWS = 16
 SHARE = 64  # one row in so many is sampled, at least LEAST_ROWS
 _STACK = 1 << 26  # bytes of moments in a call of the quantiser
 _SINGLY = 4096  # above so many columns, the quantiser works on single matrices anyway (`gptq.BATCH_BYTES`)
-
-
-@dataclass(frozen=True, slots=True)
-class RowErrors:
-    """Squared errors of sampled rows on tokens learnt from: of the shipped rows, and of those fitted without a fold."""
-
-    groups: Tensor  # float64 [2, GROUPS], by group of tokens
-    rows: Tensor  # float64 [2, sampled], by row
-    share: float  # rows that a sampled one represents
 
 
 def fold_of(tokens: Tensor, block: int, spare: int) -> Tensor:

@@ -268,10 +268,7 @@ def _measure(
         if again is not None:
             assert reads is not None and fold is not None and group is not None
             found = [row_errors(reads[m], group, fold, original[m], shipped[m], again.errors[m]) for m in range(2)]
-            correction = Correction(
-                torch.stack([f.groups[0] for f in found]), torch.stack([f.groups[1] for f in found]),
-                (found[0].rows, found[1].rows), found[1].share, again.gain,
-            )  # fmt: skip
+            correction = Correction((found[0], found[1]), again.gain)
         own = measure(exact[:n], got[:n], tokens.gates, groups[0], tokens.learnt, correction)
         out[version] = own, measure(exact[n:], got[n:], rest, groups[1], unlearnt, None)
     return out
@@ -304,10 +301,8 @@ def replace_starved(
         for i in tries:
             if errors[i] < best[i]:
                 best[i], names[i], better[i] = errors[i], candidate.name, True
-        made = (
-            made[0].select(better, _spread(tried[0], tries, len(names))),
-            made[1].select(better, _spread(tried[1], tries, len(names))),
-        )
+        first_of, second_of = (_spread(t, tries, len(names)) for t in tried)
+        made = made[0].select(better, first_of), made[1].select(better, second_of)
     return made, names
 
 
@@ -331,4 +326,4 @@ def _spread(few: Quantised, where: list[int], experts: int) -> Quantised:
         out[where] = tensor
         return out
 
-    return Quantised(widen(few.codes), widen(few.scale), None if few.zero is None else widen(few.zero))
+    return few.map(widen)

@@ -29,7 +29,7 @@ from torch import Tensor
 from moepack.pack.spec import Version
 
 from .factor import Factored, factor
-from .grid import Quantised, fix_scale, fix_zero
+from .grid import Quantised, fix_scale, fix_zero, join
 from .lanes import LANE, Lanes, column_sums, search, stored_scale
 
 SWEEPS = 2
@@ -65,8 +65,8 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
             wide = weight[start : start + step].repeat(1, -(-rows // own), 1)[:, :rows]
             part = _batch(wide, moments[start : start + step], alike, size)
             for version, q in zip(alike, part, strict=True):
-                made[version].append(q if rows == own else _first(q, own))
-    return {v: _join(parts) for v, parts in made.items()}
+                made[version].append(q.map(lambda tensor: tensor[:, :own]))
+    return {v: join(parts) for v, parts in made.items()}
 
 
 def wide_rows(rows: int) -> int:
@@ -85,18 +85,6 @@ def working_bytes(rows: int, cols: int, widths: int) -> int:
     """Peak bytes of one expert: four matrices of its moments' size, its weights twice, errors and codes."""
     rows = wide_rows(rows)
     return 4 * 4 * cols * cols + (2 * 4 + widths * (4 + 1)) * rows * cols
-
-
-def _first(made: Quantised, rows: int) -> Quantised:
-    zero = None if made.zero is None else made.zero[:, :rows]
-    return Quantised(made.codes[:, :rows], made.scale[:, :rows], zero)
-
-
-def _join(parts: list[Quantised]) -> Quantised:
-    zero = [p.zero for p in parts if p.zero is not None]
-    return Quantised(
-        torch.cat([p.codes for p in parts]), torch.cat([p.scale for p in parts]), torch.cat(zero) if zero else None
-    )
 
 
 def _batch(weight: Tensor, moments: Tensor, versions: Sequence[Version], group_size: int) -> list[Quantised]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from moepack.pack.errors import MissingExtraError
 from moepack.pack.spec import Version
 
-from .grid import Quantised, fix_scale, fix_zero
+from .grid import Quantised, fix_scale, fix_zero, join
 
 SCALE_SEARCH = 2.0  # norm of the library's scale search; without it, 2-bit output error is 20 to 65 % higher
 DAMP = 0.05  # the library's own default, relative to the mean of the diagonal
@@ -33,12 +33,7 @@ def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]
 
 def quantise(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
     """Quantise float32 [experts, rows, cols]; `moments` are its inputs' mean second moments, [experts, cols, cols]."""
-    parts = [_one(w, m, version) for w, m in zip(weight, moments, strict=True)]
-    return Quantised(
-        torch.cat([p.codes for p in parts]),
-        torch.cat([p.scale for p in parts]),
-        torch.cat([p.zero for p in parts if p.zero is not None]),
-    )
+    return join([_one(w, m, version) for w, m in zip(weight, moments, strict=True)])
 
 
 def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,10 @@ class Quantised:
     scale: Tensor  # bfloat16 [experts, rows, groups]
     zero: Tensor | None  # uint8 [experts, rows, groups] in units of 2**(bits-8), or None for "midpoint"
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Quantised:
+        """The batch with all of its tensors changed alike."""
+        return Quantised(change(self.codes), change(self.scale), None if self.zero is None else change(self.zero))
+
     def select(self, experts: Tensor, other: Quantised) -> Quantised:
         """This batch with the experts of the mask (bool [experts]) taken from `other`."""
         pick = experts[:, None, None]
@@ -34,8 +38,7 @@ class Quantised:
 
     def one(self, expert: int) -> Quantised:
         """One expert's matrix, as a batch."""
-        at = slice(expert, expert + 1)
-        return Quantised(self.codes[at], self.scale[at], None if self.zero is None else self.zero[at])
+        return self.map(lambda tensor: tensor[expert : expert + 1])
 
     def matrix(self, expert: int, bias: Bf16Bits | None = None) -> AffineMatrix:
         """One expert's matrix for `pack`."""
@@ -45,6 +48,14 @@ class Quantised:
             None if self.zero is None else self.zero[expert].cpu().numpy(),
             bias,
         )
+
+
+def join(parts: Sequence[Quantised]) -> Quantised:
+    """The experts of several batches as one batch."""
+    zero = [p.zero for p in parts if p.zero is not None]
+    return Quantised(
+        torch.cat([p.codes for p in parts]), torch.cat([p.scale for p in parts]), torch.cat(zero) if zero else None
+    )
 
 
 def grouped(weight: Tensor, group_size: int) -> Tensor:

@@ -55,13 +55,19 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
-    """Cross-fitting's errors of an expert's two matrices at one version, on sampled rows."""
+class RowErrors:
+    """Squared errors of sampled rows on tokens learnt from: of the shipped rows, and of those fitted without a fold."""
 
-    own: Tensor  # float64 [2, GROUPS], squared error of the shipped rows on tokens learnt from, by group
-    other: Tensor  # the same for rows fitted without the tokens' folds
-    rows: tuple[Tensor, Tensor]  # for each matrix, float64 [2, sampled rows], both errors by row
-    share: float  # rows of down that a sampled one represents
+    groups: Tensor  # float64 [2, GROUPS], by group of tokens
+    rows: Tensor  # float64 [2, sampled], by row
+    share: float  # rows that a sampled one represents
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Cross-fitting's errors of an expert's two matrices at one version."""
+
+    matrices: tuple[RowErrors, RowErrors]
     gain: tuple[float, float]  # a of each matrix
 
 
@@ -94,8 +100,9 @@ def measure(
     parts = [error * inside, error * (1 - inside), error * weight * inside, error * weight * (1 - inside), output]
     parts.append(output * inside)
     sums = torch.stack([by_group(torch.ones_like(error), groups), *(by_group(p, groups) for p in parts)])
-    own = torch.zeros(2, GROUPS, dtype=torch.float64) if correction is None else correction.own
-    other = own if correction is None else correction.other
+    own = other = torch.zeros(2, GROUPS, dtype=torch.float64)  # by matrix
+    if correction is not None:
+        own, other = torch.stack([m.groups for m in correction.matrices], dim=1)
     used = sums[0] > 0
     count = int(used.sum())
     if not count:
@@ -120,8 +127,8 @@ def measure(
     if correction is not None and float(errors[0]) > 0:
         moved = float(fitted[0] / errors[0])
         rows = sum(
-            (float(s) * a) ** 2 * _ratio_variance(by_row)
-            for s, a, by_row in zip(shares, correction.gain, correction.rows, strict=True)
+            (float(s) * a) ** 2 * _ratio_variance(m.rows)
+            for s, a, m in zip(shares, correction.gain, correction.matrices, strict=True)
         )
         doubt = moved**2 * (rows + (MODEL * (float(rho[0]) - 1)) ** 2)
     return Measured(Loss(*found[:, 0].tolist()), Loss(*variance.tolist()), count, doubt)
@@ -142,7 +149,7 @@ def _factors(
     ratio = torch.where(own > 0, other / own.clamp(min=1e-300), torch.ones_like(own))
     gain = torch.tensor(correction.gain, dtype=torch.float64)[:, None]
     rho = 1 + gain * (ratio - 1)
-    down = torch.where(fitted > 0, own[1] * correction.share / fitted.clamp(min=1e-300), 0.5).clamp(0, 1)
+    down = torch.where(fitted > 0, own[1] * correction.matrices[1].share / fitted.clamp(min=1e-300), 0.5).clamp(0, 1)
     whole = torch.where(outputs > 0, fitted / outputs.clamp(min=1e-300), 1.0)
     second = down * whole
     first = (whole - second) / (1 - second).clamp(min=1e-3)

@@ -12,7 +12,7 @@ from benchmarks.losses import Case, generated, inside, table_and_truth
 from moepack.calibrate.forward import Observation
 from moepack.pack.spec import Version
 from moepack.quantize import crossfit, expert_batch
-from moepack.quantize.losses import GROUPS, MODEL, Correction, Loss, Measured, measure
+from moepack.quantize.losses import GROUPS, MODEL, Correction, Loss, Measured, RowErrors, measure
 from moepack.quantize.moments import ExpertMoments, FoldSums, second_moments, shrink
 from moepack.quantize.pooling import LEAST_SCATTER, MEASURED, UNKNOWN_SCATTER, measured_row, pool, pooled
 
@@ -110,11 +110,13 @@ def test_the_correction_is_of_the_tokens_learnt_from_alone() -> None:
     exact = torch.full((4, 1), 10.0)
     got = exact - 2.0
     groups, learnt = torch.tensor([0, 1, 2, 3]), torch.tensor([True, True, True, False])
-    own, other = torch.zeros(2, GROUPS), torch.zeros(2, GROUPS)
+    own, other = torch.zeros(2, 2, GROUPS, dtype=torch.float64)
     own[0, :3], other[0, :3] = 1.0, 1.5  # h / s = 1.5
     own[1, :3], other[1, :3] = 1.0, 2.0  # of down, whose rows stand for 1.5 each: 1.5 of a loss of 4
     rows = torch.tensor([[1.0, 2.0], [1.5, 3.0]], dtype=torch.float64)
-    correction = Correction(own.double(), other.double(), (rows, rows), 1.5, (1.0, 0.5))
+    correction = Correction(
+        tuple(RowErrors(torch.stack(e), rows, 1.5) for e in zip(own, other, strict=True)), (1.0, 0.5)
+    )
     y = 1.5 / 100
     x = (0.04 - y) / (1 - y)
     factor = (1.5 * x + 1.5 * y - 1.5 * x * 1.5 * y) / 0.04

@@ -30,11 +30,8 @@ class _Packed:
     extent: Buffer  # its bytes, uint8 [size], read-only
     where: str  # its place, for messages
 
-    def _matrices(self) -> Sequence[Matrix]:
-        raise NotImplementedError
-
-    def _names(self) -> Sequence[tuple[str, str]]:
-        """The names of each matrix's weight and bias."""
+    def _named(self) -> Sequence[tuple[Matrix, str, str]]:
+        """Each matrix, and the names of its weight and bias."""
         raise NotImplementedError
 
     def decode(self) -> Any:
@@ -44,13 +41,13 @@ class _Packed:
             BundleError: when a lossless extent does not decode.
         """
         try:
-            return self.version.decode(self._matrices(), self.extent)
+            return self.version.decode([matrix for matrix, _, _ in self._named()], self.extent)
         except CodecError as error:
             raise BundleError.single(self.where, "codec", str(error)) from None
 
     def _parts(self) -> Iterator[tuple[str, _Exact]]:
         """Weights and biases by their names: float32, or BF16 bits."""
-        for (weight, bias), value in zip(self._names(), _Packed.decode(self), strict=True):
+        for (_, weight, bias), value in zip(self._named(), _Packed.decode(self), strict=True):
             yield weight, self.version.dequantise(value)
             if value.bias is not None:
                 yield bias, value.bias
@@ -88,11 +85,8 @@ class Expert(_Packed):
 
     layer: ExpertLayer  # its layer, with the names and shapes of its matrices
 
-    def _matrices(self) -> Sequence[Matrix]:
-        return self.layer.matrices
-
-    def _names(self) -> Sequence[tuple[str, str]]:
-        return [(m.name, f"{m.name}.bias") for m in self.layer.matrices]
+    def _named(self) -> Sequence[tuple[Matrix, str, str]]:
+        return [(m, m.name, f"{m.name}.bias") for m in self.layer.matrices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +95,8 @@ class DenseValues(_Packed):
 
     described: DenseMatrix  # its module and shape
 
-    def _matrices(self) -> Sequence[Matrix]:
-        return (self.described.matrix,)
-
-    def _names(self) -> Sequence[tuple[str, str]]:
-        return (("weight", "bias"),)
+    def _named(self) -> Sequence[tuple[Matrix, str, str]]:
+        return ((self.described.matrix, "weight", "bias"),)
 
     def decode(self) -> Any:
         """The matrix as it is stored; see `Expert.decode`."""

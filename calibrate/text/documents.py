@@ -34,11 +34,7 @@ Document = str | Conversation
 
 
 def check_source(source: str) -> None:
-    """Check that a source exists.
-
-    Raises:
-        InputError: unless it is a file or an accessible data set.
-    """
+    """Check that a source exists. Raises InputError unless it is a file or an accessible data set."""
     name = source.partition(":")[0]
     if Path(source).suffix in _KINDS:
         if not Path(source).is_file():

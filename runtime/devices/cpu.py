@@ -90,12 +90,10 @@ class CpuDevice(Migration):
     def __init__(
         self, staging_bytes: int, on_event: Callable[[], None] = lambda: None, threads: int | None = 1
     ) -> None:
-        """Allocate the staging buffer.
+        """Allocate the staging buffer, of the largest lossless extent that is fetched.
 
-        Args:
-            staging_bytes: of the largest lossless extent that is fetched.
-            on_event: called on the stream's thread after each fetch has ended.
-            threads: for decoding: one beside a forward pass, None for all cores.
+        `on_event` is called on the stream's thread after each fetch has ended. Extents are decoded on `threads`: one
+        beside a forward pass, None for all cores.
         """
         super().__init__(on_event)
         self._threads = threads

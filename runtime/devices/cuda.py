@@ -137,15 +137,7 @@ class _Slot:
 
 
 class CudaDevice(Migration):
-    """A GPU: pinned extents if there are any, two staging buffers, one migration stream.
-
-    Attributes:
-        staging_bytes: of the buffers on the device, a part of the memory outside the experts.
-        gpu: makes torch's calls.
-        pinned: extents in pinned memory, or None.
-        calls: the driver's, where experts are paged: memory is then mapped, and may be given back.
-        granule: bytes by which it is mapped.
-    """
+    """A GPU: pinned extents if there are any, two staging buffers, one migration stream."""
 
     def __init__(
         self,
@@ -161,22 +153,19 @@ class CudaDevice(Migration):
         granule: int = 0,
         pins: Cudart | None = None,
     ) -> None:
-        """Allocate the buffers.
+        """Allocate the buffers of `slots` fetches that may be under way.
 
-        Args:
-            largest: bytes of the largest extent that is fetched.
-            on_event: called on the stream's thread after each fetch has ended.
-            staging: bytes of the largest lossless extent; by default `largest`.
-            slots: fetches that may be under way, each with its own buffers.
-            host: extents in pinned memory; started by `serve`, closed with the device.
-            calls, granule: for mapped memory.
-            pins: pins memory of experts that the host runs.
+        `largest` and `staging` are bytes of the largest extent that is fetched, and of the largest lossless one.
+        `on_event` is called on the stream's thread after each fetch has ended. `serve` starts `host`, which is closed
+        with the device. `pins` pins memory of experts that the host runs.
         """
-        self.gpu = gpu = gpu if gpu is not None else TorchGpu(device)
+        self.gpu = gpu = gpu or TorchGpu(device)
         size = align(max(largest, PAGE), PAGE)
         staging = align(largest if staging is None else staging, PAGE)
-        self.staging_bytes = slots * staging
-        self.pinned, self.calls, self.granule = host, calls, granule
+        self.staging_bytes = slots * staging  # on the device, a part of the memory outside the experts
+        self.pinned = host
+        # The driver's calls, where experts are paged: memory is then mapped by `granule` bytes, and may be given back
+        self.calls, self.granule = calls, granule
         self._mapped: list[MappedMemory] = []
         self._pins, self._refused = pins, threading.Event()
         self._registered: list[RegisteredMemory] = []

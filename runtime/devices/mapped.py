@@ -19,11 +19,7 @@ TensorAt = Callable[[int, int], Tensor]  # address and bytes: uint8
 
 
 def whole_pieces(calls: Driver, granule: int) -> None:
-    """Check that the GPU maps memory by `granule` bytes.
-
-    Raises:
-        InputError: if it does not.
-    """
+    """Check that the GPU maps memory by `granule` bytes. Raises InputError if it does not."""
     least = calls.granularity()
     if granule % least:
         raise InputError(f"this GPU hands memory out by {least} bytes, and experts are paged by {granule}")

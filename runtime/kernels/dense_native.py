@@ -60,18 +60,12 @@ def plain_form() -> Form:
 
 
 class MatrixGroup:
-    """Matrices that share an input, for `dense`.
-
-    Attributes:
-        matrices: in the order of the results.
-        limits: tokens up to which each matrix is read straight from its bytes, by dtype of the input.
-        cols: of every matrix.
-    """
+    """Matrices that share an input, for `dense`; its results are in their order."""
 
     def __init__(
         self, matrices: Sequence[KernelMatrix], limits: dict[torch.dtype, Sequence[int]] | None = None
     ) -> None:
-        """The default limits are those of the table in forms.py.
+        """Take limits by the input's dtype: tokens up to which each matrix is read from its bytes (default: forms.py).
 
         Raises:
             ValueError: for no matrices, different columns, or tensors that are not as KernelMatrix has them.

@@ -42,12 +42,7 @@ class Places:
 
 
 def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) -> tuple[list[Places], int]:
-    """Return the places of all layers' pages, and the bytes of the range.
-
-    Args:
-        layers: their matrices and how many experts they have.
-        version: the lossless one.
-    """
+    """Return the places of all layers' pages, and the bytes of the range; `layers` are their matrices and experts."""
     places, first = [], 0
     for matrices, experts in layers:
         at = tuple(f.low for f in make_forms(matrices, version))
@@ -59,19 +54,10 @@ def lay_out(layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) ->
 
 
 class CpuAddressSpace:
-    """A reserved range of this process's addresses.
-
-    Attributes:
-        moved: bindings that moved memory from another page.
-        fresh: those that took memory anew.
-    """
+    """A reserved range of this process's addresses."""
 
     def __init__(self, layers: Sequence[tuple[Sequence[Matrix], int]], version: Version) -> None:
-        """Reserve the range; no memory is taken.
-
-        Raises:
-            InputError: when the system does not have so many addresses.
-        """
+        """Reserve the range; no memory is taken. Raises InputError when the system does not have so many addresses."""
         self._places, size = lay_out(layers, version)
         try:
             self._map = mmap.mmap(-1, size + HUGE, flags=_RESERVED)
@@ -87,7 +73,7 @@ class CpuAddressSpace:
                 function.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * (count - 1)]
         self._can_move = hasattr(self._libc, "mremap")
         self._reserve(whole.data_ptr(), len(whole))  # access without memory is a fault
-        self.moved = self.fresh = 0
+        self.moved = self.fresh = 0  # bindings that moved memory from another page, and that took it anew
 
     def address(self, page: Page) -> int:
         """Return the address of a page's first byte, a multiple of 64 that never changes (equation 4)."""

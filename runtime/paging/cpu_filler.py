@@ -39,13 +39,9 @@ class CpuFiller(PageFiller):
         stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Allocate the loaders' buffers.
+        """Allocate the loaders' buffers of `staging` bytes, those of the largest extent.
 
-        Args:
-            space: where pages are.
-            layers: with where the matrices of their experts stand once decoded.
-            stored: of an expert's extent, by layer position and expert.
-            staging: bytes of the largest extent, and of each loader's buffer.
+        `layers` come with their experts' matrices once decoded. `stored` takes a layer's position and an expert.
         """
         self.space = space
         self._layers, self._stored = tuple(layers), stored
@@ -118,11 +114,7 @@ class CpuRunPages(RunPages):
         own.clear()
 
     def ready(self, matrix: int) -> None:
-        """Wait until every expert's matrix is in its place.
-
-        Raises:
-            BundleError: when one is damaged.
-        """
+        """Wait until every expert's matrix is in its place. Raises BundleError when one is damaged."""
         self._gather(matrix)
         began = time.perf_counter()
         for expert in list(self._own[matrix]):

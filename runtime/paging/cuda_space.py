@@ -29,10 +29,6 @@ class CudaAddressSpace:
 
     A kernel that touches a page without memory ends the process's context: before a page is unbound, the caller waits
     for all that reads or writes it.
-
-    Attributes:
-        moved: bindings of a block that stood elsewhere before.
-        fresh: bindings of a new block.
     """
 
     def __init__(
@@ -43,17 +39,10 @@ class CudaAddressSpace:
         tensor_at: TensorAt,
         granule: int,
     ) -> None:
-        """Reserve the range; no memory is taken.
-
-        Args:
-            layers: their matrices and how many experts they have.
-            version: the lossless one.
-            calls: of the driver.
-            tensor_at: makes a uint8 tensor of an address and a size.
-            granule: bytes of a piece of memory.
+        """Reserve the range for these layers' matrices and numbers of experts; no memory is taken.
 
         Raises:
-            InputError: when the driver does not have so many addresses, or such pieces.
+            InputError: when the driver does not have so many addresses, or pieces of `granule` bytes.
         """
         whole_pieces(calls, granule)
         sizes = [version.resident_size(matrices) for matrices, _ in layers]
@@ -69,7 +58,7 @@ class CudaAddressSpace:
             raise InputError(f"{self._whole} bytes of addresses cannot be reserved for experts: {error}") from None
         self._tensor = tensor_at(self._at, self._whole)
         self._bound: dict[Page, int] = {}  # handles; of a block that is being moved, by both pages
-        self.moved = self.fresh = 0
+        self.moved = self.fresh = 0  # bindings of a block that stood elsewhere before, and of a new one
         log.info("window: blocks of %d bytes for experts of %s (%.1f%% of them wasted)", self._block,
                  " or ".join(str(n) for n in sorted(set(sizes))), 100 * (1 - max(sizes) / self._block))  # fmt: skip
 
@@ -88,12 +77,9 @@ class CudaAddressSpace:
         return self._tensor[start : start + self._sizes[layer]]
 
     def bind(self, source: Page | None, page: Page) -> None:
-        """Move a block from `source` to `page`, or bind a new one.
+        """Move a block from `source` to `page`, or bind a new one; MemoryError leaves both pages without memory.
 
         Each change is noted before it is made: after an interruption, `drop` of both pages frees the block.
-
-        Raises:
-            MemoryError: when the driver refuses; neither page then has memory.
         """
         calls, to = self._calls, self.address(page)
         try:

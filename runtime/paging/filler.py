@@ -76,21 +76,15 @@ class PageFiller(Protocol):
 
 
 class RunPages:
-    """One run's pages, as the forward pass asks for them (`Pages` in experts/handles.py). Each device has a subclass.
-
-    Attributes:
-        position: of the layer.
-        waits: experts that the run waited for.
-        waited: seconds of that.
-        demanded: bytes brought for this run alone: [packed, stored].
-        issued: device work that `Paging` checks later.
-    """
+    """One run's pages, as the forward pass asks for them (`Pages` in experts/handles.py). Devices have subclasses."""
 
     def __init__(
         self, paging: Any, run: LayerRun, snapshot: Snapshot, position: int, active: Sequence[int], step: Any
     ) -> None:
-        self.position, self.waits, self.waited, self.demanded = position, 0, 0.0, [0, 0]
-        self.issued: list[Any] = []  # `GpuWork` (gpu_filler.py)
+        self.position = position
+        self.waits, self.waited = 0, 0.0  # experts that the run waited for, and the seconds of that
+        self.demanded = [0, 0]  # bytes brought for this run alone: [packed, stored]
+        self.issued: list[Any] = []  # `GpuWork` (gpu_filler.py), which `Paging` checks later
         self._paging, self._snapshot, self._wanted = paging, snapshot, set(active)
         self._needed = tuple([m for m in pages if m.page[2] in self._wanted] for pages in run.pages)
         self._own: tuple[dict[int, Mapped], ...] = tuple({} for _ in run.pages)

@@ -109,14 +109,7 @@ class GpuFiller(PageFiller):
         stored: Callable[[int, int], Stored],
         staging: int,
     ) -> None:
-        """Reserve the addresses and allocate the loaders' buffers.
-
-        Args:
-            device: with the driver's calls.
-            layers: with where the matrices of their experts stand once decoded.
-            version: the lossless one.
-            stored: of an expert's extent, by layer position and expert.
-            staging: bytes of the largest extent.
+        """Reserve the addresses, and allocate the loaders' buffers of `staging` bytes. The rest as in `CpuFiller`.
 
         Raises:
             InputError: without the memory, the addresses, or Triton.

@@ -61,12 +61,8 @@ class Paging:
     ) -> None:
         """Set up; threads start when they are needed.
 
-        Args:
-            filler: of the device.
-            window: says which pages have memory.
-            layers: that have experts.
-            mark: makes an event behind the compute issued so far.
-            ahead: whether the next layer's experts are loaded while one runs.
+        `layers` counts those with experts. `mark` makes an event behind the compute issued so far. With `ahead` the
+        next layer's experts are loaded while one runs.
         """
         self.filler, self.window, self.counts = filler, window, PagingCounts()
         self.space = filler.space
@@ -85,11 +81,8 @@ class Paging:
     def run(self, position: int, snapshot: Snapshot, index: Tensor, step: Any) -> Iterator[RunPages]:
         """Around one layer's experts of one step: hold their pages, and let them go however it ends.
 
-        Args:
-            position: of the layer.
-            snapshot: of the layer, as the step sees it.
-            index: [tokens, top_k], the router's choice.
-            step: holds the run that was taken ahead for it, and gets the counts.
+        `snapshot` is the layer's, `index` [tokens, top_k] the router's choice. `step` holds the run that was taken
+        ahead for it, and gets the counts.
 
         Raises:
             BundleError: when what is needed is damaged; on a GPU also for the layer before.

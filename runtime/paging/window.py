@@ -89,33 +89,23 @@ class _Blocks:
 
 
 class Window:
-    """Blocks of two types, and the pages that have them.
-
-    Attributes:
-        blocks: how many there are of each type (two layers' experts: 4L in all).
-        taken: runs so far.
-        hits, misses: pages that were there when a run needed them, or not.
-    """
+    """Blocks of two types, and the pages that have them."""
 
     def __init__(self, blocks: Sequence[int], layers: int, keeps: bool = True) -> None:
-        """Args:
-        blocks: of each type.
-        layers: that a pass goes through.
-        keeps: whether pages stay until their blocks are needed; else a block is free when its run has ended.
+        """Set up blocks of each type, for passes through so many layers.
+
+        With `keeps` pages stay until their blocks are needed; else a block is free when its run has ended.
         """
-        self.blocks = tuple(blocks)
+        self.blocks = tuple(blocks)  # of each type: two layers' experts, 4L in all
         self._of = tuple(_Blocks() for _ in blocks)
         for d, of in enumerate(self._of):
             of.free |= {b: Mapped((d, 0, 0), b, None, ()) for b in reversed(range(blocks[d]))}
         self._stale, self._keeps = STALE * layers, keeps
-        self.taken = self.hits = self.misses = 0
+        self.taken = 0  # runs so far
+        self.hits = self.misses = 0  # pages that were there when a run needed them, or not
 
     def acquire(self, pages: Sequence[Sequence[Page]]) -> LayerRun | None:
-        """Take pages for a run: all of them, or None where there are not enough blocks now.
-
-        Args:
-            pages: of each type, without repeats.
-        """
+        """Take pages for a run, by type without repeats: all of them, or None where there are not enough blocks now."""
         if not all(self._obtainable(d, wanted) for d, wanted in enumerate(pages)):
             return None
         self.taken += 1

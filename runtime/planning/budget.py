@@ -13,10 +13,6 @@ class BudgetTracker:
 
     Reserve before memory is taken, and release after it is given back: the memory in use then never exceeds the
     reservations.
-
-    Attributes:
-        budget: bytes of device memory for everything.
-        reserved, peak: bytes reserved now, and the most at one time.
     """
 
     def __init__(self, budget: int, fixed: int = 0) -> None:
@@ -27,10 +23,10 @@ class BudgetTracker:
         """
         if budget < 0 or not 0 <= fixed <= budget:
             raise ValueError(f"{fixed} fixed bytes do not fit a budget of {budget}")
-        self.budget = budget
+        self.budget = budget  # bytes of device memory for everything
         self._lock = threading.Lock()
         self._named = {"fixed": fixed}
-        self.reserved = self.peak = fixed
+        self.reserved = self.peak = fixed  # bytes reserved now, and the most at one time
 
     def try_reserve(self, name: str, size: int) -> bool:
         """Reserve `size` more bytes under a name and return True, or change nothing and return False. Never waits.
@@ -49,11 +45,7 @@ class BudgetTracker:
             return True
 
     def release(self, name: str, size: int) -> None:
-        """Release `size` bytes of a name.
-
-        Raises:
-            ValueError: when fewer are reserved under it.
-        """
+        """Release `size` bytes of a name. Raises ValueError when fewer are reserved under it."""
         with self._lock:
             held = self._named.get(name, 0)
             if not 0 <= size <= held:

@@ -12,11 +12,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_size(size: str | int | None) -> int | None:
-    """Return the bytes of a size; a plain number counts bytes.
-
-    Raises:
-        InputError: for anything else.
-    """
+    """Return the bytes of a size; a plain number counts bytes. Raises InputError for anything else."""
     if size is None:
         return None
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:

@@ -36,16 +36,12 @@ SHORT = 8  # tokens; a cache's slope is measured between this length and twice i
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations make, until they are freed; those of `model` are not counted.
-
-    Attributes:
-        now, peak: live bytes, and the most at one time.
-        calls: operations so far.
-    """
+    """Follows the storages that operations make, until they are freed; those of `model` are not counted."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = self.calls = 0
+        self.now = self.peak = 0  # live bytes, and the most at one time
+        self.calls = 0  # operations so far
         self._held = [*model.parameters(), *model.buffers()]  # kept, so that no new storage gets their identity
         self._seen: dict[int, Any] = {t.untyped_storage()._cdata: None for t in self._held}
 

@@ -151,7 +151,8 @@ class HostStore:
 
     def _fill_all(self) -> None:
         sizes = self._sizes()
-        wanted = traffic(self._store, sizes)
+        tokens = [layer.tokens.tolist() for layer in self._store.bundle.calibration().layers]
+        wanted = {file: tokens[file[1]] for file in sizes}  # tokens routed to each expert in calibration
         self._every = sum(sum(of.values()) for of in sizes.values())
         pieces: list[Piece] | None = None
         while self._chain.mode is not Mode.STAGED:
@@ -263,12 +264,6 @@ class HostStore:
             self._drop(region)
 
 
-def traffic(store: BackingStore, sizes: Mapping[File, Mapping[int, int]]) -> dict[File, list[float]]:
-    """Return the calibration tokens routed to each expert (pack/FORMAT.md, "Calibration tables")."""
-    tokens = [[float(n) for n in layer.tokens] for layer in store.bundle.calibration().layers]
-    return {file: tokens[file[1]] for file in sizes}
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A region: some extents of one layer file, in the region's order, and their bytes."""
@@ -287,13 +282,9 @@ def plan_pieces(
 ) -> list[Piece]:
     """Return the regions to pin, in order: the most wanted part of every layer, then the next of every layer.
 
-    Args:
-        sizes: bytes of every extent by its expert, by file in the order of versions and layers.
-        wanted: the traffic of each expert, by file.
-        limit: bytes for all regions.
-        in_place: whether regions are parts of the files, with extents in expert order; otherwise extents are gathered,
-            the most wanted first.
-        most: bytes of a region.
+    `sizes` are bytes of every extent by expert, by file in the order of versions and layers; `wanted` is the traffic of
+    each expert. All regions take at most `limit` bytes, and one `most`. With `in_place` regions are parts of the files,
+    with extents in expert order; otherwise extents are gathered, the most wanted first.
     """
     rounds: list[tuple[int, Piece]] = []
     kept = None if in_place else _most_wanted(sizes, wanted, limit)

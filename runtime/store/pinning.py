@@ -48,16 +48,11 @@ class Pinned:
 
 
 class Chain:
-    """A store's position in the chain. One thread advances it.
-
-    Attributes:
-        mode: the present way.
-        reasons: the ways that were given up, with the reasons.
-    """
+    """A store's position in the chain. One thread advances it."""
 
     def __init__(self, calls: Cudart) -> None:
-        self.mode = Mode.MAPPED
-        self.reasons: list[tuple[Mode, str]] = []
+        self.mode = Mode.MAPPED  # the present way
+        self.reasons: list[tuple[Mode, str]] = []  # the ways that were given up, with the reasons
         try:
             if not calls.attribute(HOST_REGISTER_SUPPORTED):
                 self.fall("the device registers no host memory")
@@ -79,10 +74,9 @@ def anonymous(size: int) -> Buffer:
 
 
 def pin_mapping(calls: Cudart, file: int, offset: int, size: int) -> Pinned:
-    """Register pages of a file's mapping; a page outside the page cache costs a fault.
+    """Register pages of a file's mapping, with a fault for each outside the page cache.
 
-    Raises:
-        CudaError, OSError, ValueError: when that fails.
+    Raises CudaError, OSError or ValueError when that fails.
     """
     inside = offset % mmap.ALLOCATIONGRANULARITY
     mapping = mmap.mmap(file, inside + size, access=mmap.ACCESS_READ, offset=offset - inside)
@@ -99,22 +93,14 @@ def pin_mapping(calls: Cudart, file: int, offset: int, size: int) -> Pinned:
 
 
 def pin_filled(calls: Cudart, memory: Buffer) -> Pinned:
-    """Register anonymous memory after it was filled: registering empty pages would zero them first.
-
-    Raises:
-        CudaError: when that fails.
-    """
+    """Register anonymous memory after it was filled (empty pages would be zeroed first); raises CudaError."""
     address = memory.ctypes.data
     calls.register(address, len(memory), PORTABLE)
     return Pinned(Mode.REGISTERED, memory, lambda: calls.unregister(address))
 
 
 def allocate(calls: Cudart, size: int) -> Pinned:
-    """Allocate pinned memory from CUDA.
-
-    Raises:
-        CudaError: when there is none.
-    """
+    """Allocate pinned memory from CUDA; raises CudaError."""
     address = calls.allocate(size)
     return Pinned(Mode.ALLOCATED, _at(address, size), lambda: calls.free(address))
 

@@ -22,7 +22,7 @@ from moepack.runtime.store import files as store_module
 from moepack.runtime.store import filling, host_limit, pinning
 from moepack.runtime.store.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
 from moepack.runtime.store.files import BackingStore
-from moepack.runtime.store.pinned import HostStore, plan_pieces, traffic
+from moepack.runtime.store.pinned import HostStore, plan_pieces
 from moepack.runtime.store.pinning import Mode
 
 GIB = 1 << 30
@@ -122,7 +122,7 @@ def test_flags_sizes_and_what_was_there_when_registering(opened: BackingStore) -
     by_traffic = FakeCudart(NO_MAPPINGS)
     filled(opened, by_traffic).close()
     assert [(s, f) for n, s, f in by_traffic.calls if n == "register"] == [(len(x), PORTABLE) for x in layers]
-    tokens = traffic(opened, {("bf16", p): {} for p in range(4)})
+    tokens = {("bf16", p): x.tokens for p, x in enumerate(opened.bundle.calibration().layers)}
     for p, seen in enumerate(by_traffic.seen):
         order = sorted(range(16), key=lambda e: (-tokens["bf16", p][e], e))
         assert seen == b"".join(np.asarray(opened.bundle.extent("bf16", p, e)).tobytes() for e in order)
@@ -263,7 +263,7 @@ def test_damage_is_named_and_never_served(damaged: Path, attributes: dict[int, i
 
 def test_a_limit_leaves_the_least_wanted_in_files(opened: BackingStore) -> None:
     whole = size_of(opened)
-    tokens = traffic(opened, {("bf16", p): {} for p in range(4)})
+    tokens = {("bf16", p): x.tokens for p, x in enumerate(opened.bundle.calibration().layers)}
     host = filled(opened, FakeCudart(NO_MAPPINGS), whole // 2)
     state, pinned = host.state(), check(host, opened)
     assert 0.4 * whole < state["pinned_bytes"] <= whole // 2 and state["file_bytes"] == whole - state["pinned_bytes"]

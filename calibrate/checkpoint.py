@@ -104,11 +104,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:
-    """Open a model directory, or download a Hub model by its id.
-
-    Args:
-        name: the directory or the id.
-        revision: branch, tag or commit of a Hub model; by default its main branch.
+    """Open a model directory, or download a Hub model by its id; `revision` is its branch, tag or commit.
 
     Raises:
         InputError: naming a file that is missing, truncated or unusable.

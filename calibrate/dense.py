@@ -71,25 +71,15 @@ class DenseMoments:
         return self.learn[self.group[module]], self.held[self.group[module]]
 
 
-@dataclass
-class _Group:
-    learn: Tensor
-    held: Tensor
-    counts: list[int]
-
-
 class DenseWatch:
     """Watches the dense matrices of one part while batches go through it."""
 
     def __init__(self, modules: Mapping[str, Any], blocks: Mapping[str, Any], windows: int, length: int) -> None:
-        """
-        Args:
-            modules: the matrices' Linears by name.
-            blocks: by the same names, the matrix's block, whose output is added to the hidden state, if any.
-            windows, length: the number of windows, and the tokens of one.
-        """
+        """Take the matrices' Linears by name, and by the same names their blocks, which add to the hidden state."""
         self._modules, self._blocks, self._windows, self._length = modules, blocks, windows, length
-        self._groups: list[_Group] = []
+        # Of each group: sums of x x^T over tokens to learn from and held-out ones, and the numbers of these tokens.
+        self._sums: list[tuple[Tensor, Tensor]] = []
+        self._counts: list[list[int]] = []
         self._of: dict[str, int] = {}
         self._owner: dict[int, str] = {}  # group -> the module that its moments are taken at
         self._now: list[tuple[weakref.ref[Tensor], int]] = []
@@ -125,10 +115,11 @@ class DenseWatch:
     def _read(self, name: str, x: Tensor) -> None:
         group = self._of.get(name)
         if group is None:
-            group = next((g for ref, g in self._now if ref() is x), len(self._groups))
-            if group == len(self._groups):
+            group = next((g for ref, g in self._now if ref() is x), len(self._sums))
+            if group == len(self._sums):
                 empty = torch.zeros(x.shape[-1], x.shape[-1], device=x.device)
-                self._groups.append(_Group(empty, empty.clone(), [0, 0]))
+                self._sums.append((empty, empty.clone()))
+                self._counts.append([0, 0])
                 self._owner[group] = name
                 self._now.append((weakref.ref(x), group))
             self._of[name] = group
@@ -139,11 +130,10 @@ class DenseWatch:
         step = max(1, self._windows * self._length // wanted)
         at = torch.arange(0, len(flat), step, device=flat.device)
         held = (self._first + at // self._length) % HELD_OUT == HELD_OUT - 1
-        own = self._groups[group]
-        for i, (into, tokens) in enumerate(((own.learn, at[~held]), (own.held, at[held]))):
+        for i, tokens in enumerate((at[~held], at[held])):
             part = flat[tokens].float()
-            into.addmm_(part.T, part)
-            own.counts[i] += len(tokens)
+            self._sums[group][i].addmm_(part.T, part)
+            self._counts[group][i] += len(tokens)
 
     def _added(self, block: int, out: Any) -> None:
         tensor = out[0] if isinstance(out, tuple) else out
@@ -154,10 +144,9 @@ class DenseWatch:
     @torch.inference_mode()
     def moments(self) -> DenseMoments:
         """The collected moments, which are divided in place: call it once."""
-        learn = tuple(g.learn.div_(max(1, g.counts[0])).cpu() for g in self._groups)
-        held = tuple(
-            g.held.div_(g.counts[1]).cpu() if g.counts[1] else m for g, m in zip(self._groups, learn, strict=True)
-        )
+        pairs = list(zip(self._sums, self._counts, strict=True))
+        learn = tuple(sums[0].div_(max(1, n)).cpu() for sums, (n, _) in pairs)
+        held = tuple(sums[1].div_(n).cpu() if n else m for (sums, (_, n)), m in zip(pairs, learn, strict=True))
         signal = {}
         for name, group in self._of.items():
             total, count = self._power.get(id(self._blocks.get(name)), (0.0, 0))

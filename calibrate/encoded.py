@@ -100,13 +100,8 @@ def _checked(
 def decode_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """Decode block FP8 as in DeepSeek-V3: code times its block's scale, in float32, rounded to BF16.
 
-    Args:
-        codes: float8_e4m3fn [..., rows, cols].
-        scales: floating point [..., ceil(rows / block[0]), ceil(cols / block[1])].
-        block: rows and columns that share a scale; the last ones may be partial.
-
-    Returns:
-        BF16 [..., rows, cols].
+    `codes` are float8_e4m3fn [..., rows, cols], `scales` [..., ceil(rows / block[0]), ceil(cols / block[1])] of any
+    floating point. `block` are the rows and columns that share a scale. Returns BF16 [..., rows, cols].
     """
     rows, cols = codes.shape[-2:]
     import torch
@@ -123,14 +118,8 @@ def decode_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Decode MXFP4 as in gpt-oss: 4-bit values (E2M1), 32 of a row sharing an exponent. Exact except for subnormals.
 
-    A byte holds two values, the first in its low bits. The result is transposed, as in transformers.
-
-    Args:
-        blocks: uint8 [..., rows, groups, 16].
-        scales: uint8 [..., rows, groups]: the exponent plus 127.
-
-    Returns:
-        BF16 [..., groups * 32, rows].
+    A byte of `blocks`, uint8 [..., rows, groups, 16], holds two values, the first in its low bits. `scales`, uint8
+    [..., rows, groups], are exponents plus 127. Returns BF16 [..., groups * 32, rows], transposed as in transformers.
     """
     import torch
 

@@ -55,12 +55,7 @@ class Observation:
 
 
 class CalibrationPass:
-    """The activations between two layers, and the step through a layer.
-
-    Attributes:
-        hidden: the next layer's inputs on the CPU, a tensor [batch, length, hidden_size] for each batch. They are views
-            of one tensor, which each layer overwrites.
-    """
+    """The activations between two layers, and the step through a layer."""
 
     def __init__(
         self,
@@ -72,20 +67,18 @@ class CalibrationPass:
         seen_in: Path | None = None,
         reusing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """
-        Args:
-            stream: the model.
-            ids: int64 [windows, length].
-            batch_size: windows that go through a layer together.
-            dtype: the compute dtype.
-            hidden_in, seen_in: folders for files that hold the next layer's inputs, and the inputs of a layer's
-                experts; None keeps them in memory.
-            reusing: a context for all batches of a layer after the first, which may reuse freed memory.
+        """Take windows of ids, int64 [windows, length], of which `batch_size` go through a layer together.
+
+        `hidden_in` and `seen_in` are folders for files that hold the next layer's inputs, and the inputs of a layer's
+        experts; None keeps them in memory. `reusing` is a context for all batches of a layer after the first, which may
+        reuse freed memory.
         """
         self._stream, self._dtype, self._reusing = stream, dtype, reusing
         self._hidden_in, self._seen_in = hidden_in, seen_in
         self.length = ids.shape[1]
         self._batches = list(ids.split(batch_size))
+        # The next layer's inputs on the CPU, [batch, length, hidden_size] for each batch: views of one tensor, which
+        # each layer overwrites.
         self.hidden: list[Tensor] = []
         self._arguments: dict[tuple[int, int], dict[str, Any]] = {}
         self._own: dict[tuple[int, int], dict[str, Any]] = {}  # (layer, batch) -> the batch's own arguments
@@ -255,8 +248,8 @@ class _Buffer:
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
         """The collected inputs, experts and gates."""
-        inputs, experts, gates = (part[: self._filled] for part in self._parts)
-        return inputs, experts, gates
+        inputs, experts, gates = self._parts
+        return inputs[: self._filled], experts[: self._filled], gates[: self._filled]
 
 
 @contextmanager

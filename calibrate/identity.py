@@ -27,10 +27,8 @@ def identity(
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The digests of a checkpoint's files by their names, and what to pass as `known` next time.
 
-    Args:
-        checkpoint: an opened one.
-        known: digests of earlier calls; one counts for a file whose size, time and inode are as they were.
-        advance: receives the bytes of each read, from several threads.
+    A digest of an earlier call in `known` counts for a file whose size, time and inode are as they were. `advance`
+    receives the bytes of each read, from several threads.
 
     Raises:
         InputError: if a file cannot be read, or changes meanwhile.

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moepack.families.mtp import mtp_tensors
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
-from moepack.pack.spec import ExpertLayer
 
 from .checkpoint import Checkpoint, source_dtype
 from .experts import describe, is_experts_module, parameter_names
@@ -28,16 +27,6 @@ _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 
 class Skeleton:
     """A checkpoint's model without weights. A part is a decoder layer's index, or None for all else.
-
-    Attributes:
-        model: the transformers model.
-        layers: its decoder layers (a ModuleList).
-        expert_layers: layer index -> descriptor, for layers with experts.
-        expert_dtype: the dtype of the experts in the checkpoint, one of `moepack.pack.spec.EXPERT_DTYPES`.
-        mtp: names of the checkpoint's tensors for multi-token prediction, which the model lacks.
-        unused: names of its other tensors that the model lacks.
-        experts_in: a folder for files to which a loaded layer's expert matrices are mapped, if they can be read some at
-            a time; they then stay on the CPU. None keeps them in memory.
 
     Raises:
         InputError: for a model without experts or of an unknown layout, or a missing tensor.
@@ -63,12 +52,13 @@ class Skeleton:
         if len(stacks) != len(experts):
             raise InputError(f"{name}: layers of {config.model_type} have several sets of experts: not supported")
         self.prefix = next(place[0] for place in stacks if place)
-        self.layers = self.model.get_submodule(self.prefix)
+        self.layers = self.model.get_submodule(self.prefix)  # a ModuleList
+        # A folder for files to which a loaded layer's expert matrices are mapped, if they can be read some at a time;
+        # they then stay on the CPU. None keeps them in memory.
         self.experts_in: Path | None = None
         self._experts = {int(n[len(self.prefix) + 1 :].split(".")[0]): n for n in experts}
-        self.expert_layers: dict[int, ExpertLayer] = {
-            i: describe(i, n, experts[n]) for i, n in sorted(self._experts.items())
-        }
+        # By layer index, of layers with experts.
+        self.expert_layers = {i: describe(i, n, experts[n]) for i, n in sorted(self._experts.items())}
         self._plan()
         self._materialise_buffers()
 
@@ -88,7 +78,7 @@ class Skeleton:
                 expert_sources += self._targets.get(f"{name}.{weight}", [])
         if not expert_sources:
             raise InputError(f"{self.checkpoint.name}: no tensor of the checkpoint belongs to an expert")
-        self.expert_dtype = source_dtype(self.checkpoint, expert_sources)
+        self.expert_dtype = source_dtype(self.checkpoint, expert_sources)  # in the checkpoint, one of EXPERT_DTYPES
         for target, keys in self._targets.items():
             dtype = _TORCH_DTYPE.get(self.checkpoint.dtype(keys[0]))
             if dtype is not None and state[target].is_floating_point():
@@ -125,6 +115,7 @@ class Skeleton:
             elif target not in tied:
                 self._sources.setdefault(self.layer_of(target), []).append(key)
                 self._targets.setdefault(target, []).append(key)
+        # Names of the checkpoint's tensors for multi-token prediction, and of others that the model lacks.
         self.mtp: list[str] = mtp_tensors(unused, len(self.layers))
         self.unused = sorted(set(unused) - set(self.mtp))
         return any(len(c.target_patterns) > 1 for c in converters)

@@ -23,11 +23,9 @@ _SPECIAL = (
 
 
 def open_file(root: Path, name: str) -> int:
-    """A file descriptor of `name` in the bundle at `root`, for reading.
+    """A descriptor, for reading, of a file of the bundle at `root`; links that lead to `root` are followed.
 
-    Args:
-        root: the bundle's directory; links that lead to it are followed.
-        name: a relative POSIX path, as `manifest.parser.safe_path` allows them.
+    `name` is a relative POSIX path, as `manifest.parser.safe_path` allows them.
 
     Raises:
         BundleError: of kind "missing", "link", "file-type" or "read".

@@ -139,10 +139,8 @@ def merge(
 ) -> dict[str, TensorEntry]:
     """Copy the tensors of several files into one, `out`, and return its tensors.
 
-    Args:
-        parts: files, each with a prefix for its tensors' names. Names must not collide.
-        metadata: the new file's metadata; the parts' own are dropped.
-        leave_out: names in the new file of tensors to leave out.
+    Each part has a prefix for its tensors' names, which must not collide. The parts' own metadata are dropped, and so
+    are the tensors that would have the names `leave_out`.
     """
     found: dict[str, tuple[Path, TensorEntry]] = {}
     for path, prefix in parts:

@@ -56,11 +56,6 @@ class Section:
         return self.offset + self.size
 
 
-def groups(matrix: Matrix, group_size: int) -> int:
-    """Groups of a row; the last one may be partial."""
-    return -(-matrix.cols // group_size)
-
-
 def plane_words(cols: int, bits: int) -> int:
     """32-bit words of one row of a plane that holds `bits` bits of every code."""
     return -(-cols * bits // 32)

@@ -64,12 +64,9 @@ class LayerTables:
 
 @dataclass(frozen=True)
 class DenseTables:
-    """The tables of the dense matrices (FORMAT.md): [matrices] for signal and tokens, else [matrices, versions].
+    """The tables of the dense matrices (FORMAT.md): [matrices] for signal and tokens, else [matrices, versions]."""
 
-    `versions` are the names of the columns.
-    """
-
-    versions: tuple[str, ...]
+    versions: tuple[str, ...]  # names of the columns
     relative: Array
     mse: Array
     method: Array
@@ -205,9 +202,7 @@ def read_tables(
 
     All names, dtypes and shapes are checked, and every number that is read here; other tables' numbers are checked when
     they are asked for.
-
-    Args:
-        matrices: dense matrices that have versions.
+    `matrices` counts the dense matrices that have versions.
 
     Raises:
         BundleError: when the file is not whole, or not as FORMAT.md has it.
@@ -242,10 +237,9 @@ def write_tables(
 ) -> None:
     """Merge the tables into one file.
 
-    Args:
-        layers: layer index -> the safetensors files of its routing statistics and of its losses, tables by their names
-            in FORMAT.md; those of losses have `metadata`, the same in all layers.
-        dense: a file of the dense matrices' tables, and the versions of its columns.
+    `layers` maps a layer's index to the safetensors files of its routing statistics and of its losses, tables by their
+    names in FORMAT.md. Losses have `metadata`, the same in all layers. `dense` is a file of the dense matrices' tables,
+    and the versions of its columns.
     """
     parts = [(part, f"layers.{index}.") for index, pair in layers.items() for part in pair]
     columns = dict(read_header(next(iter(layers.values()))[1]).metadata)

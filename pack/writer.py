@@ -85,12 +85,9 @@ def remove_empty(folder: Path, first: Path) -> None:
 
 
 def remove_left(folder: Path, prefix: str, lock: str = "") -> None:
-    """Remove directories that killed processes left: those whose lock is free.
+    """Remove the directories of a prefix that killed processes left: those whose lock is free.
 
-    Args:
-        folder: their parent.
-        prefix: of their names.
-        lock: the file in each that its process locks; the directory itself, without.
+    The lock is a file in each, or the directory itself.
     """
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):
@@ -125,10 +122,7 @@ def _lock(folder: Path) -> int:
 class BundleWriter:
     """A bundle being written at `target`. A context manager: leaving it without `finish` removes everything.
 
-    Args:
-        target: the bundle's directory.
-        keep: for an existing bundle that the new one replaces: names of its files that the new one keeps. None: the
-            target must be new or empty.
+    `keep` names the files that a new bundle takes from the one it replaces; None for a target that is new or empty.
 
     Raises:
         TargetError: for another target, or one that another process is replacing.

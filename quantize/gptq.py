@@ -43,17 +43,11 @@ LANES, NARROW = 1024, 8
 
 
 def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
-    """Quantise a batch of experts at every width.
+    """Quantise a batch of experts at every width; see `methods.quantise_all`.
 
-    Args:
-        weight: float32 [experts, rows, cols].
-        moments: mean second moments of the inputs, float32 [experts, cols, cols]. Those that are zero or not finite
-            count as the identity.
-        versions: affine versions; those of one group size share all the work.
-
-    Returns:
-        A batch for each version, on the device of `weight`. Deterministic. An expert's codes do not depend on its
-        batch, except for weights halfway between two codes; on a CPU they do not depend on the other versions.
+    Moments that are zero or not finite count as the identity. Versions of one group size share all the work. The result
+    is deterministic. An expert's codes do not depend on its batch, except for weights halfway between two codes; on a
+    CPU they do not depend on the other versions.
     """
     experts, own, cols = weight.shape
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}

@@ -116,16 +116,10 @@ def fallbacks(name: str, version: Version) -> tuple[Method, ...]:
 def quantise_all(
     name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version]
 ) -> dict[Version, Quantised]:
-    """Quantise a batch of matrices at several widths. `gptq` shares its work among the widths of a call.
+    """Quantise a batch of matrices, float32 [experts, rows, cols], at several affine versions, in their order.
 
-    Args:
-        name: a method's.
-        weight: float32 [experts, rows, cols].
-        moments: mean second moments of the inputs, float32 [experts, cols, cols]; None if the method needs none.
-        versions: affine versions.
-
-    Returns:
-        A batch for each version, in their order.
+    `moments` are the inputs' mean second moments, float32 [experts, cols, cols], or None if the method needs none.
+    `gptq` shares its work among the widths of a call.
     """
     wanted: dict[Quantiser, list[Version]] = {}
     for version in versions:

@@ -26,15 +26,11 @@ Encode = Callable[[str], list[int]]
 
 
 class Encoder:
-    """A tokenizer, and the ids that it puts around a document.
-
-    Attributes:
-        begin: the ids that the tokenizer adds before a text, as a BOS.
-        end: the end-of-text token, if the tokenizer has one.
-    """
+    """A tokenizer, and the ids that it puts around a document."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        # The end-of-text token, if there is one, and the ids that the tokenizer adds before a text, as a BOS.
         self.end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         bare, full = self.encode("a"), list(tokenizer("a", verbose=False)["input_ids"])
         places = (i for i in range(len(full)) if bare and full[i : i + len(bare)] == bare)

@@ -92,14 +92,8 @@ def calibration_windows(
 ) -> Windows:
     """Choose `samples` windows of `length` tokens from all sources in proportion to their weights, by the seed.
 
-    A source with too few windows gives all it has; none is repeated.
-
-    Args:
-        sources: sources for `documents.documents`.
-        tokenizer: the model's tokenizer.
-        samples, length, seed: number and length of the windows, and the seed of the choice.
-        weights: a positive weight for each source, by default equal. Sources take turns by d'Hondt's rule: each has at
-            least the whole windows of its share of the first n windows.
+    A source (`documents.documents`) with too few windows gives all it has; none is repeated. Sources take turns by
+    d'Hondt's rule: each has at least the whole windows of its share of the first n windows. Weights are positive.
 
     Raises:
         InputError: without sources, or if one does not fill a window.

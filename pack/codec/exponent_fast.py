@@ -47,18 +47,14 @@ def engine_name() -> str:
     return "C, AVX-512" if loops.level else "C"
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_cores(), thread_name_prefix="moepack-codec")
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="moepack-codec")
 
 
 def _shares(tiles: int, threads: int | None) -> list[tuple[int, int]]:
     """Ranges of tiles, one a thread."""
-    count = max(1, min(threads or _cores(), tiles // _SHARE))
+    count = max(1, min(threads or len(os.sched_getaffinity(0)), tiles // _SHARE))
     edges = [tiles * i // count for i in range(count + 1)]
     return list(itertools.pairwise(edges))
 

@@ -68,14 +68,11 @@ def decode(parts: Sequence[np.ndarray[Any, Any]], out: Bf16Bits, first_tile: int
 
 
 class Opened:
-    """A coded matrix whose header and offsets were checked once, to be decoded in parts.
-
-    Attributes:
-        address: the first argument of the function at `part_address`.
-    """
+    """A coded matrix whose header and offsets were checked once, to be decoded in parts."""
 
     def __init__(self, data: Buffer, room: np.ndarray[Any, Any]) -> None:
-        self._data, self._room, self.address = data, room, _at(room)  # the arrays keep the memory
+        self._data, self._room = data, room  # they keep the memory
+        self.address = _at(room)  # the first argument of the function at `part_address`
 
     def decode(self) -> int:
         """Decode all of it on this thread; 0, or 8 * tile + the number of an error."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import Kind
-from ..sections import BLOCK_ROWS, GROUPS, Matrix, groups, plane_words
+from ..sections import BLOCK_ROWS, GROUPS, Matrix, plane_words
 from .base import Part, Version, codec
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Affine(Version):
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:
         """Planes, scales, zero points where they are stored, and the bias if the matrix has one."""
-        blocks, by_group = -(-matrix.rows // BLOCK_ROWS), groups(matrix, self.group_size)
+        blocks, by_group = -(-matrix.rows // BLOCK_ROWS), -(-matrix.cols // self.group_size)
         for p, bits in enumerate(self.planes):
             yield f"plane{p}", (blocks, plane_words(matrix.cols, bits), BLOCK_ROWS), 4
         yield "scale", (blocks, by_group, BLOCK_ROWS), 2

@@ -99,14 +99,12 @@ openmp = use_openmp()
 
 
 class CodedExperts:
-    """Matrices of a product that are decoded into their place first, and the results.
-
-    Attributes:
-        opened: uint64 [experts], the address of exponent_native.Opened; 0 for a matrix that is in its place.
-    """
+    """Matrices of a product that are decoded into their place first, and the results."""
 
     def __init__(self, experts: int) -> None:
-        self.opened = np.zeros(experts, np.uint64)
+        self.opened = np.zeros(
+            experts, np.uint64
+        )  # addresses of exponent_native.Opened; 0 for one that is in its place
         self._report = np.zeros(3, np.int64)
 
     @property
@@ -140,18 +138,13 @@ def has_tiles(dtype: torch.dtype) -> bool:
 
 
 class LayerForms:
-    """The forms of a layer's matrices in all its versions. Kernels read them beside handles.
-
-    Attributes:
-        numbers: each version's number in a handle.
-        unlimited: the `limits` of a product that leaves no expert out.
-    """
+    """The forms of a layer's matrices in all its versions. Kernels read them beside handles."""
 
     def __init__(self, matrices: Sequence[Matrix], versions: Sequence[Version]) -> None:
         self.matrices = tuple(matrices)
-        self.numbers = {v.name: i for i, v in enumerate(versions)}
+        self.numbers = {v.name: i for i, v in enumerate(versions)}  # in a handle
         forms = [make_forms(self.matrices, v) for v in versions]
-        self.unlimited = np.full(len(versions), 1 << 62, np.int64)
+        self.unlimited = np.full(len(versions), 1 << 62, np.int64)  # the `limits` that leave no expert out
         self._rows = [np.array([f[i].row() for f in forms], np.int64) for i in range(len(self.matrices))]
         self._at = [(int(rows.ctypes.data), rows.strides[0]) for rows in self._rows]
 

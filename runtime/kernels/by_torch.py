@@ -20,13 +20,9 @@ Weights = Callable[[int, int, torch.dtype], Tensor]
 
 
 def multiply(x: Tensor, weights: Weights, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = W x + b.
+    """out = W x + b, for x [tokens, cols] in float32 or bfloat16, out [tokens, rows] of x's dtype and bias [rows].
 
-    Args:
-        x: float32 or bfloat16 [tokens, cols].
-        weights: gives rows `first` to `last` of W in a dtype, transposed: [cols, last - first].
-        out: [tokens, rows], of x's dtype.
-        bias: [rows].
+    `weights` gives rows `first` to `last` of W in a dtype, transposed: [cols, last - first].
     """
     rows = out.shape[1]
     dtype = torch.float32 if emulated(x.device, x.dtype) else x.dtype

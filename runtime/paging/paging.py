@@ -165,32 +165,34 @@ class Paging:
             if (run := self._take(position, experts)) is None:
                 return
             step.ahead = run
-            self._submit(run.loads, snapshot, step, True)
+            self.submit(run.loads, snapshot, step, True)
             run.loads = ()
 
     def _take(self, position: int, experts: Sequence[int]) -> LayerRun | None:
         return self.window.acquire([[(d, position, e) for e in experts] for d in range(len(self.window.blocks))])
 
-    def _submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, step: Any, is_ahead: bool = False) -> None:
-        if self._closed:  # the loaders have gone
-            raise _closed()
-        read: dict[int, Load] = {}
-        for pages in loads:
-            for mapped in pages:
-                expert = mapped.page[2]
-                packed = snapshot.handles[expert].packed
-                if packed is not None:
-                    self._loads[mapped] = Load([mapped], packed, is_ahead, step)
-                elif expert in read:
-                    read[expert].pages.append(mapped)
-                else:
-                    read[expert] = self._loads[mapped] = Load([mapped], None, is_ahead, step)
-        while len(self._threads) < LOADERS and self._loads:
-            work = partial(self._work, len(self._threads))
-            thread = threading.Thread(target=work, name=f"moepack-load-{len(self._threads) + 1}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        self._change.notify_all()
+    def submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, step: Any, is_ahead: bool = False) -> None:
+        """Have the loaders bring pages, those of the first matrices first."""
+        with self._lock:
+            if self._closed:  # the loaders have gone
+                raise _closed()
+            read: dict[int, Load] = {}
+            for pages in loads:
+                for mapped in pages:
+                    expert = mapped.page[2]
+                    packed = snapshot.handles[expert].packed
+                    if packed is not None:
+                        self._loads[mapped] = Load([mapped], packed, is_ahead, step)
+                    elif expert in read:
+                        read[expert].pages.append(mapped)
+                    else:
+                        read[expert] = self._loads[mapped] = Load([mapped], None, is_ahead, step)
+            while len(self._threads) < LOADERS and self._loads:
+                work = partial(self._work, len(self._threads))
+                thread = threading.Thread(target=work, name=f"moepack-load-{len(self._threads) + 1}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._change.notify_all()
 
     def end(self, step: Any) -> None:
         """End a step: give up its loads that have not begun, and wait for the others, which read its snapshot."""
@@ -229,11 +231,6 @@ class Paging:
         if not step.prompt.several:
             step.demanded.append((pages.position, *pages.demanded))
 
-    def submit(self, loads: Sequence[Sequence[Mapped]], snapshot: Snapshot, step: Any) -> None:
-        """Have the loaders bring pages, those of the first matrices first."""
-        with self._lock:
-            self._submit(loads, snapshot, step)
-
     def loaded(self, pages: Sequence[tuple[Mapped, Filled | None]]) -> None:
         """Note pages whose bytes are in their places, or will be once `filled` has ended."""
         with self._lock:
@@ -256,7 +253,7 @@ class Paging:
                 if self.window.adopt(mapped):
                     if packed is not None:
                         return True
-                    self._submit([[mapped]], snapshot, step)
+                    self.submit([[mapped]], snapshot, step)
                 self._change.wait()
         return False
 

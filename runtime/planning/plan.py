@@ -152,13 +152,10 @@ class Plan:
 
 
 def make_plan(bundle: Bundle, options: LiveOptions, outside: int, budget: int, on_gpu: bool = False) -> Plan:
-    """Choose a ladder that fits.
+    """Choose a ladder that fits a budget of bytes for everything.
 
-    Args:
-        bundle, options: the bundle, and the policy's options.
-        outside: bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer.
-        budget: bytes for everything.
-        on_gpu: whether the device is a GPU; `rates` are then measured later, on the open device.
+    `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. On a GPU
+    `rates` are measured later, on the open device.
 
     Raises:
         InputError: when versions are not there.

@@ -37,12 +37,8 @@ def within(
 ) -> Bundle:
     """Return the bundle with only the versions that a bound leaves.
 
-    Args:
-        bundle, bound: no bound leaves all versions.
-        outside: bytes that a token reads outside the experts.
-        chosen: experts of a token in a layer.
-        measure: returns the bytes a second that the device reads, or None if it is not on this machine; called for a
-            bound in seconds.
+    A token reads `outside` bytes outside the experts, and `chosen` experts in a layer. `measure` is called for a bound
+    in seconds: it returns the bytes a second that the device reads, or None if it is not on this machine.
 
     Raises:
         InputError: where it leaves none, with the least that a token takes.

@@ -30,8 +30,8 @@ class PageFile:
         """Open the file once more. The caller keeps the descriptor `plain`."""
         self._plain, self._fd = plain, -1
         with contextlib.suppress(OSError):  # refused, or removed: `plain` is open
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-        self.direct = self._fd >= 0 and hasattr(os, "O_DIRECT")
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        self.direct = self._fd >= 0
 
     def read(self, part: memoryview, at: int) -> int:
         """Read some bytes from an offset; returns how many. After a short read the rest may begin within a page."""
@@ -118,7 +118,7 @@ class PinnedFiller:
         with contextlib.closing(PageFile(path, extents[0].file)) as file:
             read = file.read if out is not None else None
             bad = read_extents(extents, rooms, self.threads, self.before, self.done, read)
-            if out is not None and not file.direct and hasattr(os, "posix_fadvise"):
+            if out is not None and not file.direct:
                 for stored in extents:  # the page cache would hold them once more
                     os.posix_fadvise(stored.file, stored.offset, stored.size, os.POSIX_FADV_DONTNEED)
         for i, error in bad.items():

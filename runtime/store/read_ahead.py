@@ -141,5 +141,4 @@ class ReadAhead:
 
 def readers() -> int:
     """Return the number of reading threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(READERS, cores)
+    return min(READERS, len(os.sched_getaffinity(0)))

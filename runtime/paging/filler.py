@@ -85,10 +85,10 @@ class RunPages:
         self.waits, self.waited = 0, 0.0  # experts that the run waited for, and the seconds of that
         self.demanded = [0, 0]  # bytes brought for this run alone: [packed, stored]
         self.issued: list[Any] = []  # `GpuWork` (gpu_filler.py), which `Paging` checks later
-        self._paging, self._snapshot, self._wanted = paging, snapshot, set(active)
-        self._needed = tuple([m for m in pages if m.page[2] in self._wanted] for pages in run.pages)
+        self._paging, self._snapshot, self._step = paging, snapshot, step
+        wanted = set(active)
+        self._needed = tuple([m for m in pages if m.page[2] in wanted] for pages in run.pages)
         self._own: tuple[dict[int, Mapped], ...] = tuple({} for _ in run.pages)
-        self._step = step
 
     def begin(self, loads: Sequence[Sequence[Mapped]]) -> None:
         """Begin the loads: the loaders read what is stored, this step decodes what is packed."""

@@ -8,8 +8,8 @@ PY := $(VENV)/bin/python
 demo: $(VENV)/.build-installed
 	$(PY) examples/demo.py
 
-# A file a process, on at most four cores, each process with one thread of torch's.
-TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile
+# A file a process, each with one thread of torch's.
+TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $$($(PY) tests/helpers/workers.py) --dist loadfile
 
 test: $(VENV)/.dev-installed
 	$(TEST) --durations=15

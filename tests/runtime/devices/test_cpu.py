@@ -16,12 +16,17 @@ MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HAS_THEM = MODE.exists() and "[never]" not in MODE.read_text()
 
 
-def resident(memory: CpuMemory) -> tuple[int, int]:
-    """Bytes of it in memory, and of the mappings that it is a part of those in huge pages."""
-    begin, size = memory.tensor.data_ptr(), len(memory.tensor)
+def resident(memory: CpuMemory) -> int:
+    """Its bytes that are in memory."""
     with Path("/proc/self/pagemap").open("rb") as f:
-        f.seek(begin // PAGE * 8)
-        there = np.frombuffer(f.read(size // PAGE * 8), np.uint64) >> np.uint64(63)
+        f.seek(memory.tensor.data_ptr() // PAGE * 8)
+        there = np.frombuffer(f.read(len(memory.tensor) // PAGE * 8), np.uint64) >> np.uint64(63)
+    return int(there.sum()) * PAGE
+
+
+def in_huge_pages(memory: CpuMemory) -> int:
+    """Bytes in huge pages, of the mappings that it is a part of."""
+    begin, size = memory.tensor.data_ptr(), len(memory.tensor)
     huge, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split()[0]
@@ -30,7 +35,7 @@ def resident(memory: CpuMemory) -> tuple[int, int]:
             inside = low < begin + size and begin < high
         elif inside and head == "AnonHugePages:":
             huge += int(line.split()[1]) << 10
-    return int(there.sum()) * PAGE, huge
+    return huge
 
 
 @pytest.mark.skipif(not HAS_THEM, reason="no transparent huge pages here")
@@ -39,12 +44,11 @@ def test_what_is_taken_at_once_is_in_huge_pages() -> None:
     memory.take(0, 8 * HUGE)
     memory.tensor[: 8 * HUGE].fill_(1)
     memory.settle(0, 8 * HUGE)
-    taken, huge = resident(memory)
-    assert taken == 8 * HUGE and huge >= 6 * HUGE
+    assert resident(memory) == 8 * HUGE and in_huge_pages(memory) >= 6 * HUGE
 
 
 @pytest.mark.skipif(not HAS_THEM, reason="no transparent huge pages here")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=4, max_size=30))
 def test_only_what_is_taken_is_there(changes: list[tuple[int, bool]]) -> None:
     """Blocks of 3/4 of a huge page, written when they are taken, come and go: their neighbours' pages do not."""
@@ -59,7 +63,7 @@ def test_only_what_is_taken_is_there(changes: list[tuple[int, bool]]) -> None:
         elif not wanted and i in kept:
             assert memory.give_back(i * block, block) == block
             kept.remove(i)
-        assert resident(memory)[0] == len(kept) * block
+        assert resident(memory) == len(kept) * block
         assert all(int(memory.tensor[k * block]) == int(memory.tensor[(k + 1) * block - 1]) == k + 1 for k in kept)
     if len(kept) == 8:
-        assert resident(memory)[1] > 0
+        assert in_huge_pages(memory) > 0

@@ -360,7 +360,7 @@ def test_the_allocator_takes_what_is_reserved(middle: Path, bundle: Path) -> Non
 
 SHAPES = [  # hidden, intermediate, experts, top_k
     (128, 64, 16, 2),  # the demo model
-    (2048, 768, 32, 4),
+    (1024, 384, 16, 4),
     (96, 4096, 3, 2),
 ]
 

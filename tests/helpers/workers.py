@@ -1,4 +1,4 @@
-"""Print how many processes the suite runs in: one more than there are cores, as tests wait for children; four at most."""
+"""Print how many processes the suite runs in: one more than there are cores (tests wait for children), at most four."""
 
 import os
 

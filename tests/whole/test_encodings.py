@@ -21,7 +21,6 @@ from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.encodings import base
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
-from moepack.pack.sections import groups
 from moepack.pack.spec import Matrix, Version, version_names
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
@@ -66,7 +65,7 @@ def random(version: Version, seed: int = 0) -> list[AffineMatrix]:
     """Every code in every column's plane pair at least once over the matrices; every zero point; scales of one size."""
     rng, out = np.random.default_rng(seed), []
     for m in MATRICES:
-        shape = (m.rows, groups(m, version.group_size))
+        shape = (m.rows, -(-m.cols // version.group_size))
         codes = np.resize(np.arange(1 << version.bits), (m.rows, m.cols)).astype(np.uint8)
         scale = (rng.uniform(0.01, 0.03, shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         bias = rng.integers(0, 1 << 14, m.rows).astype(np.uint16) if m.bias else None

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moepack.families.arguments import cache_in, with_cache
+
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last the normal distribution's will do.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 11: 2.20, 15: 2.13, 23: 2.07, 31: 2.04, 47: 2.01}
 
@@ -111,7 +113,7 @@ def _window(model: Any, ids: Tensor, prompt: int, out: Decoded) -> Tensor:
     logits = [got.logits[0, -1].float()]
     for at in range(prompt, len(ids) - 1):
         began = time.perf_counter()
-        got = model(ids[None, at : at + 1], past_key_values=got.past_key_values, use_cache=True, logits_to_keep=1)
+        got = model(ids[None, at : at + 1], use_cache=True, logits_to_keep=1, **with_cache(model, cache_in(got)))
         out.tpot.append(time.perf_counter() - began)
         logits.append(got.logits[0, -1].float())
     return torch.stack(logits)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
@@ -143,12 +144,12 @@ class Session:
             cache = self._prefill(whole, cache, done)
         settings = GenerationConfig(max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True)
         out = self.model.generate(
-            whole, attention_mask=torch.ones_like(whole), streamer=streamer, past_key_values=cache,
+            whole, attention_mask=torch.ones_like(whole), streamer=streamer,
             generation_config=settings, stopping_criteria=StoppingCriteriaList([Stop()]),
-            logits_processor=LogitsProcessorList([Choose()]),
+            logits_processor=LogitsProcessorList([Choose()]), **with_cache(self.model, cache),
         )  # fmt: skip
-        cached = out.past_key_values.get_seq_length() if out.past_key_values is not None else 0
-        self._cache, self._cached = out.past_key_values, out.sequences[0, :cached].tolist()
+        self._cache = cache_in(out)
+        self._cached = [] if self._cache is None else out.sequences[0, : self._cache.get_seq_length()].tolist()
         return "".join(told)
 
     def _reuse(self, ids: list[int]) -> tuple[Any, int]:
@@ -174,7 +175,7 @@ class Session:
         end = done + (ids.shape[1] - 1 - done) // self._chunk * self._chunk
         with torch.inference_mode():
             for part in ids[:, done:end].split(self._chunk, dim=1) if end > done else ():
-                cache = self.model(input_ids=part, past_key_values=cache, use_cache=True, **last).past_key_values
+                cache = cache_in(self.model(input_ids=part, use_cache=True, **with_cache(self.model, cache), **last))
         return cache
 
 

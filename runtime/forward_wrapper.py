@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from moepack.families.arguments import bound, cache_of, inputs, without_self
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.experts.prediction import Prediction
-from moepack.runtime.residency.arguments import bound, cache_of, inputs, without_self
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.step import (
@@ -205,9 +205,7 @@ class ForwardWrapper:
         if len(args) > 1:
             raise InputError("a compiled pass in a budget is given its arguments by name")
         wanted = kwargs.get("use_cache")
-        if kwargs.get("past_key_values") is not None or (
-            model.config.get_text_config().use_cache if wanted is None else wanted
-        ):
+        if cache_of(kwargs) is not None or (model.config.get_text_config().use_cache if wanted is None else wanted):
             raise InputError("a compiled pass in a budget keeps no cache: pass use_cache=False")
         for name in ("labels", "output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs.get(name) is not False:

@@ -162,6 +162,7 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
     from transformers.cache_utils import DynamicCache
 
     import moepack
+    from moepack.families.arguments import with_cache
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import parse_recipe
     from moepack.runtime.patches import quiet_libraries
@@ -186,11 +187,11 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
                 for name, model in models.items():
                     cache = DynamicCache(config=model.config)
                     began = time.perf_counter()
-                    model(ids, past_key_values=cache)
+                    model(ids, **with_cache(model, cache))
                     times[name]["prefill"].append(time.perf_counter() - began)
                     for _ in range(steps):
                         began = time.perf_counter()
-                        model(ids[:, :1], past_key_values=cache)
+                        model(ids[:, :1], **with_cache(model, cache))
                         times[name]["decode"].append(time.perf_counter() - began)
     rates = {
         name: {

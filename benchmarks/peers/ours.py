@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernels.layers import Module, Pool
+from moepack.families.arguments import with_cache
 from moepack.pack.spec import ExpertLayer, Matrix, Version, version_names
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.cpu import forward
@@ -119,12 +120,12 @@ def run_model(key: str, prompt: list[int], steps: int) -> dict[str, Any]:
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
         began = time.perf_counter()
-        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(ids, logits_to_keep=1, **with_cache(model, cache)).logits
         prefill, decode = time.perf_counter() - began, []
         for i in range(steps):
             one = ids[:, i % len(prompt)][:, None]
             began = time.perf_counter()
-            model(one, past_key_values=cache, logits_to_keep=1)
+            model(one, logits_to_keep=1, **with_cache(model, cache))
             decode.append(time.perf_counter() - began)
     return {"prefill": prefill, "decode": decode, "logits": logits[0, -1, :64].float().tolist()}
 

@@ -11,6 +11,7 @@ import torch
 
 import moepack
 from benchmarks.common import Target
+from moepack.families.arguments import cache_in, with_cache
 from moepack.runtime.planning.capacity import base_bytes
 
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
@@ -45,7 +46,7 @@ def tpot(bundle: Path, low: str, options: Any) -> tuple[list[Any], list[Target]]
                     live.transitions.want(halves[0])
                 token = torch.full((1, 1), 5 + step)
                 began = time.perf_counter()
-                out = model(token, past_key_values=out.past_key_values, use_cache=True)
+                out = model(token, use_cache=True, **with_cache(model, cache_in(out)))
                 times[forced].append(time.perf_counter() - began)
             if forced:
                 moved += live.device.moved - before

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moepack.families.arguments import with_cache
 from moepack.opening import check, load_model, locate
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
@@ -149,13 +150,14 @@ def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) ->
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, (1, context), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=model.config)
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    kept = with_cache(model, cache)
+    out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **kept)
     for _ in range(steps):
         token = out.logits[:, -1:].argmax(-1)
         if clock is not None:
             clock.seconds, clock.calls = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0)
         began = time.perf_counter()
-        out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        out = model(input_ids=token, use_cache=True, **kept)
         yield time.perf_counter() - began
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.moe import ExpertsInterface
 
+from moepack.families.arguments import cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
@@ -152,11 +153,11 @@ class Probe:
 
     def _forward(self, cache: Any, tokens: int, batch: int = 1, all_logits: bool = False, cached: bool = True) -> Any:
         ids = torch.zeros(batch, tokens, dtype=torch.long, device=self._on)
-        some: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        some = {} if cache is None else with_cache(self.model, cache)
         if not all_logits and self.model._supports_logits_to_keep():
             some["logits_to_keep"] = 1
         out = self.model(input_ids=ids, use_cache=cached, **some)
-        return getattr(out, "past_key_values", None)
+        return cache_in(out)
 
     @contextmanager
     def _running(self) -> Iterator[LiveBytes]:

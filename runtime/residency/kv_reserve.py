@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from moepack.families.arguments import cache_of, caches_in, inputs, uses_cache
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import MeasuredNeeds
@@ -24,7 +25,6 @@ from moepack.runtime.planning.kv_cache import KvShape, cache_bytes, static_lengt
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.step import PackedCache
 
-from .arguments import cache_of, caches_in, inputs, uses_cache
 from .kv_queue import PassClaim, PassQueue
 from .reserves import Reserve
 
@@ -136,11 +136,11 @@ class KvBudget:
         Raises:
             BudgetExceeded: when they cannot have it.
         """
-        if given.get("cache") is not None:
-            raise InputError(UNCOUNTED)
         ids = inputs(given)
         batch, tokens = (int(n) for n in ids.shape[:2]) if ids is not None else (1, 0)
         cache, length, size = cache_of(given), tokens, 0
+        if type(cache).__name__ == "PagedAttentionCache":
+            raise InputError(UNCOUNTED)
         if cache is not None:
             size, length = self._after_pass(cache, tokens, batch)
         elif uses_cache(self._config, given):

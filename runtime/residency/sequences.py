@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from moepack.families.arguments import cache_of, caches_in, inputs
 from moepack.runtime.step import NO_PROMPT, PackedCache, Prompt, joined
-
-from .arguments import cache_of, caches_in, inputs
 
 GUESSES = 64  # more than anybody guesses, and less than a prompt's chunks have whose tokens are all scored
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moepack.families.arguments import with_cache
 from moepack.runtime.devices import glibc
 from moepack.runtime.residency.kv_reserve import KvBudget
 
@@ -230,6 +231,6 @@ class Engine:
         wanted: dict[str, Any] = {}
         if self._only_last:
             wanted["logits_to_keep"] = torch.tensor(kept, device=self.device)
-        out = self._model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, **wanted)
+        out = self._model(input_ids=ids, position_ids=at, use_cache=True, **with_cache(self._model, cache), **wanted)
         logits: Tensor = out.logits[0]
         return logits if self._only_last else logits[kept]

@@ -76,7 +76,7 @@ def test_assistants(row: Any, agree: Agree, plain: Any, another: Any) -> None:
 def test_streamer(row: Any, free: Any, hot: Any, plain: Any, tokenizer: Any) -> None:
     texts = []
     for model in (plain, free, hot):
-        streamer = TextIteratorStreamer(tokenizer)
+        streamer = TextIteratorStreamer(tokenizer, timeout=60)  # a thread that failed ends nothing
         options = {"streamer": streamer, "max_new_tokens": 8, "do_sample": False, "use_cache": True}
         worker = threading.Thread(target=model.generate, args=(ids(8),), kwargs=options)
         worker.start()

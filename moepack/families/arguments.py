@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
+
+# By what name a pass takes and returns its cache: `cache` from transformers 5.24 on, the others before.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -38,13 +42,29 @@ def inputs(given: dict[str, Any]) -> Any:
 
 def cache_of(given: dict[str, Any]) -> Any:
     """The cache that a pass goes on with."""
-    cache = given.get("past_key_values")
-    return given.get("cache_params") if cache is None else cache
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+
+
+@functools.cache
+def _cache_name(kind: Any) -> str:
+    taken = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHE_NAMES if name in taken), CACHE_NAMES[0])
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """The argument of a model's forward, and of its `generate`, that gives it a cache."""
+    kind: Any = type(model)
+    return {_cache_name(kind): cache}
+
+
+def cache_in(out: Any) -> Any:
+    """The cache that a pass's or a generation's output object holds; None without one."""
+    return next((getattr(out, name) for name in CACHE_NAMES if hasattr(out, name)), None)
 
 
 def caches_in(out: Any) -> list[Any]:
     """The caches that a pass's result holds."""
-    found = out if isinstance(out, tuple) else (getattr(out, "past_key_values", None),)
+    found = out if isinstance(out, tuple) else (cache_in(out),)
     return [made for made in found if hasattr(made, "get_seq_length")]
 
 

@@ -35,6 +35,7 @@ _HAS_EXPERTS = re.compile(r"use_experts_implementation|^class \w*(Experts|MoE|Mo
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 4096, "max_position_embeddings": 512,
+    "unpadded_vocab_size": 4096,
     "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 8, "num_local_experts": 8,
     "n_routed_experts": 8, "moe_num_experts": 8, "num_shared_experts": 1, "n_shared_experts": 1,
     "shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,

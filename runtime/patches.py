@@ -1,8 +1,9 @@
 """Every lasting change that moepack makes to other libraries in its process, each with its reason.
 
 `import moepack` calls `install`; the command line calls `leave_out` and `quiet_libraries`. Other process-wide settings
-are made where they are needed, and undone there: the C library's allocator (devices/glibc.py), transformers' reports
-(calibrate/stream.py). Importing this module imports neither torch nor transformers.
+are made where they are needed: the C library's allocator (devices/glibc.py) and transformers' reports
+(calibrate/stream.py), undone there, and an attribute that Llama-4 lacks (families/llama4.py). Importing this module
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations

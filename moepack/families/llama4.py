@@ -16,9 +16,14 @@ from transformers.integrations.moe import (
     _default_apply_gate,
     grouped_mm_experts_forward,
 )
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
 from moepack.pack.errors import InputError
+
+# transformers 5.24.0 reads this attribute of the text model's output, which lacks it: passes over text alone failed.
+if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+    MoeCausalLMOutputWithPast.image_outputs = None
 
 
 class Experts(Llama4TextExperts):

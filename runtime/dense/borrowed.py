@@ -8,6 +8,7 @@ names stays as it is, and so does a router whose numbers would differ.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,16 +37,19 @@ class _Names:
 
 
 def _with_name(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """A copy of a function with one of its global names replaced."""
-    names = {**function.__globals__, name: value}
-    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    """Copy a function with one of its global names replaced, in the function that its decorators wrap."""
+    names, cells = {**function.__globals__, name: value}, function.__closure__
+    if (inner := getattr(function, "__wrapped__", None)) is not None:
+        own = types.CellType(_with_name(inner, name, value))
+        names, cells = function.__globals__, tuple(own if c.cell_contents is inner else c for c in cells or ())
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 
 def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
-    """A module's forward, where its code reads a global name that was not replaced."""
-    function = type(module).forward
+    """The forward of a module without its decorators, where its code reads a global name that was not replaced."""
+    function = inspect.unwrap(type(module).forward)
     if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
         return None
     if isinstance(function.__globals__.get(name), _Names | _Registry):
@@ -70,7 +74,8 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
             if weight.dtype != torch.bfloat16 or weight.dim() != 2 or not weight.is_contiguous():
                 continue
             shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach(), most))
-            own, kind = _with_name(function, "F", shim), type(module)
+            kind: Any = type(module)
+            own = _with_name(kind.forward, "F", shim)
             if _agree(module, own):
                 module.__class__ = in_place_of(kind, own)
                 done[kind.__name__] = done.get(kind.__name__, 0) + 1
@@ -168,7 +173,8 @@ def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _attention(kind: type[nn.Module]) -> type[nn.Module]:
     function: Any = kind.forward
-    return in_place_of(kind, _with_name(function, REGISTRY, _Registry(function.__globals__[REGISTRY])))
+    own = _Registry(inspect.unwrap(function).__globals__[REGISTRY])
+    return in_place_of(kind, _with_name(function, REGISTRY, own))
 
 
 def serve_attention(model: nn.Module) -> dict[str, int]:

@@ -108,7 +108,7 @@ class Hotness:
         """Count, and decide when an interval has passed, or at once when the capacity has changed."""
         if not isinstance(event, Interval):
             return None
-        for mine, new in in_turns(zip(self._counts, event.counts, strict=True), every=16):
+        for mine, new in in_turns(zip(self._counts, event.counts, strict=True)):
             mine += new
         if self._last is None:
             self._last = event.time
@@ -121,7 +121,7 @@ class Hotness:
         self._capacity = list(event.capacity)
         self._values = self._weigh()
         before, self.placements = self.placements, list(in_turns(self._filled(event.capacity)))
-        if all(np.array_equal(*pair) for pair in in_turns(zip(before, self.placements, strict=True), every=16)):
+        if all(np.array_equal(*pair) for pair in in_turns(zip(before, self.placements, strict=True))):
             return None
         return self.wanted()
 
@@ -133,7 +133,7 @@ class Hotness:
 
     def _score(self) -> None:
         alpha = self.options.alpha
-        for p, (scores, counts) in in_turns(enumerate(zip(self.scores, self._counts, strict=True)), every=8):
+        for p, (scores, counts) in in_turns(enumerate(zip(self.scores, self._counts, strict=True))):
             scale = 1.0
             if self._is_prior[p] and counts.any():
                 self._is_prior[p] = False
@@ -142,7 +142,7 @@ class Hotness:
             counts[:] = 0
 
     def _weigh(self) -> list[Floats]:
-        rows = in_turns(zip(self.scores, self._prior, strict=True), every=8)
+        rows = in_turns(zip(self.scores, self._prior, strict=True))
         return [s + self._anchor * s.sum() * q for s, q in rows]
 
     def worth(self, key: Key) -> float:

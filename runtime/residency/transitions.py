@@ -110,7 +110,7 @@ class Transitions:
     def _queue(self) -> None:
         self._updates.clear()
         residency, evicted = self.residency, []
-        for key in in_turns(residency.above() | self._wanted.keys(), every=64):
+        for key in in_turns(residency.above() | self._wanted.keys()):
             entry, target = residency.entries[key], self._target(key)
             if entry.coming is not None and entry.coming != target:
                 residency.cancel(key)
@@ -119,7 +119,7 @@ class Transitions:
         evicted.sort(key=lambda key: (self._target(key) != residency.base, self._worth(key)))
         self._evictions = {key: self._target(key) for key in evicted}
         leaving: dict[Key, int] = {}
-        for key, target in in_turns(self._wanted.items(), every=64):
+        for key, target in in_turns(self._wanted.items()):
             entry = residency.entries[key]
             if self._target(key) != target or entry.active == target or entry.coming == target:
                 continue

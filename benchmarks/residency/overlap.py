@@ -16,7 +16,7 @@ from moepack.calibrate.text.windows import load_tokenizer, windows
 from moepack.runtime.planning.capacity import base_bytes
 
 THREADS = (1, 2, 4, 8)
-WARM = 2, 20  # seconds before counting, at least and at most: activations of several passes push experts out at first
+WARM = 6.0  # seconds before counting: at first, activations of passes that run at once push experts out
 FAST = "alpha=0,margin=0,slack=0,anchor=0,interval=0.1,rate=0"
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
 SHIFT = 2.0  # seconds until all threads read another text, so that other experts are hot
@@ -51,11 +51,7 @@ def overlap(bundle: Path, low: str, data: list[str], options: Any) -> tuple[list
         model.moepack.close()
     for threads in (*THREADS, *reversed(THREADS)):
         model = load(threads, budgets[threads])
-        for second in range(WARM[1]):
-            if second >= WARM[0] and not model.moepack.manager.transitions.kv_asked:
-                break
-            _session(model, texts, threads, 1.0)
-        found = _session(model, texts, threads, options.seconds / 2)
+        found = _session(model, texts, threads, options.seconds / 2, WARM)
         before = sums.get(threads, dict.fromkeys(found, 0.0))
         sums[threads] = {name: before[name] + value for name, value in found.items()}
         sums[threads]["peak MB"] = model.moepack.resident_bytes_peak / 1e6
@@ -63,33 +59,37 @@ def overlap(bundle: Path, low: str, data: list[str], options: Any) -> tuple[list
     return [_row(threads, found, options.seconds) for threads, found in sums.items()], _judged(sums)
 
 
-def _session(model: Any, texts: list[Any], threads: int, seconds: float) -> dict[str, float]:
-    """What passes and the library's own threads did for so many seconds."""
-    until, length = time.monotonic() + seconds, texts[0].shape[1]
+def _session(model: Any, texts: list[Any], threads: int, seconds: float, warm: float = 0.0) -> dict[str, float]:
+    """What passes and the library's own threads did for so many seconds, after `warm` seconds of the same."""
+    began = time.monotonic() + warm
+    until, length = began + seconds, texts[0].shape[1]
     passes, processor, reserved = [0] * threads, [0.0] * threads, 0
 
     def work(number: int) -> None:
-        rng = np.random.default_rng(number)
+        rng, before = np.random.default_rng(number), 0.0
         with torch.inference_mode():
-            while time.monotonic() < until:
-                text = texts[int(time.monotonic() / SHIFT) % len(texts)]
+            while (now := time.monotonic()) < until:
+                if not before and now >= began:
+                    before, passes[number] = time.thread_time(), 0
+                text = texts[int(now / SHIFT) % len(texts)]
                 at = int(rng.integers(len(text)))
                 model(text[at : at + 1].roll(int(rng.integers(length)), 1), use_cache=False)
                 passes[number] += 1
-        processor[number] = time.thread_time()
+        processor[number] = time.thread_time() - before
 
-    before, began = model.moepack.counters(), _own()
     running = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
     for thread in running:
         thread.start()
+    time.sleep(warm)
+    counters, own = model.moepack.counters(), _own()
     while time.monotonic() < until:
         time.sleep(0.02)
         reserved = max(reserved, model.moepack.manager.transitions.kv_bytes)
+    after, own = model.moepack.counters(), _own() - own
     for thread in running:
         thread.join()
-    after = model.moepack.counters()
-    counted = {name: float(after[name] - before[name]) for name in ("promotions", "demotions", "forward_waits")}
-    return {**counted, "passes": sum(passes), "in passes": sum(processor), "own": _own() - began, "kv": reserved}
+    counted = {name: float(after[name] - counters[name]) for name in ("promotions", "demotions", "forward_waits")}
+    return {**counted, "passes": sum(passes), "in passes": sum(processor), "own": own, "kv": reserved}
 
 
 def _own() -> float:

@@ -5,7 +5,6 @@ Headers are checked when the files are opened, and a file's digest before its fi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from .codec.bits import bf16_to_float32
 from .errors import BundleError, InputError
-from .files import digest_of, open_file, read_file
+from .files import digest_of, opened, read_file
 from .manifest import DENSE, DENSE_INDEX, Manifest, strict_json
 from .safetensors_file import DTYPES, TensorEntry, read_open_header
 from .spec import HINT
@@ -36,7 +35,7 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
         self._checked: set[str] = set()
         tripwire = f"{manifest.layers[0].module}.down_proj"
         for file, names in dense_files(root, manifest).items():
-            with os.fdopen(open_file(root, file), "rb") as f:
+            with opened(root, file) as f:
                 tensors = read_open_header(f, f"{root}/{file}").tensors
             if names is not None and names != tensors.keys():
                 odd = min(names ^ tensors.keys())
@@ -96,7 +95,7 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
                 raise BundleError.single(location, "digest", "its bytes do not match their digest")
             self._checked.add(file)
         data = bytearray(entry.end - entry.begin)
-        with os.fdopen(open_file(self._root, file), "rb") as f:
+        with opened(self._root, file) as f:
             f.seek(entry.begin)
             if f.readinto(data) != len(data):
                 raise BundleError.single(location, "truncated", f"ends inside tensor {name}")
@@ -119,11 +118,9 @@ def dense_files(root: Path, manifest: Manifest) -> dict[str, set[str] | None]:
     found = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise BundleError.single(location, "tables", "has no weight_map of tensors' names to files")
-    out: dict[str, set[str] | None] = {}
+    out: dict[str, set[str]] = {}
     for name, file in found.items():
         if file not in manifest.files or not file.endswith(".safetensors"):
             raise BundleError.single(location, "tables", f"names {file!r}, which is no file of tensors in the manifest")
-        names = out.setdefault(file, set())
-        assert names is not None
-        names.add(name)
-    return out
+        out.setdefault(file, set()).add(name)
+    return dict(out)

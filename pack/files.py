@@ -6,10 +6,13 @@ block. One kind of link is followed: from a snapshot in huggingface_hub's cache 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from .errors import BundleError, Kind
@@ -40,14 +43,11 @@ def open_file(root: Path, name: str) -> int:
                 inner = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
                 os.close(at)
                 at = inner
-            found = os.stat(last, dir_fd=at, follow_symlinks=False)
-            if stat.S_ISLNK(found.st_mode):
+            if stat.S_ISLNK(os.stat(last, dir_fd=at, follow_symlinks=False).st_mode):
                 return _open_blob(root, name)
-            _check(location, found)
-            file = os.open(last, _FILE, dir_fd=at)
+            return _open_regular(location, last, at)
         finally:
             os.close(at)
-        return _regular(location, file)
     except OSError as error:
         raise _refusal(location, error) from None
 
@@ -61,8 +61,7 @@ def _open_blob(root: Path, name: str) -> int:
     target = Path(os.path.realpath(home / name))
     if home.parent.name != "snapshots" or target.parent != home.parent.parent / "blobs":
         raise BundleError.single(location, "link", "is a symbolic link, which a bundle does not hold: copy the file")
-    _check(location, target.lstat())
-    return _regular(location, os.open(target, _FILE))
+    return _open_regular(location, target)
 
 
 def _check(location: str, found: os.stat_result, folder: str | None = None) -> None:
@@ -74,8 +73,10 @@ def _check(location: str, found: os.stat_result, folder: str | None = None) -> N
         raise BundleError.single(location, kind, f"{shown} {what}: a bundle holds regular files in directories alone")
 
 
-def _regular(location: str, file: int) -> int:
-    """Check the opened file again: it may have been replaced since the first check."""
+def _open_regular(location: str, path: str | Path, folder: int | None = None) -> int:
+    """Open a regular file, and check it again once it is open: it may have been replaced since the first check."""
+    _check(location, os.stat(path, dir_fd=folder, follow_symlinks=False))
+    file = os.open(path, _FILE, dir_fd=folder)
     try:
         _check(location, os.fstat(file))
     except BundleError:
@@ -92,22 +93,26 @@ def _refusal(location: str, error: OSError) -> BundleError:
     return BundleError.single(location, "read", f"cannot be read: {error.strerror}")
 
 
+@contextlib.contextmanager
+def opened(root: Path, name: str) -> Iterator[BufferedReader]:
+    """A file of the bundle, open for reading; raises BundleError as `open_file`, and for what fails in the context."""
+    with os.fdopen(open_file(root, name), "rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise _refusal(f"{root}/{name}", error) from None
+
+
 def size_of(root: Path, name: str) -> int:
     """Bytes of a file; raises BundleError as `open_file`."""
-    file = open_file(root, name)
-    try:
-        return os.fstat(file).st_size
-    finally:
-        os.close(file)
+    with opened(root, name) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def read_file(root: Path, name: str, most: int) -> bytes:
     """All of a file of at most `most` bytes; raises BundleError as `open_file`, and of kind "size" for a larger one."""
-    with os.fdopen(open_file(root, name), "rb") as f:
-        try:
-            data = f.read(most + 1)
-        except OSError as error:
-            raise _refusal(f"{root}/{name}", error) from None
+    with opened(root, name) as file:
+        data = file.read(most + 1)
     if len(data) > most:
         raise BundleError.single(f"{root}/{name}", "size", f"has more than {most} bytes")
     return data
@@ -115,8 +120,5 @@ def read_file(root: Path, name: str, most: int) -> bytes:
 
 def digest_of(root: Path, name: str) -> str:
     """The SHA-256 of a file, in hexadecimal; raises BundleError as `open_file`."""
-    with os.fdopen(open_file(root, name), "rb") as f:
-        try:
-            return hashlib.file_digest(f, "sha256").hexdigest()
-        except OSError as error:
-            raise _refusal(f"{root}/{name}", error) from None
+    with opened(root, name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,7 +7,6 @@ is checked when it is read. `verify` checks all digests, and the rules that need
 from __future__ import annotations
 
 import bisect
-import itertools
 import json
 import os
 from collections.abc import Container, Iterator, Sequence
@@ -18,7 +17,7 @@ from .dense import DenseTensors
 from .errors import BundleError, CodecError, InputError, Problem
 from .files import digest_of, read_file, size_of
 from .layer_file import Layer, LayerFile
-from .manifest import CARD, CONFIG, DENSE, DENSE_INDEX, MANIFEST, MAX_BYTES, ExpertFileEntry, FileEntry, Manifest
+from .manifest import CARD, CONFIG, DENSE, DENSE_INDEX, MANIFEST, MAX_BYTES, Manifest
 from .manifest.parser import parse_manifest
 from .spec import DenseLayer, ExpertLayer, Version
 from .tables import TABLES, CalibrationTables, read_tables
@@ -212,19 +211,18 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
 
     present = tuple(v for v in manifest.versions if here(v, manifest.layers))
     dense = tuple(v for v in manifest.dense_versions if here(v, manifest.dense_layers))
-    expected: dict[str, FileEntry | ExpertFileEntry] = dict(manifest.files)
-    names = [layer.file(version.name) for version, layer in itertools.product(dense, manifest.dense_layers)]
-    names += [layer.file(version.name) for version, layer in itertools.product(present, manifest.layers)]
-    expected |= {name: manifest.expert_files[name] for name in names}
+    names = (*manifest.layer_files((), dense), *manifest.layer_files(present, ()))
+    sizes = {name: entry.size for name, entry in manifest.files.items()}
+    sizes |= {name: manifest.expert_files[name].size for name in names}
     problems: list[Problem] = []
-    for name, entry in expected.items():
+    for name, listed in sizes.items():
         try:
             size = size_of(root, name)
         except BundleError as error:
             problems += error.problems
             continue
-        if size != entry.size:
-            problems.append(Problem(f"{root}/{name}", "size", f"{size} bytes, the manifest says {entry.size}"))
+        if size != listed:
+            problems.append(Problem(f"{root}/{name}", "size", f"{size} bytes, the manifest says {listed}"))
     if not present:
         problems.append(Problem(str(root), "missing", "no version of the experts is here"))
     if manifest.dense and not dense:
@@ -232,14 +230,6 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     if problems:
         raise BundleError(problems)
     return Bundle(root, manifest, present, dense)
-
-
-def _layer_files(bundle: Bundle) -> Iterator[tuple[str, Version, Layer]]:
-    """The layer files that are here, each with its version and layer."""
-    pairs: list[tuple[Version, Layer]] = list(itertools.product(bundle.versions, bundle.layers))
-    pairs += itertools.product(bundle.dense_versions, bundle.dense_layers)
-    for version, layer in pairs:
-        yield layer.file(version.name), version, layer
 
 
 def unlisted(bundle: Bundle) -> list[str]:
@@ -259,7 +249,7 @@ def verify(bundle: Bundle, only: Container[str] | None = None) -> Iterator[tuple
         if only is None or name in only:
             skipped = only is not None and name == DENSE_INDEX  # the files that it names may be elsewhere
             yield name, _check_digest(bundle, name) or ([] if skipped else _check_file(bundle, name))
-    for name, version, layer in _layer_files(bundle):
+    for name, (version, layer) in bundle.manifest.layer_files(bundle.versions, bundle.dense_versions).items():
         if only is None or name in only:
             yield name, _verify_layer(bundle, version, layer)
 

@@ -20,6 +20,7 @@ from .errors import BundleError, Kind
 from .manifest import strict_json
 from .spec import align
 
+_bad = BundleError.single
 MAX_HEADER = 100_000_000  # the limit of the safetensors format
 MAX_RANK = 64  # dimensions of a tensor
 # dtype -> bytes of an element, and the dtype's name in torch and in NumPy, empty where NumPy has none.
@@ -130,10 +131,6 @@ def make_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def _bad(location: Path | str, kind: Kind, message: str) -> BundleError:
-    return BundleError.single(str(location), kind, message)
-
-
 def merge(
     parts: Sequence[tuple[Path, str]], out: Path, metadata: Mapping[str, str], leave_out: Container[str] = ()
 ) -> dict[str, TensorEntry]:
@@ -162,7 +159,7 @@ def merge(
                 while left:
                     chunk = source.read(min(left, 1 << 24))
                     if not chunk:
-                        raise _bad(path, "truncated", f"ends inside tensor {name}")
+                        raise _bad(f"{path}", "truncated", f"ends inside tensor {name}")
                     target.write(chunk)
                     left -= len(chunk)
     return dict(parse_header(header, out.stat().st_size, str(out)).tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BundleError, Kind
-from .files import open_file
+from .files import opened
 from .manifest import TABLES as TABLES
 from .safetensors_file import DTYPES, TensorEntry, merge, read_header, read_open_header
 from .spec import ExpertLayer, version_names
@@ -118,7 +117,7 @@ class CalibrationTables:
             BundleError: when it is not as FORMAT.md has it.
         """
         layer = self.layers[position]
-        with _open(self.path) as f:
+        with opened(self.path.parent, self.path.name) as f:
             file = _File(self.path, f)
             return file.read(*file.of_layer(layer.index, name, len(layer.tokens), len(self.versions)))
 
@@ -131,10 +130,6 @@ class CalibrationTables:
 def shown_loss(loss: float, error: float | None) -> str:
     """A relative loss as text, with two standard errors where they are known and not zero."""
     return f"{loss:.5f}" + (f" ± {2 * error:.5f}" if error else "")
-
-
-def _open(path: Path) -> BufferedReader:
-    return os.fdopen(open_file(path.parent, path.name), "rb")
 
 
 class _File:
@@ -207,7 +202,7 @@ def read_tables(
     Raises:
         BundleError: when the file is not whole, or not as FORMAT.md has it.
     """
-    with _open(path) as f:
+    with opened(path.parent, path.name) as f:
         file = _File(path, f, sha256)
         versions, methods = file.versions("versions"), file.methods()
         errors = any(f"layers.{layer.index}.{name}" in file.header.tensors for layer in layers for name in _ERRORS)

@@ -7,8 +7,9 @@ the digest, so the parser finds a damaged manifest before it reads any field.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -88,6 +89,14 @@ class Manifest:
         parts = [found.get(k) if isinstance(found, Mapping) else 0 for k in ("samples", "length")]
         sizes = [n if isinstance(n, int) and 0 <= n < 1 << 48 else 0 for n in parts]
         return sizes[0] * sizes[1]
+
+    def layer_files(
+        self, versions: Iterable[Version], dense: Iterable[Version]
+    ) -> dict[str, tuple[Version, ExpertLayer | DenseLayer]]:
+        """The layer files of these versions of the experts, then of the dense matrices, by path."""
+        pairs: list[tuple[Version, ExpertLayer | DenseLayer]] = list(itertools.product(versions, self.layers))
+        pairs += itertools.product(dense, self.dense_layers)
+        return {layer.file(version.name): (version, layer) for version, layer in pairs}
 
     def dense_files(self, version: str) -> tuple[str, ...]:
         """The files of a version of the dense matrices."""

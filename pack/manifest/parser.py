@@ -6,7 +6,6 @@ It reports every problem at once, and reads no other file.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 import unicodedata
@@ -22,6 +21,7 @@ from . import Allocation, ExpertFileEntry, FileEntry, Manifest, canonical, stric
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+_LINE = re.compile(r".+")
 
 
 class Checker:
@@ -49,17 +49,11 @@ class Checker:
         return allowed[0] if allowed else ""
 
     def matching(self, where: str, value: Any, pattern: re.Pattern[str], what: str) -> str:
-        """A string that the whole pattern matches; an empty one for any other value."""
-        if isinstance(value, str) and len(value) <= manifest.MAX_PATH and pattern.fullmatch(value):
-            return value
+        """A printable string that the whole pattern matches; an empty one for any other value."""
+        short = isinstance(value, str) and len(value) <= manifest.MAX_PATH
+        if short and value.isprintable() and pattern.fullmatch(value):
+            return str(value)
         self.wrong(where, "text", f"not {what}: {show(value)}")
-        return ""
-
-    def line(self, where: str, value: Any) -> str:
-        """A line of text that a report shows."""
-        if isinstance(value, str) and 0 < len(value) <= manifest.MAX_PATH and value.isprintable():
-            return value
-        self.wrong(where, "text", f"not a line of 1 to {manifest.MAX_PATH} characters that are printed: {show(value)}")
         return ""
 
     def items(self, where: str, value: Any, most: int) -> list[Any]:
@@ -136,11 +130,10 @@ def _model(check: Checker, value: Any, layers: Sequence[ExpertLayer], dense: Seq
         check.matching(f"model.{key}", model.get(key), _NAME, "a name of letters, digits, '.', '_' and '-'")
     check.text("model.expert_dtype", model.get("expert_dtype"), list(spec.EXPERT_DTYPES))
     count = check.integer("model.decoder_layers", model.get("decoder_layers"), 1, spec.MAX_LAYERS)
-    if layers and layers[-1].index >= count and not check.problems:
-        check.wrong("model.decoder_layers", "count", f"{count}, and layer {layers[-1].index} has experts")
-    last = max((d.layer for d in dense if d.layer is not None), default=0)
-    if last >= count and not check.problems:
-        check.wrong("model.decoder_layers", "count", f"{count}, and layer {last} has dense matrices")
+    last = {"experts": [x.index for x in layers], "dense matrices": [d.layer for d in dense if d.layer is not None]}
+    for what, indices in last.items():
+        if not check.problems and max(indices, default=0) >= count:
+            check.wrong("model.decoder_layers", "count", f"{count}, and layer {max(indices)} has {what}")
     return model
 
 
@@ -306,9 +299,7 @@ def _together(check: Checker, paths: Sequence[str]) -> None:
 
 def _layer_files(check: Checker, found: Manifest) -> None:
     """Compare the layer files that are listed with those of the versions and layers."""
-    pairs: list[tuple[Version, ExpertLayer | DenseLayer]] = list(itertools.product(found.versions, found.layers))
-    pairs += itertools.product(found.dense_versions, found.dense_layers)
-    expected = {layer.file(version.name): (version, layer) for version, layer in pairs}
+    expected = found.layer_files(found.versions, found.dense_versions)
     for path in sorted(set(expected) - set(found.expert_files)):
         check.wrong("files", "missing", f"{path} is not listed")
     for path in sorted(set(found.expert_files) - set(expected)):
@@ -345,7 +336,8 @@ def _allocation(check: Checker, value: Any, found: Manifest) -> Allocation | Non
     if has_dense:
         names = [v.name for v in found.dense_versions]
         chosen = _chosen(check, "allocation.dense", item["dense"], len(found.dense), names)
-    return Allocation(check.line("allocation.name", item.get("name")), tuple(out), chosen)
+    what = f"a line of 1 to {manifest.MAX_PATH} characters that are printed"
+    return Allocation(check.matching("allocation.name", item.get("name"), _LINE, what), tuple(out), chosen)
 
 
 def _chosen(check: Checker, at: str, value: Any, count: int, names: Sequence[str]) -> tuple[str, ...]:

@@ -86,7 +86,6 @@ class CalibrationPass:
     def start(self) -> None:
         """Embed every batch and record each layer's arguments. The part outside the layers must be loaded."""
         stream = self._stream
-        restore = []
         same: dict[tuple[int, int], tuple[bool, Tensor]] = {}  # for a batch, whose layers share tensors
 
         def is_same(a: Any, b: Any) -> bool:
@@ -116,16 +115,22 @@ class CalibrationPass:
 
             return forward
 
-        for i, layer in enumerate(stream.layers):
-            restore.append(layer.forward)
-            layer.forward = recorder(i)
+        with self._in_place_of_layers(recorder), torch.inference_mode(), self._own_code():
+            for batch in self._batches:
+                stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
+
+    @contextmanager
+    def _in_place_of_layers(self, forward: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
+        """Call `forward(index)` in place of each decoder layer inside the context."""
+        layers = list(self._stream.layers)
+        kept = [layer.forward for layer in layers]
+        for i, layer in enumerate(layers):
+            layer.forward = forward(i)
         try:
-            with torch.inference_mode(), self._own_code():
-                for batch in self._batches:
-                    stream.model.base_model(input_ids=batch.to(stream.device), use_cache=False)
+            yield
         finally:
-            for layer, forward in zip(stream.layers, restore, strict=True):
-                layer.forward = forward
+            for layer, own in zip(layers, kept, strict=True):
+                layer.forward = own
 
     def _unsupported(self, what: str) -> InputError:
         name = self._stream.checkpoint.config.model_type
@@ -171,29 +176,23 @@ class CalibrationPass:
 
     def run_head(self, watch: DenseWatch) -> None:
         """Pass the last layer's output to the watched output projection. The part outside the layers must be loaded."""
-        layers = list(self._stream.layers)
-        restore = [layer.forward for layer in layers]
         head = self._stream.model.get_output_embeddings()
         now: list[Tensor] = []
 
         def stop(*_: Any) -> None:
             raise _HeadReached
 
-        for layer in layers:
-            layer.forward = lambda hidden_states, *args, **kwargs: now[0]
-        with watch.watching():
+        last = self._in_place_of_layers(lambda index: lambda hidden_states, *args, **kwargs: now[0])
+        with last, watch.watching(), torch.inference_mode():
             hook = head.register_forward_pre_hook(stop)  # runs after the watch's hook and skips the product
             try:
-                with torch.inference_mode():
-                    for batch, hidden in zip(self._batches, self.hidden, strict=True):
-                        now[:] = [hidden.to(self._stream.device)]
-                        with suppress(_HeadReached):
-                            self._stream.model(input_ids=batch.to(self._stream.device), use_cache=False)
-                        watch.batch(len(batch))
+                for batch, hidden in zip(self._batches, self.hidden, strict=True):
+                    now[:] = [hidden.to(self._stream.device)]
+                    with suppress(_HeadReached):
+                        self._stream.model(input_ids=batch.to(self._stream.device), use_cache=False)
+                    watch.batch(len(batch))
             finally:
                 hook.remove()
-                for layer, forward in zip(layers, restore, strict=True):
-                    layer.forward = forward
 
     def run_layer(
         self, index: int, progress: Callable[[int], None] = lambda tokens: None, watch: DenseWatch | None = None

@@ -31,17 +31,11 @@ _STACK = 1 << 26  # bytes of moments in a call of the quantiser
 _SINGLY = 4096  # above so many columns, the quantiser works on single matrices anyway (`gptq.BATCH_BYTES`)
 
 
-def fold_of(tokens: Tensor, block: int, spare: int) -> Tensor:
-    """The folds of tokens, int64: clusters of `block` tokens in turn, skipping the last of every `spare`."""
-    return _place(tokens, block, spare) % FOLDS
+def cluster_of(tokens: Tensor, block: int, spare: int) -> Tensor:
+    """The numbers of tokens' clusters of `block` tokens, int64, counted without the last of every `spare`.
 
-
-def group_of(tokens: Tensor, block: int, spare: int) -> Tensor:
-    """The groups of tokens, int64; a group lies within one fold."""
-    return _place(tokens, block, spare) % GROUPS
-
-
-def _place(tokens: Tensor, block: int, spare: int) -> Tensor:
+    A cluster's fold is its number modulo FOLDS, and its group modulo GROUPS: a group lies within one fold.
+    """
     cluster = tokens // block
     return cluster - cluster // spare
 

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from moepack.pack.spec import ExpertLayer, Version, version_names
 
-from .crossfit import FOLDS, fold_of, group_of, refit, row_errors
+from .crossfit import FOLDS, cluster_of, refit, row_errors
 from .grid import Quantised, dequantise
-from .losses import Correction, Measured, loss, measure
+from .losses import GROUPS, Correction, Measured, loss, measure
 from .methods import fallbacks, method_for, quantise, quantise_all
 from .moments import NEGLIGIBLE, PRIOR, ExpertMoments, FoldSums
 
 Pair = tuple[Quantised, Quantised]
+# An expert's sampled rows at a width, fitted without each fold: the errors of both matrices (value less weight, float32
+# [folds, sampled, cols]), and a of each (`losses`).
+Refitted = tuple[tuple[Tensor, Tensor], tuple[float, float]]
 PART = 4096  # tokens whose inputs and activations are in memory at once, in float32
 MOST = 16  # experts of a batch: the work that a killed build loses, and the unit of work of a cluster
 
@@ -84,7 +87,7 @@ class ExpertBatch:
     common: Tensor  # int64 indexes of `inputs` that stand for the layer; none is compared on
     forward: ExpertForward  # the experts' functions
     in_bf16: bool  # whether the down projection learns from activations in BF16, as in the model
-    block: int  # tokens of a cluster (`crossfit.fold_of`)
+    block: int  # tokens of a cluster (`crossfit.cluster_of`)
     spare: int  # one cluster in so many is never in `common`
 
     @property
@@ -133,30 +136,17 @@ class ExpertVersion:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refitted:
-    """One expert's sampled rows at one width, fitted without each fold."""
-
-    errors: tuple[Tensor, Tensor]  # of both matrices, value less weight, float32 [folds, sampled, cols]
-    gain: tuple[float, float]  # a of each matrix (`losses`)
-
-
 def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
     """The batches of a layer: as many experts as `batch_bytes` holds, at most MOST.
 
     Batches affect how products round and so a bundle's bytes: they depend on the settings, not on the machine.
-    """
-    step = max(1, min(MOST, settings.batch_bytes // expert_memory(layer, settings)))
-    return [range(start, min(start + step, layer.experts)) for start in range(0, layer.experts, step)]
-
-
-def expert_memory(layer: ExpertLayer, settings: Settings) -> int:
-    """Bytes of one expert of a batch: moments whole and by fold, weights in float32, and codes.
-
-    All widths that exist are counted, so that a version's bytes do not depend on the others.
+    An expert takes its moments, whole and by fold, its weights in float32, and the codes of all widths that exist, so
+    that a version's bytes do not depend on the others.
     """
     widths = len(version_names()) - 1
-    return sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
+    each = sum(4 * (1 + FOLDS) * m.cols * m.cols + (4 * 3 + widths) * m.weights for m in layer.matrices)
+    step = max(1, min(MOST, settings.batch_bytes // each))
+    return [range(start, min(start + step, layer.experts)) for start in range(0, layer.experts, step)]
 
 
 def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[ExpertVersion]]:
@@ -180,7 +170,7 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         made[m] = quantise_all(settings.method, weight, stacked, settings.versions)
         del stacked
     refitted = {
-        (i, v): Refitted((fitted[0][v][k], fitted[1][v][k]), (gains[k][0], gains[k][1]))
+        (i, v): ((fitted[0][v][k], fitted[1][v][k]), (gains[k][0], gains[k][1]))
         for k, i in enumerate(some)
         for v in reading
     }
@@ -224,7 +214,7 @@ def _sums(
     sums = {m: FoldSums.empty(cols[m], folds, batch.device) for m in wanted}
     for start in range(0, len(tokens), PART):
         part = tokens[start : start + PART]
-        fold = fold_of(part, batch.block, batch.spare) if folds > 1 else torch.zeros_like(part)
+        fold = cluster_of(part, batch.block, batch.spare) % folds
         gate = None if gates is None else gates[start : start + PART].to(batch.device)
         x = batch.gather(part)
         if 0 in sums:
@@ -249,7 +239,8 @@ def _measure(
 ) -> dict[Version, tuple[Measured, Measured]]:
     """An expert's losses at every version, on its own tokens and on others of the layer."""
     tokens, n = batch.tokens[expert], len(batch.tokens[expert].measure)
-    groups = [group_of(t, batch.block, batch.spare) for t in (tokens.measure, tokens.others)]
+    clusters, around = (cluster_of(t, batch.block, batch.spare) for t in (tokens.measure, tokens.others))
+    groups = clusters % GROUPS
     x = batch.gather(torch.cat([tokens.measure, tokens.others]))
     act, original, bias = batch.act(expert, x), batch.own(expert), batch.biases[expert]
     exact = batch.forward.out(act, original[1], bias[1])
@@ -257,7 +248,7 @@ def _measure(
     if any(refitted.values()):
         at = torch.where(tokens.learnt)[0].to(x.device)
         reads = x[at], act[at]
-        fold, group = fold_of(tokens.measure[tokens.learnt], batch.block, batch.spare), groups[0][tokens.learnt]
+        fold, group = clusters[tokens.learnt] % FOLDS, groups[tokens.learnt]
     rest = torch.full((len(tokens.others),), tokens.gate_square**0.5)
     unlearnt = torch.zeros(len(tokens.others), dtype=torch.bool)
     out = {}
@@ -267,10 +258,11 @@ def _measure(
         correction, again = None, refitted.get(version)
         if again is not None:
             assert reads is not None and fold is not None and group is not None
-            found = [row_errors(reads[m], group, fold, original[m], shipped[m], again.errors[m]) for m in range(2)]
-            correction = Correction((found[0], found[1]), again.gain)
-        own = measure(exact[:n], got[:n], tokens.gates, groups[0], tokens.learnt, correction)
-        out[version] = own, measure(exact[n:], got[n:], rest, groups[1], unlearnt, None)
+            errors, gain = again
+            found = [row_errors(reads[m], group, fold, original[m], shipped[m], errors[m]) for m in range(2)]
+            correction = Correction((found[0], found[1]), gain)
+        own = measure(exact[:n], got[:n], tokens.gates, groups, tokens.learnt, correction)
+        out[version] = own, measure(exact[n:], got[n:], rest, around % GROUPS, unlearnt, None)
     return out
 
 
@@ -297,12 +289,10 @@ def replace_starved(
         tried = quantise(candidate.name, few[0], None, version), quantise(candidate.name, few[1], None, version)
         errors = _errors(batch, tried, {i: exact[i] for i in tries}, {i: k for k, i in enumerate(tries)}, version)
         first = first or errors
-        better = torch.zeros(len(names), dtype=torch.bool, device=batch.device)
-        for i in tries:
-            if errors[i] < best[i]:
-                best[i], names[i], better[i] = errors[i], candidate.name, True
-        first_of, second_of = (_spread(t, tries, len(names)) for t in tried)
-        made = made[0].select(better, first_of), made[1].select(better, second_of)
+        better = {i: k for k, i in enumerate(tries) if errors[i] < best[i]}
+        for i in better:
+            best[i], names[i] = errors[i], candidate.name
+        made = made[0].replaced(better, tried[0]), made[1].replaced(better, tried[1])
     return made, names
 
 
@@ -316,14 +306,3 @@ def _errors(
         got = batch.output(i, (values[0][at[i]], values[1][at[i]]), batch.tokens[i].compare)
         out[i] = loss(want, got, torch.ones(len(want), device=batch.device)).relative
     return out
-
-
-def _spread(few: Quantised, where: list[int], experts: int) -> Quantised:
-    """Spread a batch of the experts `where` to a batch of all; the others are zeros."""
-
-    def widen(tensor: Tensor) -> Tensor:
-        out = tensor.new_zeros(experts, *tensor.shape[1:])
-        out[where] = tensor
-        return out
-
-    return few.map(widen)

@@ -27,13 +27,8 @@ DAMP = 0.05  # the library's own default, relative to the mean of the diagonal
 
 
 def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
-    """Quantise float32 [experts, rows, cols] at each width; see `quantise`."""
-    return {v: quantise(weight, moments, v) for v in versions}
-
-
-def quantise(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
     """Quantise float32 [experts, rows, cols]; `moments` are its inputs' mean second moments, [experts, cols, cols]."""
-    return join([_one(w, m, version) for w, m in zip(weight, moments, strict=True)])
+    return {v: join([_one(w, m, v) for w, m in zip(weight, moments, strict=True)]) for v in versions}
 
 
 def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:

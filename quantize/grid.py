@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +30,10 @@ class Quantised:
         """The batch with all of its tensors changed alike."""
         return Quantised(change(self.codes), change(self.scale), None if self.zero is None else change(self.zero))
 
-    def select(self, experts: Tensor, other: Quantised) -> Quantised:
-        """This batch with the experts of the mask (bool [experts]) taken from `other`."""
-        pick = experts[:, None, None]
-        zero = None if self.zero is None or other.zero is None else torch.where(pick, other.zero, self.zero)
-        return Quantised(torch.where(pick, other.codes, self.codes), torch.where(pick, other.scale, self.scale), zero)
+    def replaced(self, experts: Mapping[int, int], other: Quantised) -> Quantised:
+        """This batch with some experts taken from `other`: position here -> position there."""
+        parts = [other.one(experts[i]) if i in experts else self.one(i) for i in range(len(self.codes))]
+        return join(parts)
 
     def one(self, expert: int) -> Quantised:
         """One expert's matrix, as a batch."""

@@ -74,7 +74,8 @@ def pool(
         mean, scatter, mean_variance = _random_effects(logs, mine[both] + theirs[both])
     else:
         mean, scatter, mean_variance = 0.0, UNKNOWN_SCATTER, UNKNOWN_SCATTER
-    leaning = torch.where(around, others * torch.tensor(mean).exp(), _typical(own, has))
+    typical = float(own[has].mean()) if bool(has.any()) else 0.0  # for an expert without measurements
+    leaning = torch.where(around, others * torch.tensor(mean).exp(), torch.full_like(own, typical))
     leaning_variance = torch.where(around, scatter + theirs + mean_variance, 1.0)
     trust = torch.where(has, leaning_variance / (leaning_variance + mine), 0.0)
     trust = torch.where(has & (leaning <= 0), 1.0, trust).nan_to_num(0.0)
@@ -105,8 +106,3 @@ def _random_effects(values: Tensor, variances: Tensor) -> tuple[float, float, fl
         scatter = max(LEAST_SCATTER, (heterogeneity - (count - 1)) / scale if scale > 0 else 0.0)
     weight = 1 / (variances + scatter)
     return float((weight * values).sum() / weight.sum()), scatter, float(1 / weight.sum())
-
-
-def _typical(own: Tensor, has: Tensor) -> Tensor:
-    """The loss assumed for an expert without measurements: the mean of the others."""
-    return torch.full_like(own, float(own[has].mean()) if bool(has.any()) else 0.0)

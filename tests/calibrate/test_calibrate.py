@@ -100,8 +100,7 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     """Computed again here from the dequantised matrices, on an expert's own tokens and on others of the layer."""
     from moepack.quantize.grid import dequantise
 
-    _, experts = stream.split(2, stream.load(2))
-    assert experts is not None
+    experts = stream.experts(2, range(16))
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(15, generator=g)[:2] for _ in range(1200)]).to(torch.int32)
     observation = Observation(torch.randn(1200, 128, generator=g), chosen, torch.rand(1200, 2, generator=g), 100)
@@ -130,13 +129,11 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
             assert found.loss.gated == pytest.approx(float((weight.square()[:, None] * error).mean()), rel=1e-3)
     nobody = rows[15][0]  # expert 15 got no token
     assert nobody.own.groups == 0 and nobody.others.loss.relative > 0
-    stream.free(2)
 
 
 def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel) -> None:
     """Whatever the bound on moments, the same codes come out; and never more experts at once than it allows."""
-    _, experts = stream.split(0, stream.load(0))
-    assert experts is not None
+    experts = stream.experts(0, range(16))
     observation = Observation(
         torch.randn(4000, 128, generator=torch.Generator().manual_seed(0)),
         torch.randint(0, 16, (4000, 2), generator=torch.Generator().manual_seed(1)).to(torch.int32),
@@ -155,7 +152,6 @@ def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel) -> 
     assert seen == [1] * 16 + [3] * 5 + [1] + [16]
     # Batched and single factorisations may differ in the last bit, and a sign close to zero with it.
     assert (results[0] == results[1]).float().mean() > 0.999 and (results[0] == results[2]).float().mean() > 0.999
-    stream.free(0)
 
 
 def output(module: Any, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
@@ -168,8 +164,7 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
     from moepack.quantize.grid import dequantise
     from moepack.quantize.losses import loss
 
-    _, experts = stream.split(3, stream.load(3))
-    assert experts is not None
+    experts = stream.experts(3, range(16))
     g = torch.Generator().manual_seed(0)
     mix = torch.randn(128, 128, generator=g) * 0.1
     x = torch.randn(6000, 128, generator=g) @ mix
@@ -190,15 +185,13 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
             got = output(module, unseen, [dequantise(q, version)[item.index] for q in item.quantised])
             error[method] = loss(exact, got, torch.ones(2000)).relative
         assert error["gptq"] <= 1.02 * error["rtn"], (expert, error)
-    stream.free(3)
 
 
 def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     """Routed tokens, the same weighted by their gates, or every token of the layer: against sums written out."""
     from moepack.calibrate.gather import LayerTokens
 
-    _, experts = stream.split(1, stream.load(1))
-    assert experts is not None
+    experts = stream.experts(1, range(16))
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.zeros(3000), torch.randint(1, 16, (3000,), generator=g)], 1).to(torch.int32)
     x, gates = torch.randn(3000, 128, generator=g), torch.rand(3000, 2, generator=g)
@@ -217,7 +210,6 @@ def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     learn = x[layer.learn].double()
     assert torch.allclose(made["all"][0].double(), learn.T @ learn / len(learn), atol=1e-4)
     assert torch.allclose(made["all"][0], made["all"][1], atol=1e-5)
-    stream.free(1)
 
 
 def test_starved_experts_take_a_fallback_that_does_better(
@@ -237,8 +229,7 @@ def test_starved_experts_take_a_fallback_that_does_better(
 
     monkeypatch.setattr(module_under_test, "quantise_all", ruin)
     monkeypatch.setattr(crossfit, "quantise_all", ruin)
-    _, experts = stream.split(3, stream.load(3))
-    assert experts is not None
+    experts = stream.experts(3, range(16))
     g = torch.Generator().manual_seed(0)
     chosen = torch.randint(1, 16, (3000, 2), generator=g).to(torch.int32)
     observation = Observation(torch.randn(3000, 128, generator=g), chosen, torch.rand(3000, 2, generator=g), 100)
@@ -246,7 +237,6 @@ def test_starved_experts_take_a_fallback_that_does_better(
     rows = quantised(stream, 3, experts, observation, settings)
     assert rows[0][0].method in ("rtn", "hqq") and rows[0][0].others.loss.relative < 1
     assert {r[0].method for r in rows[1:]} == {"gptq"} and min(r[0].own.loss.relative for r in rows[1:]) > 1
-    stream.free(3)
 
 
 def test_tokens_that_are_compared_were_not_learnt_from() -> None:

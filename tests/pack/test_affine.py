@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from support import random_matrix
 
 from moepack.pack.codec.bits import bf16_to_float32, join_planes, pack_plane, split_planes
-from moepack.pack.spec import (
-    PAGE,
-    SECTION,
-    Matrix,
-    Version,
-)
+from moepack.pack.spec import PAGE, SECTION, Matrix, Version
 
 
 def test_plane_bit_order() -> None:
@@ -78,9 +73,7 @@ def test_values_are_exact_in_float32(bits: int) -> None:
     m = Matrix("down", 40, 70)
     v = random_matrix(m, version, bits)
     values = v.dequantise(version)
-    zero = (
-        np.full(v.scale.shape, ((1 << bits) - 1) / 2) if v.zero is None else v.zero.astype(np.float64) / 2 ** (8 - bits)
-    )
+    zero = np.full(v.scale.shape, ((1 << bits) - 1) / 2) if v.zero is None else v.zero / 2.0 ** (8 - bits)
     group = np.arange(m.cols) // 32
     exact = (v.codes.astype(np.float64) - zero[:, group]) * bf16_to_float32(v.scale).astype(np.float64)[:, group]
     assert np.array_equal(values.astype(np.float64), exact)

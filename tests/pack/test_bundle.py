@@ -21,7 +21,7 @@ from moepack.pack.layer_file import LayerFile, LayerFileWriter
 from moepack.pack.manifest import FileEntry, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import open_bundle
-from moepack.pack.safetensors_file import make_header, merge, parse_header, read_header
+from moepack.pack.safetensors_file import make_header, merge, read_header
 from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version
 from moepack.pack.writer import BundleWriter, check_target
 
@@ -78,17 +78,18 @@ def test_layer_file_of_another_layer_is_refused(tmp_path: Path) -> None:
 # --- safetensors headers
 
 
-def header_bytes(document: object, extra: int = 0) -> bytes:
+def header_bytes(document: object) -> bytes:
     text = json.dumps(document).encode()
-    return struct.pack("<Q", len(text) + extra) + text
+    return struct.pack("<Q", len(text)) + text
 
 
 T = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
-BAD_HEADERS = {
+BAD_HEADERS = {  # beside those of broken_rules
     "not json": (b"\x04\0\0\0\0\0\0\0nope", 4, "header"),
-    "not an object": (header_bytes([1]), 4, "header"),
     "no offsets": (header_bytes({"a": {"dtype": "U8", "shape": [4]}}), 4, "header"),
-    "unknown dtype": (header_bytes({"a": {**T, "dtype": "U3"}}), 4, "header"),
+    "object as dtype": (header_bytes({"a": {**T, "dtype": {}}}), 4, "header"),
+    "list in shape": (header_bytes({"a": {**T, "shape": [[4]]}}), 4, "header"),
+    "long overflowing shape": (header_bytes({"a": {**T, "shape": [1 << 40] * 1000}}), 4, "header"),
     "negative shape": (header_bytes({"a": {**T, "shape": [-4]}}), 4, "header"),
     "overflowing shape": (header_bytes({"a": {**T, "shape": [1 << 60]}}), 4, "header"),
     "float offset": (header_bytes({"a": {**T, "data_offsets": [0, 4.0]}}), 4, "header"),
@@ -96,28 +97,21 @@ BAD_HEADERS = {
     "hole": (header_bytes({"a": {**T, "data_offsets": [1, 5]}}), 5, "offsets"),
     "overlap": (header_bytes({"a": T, "b": {**T, "data_offsets": [2, 6]}}), 6, "offsets"),
     "truncated": (header_bytes({"a": T}), 3, "truncated"),
+    "no length": (b"", 0, "truncated"),
+    "half a length": (b"\0\0\0\0\0\0\0", 0, "truncated"),
+    "no header": (struct.pack("<Q", 1 << 62), 0, "truncated"),
+    "length past the end": (struct.pack("<Q", 1 << 62) + b"{}" * 8, 0, "truncated"),
     "trailing": (header_bytes({"a": T}), 5, "trailing"),
-    "metadata": (header_bytes({"__metadata__": {"a": 1}, "a": T}), 4, "header"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
 def test_bad_headers(name: str, tmp_path: Path) -> None:
     head, data, kind = BAD_HEADERS[name]
-    with pytest.raises(BundleError) as error:
-        parse_header(head, len(head) + data, "f")
-    assert kinds(error) == {kind}
     (tmp_path / "f").write_bytes(head + bytes(data))
-    with pytest.raises(BundleError):
-        read_header(tmp_path / "f")
-
-
-@pytest.mark.parametrize("length", [0, 7, 8, 1 << 40])
-def test_header_length_is_bounded_by_the_file(length: int, tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes((struct.pack("<Q", 1 << 62) + b"{}" * 8)[: min(length, 24)])
     with pytest.raises(BundleError) as error:
         read_header(tmp_path / "f")
-    assert kinds(error) == {"truncated"}
+    assert kinds(error) == {kind}
 
 
 def test_merge_keeps_every_byte(tmp_path: Path) -> None:
@@ -132,7 +126,7 @@ def test_merge_keeps_every_byte(tmp_path: Path) -> None:
     assert {k: v.tolist() for k, v in merged.items()} == {
         "a.x": a["x"].tolist(), "a.y": a["y"].tolist(), "b.x": b["x"].tolist(),
     }  # fmt: skip
-    assert all(e.begin % 8 == 0 for n, e in entries.items() if n == "b.x")
+    assert entries["b.x"].begin % 8 == 0
     with pytest.raises(ValueError, match="two files"):
         merge([(tmp_path / "a", ""), (tmp_path / "b", "")], tmp_path / "out2", {})
 
@@ -185,10 +179,6 @@ def test_target_must_be_new_or_empty(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(TargetError):
         check_target(tmp_path / "link")
-
-
-def test_target_below_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
     with pytest.raises(TargetError, match="cannot be written"):
         check_target(tmp_path / "file" / "bundle")
     with pytest.raises(TargetError, match="cannot be written"), BundleWriter(tmp_path / "file" / "bundle"):

@@ -6,13 +6,12 @@ import numpy as np
 from small_bundle import VERSIONS
 
 from moepack.pack.codec.checks import check_lossless
+from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.errors import Problem, printable
+from moepack.pack.spec import Matrix
 
 
 def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:
-    from moepack.pack.codec.lossless import LosslessMatrix
-    from moepack.pack.spec import Matrix
-
     rng = np.random.default_rng(0)
     matrices = (Matrix("up", 100, 333), Matrix("down", 333, 100))
     values = []

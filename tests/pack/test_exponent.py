@@ -139,9 +139,10 @@ def test_canonical_code_words() -> None:
 
 
 # Damage. Each entry: what is done to a coded matrix of 10007 weights, and a word of the error.
-def _set32(at: int, value: int):
+def _put(at: int, value: int, kind: str = "<u4"):
     def change(data: np.ndarray) -> np.ndarray:
-        data[at : at + 4] = np.array([value], "<u4").view(np.uint8)
+        new = np.array([value], kind).view(np.uint8)
+        data[at : at + len(new)] = new
         return data
 
     return change
@@ -151,20 +152,15 @@ DAMAGE = {
     "short": (lambda d: d[: HEADER - 1], "header"),
     "truncated": (lambda d: d[:-1], "bytes"),
     "longer": (lambda d: np.concatenate([d, d[:4]]), "bytes"),
-    "weights": (_set32(0, 10008), "weights"),
-    "tiles": (_set32(4, 3), "tiles"),
-    "stream words": (_set32(8, 0xFFFFFFFF), "bytes"),
-    "patches": (_set32(12, 0x7FFFFFFF), "bytes"),
-    "first tile": (_set32(HEADER, 1), "offsets"),
-    "falling tiles": (_set32(HEADER + 4, 0xFFFFFFF0), "offsets"),
-    "code length 9": (lambda d: _byte(d, 32, 9), "prefix code"),
-    "code not complete": (lambda d: _byte(d, 32, 0), "prefix code"),
+    "weights": (_put(0, 10008), "weights"),
+    "tiles": (_put(4, 3), "tiles"),
+    "stream words": (_put(8, 0xFFFFFFFF), "bytes"),
+    "patches": (_put(12, 0x7FFFFFFF), "bytes"),
+    "first tile": (_put(HEADER, 1), "offsets"),
+    "falling tiles": (_put(HEADER + 4, 0xFFFFFFF0), "offsets"),
+    "code length 9": (_put(32, 9, "u1"), "prefix code"),
+    "code not complete": (_put(32, 0, "u1"), "prefix code"),
 }
-
-
-def _byte(data: np.ndarray, at: int, value: int) -> np.ndarray:
-    data[at] = value
-    return data
 
 
 @pytest.mark.parametrize("name", DAMAGE)

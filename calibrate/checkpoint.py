@@ -106,8 +106,7 @@ class Checkpoint:
 def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:
     """Open a model directory, or download a Hub model by its id; `revision` is its branch, tag or commit.
 
-    Raises:
-        InputError: naming a file that is missing, truncated or unusable.
+    Raises InputError, naming a file that is missing, truncated or unusable.
     """
     path = Path(name)
     if path.is_dir() and revision is not None:
@@ -203,8 +202,7 @@ def _files(path: Path) -> dict[str, set[str]]:
 def source_dtype(checkpoint: Checkpoint, weights: list[str]) -> str:
     """The stored dtype of these weights, by its name in the manifest.
 
-    Raises:
-        InputError: if their dtypes differ or cannot be converted to BF16.
+    Raises InputError if their dtypes differ or cannot be converted to BF16.
     """
     found = {checkpoint.stored_dtype(w) for w in weights}
     if len(found) != 1 or not found <= set(EXPERT_DTYPES):

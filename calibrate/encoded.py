@@ -41,8 +41,7 @@ class Encoded:
 def read_scheme(where: object, document: Any) -> Scheme | None:
     """The scheme that a config's `quantization_config` names; None without one.
 
-    Raises:
-        InputError: for a scheme that moepack does not read.
+    Raises InputError for a scheme that moepack does not read.
     """
     if not document:
         return None
@@ -61,8 +60,7 @@ def read_scheme(where: object, document: Any) -> Scheme | None:
 def find_encoded(where: object, scheme: Scheme | None, tensors: Mapping[str, TensorEntry]) -> dict[str, Encoded]:
     """The encoded weights among a checkpoint's tensors, by the names that they would have in BF16.
 
-    Raises:
-        InputError: for codes without scales, or with scales of the wrong shape.
+    Raises InputError for codes without scales, or with scales of the wrong shape.
     """
     out: dict[str, Encoded] = {}
     for name, entry in tensors.items():

@@ -25,8 +25,7 @@ _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by addre
 def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) -> Tensor:
     """A tensor to be filled: on the CPU, and with `folder` in a file there, which has no name and dies with it.
 
-    Raises:
-        TargetError: when the folder's disk has no room for it.
+    Raises TargetError when the folder's disk has no room for it.
     """
     size = math.prod(shape) * dtype.itemsize
     if folder is None or not size:

@@ -28,10 +28,8 @@ def identity(
     """The digests of a checkpoint's files by their names, and what to pass as `known` next time.
 
     A digest of an earlier call in `known` counts for a file whose size, time and inode are as they were. `advance`
-    receives the bytes of each read, from several threads.
-
-    Raises:
-        InputError: if a file cannot be read, or changes meanwhile.
+    receives the bytes of each read, from several threads. Raises InputError if a file cannot be read, or changes
+    meanwhile.
     """
     names = sorted({*checkpoint.headers, "config.json"})
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
@@ -44,10 +42,7 @@ def is_known(path: Path, known: Mapping[str, Any]) -> bool:
     """Whether a file, perhaps on another machine, is the one that was digested.
 
     `known` is its entry of `identity`. Size and time of change decide if that time is finer than a second, as copies
-    may keep it; otherwise the bytes do.
-
-    Raises:
-        InputError: if it cannot be read.
+    may keep it; otherwise the bytes do. Raises InputError if it cannot be read.
     """
     try:
         inode = path.stat().st_ino if known["mtime_ns"] % 10**9 else known["inode"]

@@ -28,8 +28,7 @@ _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 class Skeleton:
     """A checkpoint's model without weights. A part is a decoder layer's index, or None for all else.
 
-    Raises:
-        InputError: for a model without experts or of an unknown layout, or a missing tensor.
+    Raises InputError for a model without experts or of an unknown layout, or a missing tensor.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device = "cpu") -> None:

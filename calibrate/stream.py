@@ -31,10 +31,8 @@ class StreamedModel(Skeleton):
     def load(self, part: int | None) -> dict[str, Tensor]:
         """Load a part in the checkpoint's dtypes on the CPU; encoded weights are decoded to BF16.
 
-        Returns the part's tensors by name; they are also in the model until `free`.
-
-        Raises:
-            InputError: if the checkpoint lacks one of them or has it in another shape.
+        Returns the part's tensors by name; they are also in the model until `free`. Raises InputError if the checkpoint
+        lacks one of them or has it in another shape.
         """
         experts = self._load_experts(part)
         skip = {key for name in experts for key in self._targets.get(name, [])}
@@ -130,10 +128,7 @@ class StreamedModel(Skeleton):
     def experts(self, layer: int, some: range) -> ExpertWeights:
         """Some experts of a layer as in the checkpoint; reads only these if its layout allows it.
 
-        The layer must not be loaded.
-
-        Raises:
-            InputError: see `load`.
+        The layer must not be loaded. Raises InputError as `load`.
         """
         if got := self._read_experts(layer, some):
             own = {n.rpartition(".")[2]: t if n in self._merged else t.clone() for n, t in got.items()}
@@ -154,10 +149,7 @@ class StreamedModel(Skeleton):
     def tensors(self, part: int | None, names: Sequence[str]) -> dict[str, Tensor]:
         """Some tensors of a part as from `load`; reads only these if the checkpoint's layout allows it.
 
-        They may be views of mapped files. The part must not be loaded.
-
-        Raises:
-            InputError: see `load`.
+        They may be views of mapped files. The part must not be loaded. Raises InputError as `load`.
         """
         keys = self._own_sources(names)
         if keys is not None:

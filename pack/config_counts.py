@@ -30,10 +30,7 @@ _MOST = (
 def check_counts(where: str, document: Any) -> None:
     """Check the labels, layers and columns of a configuration and those inside it, and the window of sliding attention.
 
-    A wrong window would otherwise fail in the first pass.
-
-    Raises:
-        InputError: naming the key.
+    A wrong window would otherwise fail in the first pass. Raises InputError, naming the key.
     """
     if isinstance(document, dict) and "sliding_window" in document:
         window, kinds = document["sliding_window"], document.get("layer_types")

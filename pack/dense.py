@@ -68,9 +68,7 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
     def numpy(self, name: str) -> NDArray[Any]:
         """A tensor, in memory of its own; BF16, which NumPy does not have, as float32 of the same values.
 
-        Raises:
-            InputError: for another dtype that NumPy does not have.
-            BundleError: when its file is damaged.
+        Raises InputError for another dtype that NumPy does not have, and BundleError when its file is damaged.
         """
         file, entry = self._places[name]
         if not (kind := DTYPES[entry.dtype][2]):
@@ -105,8 +103,7 @@ class DenseTensors(Mapping[str, tuple[int, ...]]):
 def dense_files(root: Path, manifest: Manifest) -> dict[str, set[str] | None]:
     """The files of dense tensors, each with its tensors by the index; None without an index.
 
-    Raises:
-        BundleError: for a malformed index.
+    Raises BundleError for a malformed index.
     """
     if DENSE_INDEX not in manifest.files:
         return {DENSE: None}

@@ -28,10 +28,8 @@ _SPECIAL = (
 def open_file(root: Path, name: str) -> int:
     """A descriptor, for reading, of a file of the bundle at `root`; links that lead to `root` are followed.
 
-    `name` is a relative POSIX path, as `manifest.parser.safe_path` allows them.
-
-    Raises:
-        BundleError: of kind "missing", "link", "file-type" or "read".
+    `name` is a relative POSIX path, as `manifest.parser.safe_path` allows them. Raises BundleError of kind "missing",
+    "link", "file-type" or "read".
     """
     location = f"{root}/{name}"
     *folders, last = name.split("/")

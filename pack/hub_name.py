@@ -23,16 +23,9 @@ def on_hub(
 ) -> str | None:
     """The first of `files` that a repository has; None where it has none of them.
 
-    Offline, or where the Hub cannot be reached, the local cache answers.
-
-    Args:
-        instead: the error for other meanings of the name, such as a directory; empty where it has none.
-        kind: "model" or "dataset".
-        revision: a branch, tag or commit.
-        token: as huggingface_hub takes it.
-
-    Raises:
-        InputError: in one line, when there is no such repository, or the Hub cannot be asked.
+    Offline, or where the Hub cannot be reached, the local cache answers. `instead` is the error for other meanings of
+    the name, such as a directory; empty where it has none. `kind` is "model" or "dataset", and `revision` a branch, tag
+    or commit. Raises InputError, in one line, when there is no such repository, or the Hub cannot be asked.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub import errors as hub

@@ -20,8 +20,7 @@ LEVELS = ("plain", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx")  # eac
 def bound(best: int) -> int:
     """The highest index into LEVELS that may be used: `best`, the processor's, or the variable's level.
 
-    Raises:
-        InputError: for an unknown level, or one above `best`.
+    Raises InputError for an unknown level, or one above `best`.
     """
     asked = os.environ.get(VARIABLE, "")
     if not asked:

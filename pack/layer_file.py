@@ -93,8 +93,7 @@ class LayerFileWriter:
 class LayerFile:
     """A layer file opened for reading, its header checked against its entry in the manifest and against the layer.
 
-    Raises:
-        BundleError: when the file does not match them, or breaks the format.
+    Raises BundleError when the file does not match them, or breaks the format.
     """
 
     def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: Layer) -> None:
@@ -143,8 +142,7 @@ class LayerFile:
     def extent(self, number: int, check_digest: bool = True) -> Buffer:
         """A read-only view of an extent: an expert's, or a matrix'.
 
-        Raises:
-            BundleError: when its bytes do not match their digest.
+        Raises BundleError when its bytes do not match their digest.
         """
         begin, end = self._spans[number]
         view = self._bytes[begin:end]

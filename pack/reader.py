@@ -28,14 +28,7 @@ TENSORS = ".safetensors"  # the ending of files of tensors
 
 
 class Bundle:
-    """An open bundle.
-
-    Attributes:
-        manifest: its manifest; `manifest.versions` is what was built.
-        versions: the versions that are here, from most to least precise: a version may be absent, but only as a whole.
-        dense_versions: the same of the dense matrices; empty where these have none.
-        dense_layers: the manifest's dense matrices, by layer.
-    """
+    """An open bundle; `manifest.versions` is what was built."""
 
     def __init__(
         self,
@@ -44,9 +37,11 @@ class Bundle:
         versions: tuple[Version, ...],
         dense_versions: tuple[Version, ...] | None = None,
     ) -> None:
-        self.path, self.manifest, self.versions = path, manifest, versions
+        self.path, self.manifest = path, manifest
+        # The versions that are here, from most to least precise: a version may be absent, but only as a whole.
+        self.versions = versions
         self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
-        self.dense_layers: tuple[DenseLayer, ...] = manifest.dense_layers
+        self.dense_layers = manifest.dense_layers
         self._open: dict[tuple[str, str, int | None], LayerFile] = {}
 
     @property
@@ -83,12 +78,8 @@ class Bundle:
     def dense_matrix(self, version: str, module: str) -> DenseValues:
         """One dense matrix in one version, its digest checked: `.numpy()` and `.torch()` are its weight and bias.
 
-        Args:
-            module: the Linear's name in the transformers model, as in `manifest.dense`.
-
-        Raises:
-            InputError: when the bundle does not have it.
-            BundleError: when it is damaged.
+        `module` is the Linear's name in the transformers model, as in `manifest.dense`. Raises InputError when the
+        bundle does not have the matrix, and BundleError when it is damaged.
         """
         here = [v.name for v in self.dense_versions]
         if version not in here:
@@ -98,7 +89,7 @@ class Bundle:
             if described.module == module:
                 layer, at = self.dense_place(number)
                 file = self.dense_file(version, layer)
-                return DenseValues(file.version, file.extent(at), file.place(at), described)
+                return DenseValues(file.version, (described.matrix,), file.extent(at), file.place(at))
         raise InputError(f"{self.path}: {module!r} is no dense matrix with versions")
 
     def extent(self, version: str, position: int, expert: int, check_digest: bool = True) -> Buffer:
@@ -108,12 +99,8 @@ class Bundle:
     def expert(self, version: str, layer: int, expert: int) -> Expert:
         """One expert in one version, its digest checked: `.numpy()` and `.torch()` are its matrices.
 
-        Args:
-            layer: the decoder layer's index in the model, as in `layers`.
-
-        Raises:
-            InputError: when the bundle does not have it.
-            BundleError: when it is damaged.
+        `layer` is the decoder layer's index in the model, as in `layers`. Raises InputError when the bundle does not
+        have the expert, and BundleError when it is damaged.
         """
         here = [v.name for v in self.versions]
         if version not in here:
@@ -126,7 +113,7 @@ class Bundle:
         if not 0 <= expert < described.experts:
             raise InputError(f"{self.path}: layer {layer} has no expert {expert}: it has {described.experts}, from 0")
         file = self.layer_file(version, position)
-        return Expert(file.version, file.extent(expert), file.place(expert), described)
+        return Expert(file.version, described.matrices, file.extent(expert), file.place(expert))
 
     def dense(self, check_digests: bool = True) -> DenseTensors:
         """The tensors outside the experts without versions: shapes by name, `.numpy(name)`, `.torch(name)`.
@@ -139,8 +126,7 @@ class Bundle:
     def calibration(self) -> CalibrationTables:
         """The loss tables and routing statistics; the file's digest is checked first.
 
-        Raises:
-            BundleError: when the file is damaged, or not as FORMAT.md has it.
+        Raises BundleError when the file is damaged, or not as FORMAT.md has it.
         """
         matrices = len(self.manifest.dense)
         tables = read_tables(self.path / TABLES, self.layers, self.manifest.files[TABLES].sha256, matrices)
@@ -154,8 +140,7 @@ class Bundle:
     def check(self, *names: str) -> None:
         """Check the digests of these files outside `experts/`; without names, of all that hold no tensors.
 
-        Raises:
-            BundleError: with every file that does not match its digest.
+        Raises BundleError with every file that does not match its digest.
         """
         wanted = names or tuple(name for name in self.manifest.files if not name.endswith(TENSORS))
         problems = [p for name in wanted for p in _check_digest(self, name)]
@@ -181,14 +166,10 @@ class Bundle:
 
 
 def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
-    """Open the bundle at `path`.
+    """Open the bundle at `path`; raises BundleError with every problem of its manifest and of the files it lists.
 
-    Args:
-        skip_partial: whether a version with missing files counts as absent, as after an unfinished download; it is a
-            problem otherwise.
-
-    Raises:
-        BundleError: with every problem of its manifest and of the files it lists.
+    With `skip_partial`, a version with missing files counts as absent, as after an unfinished download; otherwise it is
+    a problem.
     """
     root = Path(path)
     if not root.is_dir():

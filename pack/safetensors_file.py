@@ -55,9 +55,8 @@ class Header:
 def read_header(path: Path) -> Header:
     """Read and check the header of `path` against the file's size.
 
-    Raises:
-        BundleError: with one problem, when the file is not a whole, well-formed safetensors file.
-        OSError: when it cannot be read.
+    Raises BundleError with one problem, when the file is not a whole, well-formed safetensors file, and OSError when it
+    cannot be read.
     """
     with path.open("rb") as f:
         return read_open_header(f, str(path))

@@ -113,8 +113,7 @@ class CalibrationTables:
     def statistic(self, position: int, name: str) -> Array:
         """A table that is read on request: calibration's windows in the layer at `position`.
 
-        Raises:
-            BundleError: when it is not as FORMAT.md has it.
+        Raises BundleError when it is not as FORMAT.md has it.
         """
         layer = self.layers[position]
         with opened(self.path.parent, self.path.name) as f:
@@ -196,11 +195,8 @@ def read_tables(
     """Read the tables of these layers.
 
     All names, dtypes and shapes are checked, and every number that is read here; other tables' numbers are checked when
-    they are asked for.
-    `matrices` counts the dense matrices that have versions.
-
-    Raises:
-        BundleError: when the file is not whole, or not as FORMAT.md has it.
+    they are asked for. `matrices` counts the dense matrices that have versions. Raises BundleError when the file is not
+    whole, or not as FORMAT.md has it.
     """
     with opened(path.parent, path.name) as f:
         file = _File(path, f, sha256)

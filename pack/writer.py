@@ -123,9 +123,7 @@ class BundleWriter:
     """A bundle being written at `target`. A context manager: leaving it without `finish` removes everything.
 
     `keep` names the files that a new bundle takes from the one it replaces; None for a target that is new or empty.
-
-    Raises:
-        TargetError: for another target, or one that another process is replacing.
+    Raises TargetError for another target, or one that another process is replacing.
     """
 
     def __init__(self, target: Path, keep: Sequence[str] | None = None) -> None:

@@ -46,14 +46,10 @@ def check_source(source: str) -> None:
 def documents(source: str) -> Iterator[Document]:
     """Yield the documents of a source in order.
 
-    Args:
-        source: a .txt, .md, .jsonl, .json or .parquet file whose rows have a column "text" or "messages"; or a data set
-            of the Hub or in a directory, NAME[:CONFIG[:SPLIT[:COLUMN]]], by default of split "train" and column "text",
-            which is streamed.
-
-    Raises:
-        InputError: for a source that cannot be read, or rows without text.
-        MissingExtraError: for a .parquet or a data set without `datasets`.
+    A source is a .txt, .md, .jsonl, .json or .parquet file whose rows have a column "text" or "messages"; or a data set
+    of the Hub or in a directory, NAME[:CONFIG[:SPLIT[:COLUMN]]], by default of split "train" and column "text", read as
+    a stream. Raises InputError for a source that cannot be read, or rows without text, and MissingExtraError for a
+    .parquet or a data set without `datasets`.
     """
     check_source(source)
     path, column = Path(source), "text"

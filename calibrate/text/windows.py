@@ -51,8 +51,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def load_tokenizer(path: Path) -> Any:
     """Load the tokenizer of a model's directory or Hub id.
 
-    Raises:
-        InputError: if there is none, or transformers cannot load it.
+    Raises InputError if there is none, or transformers cannot load it.
     """
     from transformers import AutoTokenizer
 
@@ -94,9 +93,7 @@ def calibration_windows(
 
     A source (`documents.documents`) with too few windows gives all it has; none is repeated. Sources take turns by
     d'Hondt's rule: each has at least the whole windows of its share of the first n windows. Weights are positive.
-
-    Raises:
-        InputError: without sources, or if one does not fill a window.
+    Raises InputError without sources, or if one does not fill a window.
     """
     if not sources:
         raise InputError("no calibration text: name files with --calibration, or data in the recipe")

@@ -139,8 +139,7 @@ def coded_size(weights: int, stream_words: int, patches: int) -> int:
 def parse(data: Buffer, weights: int) -> CodedMatrix:
     """Find the parts of a coded matrix of so many weights; check every count and offset before anything is decoded.
 
-    Raises:
-        CodecError: for anything that would make a decoder read or write outside its buffers.
+    Raises CodecError for anything that would make a decoder read or write outside its buffers.
     """
     if len(data) < HEADER:
         raise CodecError(f"coded matrix has {len(data)} bytes, less than its header of {HEADER}")
@@ -236,8 +235,7 @@ def _encode_tile(tile: Buffer, symbol_of: Buffer, code: Code, words_of: npt.NDAr
 def decode(data: Buffer, weights: int) -> Bf16Bits:
     """BF16 bits, uint16 [weights], of a coded matrix.
 
-    Raises:
-        CodecError: when `data` is not a well-formed coded matrix of that many weights.
+    Raises CodecError when `data` is not a well-formed coded matrix of that many weights.
     """
     coded = parse(data, weights)
     exponents = np.zeros(weights, np.uint8)

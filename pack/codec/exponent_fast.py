@@ -119,9 +119,8 @@ def _room(name: str, size: int) -> Words:
 def decode_into(data: Buffer, out: Bf16Bits, threads: int | None = None) -> None:
     """Decode a coded matrix into `out`, uint16 [n], contiguous; C allocates nothing of its size.
 
-    Raises:
-        CodecError: when `data` is not exactly a well-formed coded matrix of out.size weights; `out` is then partly
-            written.
+    Raises CodecError when `data` is not exactly a well-formed coded matrix of out.size weights; `out` is then partly
+    written.
     """
     if out.dtype != np.uint16 or not out.flags.c_contiguous or not out.flags.writeable:
         raise ValueError("decode_into needs a contiguous, writeable uint16 array")

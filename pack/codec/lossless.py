@@ -61,8 +61,7 @@ def encode(matrices: Sequence[Matrix], values: Sequence[LosslessMatrix], threads
 def directory(matrices: Sequence[Matrix], extent: Buffer) -> list[tuple[Buffer, Bf16Bits | None]]:
     """The coded bytes and the bias of every matrix, as views of the extent.
 
-    Raises:
-        CodecError: when an entry leaves the extent, overlaps the directory, or has a bias of the wrong size.
+    Raises CodecError when an entry leaves the extent, overlaps the directory, or has a bias of the wrong size.
     """
     head = directory_size(matrices)
     if len(extent) < head:

@@ -53,8 +53,7 @@ class Version(ABC):
     def of(name: str, group_size: int = GROUPS[0]) -> Version:
         """The version of a name. Without groups, `group_size` is ignored.
 
-        Raises:
-            ValueError: for an unknown name, or a size of groups that the encoding does not have.
+        Raises ValueError for an unknown name, or a size of groups that the encoding does not have.
         """
         e = encoding_of(name)
         if not e.group_sizes:
@@ -122,8 +121,7 @@ class Version(ABC):
     def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[Any]:
         """The matrices of a stored extent, each with `bias`: BF16 bits [rows] or None.
 
-        Raises:
-            CodecError: where the extent is not well formed.
+        Raises CodecError where the extent is not well formed.
         """
 
     @abstractmethod
@@ -143,8 +141,7 @@ class Version(ABC):
     ) -> None:
         """Write a stored extent to `out` as it is in memory; `before` is called ahead of each matrix.
 
-        Raises:
-            CodecError: where the extent is not well formed.
+        Raises CodecError where the extent is not well formed.
         """
         out[: len(extent)] = extent
 
@@ -152,8 +149,7 @@ class Version(ABC):
     def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
         """Every rule of the format that a stored extent of the right size breaks.
 
-        Raises:
-            CodecError: where the extent is not well formed.
+        Raises CodecError where the extent is not well formed.
         """
 
     def payload(self, matrices: Sequence[Matrix], extent: Buffer) -> int:

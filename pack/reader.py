@@ -90,7 +90,7 @@ class Bundle:
                 layer, at = self.dense_place(number)
                 file = self.dense_file(version, layer)
                 return DenseValues(file.version, (described.matrix,), file.extent(at), file.place(at))
-        raise InputError(f"{self.path}: {module!r} is no dense matrix with versions")
+        raise InputError(f"{self.path}: {module!r} is not a dense matrix with versions")
 
     def extent(self, version: str, position: int, expert: int, check_digest: bool = True) -> Buffer:
         """A read-only view of one extent, its digest checked first; raises BundleError when it is damaged."""
@@ -107,7 +107,7 @@ class Bundle:
             raise InputError(f"{self.path}: has no version {version!r}: here are {', '.join(here)}")
         indices = [x.index for x in self.layers]
         if layer not in indices:
-            raise InputError(f"{self.path}: layer {layer} has no experts: those of {', '.join(map(str, indices))} have")
+            raise InputError(f"{self.path}: layer {layer} has no experts: layers {', '.join(map(str, indices))} have")
         position = indices.index(layer)
         described = self.layers[position]
         if not 0 <= expert < described.experts:
@@ -126,7 +126,7 @@ class Bundle:
     def calibration(self) -> CalibrationTables:
         """The loss tables and routing statistics; the file's digest is checked first.
 
-        Raises BundleError when the file is damaged, or not as FORMAT.md has it.
+        Raises BundleError when the file is damaged, or breaks FORMAT.md.
         """
         matrices = len(self.manifest.dense)
         tables = read_tables(self.path / TABLES, self.layers, self.manifest.files[TABLES].sha256, matrices)
@@ -148,7 +148,7 @@ class Bundle:
             raise BundleError(problems)
 
     def verify(self) -> list[Problem]:
-        """Every problem of the bundle: all digests, and every rule of the format; reads every byte of it."""
+        """Every problem of the bundle: all digests, and every rule of the format; reads every byte."""
         return [p for _, found in verify(self) for p in found]
 
     def version_bytes(self, version: str) -> int:
@@ -248,9 +248,7 @@ def _check_file(bundle: Bundle, name: str) -> list[Problem]:
     where = f"{bundle.path}/{name}"
     try:
         if name == TABLES:
-            tables = bundle.calibration()
-            for position in range(len(tables.layers)):
-                tables.check(position)
+            bundle.calibration().check()
         elif name == CONFIG:
             data = read_file(bundle.path, CONFIG, _CONFIG_BYTES)
             try:
@@ -258,7 +256,7 @@ def _check_file(bundle: Bundle, name: str) -> list[Problem]:
             except (ValueError, RecursionError) as error:
                 return [Problem(where, "json", f"cannot be parsed: {error}")]
             if not isinstance(config, dict) or config.get("quantization_config") != {"quant_method": "moepack"}:
-                return [Problem(where, "value", "its quantization_config is not that of a bundle")]
+                return [Problem(where, "value", "its quantization_config does not say moepack")]
         elif name in (DENSE, DENSE_INDEX):
             bundle.dense()
     except BundleError as error:

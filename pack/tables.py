@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections import Counter
@@ -101,7 +102,7 @@ class CalibrationTables:
     def mean_loss(self, version: str) -> tuple[float, float | None]:
         """The mean relative loss of a version over all experts, and its standard error where errors were kept.
 
-        The experts' errors are taken as independent; those of one layer depend on one another a little.
+        The experts' errors are taken as independent, although errors within a layer correlate a little.
         """
         column, experts = self.versions.index(version), sum(len(layer.tokens) for layer in self.layers)
         mean = float(sum(layer.relative[:, column].sum() for layer in self.layers) / experts)
@@ -113,16 +114,16 @@ class CalibrationTables:
     def statistic(self, position: int, name: str) -> Array:
         """A table that is read on request: calibration's windows in the layer at `position`.
 
-        Raises BundleError when it is not as FORMAT.md has it.
+        Raises BundleError when it breaks FORMAT.md.
         """
         layer = self.layers[position]
         with opened(self.path.parent, self.path.name) as f:
             file = _File(self.path, f)
             return file.read(*file.of_layer(layer.index, name, len(layer.tokens), len(self.versions)))
 
-    def check(self, position: int) -> None:
-        """Read every table of the layer at `position`; raises BundleError for one that is not as FORMAT.md has it."""
-        for name in _TENSORS.keys() - _EAGER:
+    def check(self) -> None:
+        """Read every table of every layer; raises BundleError for one that breaks FORMAT.md."""
+        for position, name in itertools.product(range(len(self.layers)), _TENSORS.keys() - _EAGER):
             self.statistic(position, name)
 
 
@@ -178,7 +179,7 @@ class _File:
         return name, entry
 
     def read(self, name: str, entry: TensorEntry) -> Array:
-        """One table, every number of it finite and at least 0."""
+        """Read one table, and check that every number is finite and at least 0."""
         self._file.seek(entry.begin)
         data = bytearray(entry.end - entry.begin)
         if self._file.readinto(data) != len(data):
@@ -196,7 +197,7 @@ def read_tables(
 
     All names, dtypes and shapes are checked, and every number that is read here; other tables' numbers are checked when
     they are asked for. `matrices` counts the dense matrices that have versions. Raises BundleError when the file is not
-    whole, or not as FORMAT.md has it.
+    whole, or breaks FORMAT.md.
     """
     with opened(path.parent, path.name) as f:
         file = _File(path, f, sha256)

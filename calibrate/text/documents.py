@@ -112,7 +112,7 @@ def _articles(rows: Iterable[Document]) -> Iterator[Document]:
 
 def _document(source: str, row: Any, column: str) -> Document:
     if not isinstance(row, dict):
-        raise InputError(f"{source}: its rows are no objects with a column {column!r}")
+        raise InputError(f"{source}: its rows are not objects with a column {column!r}")
     value = row.get(column)
     if column == "text" and not isinstance(value, str):
         value = row.get("messages")
@@ -132,7 +132,9 @@ def _json_rows(path: Path) -> Iterator[Any]:
         if path.suffix == ".json":
             first = next((line for line in f if line.strip()), "")
             f.seek(0)
-            if not _is_json(first):  # one value over several lines
+            try:
+                json.loads(first)
+            except ValueError:  # one value over several lines
                 whole = json.load(f)
                 yield from whole if isinstance(whole, list) else [whole]
                 return
@@ -144,14 +146,6 @@ def _json_rows(path: Path) -> Iterator[Any]:
                     raise ValueError(f"line {number}: {error}") from None
                 # A file of one line may be a list of all rows.
                 yield from row if isinstance(row, list) and path.suffix == ".json" else [row]
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def _table(source: str) -> tuple[Any, str]:

@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import ExpertWeights, finish, hidden
 from moepack.calibrate.forward import CalibrationPass, Observation
-from moepack.calibrate.gather import gather_batch
+from moepack.calibrate.gather import LayerTokens, expert_tokens, gather_batch
 from moepack.calibrate.statistics import routing_statistics
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.spec import Version
+from moepack.quantize import crossfit, expert_batch
 from moepack.quantize.expert_batch import ExpertVersion, Settings, batch_moments, expert_batches, quantise_batch
+from moepack.quantize.grid import Quantised, dequantise
+from moepack.quantize.losses import loss
+from moepack.quantize.methods import quantise_all
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +30,6 @@ def stream(demo_model: Path) -> StreamedModel:
 
 def test_pass_is_the_models_own_forward(demo_model: Path, stream: StreamedModel) -> None:
     """Layer by layer gives the same hidden states, to the bit, and the routers' own choices."""
-    from transformers import AutoModelForCausalLM
-
     ids = torch.randint(1, 4000, (5, 64), generator=torch.Generator().manual_seed(0))
     walk = CalibrationPass(stream, ids, batch_size=2, dtype=torch.float32)  # 2 + 2 + 1: two batch sizes
     stream.load(None)
@@ -48,9 +51,8 @@ def test_pass_is_the_models_own_forward(demo_model: Path, stream: StreamedModel)
         router = model(ids, output_router_logits=True).router_logits
     for observation, logits in zip(observations, router, strict=True):
         assert observation is not None and observation.inputs.shape == (5 * 64, 128)
-        assert torch.equal(
-            observation.experts.long().sort(1).values, logits.reshape(320, -1).topk(2).indices.sort(1).values
-        )
+        chosen = logits.reshape(320, -1).topk(2).indices
+        assert torch.equal(observation.experts.long().sort(1).values, chosen.sort(1).values)
         assert torch.allclose(observation.gates.sum(1), torch.ones(320))
 
 
@@ -98,8 +100,6 @@ def quantised(
 
 def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     """Computed again here from the dequantised matrices, on an expert's own tokens and on others of the layer."""
-    from moepack.quantize.grid import dequantise
-
     experts = stream.experts(2, range(16))
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(15, generator=g)[:2] for _ in range(1200)]).to(torch.int32)
@@ -132,14 +132,11 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
 
 
 def test_moments_are_made_for_a_few_experts_at_a_time(stream: StreamedModel) -> None:
-    """Whatever the bound on moments, the same codes come out; and never more experts at once than it allows."""
+    """Any bound on moments gives the same codes, and bounds the experts of a batch."""
     experts = stream.experts(0, range(16))
-    observation = Observation(
-        torch.randn(4000, 128, generator=torch.Generator().manual_seed(0)),
-        torch.randint(0, 16, (4000, 2), generator=torch.Generator().manual_seed(1)).to(torch.int32),
-        torch.rand(4000, 2, generator=torch.Generator().manual_seed(2)),
-        100,
-    )
+    g = torch.Generator().manual_seed(0)
+    chosen = torch.randint(0, 16, (4000, 2), generator=g).to(torch.int32)
+    observation = Observation(torch.randn(4000, 128, generator=g), chosen, torch.rand(4000, 2, generator=g), 100)
     weights, widths = 128 * 128 + 128 * 64, 5  # of all widths that there are, though one is made
     one_expert = 4 * 5 * (128 * 128 + 64 * 64) + (4 * 3 + widths) * weights
     seen: list[int] = []
@@ -160,10 +157,7 @@ def output(module: Any, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.T
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedModel, bits: int) -> None:
-    """LayerInputs 0, 3, 32, 128 or 512 tokens, on tokens that nothing has seen (2 % tolerance)."""
-    from moepack.quantize.grid import dequantise
-    from moepack.quantize.losses import loss
-
+    """With 0, 3, 32, 128 or 512 tokens, on unseen tokens (2 % tolerance)."""
     experts = stream.experts(3, range(16))
     g = torch.Generator().manual_seed(0)
     mix = torch.randn(128, 128, generator=g) * 0.1
@@ -173,9 +167,7 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
         chosen[torch.arange(count) * 11 + expert, 0] = expert
     observation = Observation(x, chosen, torch.rand(6000, 2, generator=g), 100)
     version, module = Version.of(f"w{bits}", 64), stream.experts_module(3)
-    made = {
-        method: quantised(stream, 3, experts, observation, Settings(method, (version,))) for method in ("gptq", "rtn")
-    }
+    made = {m: quantised(stream, 3, experts, observation, Settings(m, (version,))) for m in ("gptq", "rtn")}
     unseen = torch.randn(2000, 128, generator=g) @ mix
     for expert in range(5):
         exact = output(module, unseen, [experts.matrix(expert, m).float() for m in range(2)])
@@ -189,8 +181,6 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
 
 def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     """Routed tokens, the same weighted by their gates, or every token of the layer: against sums written out."""
-    from moepack.calibrate.gather import LayerTokens
-
     experts = stream.experts(1, range(16))
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.zeros(3000), torch.randint(1, 16, (3000,), generator=g)], 1).to(torch.int32)
@@ -216,18 +206,12 @@ def test_starved_experts_take_a_fallback_that_does_better(
     stream: StreamedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a method that ruins everything, starved experts take another; the rest are left with it."""
-    from moepack.quantize import crossfit
-    from moepack.quantize import expert_batch as module_under_test
-    from moepack.quantize.grid import Quantised
-    from moepack.quantize.methods import quantise_all
 
-    def ruin(
-        method: str, weight: torch.Tensor, moments: torch.Tensor | None, versions: list[Version]
-    ) -> dict[Version, Quantised]:
+    def ruin(method: str, weight: torch.Tensor, moments: object, versions: list[Version]) -> dict[Version, Quantised]:
         good = quantise_all("rtn", weight, None, versions)
         return {v: Quantised(q.codes, -q.scale, q.zero) for v, q in good.items()}
 
-    monkeypatch.setattr(module_under_test, "quantise_all", ruin)
+    monkeypatch.setattr(expert_batch, "quantise_all", ruin)
     monkeypatch.setattr(crossfit, "quantise_all", ruin)
     experts = stream.experts(3, range(16))
     g = torch.Generator().manual_seed(0)
@@ -240,8 +224,6 @@ def test_starved_experts_take_a_fallback_that_does_better(
 
 
 def test_tokens_that_are_compared_were_not_learnt_from() -> None:
-    from moepack.calibrate.gather import LayerTokens, expert_tokens
-
     o = make_observation()
     layer = LayerTokens.of(o)
     assert len(layer.compare) and not set(layer.learn.tolist()) & set(layer.compare.tolist())

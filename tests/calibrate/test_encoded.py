@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch
 from expert_reading import compare
 from safetensors.torch import load_file, save_file
 from support import Notes
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -51,7 +55,7 @@ def to_fp8(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor
     return codes, scales, value
 
 
-def rewrite(path: Path, tensors: dict[str, torch.Tensor], quantization: dict | None) -> None:
+def rewrite(path: Path, tensors: dict[str, torch.Tensor], quantization: object) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     if quantization is not None:
@@ -59,42 +63,52 @@ def rewrite(path: Path, tensors: dict[str, torch.Tensor], quantization: dict | N
     (path / "config.json").write_text(json.dumps(config))
 
 
-def fp8_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
-    """A DeepSeek-V3 in block FP8, dense projections and all, and the same model in BF16."""
-    coded = tiny_models.save_tiny("deepseek_v3", path / "fp8", tokenizer)
-    plain = tiny_models.save_tiny("deepseek_v3", path / "bf16", tokenizer)
+Coded = tuple[dict[str, torch.Tensor], torch.Tensor]  # what is stored of a tensor, and its value
+
+
+def both(
+    path: Path, tokenizer: Path, family: str, quantization: dict, encode: Callable[[str, torch.Tensor], Coded]
+) -> tuple[Path, Path]:
+    """A checkpoint with encoded tensors, and the same model in BF16."""
+    coded, plain = (tiny_models.save_tiny(family, path / name, tokenizer) for name in ("coded", "bf16"))
     stored, values = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        if name.endswith("_proj.weight") or ("_proj" in name and "self_attn" in name and tensor.ndim == 2):
-            stored[name], stored[name + SCALES], values[name] = to_fp8(tensor, BLOCK)
-        else:
-            stored[name] = values[name] = tensor
-    rewrite(coded, stored, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]})
+        made, values[name] = encode(name, tensor)
+        stored |= made
+    rewrite(coded, stored, quantization)
     rewrite(plain, values, None)
     return coded, plain
+
+
+def fp8_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
+    """A DeepSeek-V3 in block FP8, dense projections and all, and the same model in BF16."""
+
+    def encode(name: str, tensor: torch.Tensor) -> Coded:
+        if not (name.endswith("_proj.weight") or ("_proj" in name and "self_attn" in name and tensor.ndim == 2)):
+            return {name: tensor}, tensor
+        codes, scales, value = to_fp8(tensor, BLOCK)
+        return {name: codes, name + SCALES: scales}, value
+
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    return both(path, tokenizer, "deepseek_v3", scheme, encode)
 
 
 def mxfp4_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
     """A gpt-oss with its experts in MXFP4, and the same model in BF16, decoded by transformers."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    coded = tiny_models.save_tiny("gpt_oss", path / "mxfp4", tokenizer)
-    plain = tiny_models.save_tiny("gpt_oss", path / "bf16", tokenizer)
     rng = torch.Generator().manual_seed(0)
-    stored, values = {}, {}
-    for name, tensor in load_file(plain / "model.safetensors").items():
-        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
-            experts, cols, rows = tensor.shape
-            blocks = torch.randint(0, 256, (experts, rows, cols // 32, 16), generator=rng, dtype=torch.uint8)
-            scales = torch.randint(118, 123, (experts, rows, cols // 32), generator=rng, dtype=torch.uint8)
-            stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
-            values[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
-            assert values[name].shape == tensor.shape
-        else:
-            stored[name] = values[name] = tensor
-    rewrite(coded, stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
-    rewrite(plain, values, None)
-    return coded, plain
+
+    def encode(name: str, tensor: torch.Tensor) -> Coded:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return {name: tensor}, tensor
+        experts, cols, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, cols // 32, 16), generator=rng, dtype=torch.uint8)
+        scales = torch.randint(118, 123, (experts, rows, cols // 32), generator=rng, dtype=torch.uint8)
+        value = convert_moe_packed_tensors(blocks, scales).contiguous()
+        assert value.shape == tensor.shape
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}, value
+
+    scheme = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    return both(path, tokenizer, "gpt_oss", scheme, encode)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +118,6 @@ def mxfp4_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
 def test_a_bundle_of_it_is_the_decoded_model(
     make: object, dtype: str, said: str, demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     coded, plain = make(tmp_path, demo_model)  # type: ignore[operator]
     notes = Notes()
     build(coded, tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text], reporter=notes)
@@ -133,8 +145,6 @@ def test_some_experts_are_read_alone(
 
 def test_fp8_agrees_with_transformers() -> None:
     """Where every block is whole, which is what transformers can decode; batched as fused experts are."""
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
     rng = torch.Generator().manual_seed(0)
     codes = torch.randn(3, 256, 384, generator=rng).mul(100).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2, 3, generator=rng) / 1000
@@ -154,8 +164,6 @@ def test_fp8_blocks_may_be_partial() -> None:
 
 def test_mxfp4_agrees_with_transformers() -> None:
     """All codes at all exponents that keep within BF16's normal range."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 1, 16).repeat(4, 1, 7, 1)
     rng = torch.Generator().manual_seed(0)
     scales = torch.randint(4, 252, (4, 16, 7), generator=rng, dtype=torch.uint8)
@@ -195,8 +203,6 @@ def test_incomplete_fp8_is_refused(case: str, demo_model: Path, tmp_path: Path) 
     ids=str,
 )
 def test_other_methods_are_refused(quantization: object, demo_model: Path, tmp_path: Path) -> None:
-    import shutil
-
     checkpoint = Path(shutil.copytree(demo_model, tmp_path / "checkpoint"))
     rewrite(checkpoint, load_file(checkpoint / "model.safetensors"), quantization)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="is already quantised") as error:

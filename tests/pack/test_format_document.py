@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import independent_reader as reader
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
 from small_bundle import LAYERS, VERSIONS
 from support import ROOT
 
@@ -29,9 +33,6 @@ def test_every_affine_version_at_odd_shapes(small: Path, version: Version) -> No
 
 
 def test_lossless_version_is_the_checkpoint(bundle: Path, demo_model: Path) -> None:
-    import torch
-    from safetensors.torch import load_file as load_torch
-
     manifest = reader.read_manifest(bundle)
     theirs = reader.lossless_bits(reader.read_extent(bundle, manifest, "bf16", 2, 3), manifest["layers"][2])
     tensors = load_torch(demo_model / "model.safetensors")
@@ -82,10 +83,6 @@ def test_tables_are_what_the_document_says(bundle: Path) -> None:
 
 
 def test_tripwire_and_config(bundle: Path, demo_model: Path) -> None:
-    import json
-
-    from safetensors import safe_open
-
     with safe_open(bundle / "model.safetensors", framework="pt") as f:
         assert f.get_slice("model.layers.0.mlp.experts.down_proj").get_shape() == [1]
         assert f.get_slice(HINT).get_shape() == [1] and f"`{HINT}`" in (ROOT / "pack" / "FORMAT.md").read_text()

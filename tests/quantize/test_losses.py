@@ -187,7 +187,7 @@ def test_scatter_is_learnt_from_the_experts_that_are_known() -> None:
 
 
 def test_an_experts_own_variance_leans_on_the_layers() -> None:
-    """Of two groups that happen to agree nothing follows."""
+    """Two groups that happen to agree prove nothing."""
     own, groups = torch.ones(5, dtype=torch.float64), torch.tensor([64.0] * 4 + [2.0], dtype=torch.float64)
     variance = torch.tensor([0.01] * 4 + [0.0], dtype=torch.float64)
     none = torch.zeros(5, dtype=torch.float64)
@@ -197,7 +197,7 @@ def test_an_experts_own_variance_leans_on_the_layers() -> None:
 
 
 def test_nothing_at_all_and_what_is_stored_as_it_is() -> None:
-    """Lossless columns cost nothing, surely; a layer that no token reached leans on others' tokens alone."""
+    """Lossless columns cost nothing, without error; a layer that no token reached leans on others' tokens alone."""
     nothing = Measured(Loss(0, 0, 0), Loss(0, 0, 0), 0, 0)
     zero = Measured(Loss(0, 0, 0), Loss(0, 0, 0), 9, 0)
     around = Measured(Loss(3, 2, 1), Loss(0, 0, 0), 9, 0)

@@ -77,7 +77,7 @@ class Checkpoint:
         return self.encoded[weight].scheme.name if weight in self.encoded else self._entry(weight).dtype
 
     def shape(self, weight: str) -> tuple[int, ...]:
-        """The stored shape of a weight: that of its codes if it is encoded."""
+        """The stored shape of a weight, or of its codes if it is encoded."""
         return self._entry(self.encoded[weight].codes if weight in self.encoded else weight).shape
 
     def files_of(self, weights: Iterable[str]) -> set[str]:

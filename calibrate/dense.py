@@ -72,7 +72,7 @@ class DenseMoments:
 
 
 class DenseWatch:
-    """Watches the dense matrices of one part while batches go through it."""
+    """Collector of the inputs of one part's dense matrices, while batches go through the part."""
 
     def __init__(self, modules: Mapping[str, Any], blocks: Mapping[str, Any], windows: int, length: int) -> None:
         """Take the matrices' Linears by name, and by the same names their blocks, which add to the hidden state."""

@@ -22,10 +22,10 @@ from .forward import Observation
 from .held import RowGather
 
 HELD_OUT = 8  # one cluster in eight is held out for comparing methods
-ASIDE = 16  # an expert with plenty of tokens is measured on one cluster in so many, and learns from the others
+ASIDE = 16  # an expert with plenty of tokens is measured on one cluster in ASIDE, and learns from the others
 PLENTY = 16  # tokens over its widest matrix's columns; fitted to a 16th less, its loss is 0.2 % higher
 BLOCK = 32  # tokens of a block
-WINDOWS = 16  # with so many windows, they are the clusters
+WINDOWS = 16  # with this many windows or more, windows are the clusters
 LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 
 
@@ -126,7 +126,7 @@ def _is_held_out(tokens: Tensor, block: int) -> Tensor:
 
 
 def _spaced(tokens: Tensor, most: int) -> Tensor:
-    """At most `most` of them, evenly spaced."""
+    """At most `most` of the tokens, evenly spaced."""
     if len(tokens) <= most:
         return tokens
     return tokens[torch.linspace(0, len(tokens) - 1, most).long()]

@@ -23,7 +23,7 @@ _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by addre
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) -> Tensor:
-    """A tensor to be filled: on the CPU, and with `folder` in a file there, which has no name and dies with it.
+    """A tensor to be filled, on the CPU; with `folder` in an unnamed file there, which is freed with the tensor.
 
     Raises TargetError when the folder's disk has no room for it.
     """
@@ -44,7 +44,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) 
 
 
 def mapped(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor that lies in a file, from this byte on; what is written to it is this process's alone."""
+    """A tensor mapped from a file, starting at `offset`; only this process sees what is written to it."""
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     flat = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=offset)
@@ -58,14 +58,14 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def release(tensor: Tensor) -> None:
-    """Take a mapped tensor's pages out of this process's memory; they keep their values. Any other is left alone."""
+    """Take a mapped tensor's pages out of this process's memory; they keep their values. Ignores other tensors."""
     mapping = _mapping(tensor)
     if mapping is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def expect(tensor: Tensor) -> None:
-    """Have the system read what a mapped tensor without gaps covers of its file, outside this process's memory."""
+    """Ask the system to read a contiguous mapped tensor's part of its file into the page cache."""
     mapping = _mapping(tensor)
     if mapping is not None:
         first = int(tensor.storage_offset()) * tensor.itemsize

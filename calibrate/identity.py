@@ -39,7 +39,7 @@ def identity(
 
 
 def is_known(path: Path, known: Mapping[str, Any]) -> bool:
-    """Whether a file, perhaps on another machine, is the one that was digested.
+    """Whether a file, perhaps on another machine, is the digested one.
 
     `known` is its entry of `identity`. Size and time of change decide if that time is finer than a second, as copies
     may keep it; otherwise the bytes do. Raises InputError if it cannot be read.

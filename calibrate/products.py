@@ -43,7 +43,7 @@ def widened_bytes(device: torch.device, dtype: torch.dtype, values: int) -> int:
 
 
 class CalibrationProducts(TorchFunctionMode):
-    """Replaces products of BF16 tensors with enough rows, and grouped products with mapped experts."""
+    """Mode that replaces products of BF16 tensors with enough rows, and grouped products with mapped experts."""
 
     def __init__(self, wide: bool, mapped: bool) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from .experts import describe, is_experts_module, parameter_names
 
 # Bytes of experts or MTP layers that are read at once; reading takes up to three times as many.
 AT_ONCE = 1 << 29
-Parts = dict[str, range | None]  # checkpoint weight -> which of its first axis; None is all of it
+Parts = dict[str, range | None]  # checkpoint weight -> a range of its first axis; None is the whole weight
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 

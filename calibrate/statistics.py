@@ -14,7 +14,7 @@ def routing_statistics(observation: Observation, experts: int) -> dict[str, Tens
     """Routing statistics of one layer.
 
     The first half of a window stands for a prompt, the second for its continuation: policies that place experts after
-    the prefill (context-aware-cxl-ndp, section 3.2) are judged by how well the one foretells the other.
+    the prefill (context-aware-cxl-ndp, section 3.2) are judged by how well the first predicts the second.
 
     Returns:
         tokens: int64 [experts], tokens routed to each expert.

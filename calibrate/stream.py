@@ -163,7 +163,7 @@ class StreamedModel(Skeleton):
         return {name: whole[name] for name in names}
 
     def dense_apart(self, part: int | None) -> bool:
-        """Whether `tensors` reads a part's `dense_names` and nothing else."""
+        """Whether `tensors` reads only a part's `dense_names`."""
         return self._own_sources(self.dense_names(part)) is not None
 
     def tensor_files(self, part: int | None, names: Sequence[str]) -> set[str]:

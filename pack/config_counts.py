@@ -1,4 +1,4 @@
-"""Refuses a config.json with numbers that no model has: transformers would work on them for hours.
+"""Refuse a config.json with numbers that no model has: transformers would work on them for hours.
 
 transformers makes a dictionary of all labels and a list of all layers while it reads the file, and buffers of all
 columns for a model without weights.

@@ -118,6 +118,6 @@ def dense_files(root: Path, manifest: Manifest) -> dict[str, set[str] | None]:
     out: dict[str, set[str]] = {}
     for name, file in found.items():
         if file not in manifest.files or not file.endswith(".safetensors"):
-            raise BundleError.single(location, "tables", f"names {file!r}, which is no file of tensors in the manifest")
+            raise BundleError.single(location, "tables", f"names {file!r}, not a file of tensors in the manifest")
         out.setdefault(file, set()).add(name)
     return dict(out)

@@ -1,4 +1,4 @@
-"""Downloads files of a repository on the Hub, several at a time, with one bar; an interruption waits for none.
+"""Download files of a Hub repository, several at a time, with one bar; an interruption does not wait for them.
 
 It never lists a repository, which may hold any number of other files. hub_name.py says why it is in this folder.
 """

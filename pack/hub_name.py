@@ -1,7 +1,7 @@
-"""Asks the Hub once whether a repository exists, and downloads nothing.
+"""Ask the Hub once whether a repository exists, without a download.
 
-huggingface_hub retries for half a minute, which is too long for a mistyped name. This folder is the only one that all
-users of the module may import.
+huggingface_hub retries for half a minute, which is too long for a mistyped name. The module is in this folder because
+all its users may import from it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def on_hub(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> str | None:
-    """The first of `files` that a repository has; None where it has none of them.
+    """The first of `files` that a repository has; None without any.
 
     Offline, or where the Hub cannot be reached, the local cache answers. `instead` is the error for other meanings of
-    the name, such as a directory; empty where it has none. `kind` is "model" or "dataset", and `revision` a branch, tag
-    or commit. Raises InputError, in one line, when there is no such repository, or the Hub cannot be asked.
+    the name, such as a directory; empty without one. `kind` is "model" or "dataset", and `revision` a branch, tag
+    or commit. Raises InputError, in one line, when the repository does not exist, or the Hub cannot be asked.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub import errors as hub

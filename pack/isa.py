@@ -27,7 +27,7 @@ def bound(best: int) -> int:
         return best
     here = ", ".join(LEVELS[: best + 1])
     if asked not in LEVELS:
-        raise InputError(f"{VARIABLE}={asked}: there is no such level: the levels of this processor are {here}")
+        raise InputError(f"{VARIABLE}={asked}: unknown level: the levels of this processor are {here}")
     if LEVELS.index(asked) > best:
         raise InputError(f"{VARIABLE}={asked}: this processor does not have it: its levels are {here}")
     return LEVELS.index(asked)

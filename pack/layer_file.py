@@ -39,7 +39,7 @@ def header_size(version: str, layer: Layer) -> int:
 
 
 class LayerFileWriter:
-    """Writes one layer file. A context manager: after an error the file is removed."""
+    """Writer of one layer file. A context manager: after an error the file is removed."""
 
     def __init__(self, path: Path, version: str, layer: Layer) -> None:
         self._path, self._version, self._layer = path, version, layer

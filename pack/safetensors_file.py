@@ -103,7 +103,7 @@ def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
         raise _bad(location, "header", f"tensor {name} has not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        raise _bad(location, "header", f"tensor {name} has a shape or data_offsets that are no lists of numbers")
+        raise _bad(location, "header", f"tensor {name} has a shape or data_offsets that are not lists of numbers")
     begin, end = offsets
     numbers = (*shape, begin, end)
     in_range = all(type(v) is int and 0 <= v < 1 << 48 for v in numbers) and len(shape) <= MAX_RANK

@@ -18,8 +18,8 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT_NAME = "moepack"
-FORMAT_VERSION = 3  # what is written
-READABLE = (2, 3)  # what is read: 2 has neither all encodings nor versions of dense matrices
+FORMAT_VERSION = 3  # the version that is written
+READABLE = (2, 3)  # the versions that are read: 2 has neither all encodings nor versions of dense matrices
 DENSE_SINCE = 3  # the first version of the format in which dense matrices have versions
 HINT = "import moepack first: this is a moepack bundle"  # a tensor's name, for transformers' report of missing ones
 LOSSLESS = next(v.name for v in KNOWN if v.holds)  # what every recipe makes of dense matrices
@@ -36,7 +36,7 @@ class ExpertLayer:
     index: int  # the decoder layer's index in the model
     module: str  # the experts module's name in the transformers model
     experts: int  # their number
-    matrices: tuple[Matrix, ...]  # first the input projection ("gate_up", or "up" where there is no gate), then "down"
+    matrices: tuple[Matrix, ...]  # first the input projection ("gate_up", or "up" without a gate), then "down"
 
     @property
     def expert_weights(self) -> int:
@@ -74,7 +74,7 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrix:
-    """A weight matrix outside the experts that has versions: y = W x + b, as torch's Linear has it."""
+    """A weight matrix outside the experts that has versions: y = W x + b, as in torch's Linear."""
 
     layer: int | None  # the decoder layer's index; None for one outside the layers
     module: str  # the Linear's name in the transformers model

@@ -109,7 +109,7 @@ def sync(path: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds a directory's lock; OSError where another process has it."""
+    """A descriptor that holds a directory's lock; raises OSError when another process has it."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

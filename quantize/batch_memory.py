@@ -1,4 +1,4 @@
-"""Upper bounds of the bytes that quantising takes: what is in memory at once in each step. Arithmetic on shapes.
+"""Upper bounds of the bytes that quantising takes: the tensors in memory at once in each step. Arithmetic on shapes.
 
 These bounds do not choose the batch size, which affects a bundle's bytes: `expert_batch.expert_batches` does.
 """
@@ -20,7 +20,7 @@ CODED = 0.75  # upper bound of a lossless extent relative to its BF16 matrix, ex
 
 
 def batch_memory(layer: ExpertLayer, settings: Settings, experts: int) -> int:
-    """Upper bound of the bytes that quantising a batch of so many experts takes on the compute device."""
+    """Upper bound of the bytes that quantising a batch of `experts` experts takes on the compute device."""
     return _largest_step(layer, settings, experts) * 17 // 16 + SMALL
 
 
@@ -74,7 +74,7 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
 
 
 def _stacked(matrices: int) -> int:
-    """Matrices in memory while so many are stacked."""
+    """Matrices in memory while `matrices` of them are stacked."""
     return 2 * matrices if matrices > 1 else 1
 
 

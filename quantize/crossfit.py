@@ -26,9 +26,9 @@ from .moments import ExpertMoments
 
 FOLDS = 4
 LEAST_ROWS = 16
-SHARE = 64  # one row in so many is sampled, at least LEAST_ROWS
+SHARE = 64  # one row in SHARE is sampled, at least LEAST_ROWS
 _STACK = 1 << 26  # bytes of moments in a call of the quantiser
-_SINGLY = 4096  # above so many columns, the quantiser works on single matrices anyway (`gptq.BATCH_BYTES`)
+_SINGLY = 4096  # above this number of columns, the quantiser works on single matrices anyway (`gptq.BATCH_BYTES`)
 
 
 def cluster_of(tokens: Tensor, block: int, spare: int) -> Tensor:

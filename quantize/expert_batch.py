@@ -56,13 +56,13 @@ class ExpertTokens:
     learn: Tensor
     learn_gates: Tensor  # gate weights of `learn`, float32
     compare: Tensor  # for a starved expert, the tokens its methods are compared on; none is in `learn`
-    measure: Tensor  # those of its own tokens that its losses are measured on
+    measure: Tensor  # its own tokens, on which its losses are measured
     gates: Tensor  # gate weights of `measure`, float32
     learnt: Tensor  # which of `measure` are in `learn`, bool
     others: Tensor  # further tokens of the layer that it is measured on; none was routed to it
     gate_square: float  # mean square of its gate weights, or of the layer's if it has none: the weight of `others`
     starved: bool  # whether it has too few tokens for its method
-    rich: bool  # whether it has so many that `measure` and `learn` can be disjoint
+    rich: bool  # whether it has enough that `measure` and `learn` can be disjoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ExpertBatch:
 
     experts: range  # their indexes in the layer
     weights: tuple[Tensor, Tensor]  # both matrices of all experts, float32 [experts, rows, cols], on the compute device
-    # For each expert those of both matrices, float32 [rows] or None.
+    # Each expert's biases of both matrices, float32 [rows] or None.
     biases: tuple[tuple[Tensor | None, Tensor | None], ...]
     tokens: tuple[ExpertTokens, ...]  # each expert's tokens
     inputs: Any  # the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows]
@@ -88,7 +88,7 @@ class ExpertBatch:
     forward: ExpertForward  # the experts' functions
     in_bf16: bool  # whether the down projection learns from activations in BF16, as in the model
     block: int  # tokens of a cluster (`crossfit.cluster_of`)
-    spare: int  # one cluster in so many is never in `common`
+    spare: int  # one cluster in `spare` is never in `common`
 
     @property
     def device(self) -> torch.device:

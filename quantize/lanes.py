@@ -22,7 +22,7 @@ STARTS = (0.95, 0.8, 0.65)
 FINE_STARTS = (1.02, 1.0, 0.97)  # for more than FINE codes: at 8 bits, clipping by the others costs 4.5 times the error
 FINE = 16
 ROUNDS = 3
-# Products of matrices add up the lanes beyond a multiple of so many in another order.
+# Products of matrices add up the lanes beyond a multiple of LANE in another order.
 LANE = 64
 _CHUNK = 1 << 17  # elements, 512 KiB of float32: a few fit a core's cache
 
@@ -125,7 +125,7 @@ class _Search:
         return error, scale, zero, c, xc, cc
 
     def _fit(self, _: Tensor, scale: Tensor, zero: Tensor, c: Tensor, xc: Tensor, cc: Tensor) -> tuple[Tensor, Tensor]:
-        """The least-squares grid for the codes; the old one if there is none."""
+        """The least-squares grid for the codes; the old grid if no fit exists."""
         slope = (xc - c * self._mean) / (cc - c * c)
         offset = c - self._mean / slope
         if self._lanes.midpoint is not None:

@@ -154,7 +154,7 @@ def _factors(
     second = down * whole
     first = (whole - second) / (1 - second).clamp(min=1e-3)
     both = rho[0] * first + rho[1] * second - rho[0] * first * rho[1] * second
-    # Beyond such a loss the version is worse than no expert, and x y no longer the overlap.
+    # Beyond this loss the version is worse than omitting the expert, and x y no longer the overlap.
     usable = (whole > 0) & (rho * torch.stack([first, second]) < MOST).all(0)
     linear = (1 - down) * rho[0] + down * rho[1]
     return torch.where(usable, both / whole.clamp(min=1e-300), linear), (1 - down[0], down[0])

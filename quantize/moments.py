@@ -6,7 +6,7 @@ tokens more, where d is the columns of the matrix:
 
     M = (n * M_expert + K * M_layer) / (n + K),   K = d / 2.
 
-"Moments" are E[x x^T] throughout: half of what GPTQ calls the Hessian, that of the squared error by a row's weights.
+"Moments" are E[x x^T] throughout: half of GPTQ's Hessian, which is of the squared error by a row's weights.
 
 The rule is the posterior mean of a covariance under a prior worth K observations (inverse Wishart; Haff, 1980). K was
 measured on trained experts with 256 and 128 columns, quantised by gptqmodel, as output error on held-out tokens: from

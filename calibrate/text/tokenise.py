@@ -30,7 +30,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # The end-of-text token, if there is one, and the ids that the tokenizer adds before a text, as a BOS.
+        # The end-of-text token, if any, and the ids that the tokenizer adds before a text, as a BOS.
         self.end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         bare, full = self.encode("a"), list(tokenizer("a", verbose=False)["input_ids"])
         places = (i for i in range(len(full)) if bare and full[i : i + len(bare)] == bare)
@@ -63,13 +63,13 @@ class Encoder:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise InputError(f"{source}: holds text that is no Unicode: half a pair of surrogates") from None
+            raise InputError(f"{source}: holds text that is not Unicode: half a pair of surrogates") from None
         yield begin
         yield from map(self.encode, parts(text, self.encode))
         yield end
 
     def _chat(self, chat: Conversation, source: str) -> str:
-        """Render a chat; raise InputError if there is no template, or it refuses the chat or omits its tool calls."""
+        """Render a chat; raise InputError without a template, or if it refuses the chat or omits its tool calls."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise InputError(
                 f"{source}: holds chats, and this model's tokenizer has no chat template: give text, or put the "

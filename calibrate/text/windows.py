@@ -51,7 +51,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def load_tokenizer(path: Path) -> Any:
     """Load the tokenizer of a model's directory or Hub id.
 
-    Raises InputError if there is none, or transformers cannot load it.
+    Raises InputError without a tokenizer, or if transformers cannot load it.
     """
     from transformers import AutoTokenizer
 

@@ -77,7 +77,7 @@ def section_array(extent: Buffer, section: Section) -> npt.NDArray[np.generic]:
 
 
 def decode(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list[AffineMatrix]:
-    """The matrices of one extent. Biases are views of it."""
+    """The matrices of one extent; biases are views of the extent."""
     parts: list[dict[str, npt.NDArray[np.generic]]] = [{} for _ in matrices]
     for section in version.sections(matrices):
         parts[section.matrix][section.kind] = section_array(extent, section)

@@ -64,7 +64,7 @@ def unpack_plane(words: Words, bits: int, rows: int, cols: int) -> Codes:
 
 
 def split_planes(codes: Codes, planes: Sequence[int]) -> list[Words]:
-    """Pack codes [rows, cols] into planes of so many bits each (at most 8 in all), least significant first."""
+    """Pack codes [rows, cols] into planes, least significant first. `planes` are their bits, at most 8 in all."""
     out, shift = [], 0
     for width in planes:
         mask = np.uint8((1 << width) - 1)

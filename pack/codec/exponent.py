@@ -24,7 +24,7 @@ MAX_CODE = 8  # bits: a decoder looks a symbol up in 256 entries, and four symbo
 HEADER = 48
 LANE_WORDS = 9  # a coded tile begins with its base length and mode, then 32 one-byte deltas
 CODED, RAW = 0, 1
-SAMPLED = 1 << 16  # weights from which on a quarter of them makes the code
+SAMPLED = 1 << 16  # with this many weights or more, a quarter of them makes the code
 BLOCK = 128  # weights a block of the sample
 ABREAST = 128  # tiles decoded at a time, so that the arrays stay in a core's cache
 
@@ -137,7 +137,7 @@ def coded_size(weights: int, stream_words: int, patches: int) -> int:
 
 
 def parse(data: Buffer, weights: int) -> CodedMatrix:
-    """Find the parts of a coded matrix of so many weights; check every count and offset before anything is decoded.
+    """Find the parts of a coded matrix of `weights` weights; check every count and offset before anything is decoded.
 
     Raises CodecError for anything that would make a decoder read or write outside its buffers.
     """

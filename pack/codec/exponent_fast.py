@@ -1,7 +1,7 @@
 """The exponent codec, fast form: the same bytes as exponent.py, on all cores, straight into the caller's buffer.
 
 The loops are C where installing found a compiler (exponent_native.py); they release the GIL. This module prepares
-tables, checks bounds, and shares tiles among threads. Without the loops, exponent.py does all of it with NumPy.
+tables, checks bounds, and shares tiles among threads. Without the loops, exponent.py does the same with NumPy.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def encode(bits: Bf16Bits, threads: int | None = None) -> Buffer:
     fill = int(codewords[shortest]) << 4 | int(code.length[shortest])
     plane = _room("plane", -(-bits.size // 4)).view(np.uint8)[: bits.size]
     # A tile is written in its coded form only where that is smaller than the raw one, patches included. Patches are
-    # written before that is known, so every share has room for a whole tile of them more.
+    # written before that is known, so every share has room for the patches of one more tile.
     bound = 1 + TILE // 4
     stream = _room("stream", bound * shares[-1][1])
     patches = _room("patches", bound * shares[-1][1] + TILE * len(shares))

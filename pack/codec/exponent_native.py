@@ -18,7 +18,7 @@ from .. import isa
 from .bits import Bf16Bits, Buffer
 from .exponent import TILE as TILE
 
-# One name for all Python versions that installing may have built it for; OSError where there is none.
+# One name for all Python versions that installing may have built it for; OSError without it.
 _library = ctypes.CDLL(str(Path(__file__).with_name(f"_exponent{sysconfig.get_config_var('EXT_SUFFIX')}")))
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 _library.moepack_exponent_sample.argtypes = [_pointer, _number, _pointer]
@@ -75,7 +75,7 @@ class Opened:
         self.address = _at(room)  # the first argument of the function at `part_address`
 
     def decode(self) -> int:
-        """Decode all of it on this thread; 0, or 8 * tile + the number of an error."""
+        """Decode the whole matrix on this thread; returns 0, or 8 * tile + the number of an error."""
         tiles = -(-int(self._room[6]) // TILE)
         return int(_library.moepack_exponent_part(self.address, 0, tiles))
 

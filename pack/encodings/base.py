@@ -32,7 +32,7 @@ class Version(ABC):
     encoding: str  # the manifest's word for the family of encodings
     bits: int  # bits of a code, at most 8; 16 for BF16
     kernel: int = field(compare=False)  # its number in kernels (runtime/kernels/forms.py)
-    since: int = field(compare=False)  # the first version of the format that has it
+    since: int = field(compare=False)  # the first version of the format with this encoding
     # Bits of a code (1, 2, 4 or 8) by plane, least significant first; none where codes have no planes.
     planes: tuple[int, ...] = field(default=(), compare=False)
     zero: str = "none"  # "stored", "midpoint" (half the greatest code, not stored) or "none"
@@ -173,7 +173,7 @@ def version_names(format_version: int | None = None) -> tuple[str, ...]:
 
 
 def encoding_of(name: str) -> Version:
-    """The entry of KNOWN of a name; raises ValueError for another name, with those there are."""
+    """The entry of KNOWN of a name; raises ValueError, listing the known names, for another."""
     for entry in KNOWN:
         if entry.name == name:
             return entry

@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 MAX_BYTES = 64 << 20
 MAX_SIZE = 1 << 48  # of any file
 MAX_FILE_HEADER = 100_000_000  # bytes of a layer file before its first extent
-MAX_NAME = 255  # bytes of one part of a path, as file systems have it
+MAX_NAME = 255  # bytes of one part of a path: the limit of file systems
 MAX_PATH = 1024  # bytes of a path
 # Files of every bundle; the dense tensors are one file, or several with an index.
 CONFIG, TABLES, DENSE, DENSE_INDEX = (
@@ -31,7 +31,7 @@ CARD = ("README.md", "losses.png")  # shown by a page on the Hub; the manifest d
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file of the bundle: its size and the SHA-256 of all of it."""
+    """A file of the bundle: its size and its SHA-256."""
 
     size: int
     sha256: str
@@ -73,7 +73,7 @@ class Manifest:
     expert_files: Mapping[str, ExpertFileEntry]  # the layer files, of experts and of dense matrices
     provenance: Mapping[str, Any] = field(default_factory=dict)  # strings, integers, lists and objects of them
     allocation: Allocation | None = None
-    format_version: int = FORMAT_VERSION  # that of a manifest that was read; new ones have the latest
+    format_version: int = FORMAT_VERSION  # a manifest that was read keeps its own; new ones have the latest
     dense: tuple[DenseMatrix, ...] = ()  # the matrices outside the experts that have versions, in model order
     dense_versions: tuple[Version, ...] = ()
 
@@ -103,11 +103,11 @@ class Manifest:
         return tuple(layer.file(version) for layer in self.dense_layers)
 
     def dense_version(self, name: str) -> Version:
-        """The version of the dense matrices of that name; KeyError where there is none."""
+        """The version of the dense matrices with this name; raises KeyError for an unknown name."""
         return {v.name: v for v in self.dense_versions}[name]
 
     def version(self, name: str) -> Version:
-        """The version of that name; KeyError where there is none."""
+        """The version with this name; raises KeyError for an unknown name."""
         return {v.name: v for v in self.versions}[name]
 
     def to_json(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Parses a manifest strictly: canonical form, digest, every field and how fields agree (FORMAT.md).
+"""Parse a manifest strictly: canonical form, digest, every field and how fields agree (FORMAT.md).
 
 It reports every problem at once, and reads no other file.
 """
@@ -25,7 +25,7 @@ _LINE = re.compile(r".+")
 
 
 class Checker:
-    """Collects problems while fields are read. A wrong field gives a default, so that the rest is still checked."""
+    """Collector of the problems of fields. A wrong field gives a default, so that the rest is still checked."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -57,7 +57,7 @@ class Checker:
         return ""
 
     def items(self, where: str, value: Any, most: int) -> list[Any]:
-        """A list of at most so many; an empty one for any other value."""
+        """A list of at most `most` items; an empty one for any other value."""
         if isinstance(value, list) and len(value) <= most:
             return value
         self.wrong(where, "type", f"not a list of at most {most}: {show(value)}")
@@ -298,7 +298,7 @@ def _together(check: Checker, paths: Sequence[str]) -> None:
 
 
 def _layer_files(check: Checker, found: Manifest) -> None:
-    """Compare the layer files that are listed with those of the versions and layers."""
+    """Compare the listed layer files with the versions and layers."""
     expected = found.layer_files(found.versions, found.dense_versions)
     for path in sorted(set(expected) - set(found.expert_files)):
         check.wrong("files", "missing", f"{path} is not listed")

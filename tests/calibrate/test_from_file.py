@@ -23,7 +23,7 @@ from moepack.pack.errors import InputError
 def walked(
     path: Path, dtype: torch.dtype, experts_in: Path | None, windows: int = 3
 ) -> tuple[list[torch.Tensor], list[Observation | None], list[torch.Tensor]]:
-    """What goes through all layers: the last one's output, what experts saw, and the first layer's own weights."""
+    """Run all layers: the last one's output, the experts' inputs, and the first layer's own weights."""
     model = StreamedModel(open_checkpoint(path))
     model.experts_in = experts_in
     ids = torch.randint(1, 200, (windows, 32), generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def test_what_experts_saw_is_let_go_of(demo_model: Path) -> None:
 def test_a_product_is_torch_s(
     counts: tuple[int, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever experts are called, transposed or not; each one's pages are let go of."""
+    """Any experts, transposed or not; the pages of each are released."""
     released: list[int] = []
     monkeypatch.setattr(products, "release", lambda tensor: released.append(1))
     g = torch.Generator().manual_seed(0)
@@ -119,7 +119,7 @@ def test_a_product_is_torch_s(
 
 
 def test_few_experts_are_in_memory(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 192 MiB, one matrix of 8 at a time; without letting go of them, all."""
+    """Of 192 MiB, one matrix of 8 at a time; without releasing them, all."""
     path = tiny_models.save_tiny(
         "mixtral", tmp_path / "checkpoint", demo_model, num_hidden_layers=1, hidden_size=512, intermediate_size=4096,
         num_local_experts=16,

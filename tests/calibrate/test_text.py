@@ -87,7 +87,7 @@ def test_json_in_its_forms(tmp_path: Path) -> None:
     assert list(documents(str(tmp_path / "bom.jsonl"))) == ["a"]
     for text, word in (
         ('{"text": "a"}\n{"text"\n', "line 2: "),
-        ("[1]\n", "no objects with a column 'text'"),
+        ("[1]\n", "not objects with a column 'text'"),
         ('{"text": 3}\n', "no 'text' of text; they have text"),
         ('{"messages": ["x"]}\n', "they have messages"),
         ('{"messages": [{"role": "user"}], "tools": "{"}\n', "cannot be read"),
@@ -101,7 +101,7 @@ def test_json_in_its_forms(tmp_path: Path) -> None:
 
 
 def test_a_data_set_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory's, by its split and column; and of one without end no more than what is wanted."""
+    """A directory, by its split and column; an endless one is read only as far as needed."""
     import datasets
 
     (tmp_path / "set").mkdir()
@@ -324,7 +324,7 @@ def test_windows_of_one_source_are_as_they_were(demo_model: Path, text: Path, ev
 
 
 def mixture(sizes: list[int], samples: int, weights: list[float]) -> data.Windows:
-    """Windows of sources that hold so many; a token names its source."""
+    """Windows of sources of these sizes; a token names its source."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "windows", lambda source, *_, **__: torch.full((sizes[int(source)], 2), int(source)))
         return data.calibration_windows([str(i) for i in range(len(sizes))], None, samples, 2, 0, weights)

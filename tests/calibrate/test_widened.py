@@ -1,4 +1,4 @@
-"""Products in BF16 on a processor without instructions for them: what float32 gives, rounded once, whoever asks."""
+"""Products in BF16 on a processor without instructions for them: the float32 result, rounded once, for every caller."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def another_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every product that is taken over."""
+    """The tokens of every replaced product."""
     tokens: list[int] = []
     real = room.product
 

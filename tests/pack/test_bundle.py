@@ -148,7 +148,7 @@ def test_writer_leaves_nothing_on_error(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
-    """And nothing that is being written, or is another's."""
+    """But nothing that is being written, or belongs to another bundle."""
     left, others = tmp_path / ".bundle.partial-0", tmp_path / ".bundle2.partial-0"
     for folder in (left, others):
         (folder / "experts").mkdir(parents=True)

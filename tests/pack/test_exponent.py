@@ -190,7 +190,7 @@ def test_damaged_tile_is_refused(change: str, decode) -> None:
 
 @pytest.mark.parametrize("count, overrun", [(3000, 0), (1, 1)])
 def test_mutated_streams_never_reach_outside(count: int, overrun: int) -> None:
-    """In a process of its own, which a bad access ends; a decoder that writes one weight too far is seen to."""
+    """In a process of its own, which a bad access ends; a decoder that writes one weight too far is detected."""
     child = multiprocessing.get_context("spawn").Process(target=attack, kwargs={"count": count, "overrun": overrun})
     child.start()
     child.join()

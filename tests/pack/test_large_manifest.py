@@ -1,4 +1,4 @@
-"""A manifest of the largest model there is a bundle for, generated: how long it takes to open."""
+"""A generated manifest of DeepSeek-V3's size: how long it takes to open."""
 
 from __future__ import annotations
 

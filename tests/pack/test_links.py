@@ -1,4 +1,4 @@
-"""Links: a bundle in the Hub's cache is read through them, and nothing else is."""
+"""Links: a bundle in the Hub's cache is read through them, and no other links are."""
 
 from __future__ import annotations
 

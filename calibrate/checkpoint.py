@@ -11,14 +11,13 @@ from typing import Any
 from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import BundleError, InputError, in_a_line
 from moepack.pack.hub_name import on_hub
+from moepack.pack.manifest import DENSE, DENSE_INDEX
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.safetensors_file import Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES
 
 from .encoded import FP8, Encoded, Scheme, find_encoded, read_scheme
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 # Patterns of the files besides config.json that a bundle copies: those that transformers reads for tokenizers,
 # processors and generation, and licences.
 COMPANIONS = (
@@ -127,7 +126,7 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
             raise InputError(f"{error.problems[0]}: download the checkpoint again") from None
         lost = sorted(expected - set(headers[file].tensors))
         if lost:
-            raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {INDEX} places there")
+            raise InputError(f"{path / file}: lacks tensor {lost[0]}, which {DENSE_INDEX} places there")
         file_of.update((tensor, file) for tensor in headers[file].tensors)
     tensors = {n: t for h in headers.values() for n, t in h.tensors.items()}
     encoded = find_encoded(path, scheme, tensors)
@@ -179,11 +178,11 @@ def _config(path: Path) -> tuple[Any, Scheme | None]:
 
 def _files(path: Path) -> dict[str, set[str]]:
     """File name -> the tensors that the index places in it."""
-    index = path / INDEX
+    index = path / DENSE_INDEX
     if not index.exists():
-        if (path / SINGLE).exists():
-            return {SINGLE: set()}
-        raise InputError(f"{path}: has neither {SINGLE} nor {INDEX}: moepack reads safetensors checkpoints")
+        if (path / DENSE).exists():
+            return {DENSE: set()}
+        raise InputError(f"{path}: has neither {DENSE} nor {DENSE_INDEX}: moepack reads safetensors checkpoints")
     try:
         places = json.loads(index.read_text())["weight_map"]
         files: dict[str, set[str]] = {}
@@ -195,7 +194,7 @@ def _files(path: Path) -> dict[str, set[str]]:
         if Path(file).name != file:
             raise InputError(f"{index}: names {file!r}, which is not a file of this directory")
         if not (path / file).exists():
-            raise InputError(f"{path / file}: missing, but {INDEX} names it: download the checkpoint again")
+            raise InputError(f"{path / file}: missing, but {DENSE_INDEX} names it: download the checkpoint again")
     return files
 
 

@@ -86,16 +86,14 @@ class DenseWatch:
         self._power: dict[int, tuple[float, int]] = {}
         self._made: list[tuple[weakref.ref[Tensor], str]] = []
         self._last: set[str] = set()  # modules whose output is their block's
-        self._first = self._tokens = 0
+        self._first = 0  # windows of the finished batches
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Collect the inputs of the modules inside the context."""
-        hooks = [
-            m.register_forward_pre_hook(lambda m, args, n=name: self._read(n, args[0]))
-            for name, m in self._modules.items()
-        ]
+        hooks = []
         for name, m in self._modules.items():
+            hooks.append(m.register_forward_pre_hook(lambda m, args, n=name: self._read(n, args[0])))
             hooks.append(m.register_forward_hook(lambda m, args, out, n=name: self._made.append((weakref.ref(out), n))))
         for block in {id(b): b for b in self._blocks.values()}.values():
             hooks.append(block.register_forward_hook(lambda m, args, out: self._added(id(m), out)))
@@ -108,7 +106,6 @@ class DenseWatch:
     def batch(self, windows: int) -> None:
         """Count the windows of a finished batch."""
         self._first += windows
-        self._tokens += windows * self._length
         self._now.clear()
         self._made.clear()
 
@@ -154,7 +151,7 @@ class DenseWatch:
                 signal[name] = total / count * (1.0 if name in self._last else PASSED)
             else:
                 signal[name] = float(learn[group].diagonal().mean())
-        return DenseMoments(learn, held, dict(self._of), signal, self._tokens)
+        return DenseMoments(learn, held, dict(self._of), signal, self._first * self._length)
 
 
 def watch_part(stream: StreamedModel, matrices: Sequence[DenseMatrix], windows: int, length: int) -> DenseWatch:

@@ -19,7 +19,7 @@ from .files import digest_of, read_file, size_of
 from .layer_file import Layer, LayerFile
 from .manifest import CARD, CONFIG, DENSE, DENSE_INDEX, MANIFEST, MAX_BYTES, Manifest
 from .manifest.parser import parse_manifest
-from .spec import DenseLayer, ExpertLayer, Version
+from .spec import DenseLayer, Version
 from .tables import TABLES, CalibrationTables, read_tables
 from .values import DenseValues, Expert
 
@@ -41,13 +41,8 @@ class Bundle:
         # The versions that are here, from most to least precise: a version may be absent, but only as a whole.
         self.versions = versions
         self.dense_versions = manifest.dense_versions if dense_versions is None else dense_versions
-        self.dense_layers = manifest.dense_layers
+        self.layers, self.dense_layers = manifest.layers, manifest.dense_layers
         self._open: dict[tuple[str, str, int | None], LayerFile] = {}
-
-    @property
-    def layers(self) -> tuple[ExpertLayer, ...]:
-        """The layers that have experts, in model order."""
-        return self.manifest.layers
 
     @property
     def expert_weights(self) -> int:

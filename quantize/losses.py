@@ -80,11 +80,6 @@ def loss(exact: Tensor, got: Tensor, gates: Tensor) -> Loss:
     return Loss(float(error.mean()), float(relative), float(gated))
 
 
-def by_group(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum [tokens] by group: float64 [GROUPS], on the CPU."""
-    return torch.zeros(GROUPS, dtype=torch.float64).index_add_(0, groups, values.to("cpu", torch.float64))
-
-
 def measure(
     exact: Tensor, got: Tensor, gates: Tensor, groups: Tensor, learnt: Tensor, correction: Correction | None
 ) -> Measured:
@@ -97,9 +92,9 @@ def measure(
     error, output = (exact - got).square().sum(1).cpu(), exact.square().sum(1).cpu()
     weight = gates.square().cpu()
     inside = learnt.to(error.dtype)
-    parts = [error * inside, error * (1 - inside), error * weight * inside, error * weight * (1 - inside), output]
-    parts.append(output * inside)
-    sums = torch.stack([by_group(torch.ones_like(error), groups), *(by_group(p, groups) for p in parts)])
+    parts = [torch.ones_like(error), error * inside, error * (1 - inside)]
+    parts += [error * weight * inside, error * weight * (1 - inside), output, output * inside]
+    sums = torch.zeros(7, GROUPS, dtype=torch.float64).index_add_(1, groups, torch.stack(parts).double())
     own = other = torch.zeros(2, GROUPS, dtype=torch.float64)  # by matrix
     if correction is not None:
         own, other = torch.stack([m.groups for m in correction.matrices], dim=1)

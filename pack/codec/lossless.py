@@ -5,13 +5,13 @@ FORMAT.md, "Lossless extents". exponent_fast.py does the work, and exponent.py i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import CodecError
-from ..sections import MAX_EXTENT, PAGE, SECTION, Matrix, Section, align
+from ..sections import MAX_EXTENT, PAGE, SECTION, Matrix, align
 from .bits import Bf16Bits, Buffer
 
 _ENTRY = 16  # offset and size of the coded matrix, offset and size of its bias: four 32-bit numbers
@@ -96,26 +96,3 @@ def decode(matrices: Sequence[Matrix], extent: Buffer) -> list[LosslessMatrix]:
         exponent_fast.decode_into(data, weight.reshape(-1))
         out.append(LosslessMatrix(weight, bias))
     return out
-
-
-def restore(
-    matrices: Sequence[Matrix],
-    sections: Sequence[Section],
-    extent: Buffer,
-    out: Buffer,
-    threads: int | None,
-    before: Callable[[int], None],
-) -> None:
-    """Decode an extent into `out`, by `sections`; see Version.restore."""
-    from . import exponent_fast
-
-    parts = directory(matrices, extent)
-    for section in sections:
-        room = out[section.offset : section.end].view(np.uint16)
-        data, bias = parts[section.matrix]
-        if section.kind == "bias":
-            assert bias is not None
-            room[:] = bias
-        else:
-            before(section.matrix)
-            exponent_fast.decode_into(data, room, threads)

@@ -72,7 +72,14 @@ class LosslessBf16(Version):
         before: Callable[[int], None] = lambda matrix: None,
     ) -> None:
         """See Version."""
-        codec("lossless").restore(matrices, self.sections(matrices), extent, out, threads, before)
+        parts = codec("lossless").directory(matrices, extent)
+        for section in self.sections(matrices):
+            (data, bias), room = parts[section.matrix], out[section.offset : section.end].view("uint16")
+            if section.kind == "bias":
+                room[:] = bias
+            else:
+                before(section.matrix)
+                codec("exponent_fast").decode_into(data, room, threads)
 
     def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
         """See Version."""

@@ -14,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepack.pack.codec import exponent, exponent_fast
+from moepack.pack.codec.checks import check_lossless
 from moepack.pack.codec.exponent import HEADER, TILE, Code, make_code
+from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.errors import CodecError
+from moepack.pack.spec import Matrix, Version
 
 LENGTHS = [0, 1, 2, 3, 4, 5, 127, 128, 129, 4095, TILE - 1, TILE, TILE + 1, 10007, 3 * TILE]
 
@@ -136,6 +139,18 @@ def test_canonical_code_words() -> None:
     length = np.zeros(16, np.uint8)
     length[[0, 1, 2, 15]] = [1, 3, 3, 2]
     assert Code(np.zeros(16, np.uint8), length).codewords()[[0, 15, 1, 2]].tolist() == [0b0, 0b10, 0b110, 0b111]
+
+
+def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:
+    rng = np.random.default_rng(0)
+    matrices = (Matrix("up", 100, 333), Matrix("down", 333, 100))
+    values = []
+    for m in matrices:
+        bits = (rng.standard_cauchy((m.rows, m.cols)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        bits[: m.rows // 2] = rng.integers(0, 1 << 16, (m.rows // 2, m.cols))  # raw tiles beside coded ones
+        values.append(LosslessMatrix(bits))
+    extent, _ = Version.of("bf16").encode(matrices, values)
+    assert list(check_lossless(matrices, extent)) == []
 
 
 # Damage. Each entry: what is done to a coded matrix of 10007 weights, and a word of the error.

@@ -21,7 +21,7 @@ from hostile_edits import Victim, one_line, problems_of, read_all, refusal
 from support import ROOT
 
 from moepack.cli import main
-from moepack.pack.errors import KINDS, printable
+from moepack.pack.errors import KINDS, Problem, printable
 from moepack.pack.reader import open_bundle, unlisted
 
 
@@ -116,3 +116,10 @@ def test_unlisted_files_are_named_by_verify(victim: Victim, capsys: pytest.Captu
     assert unlisted(open_bundle(victim.path)) == ["b\x1b.txt", "experts/w4/more"]
     code, _, err = command("verify", victim.path)
     assert code == 0 and "b\\x1b.txt, experts/w4/more" in err.replace("\n", " ") and "\x1b." not in err
+
+
+def test_printable() -> None:
+    assert printable("a\x1b[31m\n\u202e\ud800é") == "a\\x1b[31m\\n\\u202e\\ud800é"
+    assert printable("a\nb", keep="\n") == "a\nb"
+    problem = Problem("/b\x07/x", "size", "y" * 5000)
+    assert problem.location == "/b\\x07/x" and len(problem.message) == 1000

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import astuple
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,25 +17,23 @@ from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
-from moepack.runtime.residency.on_demand import MOVED
+from moepack.runtime.residency.on_demand import MovedBytes
 from moepack.runtime.residency.reserves import EvictionReserve, FreeReserve
 from moepack.runtime.step import RoutingCounter
 
 from .forward_wrapper import ForwardWrapper
 
-COUNTERS = (
-    "promotions",
-    "demotions",
-    "forward_waits",
-    "cancelled",
-    "transition_failures",
-    "refusals",
-    "bytes_moved",
-    "kv_waits",
-    "worker_failures",
-    "host_bytes",
-    *MOVED,
-)
+COUNTERS: dict[str, Callable[[ResidencyManager], int]] = {
+    "promotions": lambda m: m.residency.counts.promotions,
+    "demotions": lambda m: m.residency.counts.demotions,
+    "forward_waits": lambda m: m.waits,
+    "cancelled": lambda m: m.residency.counts.cancelled,
+    "transition_failures": lambda m: m.transitions.failures,
+    "refusals": lambda m: m.transitions.refusals,
+    "bytes_moved": lambda m: m.moved,
+    "worker_failures": lambda m: m.worker.failures,
+    "host_bytes": lambda m: m.tier.bytes if m.tier is not None else 0,
+}
 UNCOUNTED_GRADIENTS = "gradients keep activations that a budget does not count: load without a budget to train"
 
 
@@ -129,26 +128,14 @@ class Serving:
         return self.tracker.peak if self.tracker is not None else self.resident_bytes()
 
     def counters(self) -> dict[str, int]:
-        """What transitions did since loading, and the bytes of weights that the host tier read; all zero under a policy
-        that changes nothing."""
+        """Count transitions since loading, and the bytes of weights that the host tier read.
+
+        All are zero under a policy that changes nothing, except for passes that waited for room (`kv_waits`).
+        """
         manager, kv_waits = self.manager, self.caches.waits if self.caches is not None else 0
-        if manager is None:
-            return {**dict.fromkeys(COUNTERS, 0), "kv_waits": kv_waits}
-        counts = manager.residency.counts
-        values = (
-            counts.promotions,
-            counts.demotions,
-            manager.waits,
-            counts.cancelled,
-            manager.transitions.failures,
-            manager.transitions.refusals,
-            manager.moved,
-            kv_waits,
-            manager.worker.failures,
-            manager.tier.bytes if manager.tier is not None else 0,
-            *astuple(manager.on_demand.moved),
-        )
-        return dict(zip(COUNTERS, values, strict=True))
+        counts = {name: 0 if manager is None else count(manager) for name, count in COUNTERS.items()}
+        moved = MovedBytes() if manager is None else manager.on_demand.moved
+        return {**counts, "kv_waits": kv_waits, **asdict(moved)}
 
     def health(self) -> dict[str, Any]:
         """Whether versions still change as they should, ready for JSON.

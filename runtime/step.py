@@ -20,35 +20,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a step reads of a sequence (residency/sequences.py).
+    """What a step reads of a sequence (residency/sequences.py)."""
 
-    Attributes:
-        sequence: the sequence's number, from 1; 0 where the policy does not ask.
-        tokens: tokens of a prompt or of a chunk of one, over the batch; 0 while decoding.
-        begins: whether the sequence begins with this step.
-        decodes: whether decoding begins with this step.
-        several: whether the step reads several tokens of a prompt of each sequence in the batch.
-        length: tokens of this sequence in the step, over the batch.
-        parts: for a step that packs sequences one after another, the prompt of each. The other attributes are then
-            sums over the parts, or whether they hold for any part.
-    """
-
-    sequence: int = 0
-    tokens: int = 0
-    begins: bool = False
-    decodes: bool = False
-    several: bool = False
-    length: int = 0
+    sequence: int = 0  # the sequence's number, from 1; 0 where the policy does not ask
+    tokens: int = 0  # tokens of a prompt or of a chunk of one, over the batch; 0 while decoding
+    begins: bool = False  # whether the sequence begins with this step
+    decodes: bool = False  # whether decoding begins with this step
+    several: bool = False  # whether the step reads several tokens of a prompt of each sequence in the batch
+    length: int = 0  # tokens of this sequence in the step, over the batch
+    # The prompt of each sequence in a packed step. The other fields are then sums, or whether they hold for any part
     parts: tuple[Prompt, ...] = ()
 
     @property
     def each(self) -> tuple[Prompt, ...]:
-        """The prompts, one for each sequence."""
+        """The prompt of each sequence."""
         return self.parts or (self,)
 
 
 def joined(parts: Iterable[Prompt]) -> Prompt:
-    """The prompt of a step that packs these."""
+    """Return the prompt of a step that packs these."""
     of = tuple(parts)
     return Prompt(
         0, sum(p.tokens for p in of), any(p.begins for p in of), any(p.decodes for p in of),
@@ -64,30 +54,6 @@ class RoutingCounter(Protocol):
 
     def add(self, position: int, index: Tensor, weights: Tensor) -> None:
         """Count the choice of the layer at `position`: experts and their gate weights, [tokens, top_k]."""
-
-
-class LayerLoader(Protocol):
-    """Brings experts before their layer runs: the residency manager, under a policy that blocks."""
-
-    def load(self, step: Step, position: int, hidden: Tensor, index: Tensor) -> None:
-        """Return once the layer's current snapshot is what the policy wants for this routing."""
-
-
-class PageSource(Protocol):
-    """Gives paged experts their memory: `Paging` (paging/paging.py)."""
-
-    def run(self, position: int, snapshot: Any, index: Tensor, step: Any) -> AbstractContextManager[Any]:
-        """Hold the pages of a layer's chosen experts while the context is open."""
-
-
-class AttentionObserver(Protocol):
-    """Sees what attention reads: `TokenImportance` (experts/token_importance.py)."""
-
-    def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
-        """Note one attention layer's call."""
-
-    def important(self, position: int, index: Tensor) -> Any:
-        """Count the heavy hitters that each expert of a layer gets, int64 [experts], or None."""
 
 
 class PackedCache:
@@ -112,56 +78,36 @@ class PackedCache:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One forward pass of one model while it runs.
+    """One forward pass of one model while it runs. Fields of type `Any` hold objects of rooms above this one."""
 
-    Attributes:
-        model: the key of the model, as `LayerExperts.model`; None for a model without experts of a bundle.
-        snapshots: the `Snapshot` of every layer as the step began (experts/handles.py).
-        counters: the step's `Counters` (experts/counters.py): routing counts; None where they are not wanted.
-        watchers: other counters, as the server's live page registers them.
-        prompt: what the step reads of its sequences.
-        loader: loads each layer's experts before they run; the layer then reads its current snapshot.
-        paging: gives experts in pages their memory.
-        prediction: the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`.
-        importance: sees the attention of a prompt, for `loader`.
-        packed: the cache of a pass that packs several sequences.
-        number: the residency's number of the step.
-        table: the handle table on a GPU.
-        began: perf_counter seconds.
-        seconds: time of the step without waits, set at its end.
-        waited: seconds waited for experts' bytes.
-        demanded: (layer position, packed bytes, stored bytes) brought for each layer.
-        ahead: pages taken for the next layer (paging/paging.py).
-        issued: work given to a device for the step's pages, to be checked at the next layer or the end.
-        outer: the step that was running in this thread when this one began.
-    """
-
-    model: object = None
-    snapshots: Sequence[Any] = ()
-    counters: Any = None
-    watchers: Sequence[RoutingCounter] = ()
-    prompt: Prompt = NO_PROMPT
-    loader: LayerLoader | None = None
-    paging: PageSource | None = None
-    prediction: Any = None
-    importance: AttentionObserver | None = None
-    packed: PackedCache | None = None
-    number: int = 0
-    table: Any = None
-    began: float = 0.0
-    seconds: float = 0.0
-    waited: float = 0.0
-    demanded: list[tuple[int, int, int]] = field(default_factory=list)
-    ahead: Any = None
-    issued: list[Any] = field(default_factory=list)
-    outer: Step | None = None
+    model: object = None  # the key of the model, as `LayerExperts.model`; None for a model without experts of a bundle
+    snapshots: Sequence[Any] = ()  # the `Snapshot` of every layer as the step began (experts/handles.py)
+    counters: Any = None  # the step's routing counts: `Counters` (experts/counters.py); None where not wanted
+    watchers: Sequence[RoutingCounter] = ()  # other counters, as the server's live page registers them
+    prompt: Prompt = NO_PROMPT  # what the step reads of its sequences
+    # The `ResidencyManager`, under a policy that blocks. Its `load` returns once the layer's current snapshot is what
+    # the policy wants for the layer's routing; the layer then reads that
+    loader: Any = None
+    paging: Any = None  # the `Paging` that gives experts in pages their memory while their layer runs
+    prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
+    importance: Any = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
+    packed: PackedCache | None = None  # the cache of a pass that packs several sequences
+    number: int = 0  # the residency's number of the step
+    table: Any = None  # the handle table on a GPU
+    began: float = 0.0  # perf_counter seconds
+    seconds: float = 0.0  # time of the step without waits, set at its end
+    waited: float = 0.0  # seconds waited for experts' bytes
+    demanded: list[tuple[int, int, int]] = field(default_factory=list)  # (layer position, packed bytes, stored bytes)
+    ahead: Any = None  # pages taken for the next layer (paging/paging.py)
+    issued: list[Any] = field(default_factory=list)  # work for the step's pages, checked at the next layer or the end
+    outer: Step | None = None  # the step that was running in this thread when this one began
 
 
 class StepOpener(Protocol):
     """Opens the steps of one model: its `ForwardWrapper` (runtime/forward_wrapper.py)."""
 
     def alone(self) -> AbstractContextManager[Step]:
-        """A step for one call of an experts module outside any forward pass."""
+        """Return a step for one call of an experts module outside any forward pass."""
 
     def compiled_layer(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Run one layer's experts in a compiled pass: the first layer opens its step, the last one closes it."""
@@ -218,12 +164,12 @@ def opened(step: Step) -> Iterator[Step]:
 
 
 def current() -> Step | None:
-    """The innermost step of this thread."""
+    """Return the innermost step of this thread."""
     return _context.step
 
 
 def step_of(model: object) -> Step | None:
-    """The running step of a model in this thread."""
+    """Return the running step of a model in this thread."""
     step = _context.step
     while step is not None and step.model is not model:
         step = step.outer

@@ -1,4 +1,4 @@
-"""The state that residency.py keeps: of each expert its placements in memory, and the steps that read them."""
+"""The state that residency.py keeps: each expert's placements in memory, and the steps that read them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .pools import Block
 
 
 class Outcome(enum.Enum):
-    """What became of a request for a version."""
+    """The result of a request for a version."""
 
-    NOTHING = "nothing"  # it is active, or on its way
-    READY = "ready"  # it is resident: it is published next
+    NOTHING = "nothing"  # the version is active, or on its way
+    READY = "ready"  # the version is resident, and is published next
     STARTED = "started"  # its copy has begun
-    REFUSED = "refused"  # no block for it, or no budget: ask again
+    REFUSED = "refused"  # there is no block for it, or no budget: ask again
     BUSY = "busy"  # another copy for the expert is in flight: ask again
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """A complete version: its block, if it takes any memory, and what the forward pass reads it through."""
+    """A complete version."""
 
-    block: Block | None
-    handle: Any
+    block: Block | None  # None where it takes no memory
+    handle: Any  # the forward pass reads the version through it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +40,18 @@ class Copying:
 
 @dataclass(slots=True)
 class ExpertState:
-    """One expert.
+    """One expert."""
 
-    Attributes:
-        base: the version it is at while nobody wants another.
-        active: the version that steps read; always one, always complete.
-        complete: all that are: the active one, the one that is ready, those that are leaving, and spare ones.
-        flying: the copy in flight.
-        ready: the version that is published next.
-        leaving: versions that were active and that a step may still read.
-    """
-
-    base: int
-    active: int
-    complete: dict[int, Complete]
-    flying: Copying | None = None
-    ready: int | None = None
-    leaving: set[int] = field(default_factory=set)
+    base: int  # the version that it has while no other is wanted
+    active: int  # the version that steps read; always complete
+    complete: dict[int, Complete]  # the active version, the ready one, those that are leaving, and spare ones
+    flying: Copying | None = None  # the copy in flight
+    ready: int | None = None  # the version that is published next
+    leaving: set[int] = field(default_factory=set)  # versions that were active and that a step may still read
 
     @property
     def coming(self) -> int | None:
-        """The version on its way, unless its copy was given up."""
+        """The version on its way; None if there is none, or its copy was cancelled."""
         if self.flying is not None:
             return None if self.flying.event.cancelled else self.flying.version
         return self.ready
@@ -68,24 +59,23 @@ class ExpertState:
 
 @dataclass(slots=True)
 class TransitionCounts:
-    """What has happened since loading."""
+    """Transitions since loading."""
 
     promotions: int = 0
     demotions: int = 0
     cancelled: int = 0
     failures: int = 0
-    steps: int = 0
 
 
 @dataclass
 class RunningSteps:
-    """Steps that are running, and those whose compute has not ended on the device."""
+    """Running steps, and ended steps whose compute has not ended on the device."""
 
     begun: int = 0
     open: set[int] = field(default_factory=set)
     ended: dict[int, Completion] = field(default_factory=dict)
 
     def oldest(self) -> int:
-        """The number of the oldest step that may still read."""
+        """Return the number of the oldest step that may still read."""
         self.ended = {n: e for n, e in self.ended.items() if not e.done()}
         return min([*self.open, *self.ended], default=self.begun + 1)

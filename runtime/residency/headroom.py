@@ -1,8 +1,8 @@
-"""What memory the experts leave: what may be promised, and how it is got at. Decides nothing about who gets it.
+"""The memory that experts leave: the bytes that may be promised, and how to free them.
 
-Every transition holds two versions for a while and gives one back, so bytes are promised against what will be free once
-everything under way has ended, however it ends. Of that a reserve is never promised: a demotion's low version is copied
-into it. Where it is lent out, what borrowed it is on its way back, so that a demotion can always go on.
+Every transition holds two versions for a while and frees one. So bytes are promised against those that will be free
+once all transitions under way have ended, however they end. A reserve is never promised: demotions copy their low
+version into it. Bytes lent from it are always on their way back, so a demotion can always go on.
 """
 
 from __future__ import annotations
@@ -17,38 +17,30 @@ from .residency import Residency
 
 
 class Headroom:
-    """The bytes of one residency's pools.
-
-    Attributes:
-        tracker: the budget.
-        reserve: bytes that promotions and the KV reserve leave: a block of the largest version that a demotion may go
-            to, or several, for as many demotions in one step.
-        kept: bytes beside base versions that the KV reserve leaves.
-        shared: whether bytes of one pool can become another's.
-    """
+    """The bytes of one residency's pools."""
 
     def __init__(
-        self,
-        residency: Residency,
-        tracker: BudgetTracker,
-        pools: Sequence[Pool],
-        reserve: int,
-        on_host: Sequence[Pool] = (),
-        kept: int = 0,
-    ) -> None:
+        self, residency: Residency, tracker: BudgetTracker, pools: Sequence[Pool], reserve: int,
+        on_host: Sequence[Pool], kept: int,
+    ) -> None:  # fmt: skip
+        """Args:
+        reserve: bytes that promotions and the KV reserve leave: one or more blocks of the largest version that a
+            demotion may go to, for as many demotions in one step.
+        kept: bytes beside base versions that the KV reserve leaves.
+        """
         self.tracker, self.reserve, self.kept = tracker, reserve, kept
         self._residency, self._pools, self._on_host = residency, tuple(pools), tuple(on_host)
-        self.shared = all(pool.returnable for pool in self._pools)
+        self.shared = all(pool.returnable for pool in self._pools)  # whether pools can use each other's bytes
 
     def settled(self) -> int:
-        """Bytes beyond the reserve that are free once everything under way has ended, at the least."""
+        """Return the least bytes beyond the reserve that are free once all transitions under way have ended."""
         spare = sum(pool.spare_bytes for pool in self._pools)
         return self.tracker.free + spare + self.available() - self.reserve
 
     def available(self) -> int:
-        """Bytes of spare versions, and those that come back at the least once everything under way has ended.
+        """Return the bytes of spare versions, and the least that transitions under way will free.
 
-        However it ends: of a transition's two versions one goes, whether its copy arrives or fails.
+        A transition frees one of its two versions, whether its copy arrives or fails.
         """
         residency = self._residency
         with residency.lock:
@@ -62,7 +54,7 @@ class Headroom:
             return size
 
     def going_bytes(self) -> int:
-        """Bytes that demotions under way will free beyond `available`, if their copies arrive."""
+        """Return the bytes that demotions under way free beyond `available`, if their copies arrive."""
         residency = self._residency
         with residency.lock:
             size = 0
@@ -72,7 +64,7 @@ class Headroom:
             return size
 
     def going_from(self, pool: Pool) -> int:
-        """How many blocks of a pool will be free once everything under way has ended, if its copies arrive."""
+        """Count the blocks of a pool that transitions under way will free, if their copies arrive."""
         residency = self._residency
         with residency.lock:
             count = sum(residency.pool(key[0], version) is pool for key, version in residency.leaving)
@@ -83,7 +75,7 @@ class Headroom:
             return count
 
     def can_lessen(self) -> bool:
-        """Whether any expert has more of the device's budget than at its base version, or is on its way to."""
+        """Return whether an expert takes, or will take, more of the device's budget than at its base version."""
         residency = self._residency
         with residency.lock:
             for position, expert in residency.above():
@@ -94,13 +86,16 @@ class Headroom:
             return False
 
     def _cost(self, key: Key, version: int) -> int:
-        """Bytes that an expert's being at a version takes beside a base version that stays."""
+        """Return the bytes that a version of an expert takes beside a base version that stays."""
         residency = self._residency
         return 0 if residency.keeps_base and version == residency.base else residency.size(key[0], version)
 
     def make_block(self, pool: Pool) -> bool:
-        """Get a block of a pool from what is spare: a version of that pool, or bytes where the pool can grow; on the
-        host, from what other pools there hold and nobody has taken."""
+        """Free a block of a pool from spare memory; return whether that succeeded.
+
+        It comes from a spare version of the pool, or from bytes where the pool can grow. On the host it comes from
+        blocks that other pools there hold and do not use.
+        """
         if not pool.budget_bytes:
             given = 0
             for other in self._on_host:
@@ -109,15 +104,14 @@ class Headroom:
         return self._residency.drop_spare(pool) > 0 or (pool.can_grow and self.make_bytes(pool.budget_bytes))
 
     def make_bytes(self, size: int) -> bool:
-        """Get bytes into the budget from what is spare: blocks first, then versions. Whether they are free."""
+        """Free bytes of the budget from spare blocks, then from spare versions; return whether they are free."""
         while (short := size - self.tracker.free) > 0:
             if not any(pool.trim(short) for pool in self._pools) and not self._residency.drop_spare():
                 return False
         return True
 
     def most_kv(self) -> int:
-        """Bytes that the KV reserve can have at the most: what base versions leave, or what pools that cannot shrink
-        do."""
+        """Return the most bytes of the KV reserve: those that base versions, or pools that cannot shrink, leave."""
         tracker = self.tracker
         if not self.shared:
             return tracker.free + tracker.held("kv")

@@ -1,6 +1,6 @@
-"""The queue of forward passes that wait for room: first come, first served, but for those that cannot be served now.
+"""The queue of forward passes that wait for room: first come, first served, except passes that cannot be served now.
 
-Knows no bytes and takes no lock: its owner's is held, but around `wake`, which anybody may call anywhere.
+It takes no lock. The caller holds its own, except for `wake`, which may be called anywhere.
 """
 
 from __future__ import annotations
@@ -14,31 +14,22 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class PassClaim:
-    """A forward pass that runs, or waits.
+    """A forward pass that runs, or waits."""
 
-    Attributes:
-        cache: the identity of the cache that it was given; None where it makes one or has none.
-        size: bytes that its cache will have.
-        beside: bytes that it takes beside.
-        returned: of those, bytes of what it is asked to return beyond the workload.
-        began: when it began to wait.
-        first: since when nobody waits before it.
-    """
-
-    cache: int | None
-    size: int
-    beside: int
-    returned: int = 0
-    began: float | None = None
-    first: float | None = None
+    cache: int | None  # the identity of the cache that it was given; None where it makes one or has none
+    size: int  # bytes that its cache will have
+    beside: int  # bytes that it takes beside
+    returned: int = 0  # of those, bytes of outputs beyond the workload
+    began: float | None = None  # when it began to wait
+    first: float | None = None  # when it became the first in the queue
     _wakeups: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
 
     def wake(self) -> None:
-        """Let it look again. From anywhere, a weak reference's callback included: no lock is taken."""
+        """Let the pass look again. Takes no lock, so a weak reference's callback may call it."""
         self._wakeups.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Until it is rung, or for so long."""
+        """Wait until `wake`, or for some seconds."""
         with contextlib.suppress(queue.Empty):
             self._wakeups.get(timeout=seconds)
             while True:
@@ -46,13 +37,13 @@ class PassClaim:
 
 
 class PassQueue:
-    """Passes that wait, the first come first."""
+    """Passes that wait, the longest first."""
 
     def __init__(self) -> None:
         self.waiting: list[PassClaim] = []
 
     def enter(self, mine: PassClaim) -> bool:
-        """Wait; whether it did not yet."""
+        """Enter the queue; return False for a pass that is in it already."""
         if mine.began is not None:
             return False
         mine.began = time.perf_counter()
@@ -61,7 +52,7 @@ class PassQueue:
         return True
 
     def leave(self, mine: PassClaim) -> None:
-        """Wait no longer."""
+        """Leave the queue, if the pass is in it."""
         if mine in self.waiting:
             self.waiting.remove(mine)
             self._first()
@@ -72,10 +63,9 @@ class PassQueue:
             self.waiting[0].first = time.perf_counter()
 
     def is_next(self, mine: PassClaim, blocked: Callable[[PassClaim], bool], patience: float) -> bool:
-        """Whether a pass may run before those that wait: the first; any while the first is blocked by what lives.
+        """Return whether a pass is first, or may overtake the first, which live passes and caches block.
 
-        Such a first one is passed for `patience` seconds, and then no longer: else a large pass would wait for ever
-        for a moment without small ones.
+        A blocked first pass is overtaken for `patience` seconds. After that small passes let a large one run.
         """
         if not self.waiting or self.waiting[0] is mine:
             return True
@@ -84,6 +74,6 @@ class PassQueue:
         return time.perf_counter() - first.first <= patience and blocked(first)
 
     def wake(self) -> None:
-        """Let all of them look again."""
+        """Let all passes look again."""
         for one in tuple(self.waiting):
             one.wake()

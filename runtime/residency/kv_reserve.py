@@ -1,7 +1,7 @@
-"""The KV cache at run time: what live caches take, and a reserve in the budget that stays at or above it.
+"""The KV cache at run time: the bytes of live caches, and a reserve in the budget that is never below them.
 
-`room` is around every forward pass (passes.py). Within the tokens asked for while loading nothing happens. Beyond them
-the reserve grows in steps, ahead of need, so that experts can be pushed out meanwhile; it shrinks some time after
+`room` encloses every forward pass (forward_wrapper.py). Within the tokens asked for while loading nothing happens.
+Beyond them the reserve grows in steps, ahead of need, so that experts can leave meanwhile; it shrinks some time after
 caches have died. A pass that needs more than is reserved waits for experts to leave, or for other passes to end, or is
 refused before it runs.
 """
@@ -26,36 +26,30 @@ from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.step import PackedCache
 
 from .kv_queue import PassClaim, PassQueue
-from .reserves import Reserve
+from .reserves import EvictionReserve, FreeReserve
 
 STEP = 128  # tokens of every sequence by which the reserve grows at a time: seconds of decoding
 LINGER = 0.5  # seconds after which bytes that no cache needs are given back: the next request may come at once
-PATIENCE = 30.0  # seconds that a pass waits, once nobody waits before it, until it is refused
-LOOK = 0.005, 0.05  # seconds after which one that waits looks again unasked: the first, the others
+PATIENCE = 30.0  # seconds that the first waiting pass waits until it is refused
+LOOK = 0.005, 0.05  # seconds after which a waiting pass looks again without a wake-up: the first, the others
 UNCOUNTED = "the cache of continuous batching is not counted in a budget: load the bundle without one"
 
 
 class KvBudget:
-    """Watches a model's caches, and what its passes take at once.
-
-    Attributes:
-        waits: passes that waited for room: for experts to leave, or for other passes to end.
-        waited: seconds they did.
-    """
+    """Keeps a model's caches, and the other memory of its passes, inside the budget."""
 
     def __init__(
-        self, config: Any, needs: MeasuredNeeds, reserve: Reserve, budget: int, outputs: Outputs | None = None
-    ) -> None:
-        """For a model of this config; `room` is to be around each of its passes.
-
-        Args:
-            config: the model's.
-            needs: what was measured for the workload.
-            reserve: bytes beyond that.
-            budget: bytes in all, for messages.
-            outputs: what a pass may be asked to return beyond what was measured.
+        self, config: Any, needs: MeasuredNeeds, reserve: FreeReserve | EvictionReserve, budget: int,
+        outputs: Outputs | None = None,
+    ) -> None:  # fmt: skip
+        """Args:
+        config: the model's.
+        needs: measured for the workload.
+        reserve: bytes beyond those.
+        budget: bytes in all, for messages.
+        outputs: a pass's outputs beyond what was measured.
         """
-        self.waits, self.waited = 0, 0.0
+        self.waits, self.waited = 0, 0.0  # passes that waited for room, and the seconds
         self._config, self._needs, self._reserve, self._budget = config, needs, reserve, budget
         self._outputs = outputs if needs.workload.prefill_tokens else None
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -68,7 +62,7 @@ class KvBudget:
 
     @property
     def all_logits(self) -> bool:
-        """Whether a pass's logits of all tokens are held back for."""
+        """Whether memory is reserved for a pass's logits of all tokens."""
         return self._needs.workload.all_logits
 
     @property
@@ -77,14 +71,16 @@ class KvBudget:
         return self._needs.kv
 
     def fits(self, size: int, tokens: int, length: int) -> bool:
-        """Whether the budget could hold caches of `size` bytes in all and beside them a pass of `tokens` tokens whose
-        longest sequence has `length`, with every expert at its least."""
+        """Return whether the budget can hold caches of `size` bytes and a pass, with every expert at its least.
+
+        The pass reads `tokens` tokens, and its longest sequence has `length`.
+        """
         beside = max(0, self._needs.beside(tokens, length, 1) - self._needs.activations)
         return size - self._needs.kv_bytes + beside <= self._reserve.most
 
     @property
     def used(self) -> int:
-        """Bytes of live caches, those that running passes will leave included."""
+        """Bytes of live caches, with those that running passes will leave."""
         with self._lock:
             return self._used(self._passes)
 
@@ -95,7 +91,7 @@ class KvBudget:
         return held + sum(p.size for p in passes)
 
     def settle(self) -> None:
-        """Give back what caches no longer need; passes that wait look again. Any thread may call it, at any time."""
+        """Give back bytes that caches no longer need, and let waiting passes look again. Any thread may call it."""
         with self._lock:
             needed, step = self._beyond(), self._step(1)
             total, now = self._reserve.held + self._reserve.coming, time.monotonic()
@@ -113,9 +109,9 @@ class KvBudget:
                 del self._caches[key]
 
     def _beyond(self, also: PassClaim | None = None) -> int:
-        """Bytes needed beyond those asked for while loading, with all passes that run and one more.
+        """Return the bytes needed beyond those asked for while loading, with all running passes and one more.
 
-        One pass within the workload finds its activations held back. Of several at once, what all of them take counts.
+        The workload reserves the activations of one pass. Of several passes at once all activations count.
         """
         with self._lock:
             passes = [*self._passes, also] if also is not None else [*self._passes]
@@ -129,12 +125,12 @@ class KvBudget:
 
     @contextlib.contextmanager
     def room(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
-        """Around a forward pass with these arguments: its cache and activations have room before it begins.
+        """Enclose a forward pass with these arguments: its cache and activations have room before it begins.
 
-        What it yields is told the pass's result.
+        Yields a function that takes the pass's result.
 
         Raises:
-            BudgetExceeded: when they cannot have it.
+            BudgetExceeded: when there is no room.
         """
         ids = inputs(given)
         batch, tokens = (int(n) for n in ids.shape[:2]) if ids is not None else (1, 0)
@@ -170,13 +166,13 @@ class KvBudget:
     def _follow(self, key: int, cache: Any) -> None:
         try:
             reference = weakref.ref(cache, partial(_died, self._dead, self._queue, key))
-        except TypeError:  # a kind that cannot be followed: counted while it is in a pass
+        except TypeError:  # it takes no weak references: counted while it is in a pass
             return
         self._bury()
         self._caches[key] = reference, cache_bytes(cache)
 
     def _after_pass(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
-        """Bytes and tokens of a cache after a pass; a cache of many sequences knows them itself."""
+        """Return the bytes and tokens of a cache after a pass. A `PackedCache` knows them itself."""
         if isinstance(cache, PackedCache):
             return cache.needed()
         kv, now = self._needs.kv, cache_bytes(cache)
@@ -190,9 +186,9 @@ class KvBudget:
     # --- growing
 
     def _provide(self, mine: PassClaim, tokens: int, length: int, batch: int) -> None:
-        """See that what a pass needs is reserved, and ask for more where that comes near; then it counts as running.
+        """Reserve a pass's bytes, ask for more ahead of need, and count the pass as running.
 
-        Where it is not, the pass waits: for experts to leave, or for passes and caches of others to end.
+        Without enough bytes the pass waits, for experts to leave or for other passes and caches to end.
         """
         while True:
             with self._lock:
@@ -214,48 +210,46 @@ class KvBudget:
             self.waited += time.perf_counter() - mine.began
 
     def _may_run(self, mine: PassClaim, batch: int) -> bool:
-        """Whether what a pass needs is reserved, and it is its turn. A cache can only die if its passes go on: those
-        wait for nobody's turn."""
+        """Return whether a pass's bytes are reserved, and it is its turn.
+
+        A cache can only die if its passes go on, so a pass with a live cache does not wait for its turn.
+        """
         reserve, step = self._reserve, self._step(batch)
         needed = self._beyond(mine)
         if needed and needed <= reserve.most:
             total = reserve.held + reserve.coming
             wanted = min(reserve.most, _up(needed, step) + step)
             if needed + step // 2 > total and wanted > total:
-                self._grow(wanted - total, max(0, needed - total))
+                for size in filter(None, (wanted - total, max(0, needed - total))):
+                    with contextlib.suppress(MemoryError):
+                        reserve.grow(size)
+                        break
             self._needed_at = time.monotonic()
         if needed > reserve.held:
             return False
         return mine.cache in self._caches or self._queue.is_next(mine, self._is_blocked, PATIENCE / 2)
 
     def _is_blocked(self, mine: PassClaim) -> bool:
-        """Whether a pass cannot run beside the passes and caches that there are, whatever experts do."""
+        """Return whether a pass cannot run beside the live passes and caches, even with every expert at its least."""
         return self._beyond(mine) > self._reserve.most
 
     def _is_hopeless(self, mine: PassClaim) -> bool:
-        """Whether a pass is refused: too large by itself, or blocked by what can never end, or waiting for too long."""
+        """Return whether to refuse a pass: too large, blocked by caches that cannot die, or waiting for too long."""
         needs, late = self._needs, mine.first is not None and time.perf_counter() - mine.first > PATIENCE
         if late or mine.size - needs.kv_bytes + max(0, mine.beside - needs.activations) > self._reserve.most:
             return True
         return self._is_blocked(mine) and not self._passes and not self._may_end(mine)
 
     def _may_end(self, mine: PassClaim) -> bool:
-        """Whether caches of others may die while a pass waits: not if only its own thread could let them go. One that
-        goes on with a cache does not wait for passes that wait for that."""
+        """Return whether other caches may die while a pass waits: not if only its own thread could drop them.
+
+        A pass with a live cache does not wait for passes that wait for that cache.
+        """
         if self._reserve.one_at_a_time or all(_is_own(thread) for thread in threading.enumerate()):
             return False
         goes_on = mine.cache in self._caches
         stuck = {p.cache for p in self._queue.waiting if self._is_blocked(p)} if goes_on else set()
         return any(key != mine.cache and key not in stuck for key in self._caches)
-
-    def _grow(self, wanted: int, least: int) -> None:
-        for size in (wanted, least):
-            try:
-                if size:
-                    self._reserve.grow(size)
-                return
-            except MemoryError:
-                continue
 
     def _refused(self, mine: PassClaim, tokens: int, length: int, batch: int) -> BudgetExceeded:
         kv, needs = self._needs.kv, self._needs

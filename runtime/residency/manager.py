@@ -1,7 +1,7 @@
-"""A bundle served by a policy that changes placements: pools, steps, the worker that carries transitions out.
+"""A bundle served by a policy that changes placements: pools, steps, and the worker that carries transitions out.
 
-Here the parts meet: the plan, the policy, residency and its transitions, the device. A forward pass is a `step`, and
-calls `demand` before each layer's experts; under a policy that does not block neither waits for a copy.
+It joins the plan, the policy, residency and its transitions, and the device. Under a policy that does not block, a
+forward pass never waits for a copy.
 """
 
 from __future__ import annotations
@@ -60,20 +60,7 @@ def _name(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
 
 
 class ResidencyManager:
-    """Serves a bundle while its experts' versions change. Every method may be called from any thread.
-
-    Attributes:
-        key: the model's, by which its running step is found.
-        plan: what fits.
-        tracker: the budget.
-        host: host memory of the placements that are executed there.
-        tier: what executes them; None where the ladder has none.
-        prediction: what foretells the next layer's routing, where the policy asks (passes.py gives it).
-        loading: what loads on demand, under a policy that blocks; else nobody asks it.
-        paging: the window, where experts are paged.
-        worker: the thread that carries transitions on.
-        each_round: called by it in every round.
-    """
+    """Serves a bundle while its experts' versions change. Every method may be called from any thread."""
 
     def __init__(
         self,
@@ -88,10 +75,9 @@ class ResidencyManager:
         """Load the placements that the policy wants before any token, and start serving.
 
         Args:
-            bundle: the bundle.
             policy: one that changes placements.
             plan: from `make_plan`.
-            devices: the device of each layer.
+            devices: [layers].
             host_memory: bytes for experts on the host and for pinned memory; None for what the system has left.
             host_rate, host_threads: of the host tier (`HostTier`).
 
@@ -108,26 +94,25 @@ class ResidencyManager:
             plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
         plan, buffers = (plan, 1) if self._can_shrink else second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
-        self.key = object()
+        self.key = object()  # the model's, by which its running step is found
         self.policy, wanted = plan.policy(policy)
         self._blocking = self.policy.needs.layers
-        if not (self._can_shrink or wanted):  # all experts are at the base at first: there must be a block for each
+        if not (self._can_shrink or wanted):  # all experts start at the base: each needs a block there
             plan = replace(plan, keep=True, most=None).divided()
             self.policy, wanted = plan.policy(policy)
-        self.plan, self._rate = plan, policy.options.bytes_per_second
-        self._named, self._upset = policy, False
-        self._makes_up = policy.options.makes_up_for_absent
+        self.plan, self._named = plan, policy
+        self._upset = False  # whether a load was interrupted
         self.store = BackingStore(bundle, checks_again=not self._blocking)
         self._process = os.getpid()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
         self.device = open_device(devices[0], self.store, plan, buffers, self.worker.wake, host_memory)
         self._host_device: CpuDevice | None = None
-        self.tier: HostTier | None = None
+        self.tier: HostTier | None = None  # runs the host's experts
         self.paging: Paging | None = None
         try:
             if any(p.where is Where.HOST for p in plan.ladder):
                 check_host(bundle, plan, host_memory)
-                self.tier = self._host_tier(host_rate, host_threads)
+                self._open_host(host_rate, host_threads)
             self._serve(bundle, devices, wanted, host_memory)
         except BaseException:
             self._end_streams()
@@ -135,23 +120,23 @@ class ResidencyManager:
         if not self._blocking:
             self.worker.start()
 
-    def _host_tier(self, rate: float | None, threads: int | None) -> HostTier:
-        """Without a number: torch's threads beside a GPU, half of them beside a CPU's own experts."""
+    def _open_host(self, rate: float | None, threads: int | None) -> None:
+        """Open the host tier; by default on torch's threads beside a GPU, and on half of them on a CPU."""
         threads = threads or (None if self._on_gpu else max(1, torch.get_num_threads() // 2))
-        return HostTier(threads, rate, CudaLink() if self._on_gpu else None)
+        self.tier = HostTier(threads, rate, CudaLink() if self._on_gpu else None)
+        if self._on_gpu:
+            self._host_device = CpuDevice(self.plan.staging, self.worker.wake)
 
     def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
         """Make the pools, load, and let passes read."""
-        plan = self.plan
-        if self._on_gpu and any(p.where is Where.HOST for p in plan.ladder):
-            self._host_device = CpuDevice(plan.staging, self.worker.wake)
+        plan, options = self.plan, self._named.options
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
         versions = bundle.manifest.versions
         self.layers = [LayerExperts(x, versions, d) for x, d in zip(bundle.layers, devices, strict=True)]
         for layer in self.layers:
             layer.of.tier = self.tier
-            layer.of.makes_up_for_absent = self._makes_up
+            layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
@@ -164,13 +149,13 @@ class ResidencyManager:
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
         self.transitions = Transitions(self.residency, self.tracker, on_device, plan.reserve, on_host, kept=plan.demand)
         named = partial(_name, bundle, plan) if plan.ladder[plan.base].where is Where.ABSENT else None
-        self.on_demand = OnDemandLoader(self.residency, self.transitions, partial(_stored_bytes, bundle, plan), named)
-        self.prediction: Prediction | None = None
+        self.on_demand = OnDemandLoader(self.transitions, partial(_stored_bytes, bundle, plan), named)
+        self.prediction: Prediction | None = None  # of the next layer's routing; set by the `ForwardWrapper`
         if plan.window:
             self.paging = open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
         self._load(wanted)
-        self.device.limit(self._rate, 0 if self._blocking else FLOOR)
-        self.each_round: Callable[[], None] = lambda: None
+        self.device.limit(options.bytes_per_second, 0 if self._blocking else FLOOR)
+        self.each_round: Callable[[], None] = lambda: None  # called by the worker in every round
         self.statistics = RoutingStatistics(plan.experts, len(plan.ladder), self.policy.needs, devices[0])
         self._decided_at, self._capacity = 0.0, [-1]
         self._capacity_beside = functools.lru_cache(4)(plan.capacity)
@@ -223,19 +208,21 @@ class ResidencyManager:
         self._epoch += 1
 
     def _snapshot(self) -> tuple[int, tuple[Snapshot, ...]]:
-        """What a step that begins now sees: its epoch and every layer's handles; the residency's lock is held."""
+        """Return what a step that begins now sees: its epoch and every layer's handles. Residency's lock is held."""
         return self._epoch, tuple(layer.current for layer in self.layers)
 
     # --- steps
 
     def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Around all of a pass, its waiting for room too: under a policy that blocks, one runs at a time."""
+        """Lock for a whole forward pass, with its wait for room. Does nothing unless the policy blocks."""
         return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
-        """Around a pass with these arguments, outside its step: what it reads of a sequence, for `step`, and who is to
-        be told its result. Only a policy that needs to know makes a difference."""
+        """Enclose a pass with these arguments and its step.
+
+        Yields what the pass reads of a sequence, for `step`, and a function that takes its result.
+        """
         needs = self.policy.needs
         if not (needs.prompts or needs.layers or needs.timings):
             yield NO_PROMPT, lambda out: None
@@ -248,13 +235,13 @@ class ResidencyManager:
 
     @contextlib.contextmanager
     def step(self, prompt: Prompt = NO_PROMPT, mask: Tensor | None = None, counted: bool = True) -> Iterator[Step]:
-        """Around a forward pass: it reads one snapshot, and blocks drain behind it, however it ends.
+        """Enclose a forward pass: it reads one snapshot, and old versions are freed after it, however it ends.
 
-        Inside a step of the same thread it is that one. Under a policy that blocks, one runs at a time.
+        Inside a step of the same thread it is that step. Under a policy that blocks, one step runs at a time.
 
         Args:
-            prompt: what `sequence` gave.
-            mask: int64 [tokens] on the device, 0 for padding; without it all tokens are text.
+            prompt: from `sequence`.
+            mask: int64 [tokens] on the device, 0 for padding; None if all tokens are text.
             counted: whether the step's routing is counted.
         """
         if (running := step_of(self.key)) is not None:
@@ -287,7 +274,7 @@ class ResidencyManager:
             raise
 
     def _end(self, step: Step) -> None:
-        with contextlib.ExitStack() as ends:  # each of these is called, whichever of them raises
+        with contextlib.ExitStack() as ends:  # all are called, even if one raises
             ends.callback(self.residency.end, step.number)
             if step.table is not None and self._tables is not None:
                 ends.callback(self._tables.give, step.table)
@@ -300,7 +287,7 @@ class ResidencyManager:
         self._soon()
 
     def _soon(self) -> None:
-        """Let what was noted be heard: by the worker, or at once where there is none."""
+        """Deliver events soon: on the worker, or at once where there is none."""
         if self._blocking:
             self.statistics.deliver(self._decide, self.capacity)
         else:
@@ -308,32 +295,36 @@ class ResidencyManager:
 
     @property
     def waits(self) -> int:
-        """How often a forward pass waited for an expert."""
+        """How often forward passes waited for an expert."""
         return self.on_demand.waits + (self.paging.counts.waits if self.paging is not None else 0)
 
     @property
     def waited(self) -> float:
-        """Seconds it did."""
+        """Seconds that forward passes waited for experts."""
         return self.on_demand.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
 
     def load(self, step: Step, position: int, hidden: Tensor, index: Tensor) -> None:
-        """Load what a policy that blocks wants before a layer's experts run, and wait for it (`LayerLoader`).
+        """Load what a policy that blocks wants before a layer's experts run, and wait for it.
 
         Args:
             step: has counted the layer's routing.
             position: the layer's.
-            hidden: [tokens, hidden], what the experts read.
+            hidden: [tokens, hidden], the experts' input.
             index: [tokens, top_k], the router's choice.
 
         Raises:
-            BundleError, InputError: when an expert that has no resident version cannot be had.
+            BundleError, InputError: when an expert without a resident version cannot be loaded.
         """
         important = step.importance.important(position, index) if step.importance is not None else None
         predicted, gates = None, None
         if step.prediction is not None:
             predicted, gates = step.prediction.ahead(position, hidden, index, step.counters.mask)
+        # A load was interrupted while the policy decided, or before its whole answer was carried out: the policy's
+        # state may not match memory. So all experts go to the base, and a new policy starts from there.
         if self._upset:
-            self._start_over()
+            self.on_demand.drop_all()
+            self.policy, first = self.plan.policy(self._named)
+            self.transitions.want(first, self.policy.worth)
         self._upset = True
         placed, coming = self.on_demand.where(position)
         event = LayerReached(
@@ -344,24 +335,13 @@ class ResidencyManager:
         try:
             if wanted is not None:
                 self.on_demand.reach(position, wanted)
-        except BundleError:  # the other experts are where the policy has them
+        except BundleError:  # the other experts are where the policy placed them
             self._upset = False
             raise
         self._upset = False
 
-    def _start_over(self) -> None:
-        """All experts go to the base, and a new policy starts from there.
-
-        The one before was interrupted while it decided, or before all of its answer was carried out: what it takes to
-        be in memory may not be there, or more is.
-        """
-        self.on_demand.drop_all()
-        self.policy, wanted = self.plan.policy(self._named)
-        self.transitions.want(wanted, self.policy.worth)
-        self._upset = False
-
     def capacity(self) -> list[int]:
-        """Where pools cannot shrink, the KV reserve has what they leave, and the experts keep theirs."""
+        """Return the bytes that each layer's experts may take. Pools that cannot shrink keep theirs."""
         kv = self.transitions.kv_bytes + self.transitions.kv_asked
         return self._capacity_beside(kv if self._can_shrink else 0)
 
@@ -372,13 +352,13 @@ class ResidencyManager:
 
     @property
     def moved(self) -> int:
-        """Stored bytes copied since the start."""
+        """Stored bytes copied since serving began."""
         return self.device.moved + (self.paging.counts.read if self.paging is not None else 0)
 
     # --- the worker
 
     def round(self, now: float) -> None:
-        """One round: let the policy see what was counted, then carry transitions on, whatever becomes of the former."""
+        """Run one round: tell the policy what was counted, then carry transitions on, even if the former fails."""
         try:
             self.each_round()
             self.statistics.deliver(self._decide, self.capacity)
@@ -390,20 +370,20 @@ class ResidencyManager:
             self.transitions.tick()
 
     def grow_kv(self, size: int) -> bool:
-        """Ask for `size` bytes more for the KV cache; whether they are there already (transitions.py)."""
+        """Ask for `size` bytes more for the KV cache; return whether they are reserved already (transitions.py)."""
         granted = self.transitions.grow_kv(size)
         self.worker.wake()
         return granted
 
     def close(self) -> None:
-        """Stop changing versions, and give threads and files back. May be called twice."""
+        """Stop changing versions, and release threads and files. May be called twice."""
         self.abandon(wait=True)
         self.worker.join()
 
     def abandon(self, wait: bool = False) -> None:
-        """As `close`, and waits for nothing: a finalizer may run on any thread, the worker's own included.
+        """Close without waiting: a finalizer may run on any thread, the worker's own included.
 
-        In a forked child neither does anything: the threads are the parent's, and locks may be held for ever.
+        In a forked child it does nothing: the threads are the parent's, and locks may be held for ever.
         """
         if os.getpid() == self._process and not self.worker.stop():
             self._shut(wait)
@@ -419,7 +399,7 @@ class ResidencyManager:
         self.store.close()
 
     def _shut(self, wait: bool = True) -> None:
-        """End the streams and close the files; once no step reads them, forget what keeps the experts' memory."""
+        """End the streams and close the files; once no step reads the experts, drop what keeps their memory."""
         self._end_streams(wait)
         self.each_round = lambda: None
         forget = [self.paging.forget] if self.paging is not None and self._on_gpu else []

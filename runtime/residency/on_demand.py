@@ -1,15 +1,14 @@
-"""Loading on demand: the forward pass waits until what a layer needs is there; what the next one will need is fetched
-meanwhile.
+"""Loading on demand: the forward pass waits for the experts of a layer, and the next layer's are prefetched.
 
-Called by the one forward pass that runs, before a layer's experts: nothing reads the experts that leave. Decides
-nothing about which those are: a policy says so (policies/contract.py, `LayerReached`).
+The one running forward pass calls it before a layer's experts. No step then reads the experts that leave. The policy
+names the experts (policies/contract.py, `LayerReached`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,36 +17,23 @@ from moepack.runtime.devices.contract import Completion
 from moepack.runtime.policies.contract import Changes, Ints, Key, Wanted
 
 from .entries import Outcome
-from .residency import Residency
 from .transitions import Transitions
 
 
 @dataclass(slots=True)
 class MovedBytes:
-    """Stored bytes that were copied while serving, by what became of them. What a prefetch had copied when it was
-    cancelled is not among them.
+    """Stored bytes that were copied while serving, by use. The bytes of a cancelled prefetch do not count."""
 
-    Attributes:
-        demand_bytes: fetched when their layer was reached, which waited.
-        prefetch_bytes: fetched ahead.
-        prefetch_in_time: of those, complete when their layer needed them.
-        prefetch_late: needed while they were on their way: their layer waited for the rest.
-        prefetch_wasted: not needed when their layer was reached, or elsewhere than fetched.
-    """
-
-    demand_bytes: int = 0
-    prefetch_bytes: int = 0
-    prefetch_in_time: int = 0
-    prefetch_late: int = 0
-    prefetch_wasted: int = 0
-
-
-MOVED = tuple(f.name for f in fields(MovedBytes))
+    demand_bytes: int = 0  # fetched when their layer was reached, which waited
+    prefetch_bytes: int = 0  # fetched ahead
+    prefetch_in_time: int = 0  # of those, complete when their layer needed them
+    prefetch_late: int = 0  # needed while they were on their way: their layer waited for the rest
+    prefetch_wasted: int = 0  # not needed when their layer was reached, or needed elsewhere than fetched
 
 
 @dataclass(slots=True)
 class _Prefetch:
-    """A prefetch whose layer has not been reached since it began, or that was given up."""
+    """A prefetch whose layer has not been reached since it began, or a cancelled one."""
 
     version: int
     size: int
@@ -56,36 +42,25 @@ class _Prefetch:
 
 
 class OnDemandLoader:
-    """Carries out what a policy answers to `LayerReached`.
-
-    Attributes:
-        moved: bytes, by what became of them.
-        waits: copies that a pass waited for.
-        waited: seconds it did.
-    """
+    """Carries out a policy's answers to `LayerReached`."""
 
     def __init__(
-        self,
-        residency: Residency,
-        transitions: Transitions,
-        size: Callable[[Key, int], int],
-        name: Callable[[Key, int], str] | None,
+        self, transitions: Transitions, size: Callable[[Key, int], int], name: Callable[[Key, int], str] | None
     ) -> None:
         """Args:
-        residency, transitions: whose versions change.
-        size: stored bytes of a version of an expert.
-        name: of a version of an expert, for errors, where the base placement is none to run at: a copy that fails then
-            ends the pass; without it, the expert runs at its base version.
+        size: returns the stored bytes of a version of an expert.
+        name: names a version of an expert in errors, where the base placement is absence: a copy that fails then ends
+            the pass. Without it, the expert runs at its base version.
         """
         self.moved = MovedBytes()
-        self.waits, self.waited = 0, 0.0
-        self._residency, self._transitions, self._size, self._name = residency, transitions, size, name
+        self.waits, self.waited = 0, 0.0  # copies that passes waited for, and the seconds
+        self._residency, self._transitions, self._size, self._name = transitions.residency, transitions, size, name
         self._ahead: dict[Key, _Prefetch] = {}
         self._given_up: list[_Prefetch] = []
         self._waiting: set[Key] = set()
 
     def where(self, position: int) -> tuple[Ints, Ints]:
-        """Where a layer's experts are, and where they are on their way to (-1: nowhere), int64 [experts]."""
+        """Return the placements of a layer's experts, and those being copied (-1: none), int64 [experts]."""
         with self._transitions.held():
             self._note()
             entries = [self._residency.entries[position, e] for e in range(self._residency.experts[position])]
@@ -93,10 +68,10 @@ class OnDemandLoader:
             return np.array([x.active for x in entries], np.int64), np.array(coming, np.int64)
 
     def reach(self, position: int, wanted: Wanted) -> None:
-        """Make `wanted` so: evictions first, then copies for this layer, then those ahead; wait for the former.
+        """Carry out `wanted`: evictions, then copies for this layer, then prefetches. Wait for this layer's copies.
 
         Raises:
-            BundleError: when a copy for this layer fails whose expert has no version otherwise.
+            BundleError: when a copy for this layer fails and its expert has no other version.
             InputError: when the model was closed meanwhile.
         """
         residency = self._residency
@@ -106,7 +81,7 @@ class OnDemandLoader:
                 stay |= dict.fromkeys(residency.above() - wanted.keys(), residency.base)
             for key in [k for k in self._ahead if k[0] == position and k not in stay]:
                 self._give_up(key)
-            for key, version in stay.items():  # what gives bytes back goes first, another format's too
+            for key, version in stay.items():  # what frees bytes goes first, versions to be replaced too
                 if version == residency.base:
                     self._leave(key)
                     continue
@@ -123,7 +98,7 @@ class OnDemandLoader:
                 self._wait(waits)
 
     def drop_all(self) -> None:
-        """Every expert goes to the base, and every block comes back, whatever was interrupted."""
+        """Return every expert to the base and free every block, whatever was interrupted."""
         residency = self._residency
         with self._transitions.held():
             residency.recover(self._transitions.pools)
@@ -134,7 +109,7 @@ class OnDemandLoader:
             self._note()
 
     def _leave(self, key: Key) -> None:
-        """An expert goes to the base: what was on its way is given up."""
+        """Return an expert to the base, and cancel its transition."""
         self._give_up(key)
         entry = self._residency.entries[key]
         if entry.coming is not None:
@@ -150,7 +125,7 @@ class OnDemandLoader:
                 self._given_up.append(ahead)
 
     def _need(self, key: Key, version: int) -> bool:
-        """See that a version of an expert of this layer is there or on its way; whether it is to be waited for."""
+        """Have a version of an expert of this layer, or start its copy; return whether there is a copy to wait for."""
         entry, moved = self._residency.entries[key], self.moved
         ahead = self._ahead.get(key)
         if ahead is not None and ahead.version == version and not ahead.event.cancelled:
@@ -181,7 +156,7 @@ class OnDemandLoader:
             self._ahead[key] = _Prefetch(version, self._size(key, version), flying.event)
 
     def _begin(self, key: Key, version: int, must: bool) -> bool:
-        """Begin a copy, where the version is not there; whether there is one to wait for."""
+        """Begin a copy of a version that is not there; return whether there is a copy to wait for."""
         residency, entry = self._residency, self._residency.entries[key]
         if not (must and self._name) and not self._transitions.may_try(key, version):
             return False
@@ -205,8 +180,7 @@ class OnDemandLoader:
         return False
 
     def _make_way(self) -> bool:
-        """Wait for one copy that was given up and still holds its block, if there is one; note all that have ended.
-        Whether it had to wait."""
+        """Wait for one cancelled copy that still holds its block; return whether there was one. Note ended copies."""
         going = next((x for x in self._given_up if not x.event.done()), None)
         if going is not None:
             going.event.wait()
@@ -229,7 +203,7 @@ class OnDemandLoader:
                 raise InputError(f"{self._name(key, version)}: its copy was given up: was the model closed?")
 
     def _note(self) -> None:
-        """Publish what has arrived."""
+        """Publish the copies that have arrived."""
         ended = [x for x in self._ahead.values() if not x.landed and x.event.done()]  # before looking: published below
         failed = self._residency.poll(lambda key, version: True)
         self._residency.publish_ready()
@@ -239,7 +213,7 @@ class OnDemandLoader:
                 self.moved.prefetch_bytes += ahead.size
         for ahead in [x for x in self._given_up if x.event.done()]:
             self._given_up.remove(ahead)
-            if ahead.event.error is None:  # it had arrived before it heard
+            if ahead.event.error is None:  # it had arrived before it was cancelled
                 self.moved.prefetch_bytes += ahead.size
                 self.moved.prefetch_wasted += ahead.size
         for key, version, error in failed:
@@ -247,7 +221,7 @@ class OnDemandLoader:
             self._failed(key, version, error, must=key in self._waiting)
 
     def _failed(self, key: Key, version: int, error: BaseException, must: bool) -> None:
-        """Note a copy that failed. One that a layer needs, and cannot do without, ends the pass."""
+        """Note a copy that failed. It ends the pass where the layer cannot run without it."""
         self._transitions.note_failure(key, version, error)
         if must and self._name:
             if isinstance(error, BundleError):

@@ -1,7 +1,4 @@
-"""What a plan is served with: the device, pools of memory on it and on the host, the window of paged experts.
-
-Decides nothing about which expert is where.
-"""
+"""Open what a plan needs: the device, pools of memory on it and on the host, the window of paged experts."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ from .pools import Pool
 
 
 def version_of(plan: Plan, placement: int) -> Version:
-    """The version of a placement that has one."""
+    """Return the version of a placement that has one."""
     version = plan.ladder[placement].version
     assert version is not None
     return version
 
 
 def second_buffer(plan: Plan) -> tuple[Plan, int]:
-    """A plan with two staging buffers where there is room: an extent is then copied while the last one is decoded."""
+    """Return a plan and its number of staging buffers: two if they fit, to copy an extent while another is decoded."""
     two = replace(plan, fixed=plan.fixed + plan.staging, staging=2 * plan.staging)
     least = two.fixed + base_bytes(plan.sizes, plan.experts) + plan.reserve
     return (two, 2) if least <= plan.budget else (plan, 1)
@@ -50,8 +47,10 @@ def second_buffer(plan: Plan) -> tuple[Plan, int]:
 def open_device(
     device: torch.device, store: BackingStore, plan: Plan, buffers: int, on_event: Callable[[], None], host: int | None
 ) -> Device:
-    """The device, with `buffers` staging buffers, calling `on_event` after each copy; of the host, `host` bytes may be
-    pinned."""
+    """Open a device with `buffers` staging buffers, which calls `on_event` after each copy.
+
+    `host` are the bytes of host memory that may be pinned.
+    """
     if not torch_cuda.is_gpu(device):
         return CpuDevice(plan.staging, on_event)
     from moepack.runtime.devices.cuda import open_cuda
@@ -65,11 +64,7 @@ def open_device(
 
 
 def check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
-    """See that an expert on its way from any host placement to another finds a block there.
-
-    Raises:
-        TooSmallError: when it would not.
-    """
+    """Raise TooSmallError unless host memory has a block for every move between placements there."""
     on_host = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.HOST]
     largest = [max(row[v] for v in on_host) for row in plan.blocks]
     least = sum(n * size for n, size in zip(plan.experts, largest, strict=True)) + max(largest)
@@ -85,10 +80,10 @@ def check_host(bundle: Bundle, plan: Plan, host_memory: int | None) -> None:
 def make_pools(
     plan: Plan, device: Device, tracker: BudgetTracker, host: BudgetTracker, can_shrink: bool
 ) -> dict[tuple[int, int], Pool]:
-    """One for each size of each placement that takes memory, by the placement's number and the size.
+    """Make a pool for each size of each placement that takes memory; return them by the placement's number and size.
 
-    Memory that can be given back is not taken before it is used, so that a pool may be as large as it will ever need to
-    be. Other memory is divided once and for all as the plan says, with base blocks for demotions beside.
+    Memory that can be given back is taken when it is used, so a pool is as large as it may ever need to be. Other
+    memory is divided once, as the plan says, with base blocks for demotions beside.
     """
     pools = {}
     for number, placement in enumerate(plan.ladder):

@@ -1,7 +1,7 @@
 """Pools of fixed blocks over one range of device memory each, with constant-time free lists.
 
-The range is set aside when a model is loaded; a block of it is reserved with the budget tracker before its first use
-and stays reserved while it may be used again, until `trim` gives it back. Decides nothing about who gets a block.
+The range is set aside when a model is loaded. A block is reserved with the budget tracker before its first use, and
+stays reserved until `trim` gives it back.
 """
 
 from __future__ import annotations
@@ -18,56 +18,40 @@ from moepack.runtime.planning.budget import BudgetTracker
 
 
 class StaleBlockError(RuntimeError):
-    """A block was used after it was freed: a bug in moepack, not in its use."""
+    """A block was used after it was freed: a bug in moepack."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """One block while it is taken.
-
-    Attributes:
-        pool: where it goes back to.
-        index: its place there.
-        generation: how often that place had been taken before: a block kept too long is found out by it.
-        tensor: its bytes, uint8 [block_bytes].
-    """
+    """One block while it is taken."""
 
     pool: Pool
-    index: int
-    generation: int
-    tensor: Tensor
+    index: int  # its place in the pool
+    generation: int  # how often that place had been taken before; reveals a block that is used after it was freed
+    tensor: Tensor  # its bytes, uint8 [block_bytes]
 
     def check(self) -> None:
         """Raise StaleBlockError when it was freed."""
-        self.pool.check(self)
+        pool, index = self.pool, self.index
+        if not pool._taken[index] or pool._generation[index] != self.generation:
+            raise StaleBlockError(f"pool {pool.name}: block {index} was freed while it was held")
 
 
 class Pool:
-    """Blocks of one size. Every method may be called from any thread.
-
-    Attributes:
-        name: under which its bytes are reserved.
-        block_bytes: a block's size, whole pages.
-        blocks: how many there can be.
-        budget_bytes: what a block takes of the device's budget: nothing on the host.
-    """
+    """Blocks of one size. Every method may be called from any thread."""
 
     def __init__(
-        self,
-        name: str,
-        block_bytes: int,
-        blocks: int,
-        tracker: BudgetTracker,
-        memory: Memory,
-        on_host: bool = False,
+        self, name: str, block_bytes: int, blocks: int, tracker: BudgetTracker, memory: Memory, on_host: bool = False
     ) -> None:
-        """Cut `memory` into blocks; `tracker` is the device's, or the host's.
+        """Cut `memory` into at most `blocks` blocks of whole pages, reserved under `name`.
+
+        `tracker` is the device's, or the host's.
 
         Raises:
-            ValueError: when it is too small, or cannot be given back in parts and does not fit the budget.
+            ValueError: when the memory is too small, or cannot be given back in parts and does not fit the budget.
         """
         self.name, self.block_bytes, self.blocks = name, align(block_bytes, PAGE), blocks
-        self.budget_bytes = 0 if on_host else self.block_bytes
+        self.budget_bytes = 0 if on_host else self.block_bytes  # of the device's budget
         if len(memory.tensor) < self.block_bytes * blocks:
             raise ValueError(f"pool {name}: {blocks} blocks of {self.block_bytes} bytes need more memory")
         self._tracker, self._memory = tracker, memory
@@ -82,7 +66,7 @@ class Pool:
             self._reserved, self._untouched = self._untouched, []
 
     def allocate(self) -> Block | None:
-        """A block, or None where the pool is empty or the budget refuses. Never waits."""
+        """Return a block, or None where the pool is empty or the budget refuses. Never waits."""
         with self._lock:
             if self._reserved:
                 index = self._reserved.pop()
@@ -96,7 +80,7 @@ class Pool:
             return Block(self, index, self._generation[index], tensor)
 
     def _take(self, index: int) -> bool:
-        """Reserve what a block takes, and take it; whether both could be."""
+        """Reserve a block's bytes and take them; return whether both succeeded."""
         start = index * self.block_bytes
         cost = self._memory.cost(start, self.block_bytes)
         if not self._tracker.try_reserve(self.name, cost):
@@ -109,19 +93,15 @@ class Pool:
         return True
 
     def free(self, block: Block) -> None:
-        """Take a block back. It stays reserved for the next one who asks.
-
-        Raises:
-            StaleBlockError: when it was freed before.
-        """
+        """Take a block back, and keep it reserved. Raises StaleBlockError when it was freed before."""
         with self._lock:
-            self._check(block)
+            block.check()
             self._generation[block.index] += 1
             self._taken[block.index] = False
             self._reserved.append(block.index)
 
     def free_others(self, kept: Container[int]) -> None:
-        """Take back all blocks but those of these numbers: whoever had them was interrupted."""
+        """Take back all blocks except those of these numbers, after an interruption."""
         with self._lock:
             self._reserved = [i for i in self._reserved if not self._taken[i]]
             known = {*self._reserved, *self._untouched}
@@ -131,17 +111,8 @@ class Pool:
                     self._taken[index] = False
                     self._reserved.append(index)
 
-    def check(self, block: Block) -> None:
-        """Raise StaleBlockError when a block was freed."""
-        with self._lock:
-            self._check(block)
-
-    def _check(self, block: Block) -> None:
-        if not self._taken[block.index] or self._generation[block.index] != block.generation:
-            raise StaleBlockError(f"pool {self.name}: block {block.index} was freed while it was held")
-
     def trim(self, size: int) -> int:
-        """Give free blocks back to the device and to the budget until they make up `size` bytes; returns how many."""
+        """Give free blocks back to the device and the budget, at least `size` bytes if there are; return the bytes."""
         given = 0
         while given < size and self._memory.returnable:
             with self._lock:
@@ -161,13 +132,13 @@ class Pool:
 
     @property
     def can_grow(self) -> bool:
-        """Whether there is a block that is neither taken nor reserved."""
+        """Whether a block is neither taken nor reserved."""
         with self._lock:
             return bool(self._untouched)
 
     @property
     def taken(self) -> int:
-        """Blocks that are taken."""
+        """The number of taken blocks."""
         with self._lock:
             return sum(self._taken)
 

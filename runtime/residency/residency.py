@@ -1,13 +1,12 @@
-"""Versioned residency: which versions of each expert are in device memory, and which one its handle points to.
+"""Versioned residency: the versions of each expert in device memory, and the one that its handle points to.
 
-Blocks are taken from pools and filled by `fetch`; a version is published once its fetch has ended well, for steps that
-begin from then on: those that run keep the snapshot they began with. The version before is spare after the last step
-that could read it, and its block goes when somebody needs the bytes. Decides nothing about which version is wanted
-(transitions.py carries that out), and knows neither torch modules nor files.
+Blocks come from pools, and `fetch` fills them. A version is published after its fetch has succeeded, for steps that
+begin later; running steps keep the snapshot they began with. The previous version becomes spare after the last step
+that could read it, and its block is freed when bytes are needed. transitions.py says which version is wanted.
 
-Versions are numbers of a ladder of placements, 0 the best, the last the base; there may be any number of them. Some
-take host memory, or none at all: those are nothing to the device's budget. Every expert has one active version,
-complete, at every moment: a transition in either direction brings the new version first and lets the old one go later.
+Versions are indices into a ladder of any length, 0 the best, the last the base. A version in host memory, or without
+memory, takes nothing of the device's budget. Every expert always has one complete active version: a transition brings
+the new version first and frees the old one later.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ from .pools import Pool
 
 
 class Residency:
-    """The experts of all layers. Every method may be called from any thread; none but `place` waits for a copy.
+    """The experts of all layers. Every method may be called from any thread; only `place` waits for a copy.
 
     Args:
-        experts: how many each layer has.
-        base: the number of the base version: what an expert is at while nobody wants another.
-        pool: the pool for (layer position, version); None for what takes no memory.
-        fetch: starts copying (key, version) into a tensor, returning its event.
-        make: the handle of (key, version) over a complete block.
-        publish: lets the forward pass see a handle from now on: it must be quick, and cannot fail.
-        mark: an event that ends with the compute issued until now.
-        keeps_base: whether the base version stays in memory beside a better one: a demotion to it is then one
-            publication, and never needs a block.
-        snapshot: what a step that begins now will see of all handles.
+        experts: [layers].
+        base: the number of the base version.
+        pool: returns the pool for (layer position, version); None for a version that takes no memory.
+        fetch: starts copying (key, version) into a tensor, and returns the copy's event.
+        make: returns the handle of (key, version) over a complete block.
+        publish: shows a handle to later forward passes. It must be quick, and cannot fail.
+        mark: returns an event that ends with the compute issued until now.
+        keeps_base: whether the base version stays in memory beside a better one. A demotion to it then needs no block.
+        snapshot: returns all handles, for a step that begins now.
     """
 
     def __init__(
@@ -63,8 +61,8 @@ class Residency:
         self.flying: dict[Key, None] = {}
         self.ready: dict[Key, None] = {}
         self._above: set[Key] = set()
-        self.leaving: dict[tuple[Key, int], int] = {}  # the last step that may read it
-        self._spare: dict[tuple[Key, int], None] = {}  # complete, and nobody reads it; the longest so first
+        self.leaving: dict[tuple[Key, int], int] = {}  # with the last step that may read it
+        self._spare: dict[tuple[Key, int], None] = {}  # complete and not read by any step; the oldest first
         self.spare_bytes = 0
         self.steps = RunningSteps()
         self._waiting_to_go: tuple[Callable[[], None], ...] = ()
@@ -73,9 +71,7 @@ class Residency:
     # --- loading
 
     def place(self, key: Key, version: int) -> Any:
-        """Load an expert's first version and wait for it; returns its handle. Before serving only.
-
-        With `keeps_base`, that is the base version.
+        """Load an expert's first version, the base with `keeps_base`, and return its handle. Only before serving.
 
         Raises:
             MemoryError: when the pool or the budget does not hold it: the caller's arithmetic was wrong.
@@ -110,12 +106,11 @@ class Residency:
         with self.lock:
             seen = self._snapshot()
             self.steps.begun += 1
-            self.counts.steps += 1
             self.steps.open.add(self.steps.begun)
             return self.steps.begun, seen
 
     def end(self, step: int) -> None:
-        """End a step: what only it could read may go once its compute has ended."""
+        """End a step. Versions that only it could read may be freed once its compute has ended."""
         mark: Completion | None = None
         try:
             mark = self._mark()
@@ -124,12 +119,12 @@ class Residency:
                 self.steps.open.discard(step)
                 if mark is not None and not mark.done():
                     self.steps.ended[step] = mark
-                    self.steps.oldest()  # drops marks that are done: nobody else may be asking
+                    self.steps.oldest()  # drops marks that are done, which no other call may do
                 if not self.steps.open:
                     self._forget()
 
     def publish_ready(self) -> int:
-        """Publish what is ready, for steps that begin from now on; returns how many versions were published."""
+        """Publish the ready versions, for steps that begin from now on; return their number."""
         with self.lock:
             keys = list(self.ready)
             for key in keys:
@@ -137,9 +132,9 @@ class Residency:
             return len(keys)
 
     def switch_now(self, key: Key, version: int) -> None:
-        """Publish a complete version inside a step, its predecessor's block being free at once.
+        """Publish a complete version inside a step, and free its predecessor at once.
 
-        For policies that block, whose one forward pass calls this itself: it reads nothing of the expert then.
+        Only the one forward pass of a policy that blocks calls this, while it does not read the expert.
         """
         with self.lock:
             entry = self.entries[key]
@@ -160,30 +155,28 @@ class Residency:
         del self.ready[key]
         (self._above.discard if entry.active == entry.base else self._above.add)(key)
         self._publish(key, entry.complete[entry.active].handle)
-        if old < entry.active:
-            self.counts.demotions += 1
-        else:
-            self.counts.promotions += 1
+        self.counts.demotions += old < entry.active
+        self.counts.promotions += old > entry.active
         self._leave(key, old)
 
     def _leave(self, key: Key, version: int) -> None:
-        """A version is neither active nor ready any more; steps that have begun may still read it."""
+        """Note that a version is no longer active or ready. Steps that have begun may still read it."""
         if not self._pinned(version):
             self.entries[key].leaving.add(version)
             self.leaving[key, version] = self.steps.begun
 
     def _left(self, key: Key, version: int) -> None:
-        """No step reads a version any more."""
+        """Make spare a version that no step can read any more."""
         del self.leaving[key, version]
         self.entries[key].leaving.discard(version)
         self._set_aside(key, version)
 
     def _set_aside(self, key: Key, version: int) -> None:
-        if not self.size(key[0], version):  # on the host, or nowhere: it is not kept for the sake of device memory
+        if self.size(key[0], version):
+            self._spare[key, version] = None
+            self.spare_bytes += self._size(key, version)
+        else:  # on the host or absent: spare versions are kept in device memory alone
             self._free(key, version)
-            return
-        self._spare[key, version] = None
-        self.spare_bytes += self._size(key, version)
 
     def _take_back(self, key: Key, version: int) -> None:
         if (key, version) in self._spare:
@@ -196,22 +189,20 @@ class Residency:
     # --- transitions
 
     def start(self, key: Key, version: int) -> Outcome:
-        """Ask for a version of an expert. Never waits; `poll` and `publish_ready` do the rest."""
+        """Request a version of an expert. Never waits; `poll` and `publish_ready` complete the request."""
         with self.lock:
             entry = self.entries[key]
-            if entry.flying is not None:
-                return Outcome.NOTHING if entry.coming == version else Outcome.BUSY
-            if entry.ready == version:
+            if entry.coming == version:
                 return Outcome.NOTHING
+            if entry.flying is not None:
+                return Outcome.BUSY
             self._drop_ready(key)
             if entry.active == version:
                 return Outcome.NOTHING
-            if version in entry.complete:
-                self._make_ready(key, version)
-                return Outcome.READY
             pool = self.pool(key[0], version)
-            if pool is None:
+            if pool is None and version not in entry.complete:
                 entry.complete[version] = Complete(None, self._make(key, version, None))
+            if pool is None or version in entry.complete:
                 self._make_ready(key, version)
                 return Outcome.READY
             block = pool.allocate()
@@ -220,14 +211,14 @@ class Residency:
             try:
                 event = self._fetch(key, version, block.tensor)
             except Exception:
-                block.pool.free(block)
+                pool.free(block)
                 raise
             entry.flying = Copying(version, block, event)
             self.flying[key] = None
             return Outcome.STARTED
 
     def _make_ready(self, key: Key, version: int) -> None:
-        """A complete version is to be published; a spare or leaving one stays."""
+        """Let a complete version be published next. A spare or leaving version stays in memory."""
         entry = self.entries[key]
         entry.ready = version
         self.ready[key] = None
@@ -236,7 +227,7 @@ class Residency:
         self._take_back(key, version)
 
     def cancel(self, key: Key) -> None:
-        """Give up what is on its way for an expert: it stays on its active version."""
+        """Cancel an expert's transition. The expert keeps its active version."""
         with self.lock:
             entry = self.entries[key]
             if entry.flying is not None:
@@ -245,20 +236,18 @@ class Residency:
                 self._drop_ready(key)
 
     def _drop_ready(self, key: Key) -> None:
-        """Forget that a version was to be published. A step may be reading it: it was leaving, perhaps."""
+        """Do not publish the ready version, if there is one. A step may read it, if it was leaving before."""
         entry = self.entries[key]
-        if entry.ready is None:
-            return
-        del self.ready[key]
         version, entry.ready = entry.ready, None
-        self.counts.cancelled += 1
-        self._leave(key, version)
+        if version is not None:
+            del self.ready[key]
+            self.counts.cancelled += 1
+            self._leave(key, version)
 
     def poll(self, wanted: Callable[[Key, int], bool]) -> list[tuple[Key, int, BaseException]]:
-        """Take note of copies that have ended; returns those that failed, not those that were cancelled.
+        """Note the copies that have ended; return those that failed, without cancelled ones.
 
-        Args:
-            wanted: whether a version that has arrived is still wanted; where not, it is spare.
+        `wanted` says whether a version that has arrived is still wanted; otherwise it becomes spare.
         """
         failed = []
         with self.lock:
@@ -288,19 +277,16 @@ class Residency:
                     self._set_aside(key, flying.version)
         return failed
 
-    def reclaim(self) -> int:
-        """Make spare what no step can read any more; returns the bytes."""
-        freed = 0
+    def reclaim(self) -> None:
+        """Make spare the versions that no step can read any more."""
         with self.lock:
             oldest = self.steps.oldest()
             for (key, version), last in list(self.leaving.items()):
                 if last < oldest:
                     self._left(key, version)
-                    freed += self._size(key, version)
-        return freed
 
     def drop_spare(self, pool: Pool | None = None) -> int:
-        """Free the block of the version that has been spare the longest, of one pool or of any; returns its bytes."""
+        """Free the block of the oldest spare version, of one pool or of any; return its bytes."""
         with self.lock:
             for key, version in self._spare:
                 if pool is None or self.pool(key[0], version) is pool:
@@ -317,23 +303,23 @@ class Residency:
     # --- bytes
 
     def _size(self, key: Key, version: int) -> int:
-        """What an expert's being at a version takes beside what it has in any case."""
+        """Return the bytes that a version of an expert takes beside a pinned base version."""
         return 0 if self._pinned(version) else self.size(key[0], version)
 
     def size(self, position: int, version: int) -> int:
-        """Bytes of the device's budget that a version of a layer's expert takes."""
+        """Return the bytes of the device's budget that a version of a layer's expert takes."""
         pool = self.pool(position, version)
         return 0 if pool is None else pool.budget_bytes
 
     def growth(self, key: Key, version: int) -> int:
-        """Bytes that an expert will take more once it is at `version` and its active one has gone."""
+        """Return the bytes that an expert takes more at `version` than at its active version."""
         with self.lock:
             return self._size(key, version) - self._size(key, self.entries[key].active)
 
     def let_go(self, others: Sequence[Callable[[], None]] = ()) -> None:
-        """No step begins and nothing is carried on from now on: forget the callbacks, whose owner knows this.
+        """Refuse steps and transitions from now on. Forget the callbacks: they hold a reference to their owner.
 
-        `others` are called once the steps that run have ended: they read what they began with until then.
+        `others` are called once the running steps have ended.
         """
 
         def gone(*_: Any) -> NoReturn:
@@ -351,10 +337,9 @@ class Residency:
             forget()
 
     def recover(self, pools: Sequence[Pool]) -> None:
-        """After a transition that was interrupted anywhere: what is noted of experts follows from their entries, and
-        blocks that none of these has are free.
+        """Rebuild the queues from the experts' entries after an interruption, and free blocks that no entry holds.
 
-        A copy into one may be under way: one into it from now on is behind that on the stream.
+        A copy into such a block may be under way. A later copy into the block comes after it on the stream.
         """
         with self.lock:
             self.flying = {k: None for k, x in self.entries.items() if x.flying is not None}
@@ -368,6 +353,6 @@ class Residency:
     # --- seeing
 
     def above(self) -> set[Key]:
-        """Experts that are above their base version, or on their way to another."""
+        """Return the experts that are above their base version, or on their way to another."""
         with self.lock:
             return self._above | self.flying.keys() | self.ready.keys()

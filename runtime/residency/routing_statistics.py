@@ -1,6 +1,6 @@
-"""What a policy is told of passes: sequences and finished steps, in the order in which they were.
+"""Tell a policy of passes: sequences and finished steps, in their order.
 
-Counts of a step may arrive late from a device; what happens to its sequence next is told after them. Decides nothing.
+A step's counts may arrive late from a device. Later events of its sequence are told after them.
 """
 
 from __future__ import annotations
@@ -30,31 +30,14 @@ from moepack.runtime.step import Prompt, Step
 
 from .sequences import Sequences
 
-UNDELIVERED = 64  # steps whose counts wait to be heard: of more, those of the oldest are forgotten
+UNDELIVERED = 64  # steps whose counts wait for delivery; of more, the oldest are dropped
 
 
 class RoutingStatistics:
-    """One model's. Steps come from any thread; `deliver` and `interval` are called by one at a time.
+    """The statistics of one model. Steps come from any thread; one thread at a time calls `deliver` and `interval`."""
 
-    Attributes:
-        sequences: which pass belongs to which.
-    """
-
-    def __init__(
-        self,
-        experts: Sequence[int],
-        placements: int,
-        needs: Needs,
-        device: torch.device,
-    ) -> None:
-        """Nothing was heard so far.
-
-        Args:
-            experts: [layers].
-            placements: of the ladder.
-            needs: what the policy is told.
-            device: where passes count.
-        """
+    def __init__(self, experts: Sequence[int], placements: int, needs: Needs, device: torch.device) -> None:
+        """Count for a ladder of `placements` and `experts` [layers]; passes count on `device`."""
         self.sequences = Sequences()
         self._experts, self._placements, self._needs, self._device = tuple(experts), placements, needs, device
         self._order = itertools.count()
@@ -70,11 +53,9 @@ class RoutingStatistics:
         self._loaded = [[0] * self._placements for _ in self._experts]
 
     def counters(self, prompt: Prompt, mask: Tensor | None) -> Counters:
-        """For a step that begins; `ended` takes them back. Prompts that it packs with other sequences have their own.
+        """Return counters for a step that begins, with separate ones for packed prompts; `deliver` takes them back.
 
-        Args:
-            prompt: what it reads.
-            mask: int64 [tokens], 0 for padding.
+        `mask` is int64 [tokens], 0 for padding.
         """
         counters = self._take()
         counters.mask = mask
@@ -87,13 +68,13 @@ class RoutingStatistics:
         return counters
 
     def _take(self) -> Counters:
-        try:
+        try:  # several threads may take the last one
             return self._spare.pop()
         except IndexError:
             return Counters(self._experts, self._needs.gates, self._device)
 
     def begins(self, prompt: Prompt) -> bool:
-        """Note what a step that begins says of its sequence; whether it says anything."""
+        """Note the events of sequences that a step begins with; return whether there are any."""
         for one in prompt.each:
             if one.begins:
                 self._tell(partial(SequenceBegan, time.monotonic(), tokens=one.tokens, sequence=one.sequence))
@@ -102,7 +83,7 @@ class RoutingStatistics:
         return prompt.begins or prompt.decodes
 
     def ended(self, step: Step) -> None:
-        """Note a step whose counts are on their way."""
+        """Note an ended step, whose counts may arrive later."""
         self._ended.append((next(self._order), step))
 
     def _tell(self, event: Callable[[Sequence[int]], Event]) -> None:
@@ -110,30 +91,26 @@ class RoutingStatistics:
             self._told.append((next(self._order), event))
 
     def deliver(self, decide: Callable[[Event], None], capacity: Callable[[], Sequence[int]]) -> None:
-        """Let the policy know of sequences, and add up the steps that have ended, in the order of all this: what a step
-        has counted is heard before what happens to its sequence next, however late its numbers arrive.
+        """Tell the policy of sequences and add up ended steps, in their order.
 
-        Args:
-            decide: is handed every event.
-            capacity: what fits now, for events.
+        A step's counts come before later events of its sequence, however late they arrive. `decide` takes every event;
+        `capacity` returns the bytes that fit now.
         """
         for number in self.sequences.over():
             self._tell(partial(SequenceEnded, time.monotonic(), sequence=number))
-        for _ in range(len(self._told) + len(self._ended)):  # not what comes meanwhile: there may be no end of it
-            told = self._told[0] if self._told else None  # before looking at steps: those that went before are there
-            try:
-                order, step = self._ended.popleft()
-            except IndexError:
-                if told is None:
-                    break
+        for _ in range(len(self._told) + len(self._ended)):  # without later ones, which may never end
+            told = self._told[0] if self._told else None  # read before the steps: all earlier steps are there
+            ended = self._ended.popleft() if self._ended else None
+            if told is not None and (ended is None or told[0] < ended[0]):
+                if ended is not None:
+                    self._ended.appendleft(ended)
                 decide(self._told.popleft()[1](capacity()))
                 continue
-            if told is not None and told[0] < order:
-                self._ended.appendleft((order, step))
-                decide(self._told.popleft()[1](capacity()))
-                continue
+            if ended is None:
+                break
+            step = ended[1]
             if not step.counters.arrived():
-                self._ended.appendleft((order, step))
+                self._ended.appendleft(ended)
                 break
             if step.counters.used:
                 for event in self._add(step, capacity):
@@ -165,7 +142,7 @@ class RoutingStatistics:
             yield PrefillEnded(time.monotonic(), capacity(), *mine, one.sequence)
 
     def interval(self, now: float, capacity: Sequence[int]) -> Interval:
-        """What was added up since the last one."""
+        """Return the sums since the last interval."""
         event = Interval(now, capacity, self._counts, self._gates, self._steps, self._computed, self._loaded)
         self._clear()
         return event

@@ -1,12 +1,11 @@
-"""Which sequence a forward pass belongs to: the batch behind one KV cache, from its first pass until the cache dies.
+"""The sequence of a forward pass: the batch behind one KV cache, from its first pass until the cache dies.
 
-A cache that a pass makes, or that is new to us, begins a sequence; so does one that was emptied. A pass without a cache
-is a sequence by itself. What a pass reads is a prompt, or a chunk of one, where the cache is empty or where it brings
-several tokens of each sequence; the first step after it that goes on by one token begins decoding, and a later prompt
-(another turn) begins it again. Up to GUESSES tokens behind a cache that all ask for their logits are guesses that are
-verified (prompt lookup, a draft model: transformers' `_assisted_decoding`), and two are a draft model that catches up
-with what was accepted: both are decoding. A `PackedCache` names the sequences of a pass, each with a cache of its own.
-Caches are followed by weak references, whose callbacks take no lock.
+A new or emptied cache begins a sequence. A pass without a cache is a sequence by itself. A pass reads a prompt, or a
+chunk of one, where the cache is empty or the pass brings several tokens of each sequence. The first step after it that
+adds one token begins decoding, and a later prompt (another turn) begins it again. Two cases are decoding all the same.
+Up to GUESSES tokens behind a cache that all ask for their logits are guesses to verify (prompt lookup, a draft model:
+transformers' `_assisted_decoding`). Two tokens are a draft model that reads accepted tokens. A `PackedCache` names the
+sequences of a pass, each with a cache of its own. Caches are followed by weak references, whose callbacks take no lock.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 from moepack.families.arguments import cache_of, caches_in, inputs
 from moepack.runtime.step import NO_PROMPT, PackedCache, Prompt, joined
 
-GUESSES = 64  # more than anybody guesses, and less than a prompt's chunks have whose tokens are all scored
+GUESSES = 64  # above any number of guesses, and below the chunks of a prompt whose tokens are all scored
 
 
 @dataclass(slots=True)
@@ -39,13 +38,13 @@ class Sequences:
     def __init__(self) -> None:
         self._followed: dict[int, tuple[weakref.ref[Any], _Sequence]] = {}
         self._dead: deque[int] = deque()
-        self._over: deque[int] = deque()
+        self._over: list[int] = []
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def reading(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
-        """Around a pass with these arguments, its step included: what it reads, and who is told its result."""
+        """Enclose a pass with these arguments and its step; yield its prompt, and a function that takes its result."""
         ids, cache = inputs(given), cache_of(given)
         if ids is None:
             yield NO_PROMPT, lambda out: None
@@ -68,15 +67,13 @@ class Sequences:
                     self._over.append(mine.number)
 
     def _begin(self, cache: Any, batch: int, tokens: int, reads: bool) -> tuple[Prompt, _Sequence]:
-        """`reads`: whether it would be a prompt's behind a cache that is not empty."""
+        """Begin a pass; `reads` says whether it reads a prompt if its cache is not empty."""
         with self._lock:
             self._bury()
             reference, mine = self._followed.get(id(cache), (None, None))
             if reference is not None and reference() is not cache:
                 mine = None
-        length = int(mine is not None)
-        if hasattr(cache, "get_seq_length"):
-            length = int(cache.get_seq_length())
+        length = int(cache.get_seq_length() if hasattr(cache, "get_seq_length") else mine is not None)
         with self._lock:
             if begins := mine is None or not length:
                 if mine is not None:  # emptied, to be used again
@@ -94,9 +91,9 @@ class Sequences:
     def _follow(self, cache: Any, mine: _Sequence) -> bool:
         try:
             self._followed[id(cache)] = weakref.ref(cache, partial(_died, self._dead, id(cache))), mine
-        except TypeError:  # a kind that cannot be followed: its sequence ends with its pass
+            return True
+        except TypeError:  # it takes no weak references: its sequence ends with its pass
             return False
-        return True
 
     def _bury(self) -> None:
         while self._dead:
@@ -107,11 +104,10 @@ class Sequences:
                 self._over.append(mine.number)
 
     def over(self) -> list[int]:
-        """The sequences that have ended since the last call."""
+        """Return the sequences that have ended since the last call."""
         with self._lock:
             self._bury()
-            ended = list(self._over)
-            self._over.clear()
+            ended, self._over = self._over, []
             return ended
 
 

@@ -1,7 +1,7 @@
-"""The transition pipeline: from wanted versions to copies, demotions and blocks given back (dynaexq, section 3.4).
+"""The transition pipeline: from wanted versions to copies, demotions and freed blocks (dynaexq, section 3.4).
 
-`tick` does one round of work and never waits, so a thread may call it, or a test, or a simulator. Decides nothing about
-which versions are wanted: a policy says so.
+`tick` does one round of work and never waits, so a thread, a test or a simulator may call it. A policy says which
+versions are wanted.
 """
 
 from __future__ import annotations
@@ -40,13 +40,7 @@ class Queues:
 
 
 class Transitions:
-    """Carries out what is wanted, inside the budget. Every method may be called from any thread.
-
-    Attributes:
-        refusals: rounds in which a promotion was put off for want of room.
-        failures: copies that failed; each message was logged once.
-        kv_asked: bytes that the KV reserve is still to grow by.
-    """
+    """Brings experts to their target placements, inside the budget. Every method may be called from any thread."""
 
     def __init__(
         self,
@@ -61,50 +55,45 @@ class Transitions:
         kept: int = 0,
     ) -> None:
         """Args:
-        residency: whose versions change.
-        tracker: the budget.
-        pools: all pools of the device.
-        reserve: bytes that are kept for demotions (headroom.py).
-        on_host: those of the host.
-        in_flight: promotions on the migration stream at a time; demotions are bounded by memory alone.
-        retry_after: seconds until a copy that failed is tried again, if it is still wanted then.
-        clock: seconds.
-        kept: bytes beside base versions that the KV reserve leaves (headroom.py).
+        pools, on_host: all pools of the device, and of the host.
+        reserve, kept: bytes, as in `Headroom`.
+        in_flight: promotions on the migration stream at a time; only memory bounds demotions.
+        retry_after: seconds until a failed copy is tried again, if it is still wanted then.
+        clock: returns seconds.
         """
         self.residency, self.tracker, self.pools = residency, tracker, tuple(pools)
         self.headroom = Headroom(residency, tracker, pools, reserve, on_host, kept)
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
-        self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # that a promotion takes
+        self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # bytes of a promotion
         self._lock = threading.RLock()
         self._wanted: dict[Key, int] = {}
         self._worth: Callable[[Key], float] = lambda key: 0.0
         self._exact = False
         self._updates: dict[Key, int] = {}
-        self._evictions: dict[Key, int] = {}  # and where to
+        self._evictions: dict[Key, int] = {}  # with the placements they go to
         self._pushed: set[Key] = set()  # experts that leave for the KV reserve, whatever is wanted
         self._failed: dict[tuple[Key, int], float] = {}
         self._logged: set[str] = set()
-        self.kv_asked = 0
-        self.refusals = self.failures = 0
+        self.kv_asked = 0  # bytes that the KV reserve is still to grow by
+        self.refusals = self.failures = 0  # rounds that put off a promotion for want of room; copies that failed
 
     def want(
         self, wanted: Mapping[Key, int], worth: Callable[[Key], float] = lambda key: 0.0, exact: bool = False
     ) -> None:
-        """What every expert should be at: those that are not named at their base version.
+        """Set the target placements. Experts that `wanted` does not name go to the base.
 
-        What is named and takes more of the device's bytes, or as many (from one placement on the host to another, the
-        base too), is carried out in the order of `wanted`; with `exact`, what leaves the device is too, and before the
-        rest. Else what takes fewer waits until somebody needs the bytes; then those go first that are not named, and of
-        those the ones of the least `worth`. What is not named and would free none stays where it is. What is on its way
-        and no longer wanted is cancelled.
+        Named moves that take as many device bytes or more run in the order of `wanted`. Moves that free bytes wait
+        until bytes are needed: first experts that are not named, by least `worth`. With `exact`, named experts that
+        leave the device move at once, before all others. An expert that is not named and would free no bytes stays.
+        Transitions that are no longer wanted are cancelled.
         """
         with self._lock:
             self._wanted, self._worth, self._exact = dict(wanted), worth, exact
             self._queue()
 
     def held(self) -> AbstractContextManager[Any]:
-        """Nobody else carries anything on inside."""
+        """Return the lock that stops other threads' transitions."""
         return self._lock
 
     def _queue(self) -> None:
@@ -138,8 +127,7 @@ class Transitions:
         return base if key in self._pushed else self._wanted.get(key, base)
 
     def tick(self) -> None:
-        """One round: note what has ended, let spare versions go, evict where memory is tight, admit promotions. Never
-        waits."""
+        """Run one round: publish ended copies, reclaim old versions, evict, admit promotions. Never waits."""
         with self._lock:
             for key, version, error in self.residency.poll(lambda key, version: self._target(key) == version):
                 self.note_failure(key, version, error)
@@ -147,23 +135,23 @@ class Transitions:
             self.residency.reclaim()
             if not self.kv_asked or self._settle_kv():
                 self._admit() if self.headroom.shared else self._admit_divided()
-            if self.residency.publish_ready():  # versions that were there already
+            if self.residency.publish_ready():  # versions that were resident already
                 self.residency.reclaim()
 
     def _admit(self) -> None:
         """Begin the updates that fit, in their order; evict for those that do not.
 
-        Let R be the headroom (bytes not promised yet), D what demotions under way will free, E what all evictions that
-        have not begun could. An update that grows by g begins when g <= R. It waits for evictions when R < g <= R + D +
-        E; each that waits keeps its g of that sum, and one that begins behind it takes from both R and the sum. So
-        whoever waits finds its bytes in the end, and memory does not idle meanwhile. Where even the sum is too small,
-        the update holds up nothing.
+        Let R be the headroom (bytes not promised yet), D the bytes that demotions under way will free, and E those that
+        evictions that have not begun could free. An update that grows by g begins when g <= R. It waits for evictions
+        when R < g <= R + D + E. Each waiting update keeps its g of that sum; a later one that begins takes from both R
+        and the sum. So every waiting update gets its bytes in the end, and memory does not idle meanwhile. Where even
+        the sum is too small, the update holds up no other.
 
-        Evictions are begun for the first AHEAD that wait, times the running steps: their g together, less R and D.
+        Evictions begin for the first AHEAD waiting updates, times the running steps: their g together, less R and D.
 
-        A block is free once every step that can read it has ended, which takes longer the more steps run beside each
-        other. So each of them has a reserve for demotions; with one for all, four threads got a third of the promotions
-        of one.
+        A block is free once every step that can read it has ended. That takes longer the more steps run at once, so
+        each step has a reserve for demotions. With one reserve for all, four threads got a third of the promotions of
+        one.
         """
         residency, steps = self.residency, max(1, len(self.residency.steps.open))
         ahead = AHEAD * steps
@@ -173,7 +161,7 @@ class Transitions:
         for key, version in list(self._updates.items()):
             full = len(residency.flying) >= self._limit
             pool = residency.pool(key[0], version)
-            if pool is None or not pool.budget_bytes:  # it needs nothing of the device: it waits behind nobody
+            if pool is None or not pool.budget_bytes:  # it takes no device memory, and waits for no other
                 begins = not full and self.may_try(key, version)
                 if begins and self._begin(key, version) not in (Outcome.REFUSED, Outcome.BUSY):
                     self._updates.pop(key, None)
@@ -205,8 +193,7 @@ class Transitions:
             self._evict(short - headroom - self.headroom.going_bytes())
 
     def _admit_divided(self) -> None:
-        """The same where no pool can use another's bytes: an update waits for a block of its own pool, which an expert
-        is evicted from."""
+        """Begin updates where pools cannot use each other's bytes: each waits for an eviction from its own pool."""
         residency, waiting = self.residency, dict[int, int]()
         for key, version in list(self._updates.items()):
             if len(residency.flying) >= self._limit or sum(waiting.values()) >= AHEAD:
@@ -216,7 +203,7 @@ class Transitions:
             outcome = self._begin(key, version)
             if outcome is Outcome.REFUSED:
                 pool = residency.pool(key[0], version)
-                assert pool is not None, "what takes no memory is never refused"
+                assert pool is not None, "a version without memory is never refused"
                 waiting[id(pool)] = waiting.get(id(pool), 0) + 1
                 if self.headroom.going_from(pool) < waiting[id(pool)]:
                     self._evict_from(pool)
@@ -245,7 +232,7 @@ class Transitions:
         return sum(-growth(key, to) for key, to in self._evictions.items() if self.may_try(key, to))
 
     def _evict(self, needed: int) -> None:
-        """Begin demotions that will free so many bytes."""
+        """Begin demotions that will free `needed` bytes."""
         for key, to in list(self._evictions.items()):
             if needed <= 0:
                 return
@@ -256,7 +243,7 @@ class Transitions:
                 continue
             outcome = self._begin(key, to)
             if outcome is Outcome.REFUSED:
-                return  # what was lent for other demotions comes back first
+                return  # the reserve is lent to other demotions, and comes back first
             if outcome is not Outcome.BUSY:
                 self._evictions.pop(key, None)
                 needed -= gain
@@ -269,10 +256,10 @@ class Transitions:
             return Outcome.BUSY
 
     def start(self, key: Key, version: int) -> Outcome:
-        """Start a transition, in a block made from what is spare if need be.
+        """Start a transition, in a block from spare memory if need be.
 
         Raises:
-            MoepackError, OSError: where its copy cannot even begin.
+            MoepackError, OSError: where its copy cannot begin.
         """
         outcome = self.residency.start(key, version)
         if outcome is Outcome.REFUSED:
@@ -282,12 +269,12 @@ class Transitions:
         return outcome
 
     def may_try(self, key: Key, version: int) -> bool:
-        """Whether a version's copy did not fail lately."""
+        """Return whether a version's copy has not failed recently."""
         failed = self._failed.get((key, version))
         return failed is None or self._clock() - failed >= self._retry
 
     def note_failure(self, key: Key, version: int, error: BaseException) -> None:
-        """Count a copy that failed, and log it unless the same was logged before."""
+        """Count a failed copy, and log each message once."""
         self.failures += 1
         self._failed[key, version] = self._clock()
         self._pushed.discard(key)
@@ -295,24 +282,18 @@ class Transitions:
             self._logged.add(str(error))
             log.warning("position %d, expert %d stays on its version: %s", *key, error)
         if self._target(key) == version:
-            if self._lessens(key, version):
-                self._evictions[key] = version
-            else:
-                self._updates[key] = version
+            (self._evictions if self._lessens(key, version) else self._updates)[key] = version
 
     # --- the KV reserve
 
     def grow_kv(self, size: int) -> bool:
-        """Reserve `size` bytes more for the KV cache; never waits.
+        """Reserve `size` bytes more for the KV cache; return whether they are reserved already. Never waits.
 
-        Where they are not free, experts are pushed out, the least wanted first, and the reserve grows as soon as they
-        have left: `kv_bytes` tells. Promotions wait until then.
-
-        Returns:
-            Whether the bytes are reserved already.
+        Where they are not free, experts are evicted, the least wanted first. The reserve (`kv_bytes`) grows when they
+        have left, and promotions wait until then.
 
         Raises:
-            MemoryError: when the base versions leave less than that; or the pools, where they cannot shrink.
+            MemoryError: when the base versions, or pools that cannot shrink, leave fewer bytes.
         """
         with self._lock:
             most = self.headroom.most_kv()
@@ -322,7 +303,7 @@ class Transitions:
             return self._settle_kv()
 
     def shrink_kv(self, size: int) -> None:
-        """Give back bytes of the KV reserve, and first what was asked for and is not there yet."""
+        """Give back bytes of the KV reserve, first those that were asked for and are not reserved yet."""
         with self._lock:
             asked = min(size, self.kv_asked)
             self.kv_asked -= asked
@@ -346,12 +327,12 @@ class Transitions:
         return False
 
     def _kv_short(self) -> int:
-        """Bytes to come before the KV reserve can grow. With all experts at base, demotions need no reserve."""
+        """Return the bytes missing for the KV reserve. With all experts at the base, demotions need no reserve."""
         reserve = self.headroom.reserve if self.headroom.can_lessen() else 0
         return self.kv_asked + reserve - (self.headroom.settled() + self.headroom.reserve)
 
     def _push_out(self) -> None:
-        """Give up promotions, then demote, the least wanted first, until enough is on its way out."""
+        """Cancel promotions, then demote, the least wanted first, until enough bytes are coming free."""
         residency = self.residency
         rank = {key: i for i, key in enumerate(self._wanted)}
         order = sorted(residency.above(), key=lambda key: (-rank.get(key, len(rank)), self._worth(key), key))
@@ -368,12 +349,11 @@ class Transitions:
             frees = entry.flying is None and residency.growth(key, residency.base) < 0
             if frees and self.may_try(key, residency.base):
                 self._pushed.add(key)
-                outcome = self._begin(key, residency.base)
-                if outcome is Outcome.REFUSED:
+                if self._begin(key, residency.base) is Outcome.REFUSED:
                     return
 
     def _recall(self) -> None:
-        """The KV reserve has what it asked for: what was pushed out may be wanted again."""
+        """Let evicted experts be wanted again, once the KV reserve has its bytes."""
         if self._pushed:
             self._pushed.clear()
             self._queue()
@@ -381,11 +361,11 @@ class Transitions:
     # --- seeing
 
     def waiting(self) -> dict[Key, int]:
-        """Promotions that have not begun, and the versions they go to."""
+        """Return the promotions that have not begun, and their versions."""
         with self._lock:
             return dict(self._updates)
 
     def queues(self) -> Queues:
-        """Lengths of the queues."""
+        """Return the lengths of the queues."""
         with self._lock:
             return Queues(len(self._updates), len(self._evictions), len(self.residency.flying))

@@ -1,7 +1,7 @@
-"""The thread that carries transitions on, round by round, and what can be seen of its health.
+"""The thread that carries transitions on, round by round, and its health.
 
-A round that fails is tried again, later each time: serving goes on with the versions that are there, and adapts again
-once the cause has gone. Decides nothing about what a round does.
+A round that fails is tried again, each time later. Serving goes on with the resident versions, and adapts again once
+the cause is gone.
 """
 
 from __future__ import annotations
@@ -19,43 +19,38 @@ LONGEST = 60.0  # seconds between two tries of a round that fails
 
 
 class Worker:
-    """Calls `round` when it is woken, and else every `interval` seconds. Never started: nobody calls it.
-
-    Attributes:
-        failures: rounds that failed.
-        closing: whether it was told to stop.
-    """
+    """Calls `round` when it is woken, and at least every `interval` seconds, once it is started."""
 
     def __init__(self, round_: Callable[[float], None], shut: Callable[[], None], interval: float) -> None:
         """`shut` is called on the thread once it was told to stop."""
         self._round, self._shut, self._interval = round_, shut, max(interval, 0.01)
-        # Not an Event: its lock is taken by whoever sets it, and a finalizer that sets it may run on this very thread.
+        # Not an Event: setting one takes its lock, and a finalizer that sets it may run on this very thread.
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._in_a_row, self._ended_at = 0, time.monotonic()
-        self.failures, self.closing = 0, False
+        self.failures, self.closing = 0, False  # failed rounds; whether it was told to stop
         self._thread = threading.Thread(target=self._run, name="moepack-transitions", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Let a round come at once. Any thread may call it, at any point."""
+        """Run a round at once. Any thread may call it, at any point."""
         if self._thread.is_alive() and self._wakeups.empty():
             self._wakeups.put(None)
 
     def stop(self) -> bool:
-        """Tell it to stop, without waiting; whether it runs, and will call `shut` itself."""
+        """Tell the thread to stop, without waiting; return whether it runs, and will call `shut` itself."""
         self.closing = True
         self._wakeups.put(None)
         if not self._thread.is_alive():
-            self._round = self._shut = _nothing  # their owner knows this: a circle would keep its memory
+            self._round = self._shut = _nothing  # they refer to their owner: a cycle would keep its memory
             return False
         return True
 
     def join(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the thread has ended."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -92,7 +87,7 @@ class Worker:
         self._error = error
 
     def health(self) -> dict[str, Any]:
-        """How it does: `worker` is "none", "running", "failing", "stuck" or "stopped"; `error` the last failure's."""
+        """Describe the worker's state, as `Serving.health` does."""
         since = time.monotonic() - self._ended_at
         if not self._thread.is_alive():
             state = "stopped" if self.closing or self._thread.ident else "none"
@@ -108,4 +103,4 @@ class Worker:
 
 
 def _nothing(*_: float) -> None:
-    """What is left of a worker that was told to stop."""
+    """Do nothing: the round of a stopped worker."""

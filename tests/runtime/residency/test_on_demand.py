@@ -29,7 +29,7 @@ class Waits(Simulation):
         super().__init__(Kind(pages=(2, 1, 0), reserve=0, room=7, keeps_base=True))
         self.failing = failing
         self.demand = OnDemandLoader(
-            self.residency, self.transitions, lambda key, version: (200, 100)[version],
+            self.transitions, lambda key, version: (200, 100)[version],
             lambda key, version: f"layer {key[0]}, expert {key[1]}, version {version}",
         )  # fmt: skip
 

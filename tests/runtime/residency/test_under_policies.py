@@ -165,9 +165,7 @@ def test_invariants_hold_under_policies_that_block(text: str, silent: None) -> N
         sim = Waited(kind)
         sim.rng, sim.failing = rng, 0.1 if seed % 4 == 0 else 0.0
         sim.transitions.headroom.kept = best * max(EXPERTS) * PAGE
-        demand = OnDemandLoader(
-            sim.residency, sim.transitions, lambda key, version: 100, lambda key, version: f"{key} {version}"
-        )
+        demand = OnDemandLoader(sim.transitions, lambda key, version: 100, lambda key, version: f"{key} {version}")
         resident = kind.pages[-1] > 0
         if resident:
             demand._name = None

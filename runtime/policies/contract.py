@@ -40,60 +40,38 @@ class Changes(dict[Key, int]):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a policy is told.
+    """Something that a policy is told."""
 
-    Attributes:
-        time: seconds on a monotonic clock.
-        capacity: [layers], bytes of device memory that each layer's experts may take beyond what they all take at the
-            base placement.
-    """
-
-    time: float
-    capacity: Sequence[int]
+    time: float  # seconds on a monotonic clock
+    capacity: Sequence[int]  # [layers], bytes on the device that a layer's experts may take beyond all at the base
 
 
 @dataclass(frozen=True, slots=True)
 class Counted(Event):
-    """An event with routing statistics.
+    """An event with routing statistics."""
 
-    Attributes:
-        counts: int64 [experts] a layer, how often the router chose each expert, without padding.
-        gates: float64 [experts] a layer, the sums of its gate weights; empty unless the policy needs them.
-    """
-
-    counts: Counts
-    gates: Sums = ()
+    counts: Counts  # int64 [experts] a layer, how often the router chose each expert, without padding
+    gates: Sums = ()  # float64 [experts] a layer, the sums of gate weights; empty unless the policy needs them
 
 
 @dataclass(frozen=True, slots=True)
 class Interval(Counted):
     """Time has passed, or the capacity has changed. Counts cover the steps that ended since the last interval.
 
-    The other fields cover those of the steps that read no prompt, for a policy that needs timings:
-
-    Attributes:
-        steps: their number.
-        computed: seconds that they took, without waits for experts.
-        loaded: [layers][placements], bytes of weights that they needed, by the placement that the weights came from.
+    The other fields cover those of the steps that read no prompt, for a policy that needs timings.
     """
 
     steps: int = 0
-    computed: float = 0.0
-    loaded: Sequence[Sequence[int]] = ()
+    computed: float = 0.0  # seconds that the steps took, without waits for experts
+    loaded: Sequence[Sequence[int]] = ()  # [layers][placements], bytes of weights needed, by their placement
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceBegan(Event):
-    """The first step of a sequence begins. A sequence is the batch behind one KV cache, or a pass without a cache.
+    """The first step of a sequence begins. A sequence is the batch behind one KV cache, or a pass without a cache."""
 
-    Attributes:
-        tokens: in its prompt, or in the prompt's first chunk, over the batch and with padding; 0 where the cache was
-            filled elsewhere.
-        sequence: its number, from 1, never used twice.
-    """
-
-    tokens: int
-    sequence: int = 0
+    tokens: int  # of its prompt or first chunk, over the batch and with padding; 0 for a cache filled elsewhere
+    sequence: int = 0  # its number, from 1, never used twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,60 +112,41 @@ class LayerReached(Event):
     The step waits for the experts of this layer that the answer places above the base. Keys of other layers are
     prefetches: copied in the background, in the answer's order, behind the copies that the step waits for. A prefetch
     is cancelled when its layer is reached and the answer does not name it, or when an answer places it elsewhere.
-
-    Attributes:
-        layer: its position.
-        counts: how often the router chose each expert in this step.
-        gates: the sums of its gate weights; None for a policy that does not need them.
-        is_prompt: whether the step reads several tokens of a prompt in each sequence.
-        important: the part of `counts` that comes from heavy-hitter tokens; None without `Needs.importance`, outside
-            prompts, and in a compiled pass.
-        predicted, predicted_gates: the next layer's counts and gates, by its router on the input of this layer's
-            experts; None without `Needs.prediction`, and at the last layer.
-        placed: the placement of each of the layer's experts.
-        coming: the placement that is being copied, -1 where none is.
     """
 
-    layer: int
-    counts: Ints
-    gates: Floats | None = None
-    is_prompt: bool = False
+    layer: int  # its position
+    counts: Ints  # how often the router chose each expert in this step
+    gates: Floats | None = None  # the sums of gate weights; None for a policy that does not need them
+    is_prompt: bool = False  # whether the step reads several tokens of a prompt in each sequence
+    # The part of `counts` from heavy-hitter tokens. None without `Needs.importance`, outside prompts, and if compiled
     important: Ints | None = None
+    # The next layer's counts and gates, by its router on the input of this layer's experts. None without
+    # `Needs.prediction`, and at the last layer
     predicted: Ints | None = None
     predicted_gates: Floats | None = None
-    placed: Ints | None = None
-    coming: Ints | None = None
+    placed: Ints | None = None  # the placement of each of the layer's experts
+    coming: Ints | None = None  # the placement that is being copied, -1 where none is
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a policy is told beside `Interval`, and what it may do.
+    """What a policy is told beside `Interval`, and what it may do."""
 
-    Attributes:
-        interval: seconds between two `Interval` events.
-        prompts: whether it receives `SequenceBegan`, `PrefillEnded`, `DecodingBegan` and `SequenceEnded`.
-        layers: whether it receives `LayerReached`, and steps wait for its answers. Such steps run one at a time, and
-            there are no intervals. For experts without a resident version, and for baselines.
-        gates: whether gate weights are summed.
-        exact: whether an expert leaves the device at once when it is wanted on the host or absent; otherwise it stays
-            until its bytes are needed.
-        importance: with `layers`, the share of a prompt's tokens that count as heavy hitters, those that receive the
-            most attention; 0 turns it off. A model whose attention weights cannot be read is refused.
-        prediction: with `layers`, whether the next layer's routing is predicted. A model whose routers cannot be called
-            is refused.
-        timings: whether intervals report computing time and loaded bytes.
-        pages_ahead: for paged experts, whether a prompt loads the next layer's while one runs.
-    """
-
-    interval: float = 0.1
-    prompts: bool = False
+    interval: float = 0.1  # seconds between two `Interval` events
+    prompts: bool = False  # whether it receives `SequenceBegan`, `PrefillEnded`, `DecodingBegan` and `SequenceEnded`
+    # Whether it receives `LayerReached`, and steps wait for its answers. Such steps run one at a time, and there are no
+    # intervals. For experts without a resident version, and for baselines
     layers: bool = False
-    gates: bool = False
+    gates: bool = False  # whether gate weights are summed
+    # Whether an expert that is wanted on the host or absent leaves the device at once, or when its bytes are needed
     exact: bool = False
+    # With `layers`, the share of a prompt's tokens that count as heavy hitters, those that receive the most attention;
+    # 0 turns it off. A model whose attention weights cannot be read is refused
     importance: float = 0.0
+    # With `layers`, whether the next layer's routing is predicted. A model whose routers cannot be called is refused
     prediction: bool = False
-    timings: bool = False
-    pages_ahead: bool = True
+    timings: bool = False  # whether intervals report computing time and loaded bytes
+    pages_ahead: bool = True  # for paged experts, whether a prompt loads the next layer's while one runs
 
 
 class LivePolicy(Protocol):
@@ -204,29 +163,19 @@ class LivePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a policy that changes placements is made for.
+    """What a policy that changes placements is made for."""
 
-    Attributes:
-        experts: [layers].
-        ladder: the placements, the best first; a policy answers with indices into it.
-        sizes: [layers][placements], bytes of device memory of an expert.
-        traffic: [layers][experts], calibration tokens routed to each, at least one.
-        losses: float64 [experts, placements] a layer, squared error that a token adds to the layer's output.
-        most: [layers][placements], how many experts may be at each, where placements do not share memory; None where
-            they do.
-        rates: [placements], measured bytes of weights a second that each placement supplies when a layer runs; infinity
-            where the weights are in place. Empty where all are.
-        together: whether the sources of weights work in parallel, as a bus and a GPU do; otherwise they share the
-            machine's cores.
-    """
-
-    experts: Sequence[int]
-    ladder: Ladder
-    sizes: Sequence[Sequence[int]]
-    traffic: Table
-    losses: Sums
+    experts: Sequence[int]  # [layers]
+    ladder: Ladder  # the placements, the best first; a policy answers with indices into it
+    sizes: Sequence[Sequence[int]]  # [layers][placements], bytes of device memory of an expert
+    traffic: Table  # [layers][experts], calibration tokens routed to each, at least one
+    losses: Sums  # float64 [experts, placements] a layer, squared error that a token adds to the layer's output
+    # [layers][placements], how many experts may be at each, where placements do not share memory; None where they do
     most: Sequence[Sequence[int]] | None = None
+    # [placements], measured bytes of weights a second that each placement supplies when a layer runs; infinity where
+    # the weights are in place. Empty where all are
     rates: Sequence[float] = ()
+    # Whether the sources of weights work in parallel, as a bus and a GPU do, or share the machine's cores
     together: bool = False
 
     @property
@@ -244,16 +193,12 @@ class LiveOptions:
     """Options of a policy that changes placements. Subclasses add fields, and name the ladders.
 
     A field's type says how its text is read. `CHOICES` lists the words that it accepts.
-
-    Attributes:
-        share: how the budget is shared among layers: "even", or "loss" by the loss tables.
-        rate: megabytes a second that copies may take, to keep a link free or to emulate a slower one; 0 for no limit.
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"share": ("even", "loss")}
 
-    share: str = "even"
-    rate: float = 0.0
+    share: str = "even"  # how layers share the budget: "even", or "loss" by the loss tables
+    rate: float = 0.0  # megabytes a second of copies, to keep a link free or to emulate a slower one; 0 for no limit
 
     def __post_init__(self) -> None:
         if not self.rate >= 0:
@@ -302,18 +247,14 @@ class LiveOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions(LiveOptions):
-    """Options of a policy whose ladder is versions on the device.
-
-    Attributes:
-        hi, lo: the ends of the ladder; an end that is not named is chosen for the least expected loss in the budget.
-        between: "yes": the versions between the two are served as well; "no": those two alone.
-    """
+    """Options of a policy whose ladder is versions on the device."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "between": ("yes", "no")}
 
+    # The ends of the ladder; an end that is not named is chosen for the least expected loss in the budget
     hi: str = ""
     lo: str = ""
-    between: str = "yes"
+    between: str = "yes"  # "yes": the versions between the two are served as well; "no": those two alone
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder for each pair of ends."""
@@ -333,24 +274,16 @@ class DeviceOptions(LiveOptions):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A policy by its name.
+    """A policy by its name. A policy that never changes has `versions`, one that changes placements has `make`."""
 
-    Attributes:
-        name: the text before the colon.
-        usage: how users write it.
-        parse: reads the text after the colon; raises InputError, to whose text the caller adds the policy.
-        needs_budget: whether it serves in a memory budget only.
-        versions: for a policy that never changes: makes the map from the bundle, the parsed options, and the bytes that
-            a budget leaves to experts (None without one); raises BudgetError where they do not suffice.
-        make: for a policy that changes placements: makes it for a setting and the parsed options.
-    """
-
-    name: str
-    usage: str
-    parse: Callable[[str], Any]
-    needs_budget: bool = False
+    name: str  # the text before the colon
+    usage: str  # how users write it
+    parse: Callable[[str], Any]  # reads the text after the colon; raises InputError, to which callers add the policy
+    needs_budget: bool = False  # whether it serves in a memory budget only
+    # Makes the map from the bundle, the parsed options, and the bytes that a budget leaves to experts (None without
+    # one); raises BudgetError where they do not suffice
     versions: Callable[[Bundle, Any, int | None], Versions] | None = None
-    make: Callable[[Setting, Any], LivePolicy] | None = None
+    make: Callable[[Setting, Any], LivePolicy] | None = None  # makes the policy for a setting and the parsed options
 
 
 def live_entry(name: str, options: type[LiveOptions], make: Callable[[Setting, Any], LivePolicy]) -> Entry:

@@ -21,36 +21,22 @@ RATE = 200.0  # megabytes a second: copies then take a few per cent of one core'
 
 @dataclass(frozen=True, slots=True)
 class HotnessOptions(DeviceOptions):
-    """Options of `hotness`.
-
-    Attributes:
-        prior: "calibration": experts that were busy in calibration start high; "none": all start low.
-        score: "loss": upgrades are ranked by traffic times the loss saved per token; "counts": by traffic and size.
-        keep: "yes": a promoted expert keeps its base version; "no": the version's memory is freed.
-        reserve: base blocks of each size that are kept for demotions without `keep`, from 1. It limits the demotions
-            under way at once.
-        rate: megabytes a second that promotions may copy; 0 for no limit.
-        interval: T_u, seconds between decisions.
-        alpha: the share of a score that is kept at each decision, from 0 up to but not including 1.
-        margin: the share of an incumbent's score by which a newcomer's must exceed it.
-        slack: an incumbent stays while its rank is less than this many places below the last that fits.
-        anchor: the lasting weight of the prior beside the scores, in multiples of them.
-    """
+    """Options of `hotness`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         **DeviceOptions.CHOICES, "prior": ("calibration", "none"), "score": ("loss", "counts"), "keep": ("yes", "no")
     }  # fmt: skip
 
-    prior: str = "calibration"
-    score: str = "loss"
-    keep: str = "no"
-    reserve: int = 6
-    rate: float = RATE
-    interval: float = 1.0
-    alpha: float = 0.5
-    margin: float = 0.1
-    slack: int = 1
-    anchor: float = 0.5
+    prior: str = "calibration"  # "calibration": experts that were busy in calibration start high; "none": all start low
+    score: str = "loss"  # "loss": upgrades are ranked by traffic times the loss saved per token; "counts": by traffic
+    keep: str = "no"  # "yes": a promoted expert keeps its base version; "no": the version's memory is freed
+    reserve: int = 6  # base blocks of each size for demotions without `keep`, from 1; limits the demotions at once
+    rate: float = RATE  # megabytes a second that promotions may copy; 0 for no limit
+    interval: float = 1.0  # T_u, seconds between decisions
+    alpha: float = 0.5  # the share of a score that is kept at each decision, from 0 up to but not including 1
+    margin: float = 0.1  # the share of an incumbent's score by which a newcomer's must exceed it
+    slack: int = 1  # an incumbent stays while its rank is less than this many places below the last that fits
+    anchor: float = 0.5  # the lasting weight of the prior beside the scores, in multiples of them
 
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)

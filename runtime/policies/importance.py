@@ -16,19 +16,7 @@ import numpy as np
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 
-from .contract import (
-    Changes,
-    Event,
-    Floats,
-    Ints,
-    Key,
-    Ladder,
-    LayerReached,
-    LiveOptions,
-    Needs,
-    Setting,
-    live_entry,
-)
+from .contract import Changes, Event, Floats, Ints, Key, Ladder, LayerReached, LiveOptions, Needs, Setting, live_entry
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, find_version
 
@@ -38,21 +26,7 @@ WORKSPACE = 1 << 18, 64 << 20  # bytes for summing attention weights: the least 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceOptions(LiveOptions):
-    """Options of `importance`.
-
-    Attributes:
-        hi: the version of critical experts; by default the best of at most 4 bits.
-        lo: the version of the others, or `absent` to leave them out; by default `w2`, or the best below `hi`.
-        r: the share of critical experts, averaged over layers, from 0.5 to 1.
-        heavy: the share of a prompt's tokens that are heavy hitters, at least one token.
-        by: the score of an expert: "importance" (heavy hitters in a prompt, gate weights in decoding), "counts" in
-            place of heavy hitters, or "random" for comparison.
-        prefetch: whether the next layer's predicted experts are fetched ahead.
-        reuse: "yes": an expert that is present at high precision also serves requests for low; "no": it is replaced, so
-            that results do not depend on earlier requests.
-        renormalise: with `lo=absent`, whether the gate weights of a token's present experts are scaled to the full sum.
-        seed: of `by=random`.
-    """
+    """Options of `importance`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         **LiveOptions.CHOICES, "by": ("importance", "counts", "random"), "prefetch": ("yes", "no"),
@@ -61,15 +35,19 @@ class ImportanceOptions(LiveOptions):
     keeps_low = on_demand = True
     spare_blocks = 0
 
-    hi: str = ""
-    lo: str = ""
-    r: float = 0.75
-    heavy: float = 0.2
+    hi: str = ""  # the version of critical experts; by default the best of at most 4 bits
+    lo: str = ""  # the version of the others, or `absent` to leave them out; by default `w2`, or the best below `hi`
+    r: float = 0.75  # the share of critical experts, averaged over layers, from 0.5 to 1
+    heavy: float = 0.2  # the share of a prompt's tokens that are heavy hitters, at least one token
+    # The score of an expert: "importance" (heavy hitters in a prompt, gate weights in decoding), "counts" in place of
+    # heavy hitters, or "random" for comparison
     by: str = "importance"
-    prefetch: str = "yes"
+    prefetch: str = "yes"  # whether the next layer's predicted experts are fetched ahead
+    # "yes": an expert that is present at high precision also serves requests for low; "no": it is replaced, so that
+    # results do not depend on earlier requests
     reuse: str = "yes"
-    renormalise: str = "no"
-    seed: int = 0
+    renormalise: str = "no"  # with `lo=absent`, whether gate weights of present experts are scaled to the full sum
+    seed: int = 0  # of `by=random`
 
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)

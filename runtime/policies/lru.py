@@ -19,11 +19,7 @@ from .placements import ABSENT, Placement, find_version
 
 @dataclass(frozen=True, slots=True)
 class RecentOptions(DeviceOptions):
-    """Options of `lru`, which uses two versions, or one version and absence.
-
-    Attributes:
-        lo: also `absent`; `hi` is then the most precise version unless it is named.
-    """
+    """Options of `lru`, which uses two versions, or with `lo=absent` one: by default the most precise."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**DeviceOptions.CHOICES, "between": ("no",)}
     keeps_low = True

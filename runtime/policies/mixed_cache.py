@@ -17,12 +17,7 @@ _Kind = tuple[int, int]  # a placement and the bytes of an expert there: experts
 
 
 class MixedCache:
-    """The experts above the base placement that are in device memory, or being copied there.
-
-    Attributes:
-        held: their placements, the least recently used first.
-        bytes: their size.
-    """
+    """The experts above the base placement that are in device memory, or being copied there."""
 
     def __init__(
         self, sizes: Sequence[Sequence[int]], reuse: bool = True, most: Sequence[Sequence[int]] | None = None
@@ -33,8 +28,8 @@ class MixedCache:
         most: [layers][placements], blocks of memory; layers with experts of one size share them. None where memory is
             not divided into blocks.
         """
-        self.held: OrderedDict[Key, int] = OrderedDict()
-        self.bytes = 0
+        self.held: OrderedDict[Key, int] = OrderedDict()  # their placements, the least recently used first
+        self.bytes = 0  # their size
         self._sizes, self._reuse = sizes, reuse
         self._base = len(sizes[0]) - 1 if sizes else 0
         self._layers: list[dict[int, None]] = [{} for _ in sizes]

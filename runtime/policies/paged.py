@@ -24,30 +24,21 @@ RATE = 200.0  # megabytes a second, as in hotness.py
 
 @dataclass(frozen=True, slots=True)
 class PagedOptions(LiveOptions):
-    """Options of `paged`.
-
-    Attributes:
-        alpha: the initial share of experts in device memory, above 0 up to 1; 0: by bandwidth (equation 8).
-        resident: the share of experts kept there uncompressed, where there is room; 0 as in the paper's prototype,
-            which leaves memory to the KV cache first.
-        theta: alpha grows below this ratio of computing time to loading time, and falls above 1.
-        interval: seconds between changes of alpha.
-        stagger: "yes": a change is one expert of every layer; "no": as many experts of one layer, for comparison.
-        ahead: whether prompts load the next layer's experts while one layer runs.
-        rate: megabytes a second read from the store to become resident; 0 for no limit.
-    """
+    """Options of `paged`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         "share": ("even",), "stagger": ("yes", "no"), "ahead": ("yes", "no")
     }  # fmt: skip
 
-    alpha: float = 0.0
+    alpha: float = 0.0  # the initial share of experts in device memory, above 0 up to 1; 0: by bandwidth (equation 8)
+    # The share of experts kept there uncompressed, where there is room; 0 as in the paper's prototype, which leaves
+    # memory to the KV cache first
     resident: float = 0.0
-    theta: float = 0.9
-    interval: float = 0.5
-    stagger: str = "yes"
-    ahead: str = "yes"
-    rate: float = RATE
+    theta: float = 0.9  # alpha grows below this ratio of computing time to loading time, and falls above 1
+    interval: float = 0.5  # seconds between changes of alpha
+    stagger: str = "yes"  # "yes": a change is one expert of every layer; "no": as many experts of one, for comparison
+    ahead: str = "yes"  # whether prompts load the next layer's experts while one layer runs
+    rate: float = RATE  # megabytes a second read from the store to become resident; 0 for no limit
     spare_blocks = 0
 
     def __post_init__(self) -> None:
@@ -75,10 +66,6 @@ class Paged:
 
     Beyond the paper, a change is dropped when it would move rho across the dead zone: alpha would oscillate. A layer's
     experts stay in the order of calibration's traffic, so that a change moves the coldest and no two swap.
-
-    Attributes:
-        held: how many experts of each layer are wanted in device memory.
-        rho: as of the last interval with decoding steps; None before.
     """
 
     def __init__(self, setting: Setting, options: PagedOptions | None = None) -> None:
@@ -90,8 +77,8 @@ class Paged:
         alpha = options.alpha
         if not alpha:
             alpha = setting.rates[PACKED] / sum(setting.rates[PACKED:]) if setting.rates else 1.0
-        self.held = [max(1, round(alpha * n)) for n in setting.experts]
-        self.rho: float | None = None
+        self.held = [max(1, round(alpha * n)) for n in setting.experts]  # experts of each layer wanted on the device
+        self.rho: float | None = None  # as of the last interval with decoding steps
         self._before: list[tuple[int, int]] = []
         self._steps, self._computed = 0, 0.0
         self._loaded = [[0, 0] for _ in setting.experts]

@@ -40,24 +40,17 @@ Importance = list[Floats]  # [layers][experts], each layer's sum 1, or 0 where n
 
 @dataclass(frozen=True, slots=True)
 class PrefillOptions(LiveOptions):
-    """Options of `prefill`.
-
-    Attributes:
-        hi: the version on the device; by default the most precise.
-        k: K, experts of each layer on the device, limited by the budget; -1 for as many as it holds.
-        bits: the average width of a layer's experts on the host.
-        selector: "yes": widths fall with importance, for the least loss by the loss tables; "no": all have `bits` (the
-            paper's table 3, "w/o Expert Bitwidth Selector").
-        alpha: the weight of token counts beside gate weights in the importance, from 0 to 1.
-    """
+    """Options of `prefill`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "selector": ("yes", "no")}
 
-    hi: str = ""
-    k: int = -1
-    bits: float = 3.0
+    hi: str = ""  # the version on the device; by default the most precise
+    k: int = -1  # K, experts of each layer on the device, limited by the budget; -1 for as many as it holds
+    bits: float = 3.0  # the average width of a layer's experts on the host
+    # "yes": widths fall with importance, for the least loss by the loss tables; "no": all have `bits` (the paper's
+    # table 3, "w/o Expert Bitwidth Selector")
     selector: str = "yes"
-    alpha: float = 0.5
+    alpha: float = 0.5  # the weight of token counts beside gate weights in the importance, from 0 to 1
 
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
@@ -145,10 +138,8 @@ class Prefill:
         if mine is None:
             counts, gates = ([np.zeros(n) for n in self._setting.experts] for _ in range(2))
             mine = self._sequences[event.sequence] = _Sequence(counts, gates)
-        for total, tokens in zip(mine.counts, event.counts, strict=True):
-            total += tokens
-        for total, weights in zip(mine.gates, event.gates, strict=True):
-            total += weights
+        for total, more in zip((*mine.counts, *mine.gates), (*event.counts, *event.gates), strict=True):
+            total += more
 
     def _importance(self, mine: _Sequence) -> Importance:
         rows = zip(mine.counts, mine.gates, strict=True)

@@ -20,9 +20,14 @@ class Headroom:
     """The bytes of one residency's pools."""
 
     def __init__(
-        self, residency: Residency, tracker: BudgetTracker, pools: Sequence[Pool], reserve: int,
-        on_host: Sequence[Pool], kept: int,
-    ) -> None:  # fmt: skip
+        self,
+        residency: Residency,
+        tracker: BudgetTracker,
+        pools: Sequence[Pool],
+        reserve: int,
+        on_host: Sequence[Pool],
+        kept: int,
+    ) -> None:
         """Args:
         reserve: bytes that promotions and the KV reserve leave: one or more blocks of the largest version that a
             demotion may go to, for as many demotions in one step.

@@ -26,7 +26,7 @@ from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.step import PackedCache
 
 from .kv_queue import PassClaim, PassQueue
-from .reserves import EvictionReserve, FreeReserve
+from .reserves import Reserve
 
 STEP = 128  # tokens of every sequence by which the reserve grows at a time: seconds of decoding
 LINGER = 0.5  # seconds after which bytes that no cache needs are given back: the next request may come at once
@@ -39,9 +39,8 @@ class KvBudget:
     """Keeps a model's caches, and the other memory of its passes, inside the budget."""
 
     def __init__(
-        self, config: Any, needs: MeasuredNeeds, reserve: FreeReserve | EvictionReserve, budget: int,
-        outputs: Outputs | None = None,
-    ) -> None:  # fmt: skip
+        self, config: Any, needs: MeasuredNeeds, reserve: Reserve, budget: int, outputs: Outputs | None = None
+    ) -> None:
         """Args:
         config: the model's.
         needs: measured for the workload.

@@ -58,3 +58,6 @@ class EvictionReserve:
     def coming(self) -> int:
         """Bytes that experts have still to leave."""
         return self._transitions.kv_asked
+
+
+Reserve = FreeReserve | EvictionReserve

@@ -1,4 +1,4 @@
-"""A model without experts and an open bundle to a model that serves it: what fits, the experts' handles, the budget."""
+"""Attach an open bundle to a model without experts: choose what fits, and load the experts' handles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from moepack.runtime.store.files import BackingStore
 
 from .serving import Serving
 
-KERNELS = "MOEPACK_DENSE_KERNELS"  # the environment's: "off" leaves what is no expert to the model's own code
+KERNELS = "MOEPACK_DENSE_KERNELS"  # the environment's: "off" leaves dense modules to the model's own code
 log = logging.getLogger("moepack.runtime")
 
 
@@ -85,8 +85,7 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
             tracker.try_reserve("experts", needed)
         layers = load_map(bundle, table, devices)
     try:
-        serving = Serving(bundle, str(policy), layers, fixed, device_memory, manager, tracker)
-        serving.replaced = replaced
+        serving = Serving(model, bundle, str(policy), layers, fixed, manager, tracker, replaced)
         _hand_over(model, bundle, serving, needs, dense)
     except BaseException:
         if manager is not None:
@@ -95,7 +94,7 @@ def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Ver
 
 
 def _replaced(model: Any, bundle: Bundle) -> dict[str, int]:
-    """Let the compiled kernels run norms, routers and attention; returns how many modules of each class they run."""
+    """Let the compiled kernels run norms, routers and attention; return the number of modules of each class."""
     from moepack.runtime.dense.borrowed import serve_attention, serve_routers
     from moepack.runtime.dense.norms import serve_norms
 
@@ -107,18 +106,17 @@ def _replaced(model: Any, bundle: Bundle) -> dict[str, int]:
 def _hand_over(
     model: Any, bundle: Bundle, serving: Serving, needs: MeasuredNeeds | None, dense: Sequence[Version]
 ) -> None:
-    """Let the model's passes read the experts, and watch them."""
+    """Let the model's passes read the experts, inside the budget."""
     backends.prepare(model.dtype, (*serving.layers[0].of.versions, *dense), serving.layers[0].of.device)
-    if serving.budget_bytes is not None and serving.layers[0].of.device.type == "cpu":
+    if needs is not None and serving.layers[0].of.device.type == "cpu":
         glibc.bound()
         glibc.trim()
     log.info("%s", serving.fixed)
     for layer, experts in zip(bundle.layers, serving.layers, strict=True):
         module = model.get_submodule(layer.module)
         module._moepack, experts.number = experts, enter(module)
-    model.requires_grad_(False)  # a bundle is for inference: who trains something beside it says what
+    model.requires_grad_(False)  # a bundle is for inference: adapters beside it are enabled by name
     model.moepack = serving
-    serving.watch(model)
     if needs is not None:
         serving.watch_caches(model, needs)
 
@@ -126,7 +124,7 @@ def _hand_over(
 def _held_back(
     model: Any, bundle: Bundle, device: torch.device, workload: Workload, fixed: Fixed
 ) -> tuple[Fixed, MeasuredNeeds]:
-    """M_fixed without a staging buffer, and what was measured for it."""
+    """Return M_fixed without a staging buffer, and the measured needs."""
     needs, _ = measure(bundle, model.config, model.dtype, device, workload)
     activations = needs.activations
     if device.type == "cuda":
@@ -135,7 +133,7 @@ def _held_back(
 
 
 def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -> list[LayerExperts]:
-    """The layers' experts under a map that never changes, each layer's read into one range of host memory.
+    """Load the experts of a map that never changes, each layer into one range of host memory.
 
     Raises:
         BundleError: when an extent is damaged.
@@ -152,9 +150,8 @@ def load_map(bundle: Bundle, table: Versions, devices: Sequence[torch.device]) -
                 sizes = [align(v.resident_size(described.matrices), SECTION) for v in chosen]
                 memory = host.memory(sum(sizes))
                 memory.take(0, sum(sizes))
-                for e, (version, block) in enumerate(
-                    zip(chosen, memory.tensor[: sum(sizes)].split(sizes), strict=True)
-                ):
+                blocks = memory.tensor[: sum(sizes)].split(sizes)
+                for e, (version, block) in enumerate(zip(chosen, blocks, strict=True)):
                     copied = host.fetch(partial(store.stored, version.name, p, e), block, described, version)
                     copied.wait()
                     if copied.error is not None:

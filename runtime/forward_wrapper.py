@@ -31,14 +31,8 @@ from moepack.runtime.experts.handles import LayerExperts, Snapshot
 from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
-from moepack.runtime.step import (
-    RoutingCounter,
-    Step,
-    end_compiled,
-    open_compiled,
-    opened,
-    step_of,
-)
+from moepack.runtime.residency.transitions import Queues
+from moepack.runtime.step import RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
@@ -61,7 +55,7 @@ def _wrapped_class(kind: type) -> type:
         if torch.compiler.is_compiling():
             wrapper.check_compiling(self, args, kwargs)
             return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        wrapper.end_interrupted()
+        end_compiled(wrapper._key)  # an interrupted compiled pass may have left its step open in this thread
         with wrapper.step(bound(signature, args, kwargs)) as done:
             out = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             done(out)
@@ -72,24 +66,19 @@ def _wrapped_class(kind: type) -> type:
 
 
 def unwrapped_forward(model: Any) -> Callable[..., Any]:
-    """Return a model's own forward, for a part of a pass whose step is open already."""
+    """Return a model's own forward, for a part of a pass whose step is already open."""
     wrapped = "_moepack_wrapper" in model.__dict__
     kind: Any = type(model).__mro__[1]
     return functools.partial(kind.forward, model) if wrapped else model.forward
 
 
 class ForwardWrapper:
-    """Opens a step around every forward pass of one model. Passes of several threads are steps of their own.
-
-    Attributes:
-        caches: keeps KV caches inside the budget; None without a budget.
-        watchers: count routing beside the residency manager.
-    """
+    """Opens a step around every forward pass of one model. Passes of several threads are separate steps."""
 
     def __init__(self, model: Any, layers: Sequence[LayerExperts], manager: ResidencyManager | None) -> None:
         """Wrap the forward of a model and of its decoder."""
-        self.caches: KvBudget | None = None
-        self.watchers: tuple[RoutingCounter, ...] = ()
+        self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
+        self.watchers: tuple[RoutingCounter, ...] = ()  # count routing beside the residency manager
         self._closed, self._process = False, os.getpid()
         self._layers, self._manager = tuple(layers), manager
         self._key = object() if manager is None else manager.key
@@ -129,24 +118,22 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def step(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
-        """Open the step of a forward pass of the model or its decoder, and yield what is told the pass's result.
+        """Open the step of a forward pass of the model or its decoder; yield a function that takes the pass's result.
 
-        Args:
-            given: the forward's arguments by name.
+        `given` are the forward's arguments by name.
         """
         if step_of(self._key) is not None:  # a forward inside another belongs to its step
-            yield _ignore
+            yield lambda out: None
             return
         self._check()
         traced, manager, text = self._trace is not None, self._manager, _text(given)
         counts: list[list[int]] = []
+        told: list[Callable[[Any], None]] = []
         with contextlib.ExitStack() as stack:
             if manager is not None:
                 stack.enter_context(manager.pass_lock())
-            done: Callable[[Any], None] = _ignore
-            told: Callable[[Any], None] = _ignore
             if self.caches is not None:
-                done = stack.enter_context(self.caches.room(given))
+                told.append(stack.enter_context(self.caches.room(given)))
             if manager is None:
                 step = stack.enter_context(opened(self._unchanging()))
                 if traced:
@@ -154,13 +141,19 @@ class ForwardWrapper:
                     step.counters = Counters(experts, False, device)
                     step.counters.mask = text
             else:
-                prompt, told = stack.enter_context(manager.sequence(given))
+                prompt, done = stack.enter_context(manager.sequence(given))
+                told.append(done)
                 step = stack.enter_context(manager.step(prompt, text))
                 step.prediction = manager.prediction
                 if prompt.several and self._importance is not None:
                     stack.enter_context(self._observed(self._importance, step, given, text))
             step.watchers = self.watchers
-            yield _both(done, told)
+
+            def tell(out: Any) -> None:
+                for done in told:
+                    done(out)
+
+            yield tell
             if traced:
                 counts = [row.tolist() for row in step.counters.take()[0]]
         if traced:
@@ -170,7 +163,7 @@ class ForwardWrapper:
     def _observed(
         self, importance: TokenImportance, step: Step, given: dict[str, Any], text: Tensor | None
     ) -> Iterator[None]:
-        """Let a step's attention tell what the tokens of its prompt receive."""
+        """Measure the attention that the tokens of a step's prompt receive."""
         cache = cache_of(given)
         cached = 0 if cache is None else int(cache.get_seq_length())
         with importance.watching(tuple(inputs(given).shape[:2]), text, cached):
@@ -178,13 +171,13 @@ class ForwardWrapper:
             yield
 
     def _unchanging(self) -> Step:
-        """A step of a model whose versions never change."""
+        """Return a step of a model whose versions never change."""
         return Step(self._key, tuple(layer.current for layer in self._layers))
 
     def alone(self) -> AbstractContextManager[Step]:
-        """A step for one call of an experts module outside any forward pass.
+        """Return a step for one call of an experts module outside any forward pass.
 
-        Its routing does not count as traffic: only a policy that blocks sees it, to load what the call needs.
+        Its routing does not count as traffic. A policy that blocks sees it, to load the experts that the call needs.
         """
         if self._manager is None:
             return opened(self._unchanging())
@@ -193,7 +186,7 @@ class ForwardWrapper:
     # --- compiled passes
 
     def check_compiling(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse what a compiled pass cannot do: its step knows its tokens alone, not its arguments.
+        """Check the arguments of a compiled pass, whose step sees only its tokens.
 
         Raises:
             InputError: for an export, and in a budget for caches and outputs beyond those it was loaded for.
@@ -210,19 +203,15 @@ class ForwardWrapper:
         for name in ("labels", "output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs.get(name) is not False:
                 raise InputError(f"a compiled pass in a budget returns logits alone: without {name}")
-        if hasattr(model, "lm_head") and not self.caches.all_logits and not kwargs.get("logits_to_keep"):
+        if hasattr(model, "lm_head") and not self.caches.needs.workload.all_logits and not kwargs.get("logits_to_keep"):
             raise InputError("a compiled pass in a budget returns what it was loaded for: pass logits_to_keep=1")
-
-    def end_interrupted(self) -> None:
-        """Close the step that an interrupted compiled pass left open in this thread."""
-        end_compiled(self._key)
 
     def compiled_layer(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Run one layer's experts in a compiled pass: the first layer opens its step, the last one closes it."""
         position: int = module._moepack.position
         if not position:
             ids = torch.empty(1, len(hidden), dtype=torch.int64, device="meta")
-            self.end_interrupted()
+            end_compiled(self._key)
             open_compiled(self._key, self.step({"input_ids": ids, "use_cache": False}))
         ends = True
         try:
@@ -247,22 +236,22 @@ class ForwardWrapper:
         return self._manager is not None or self.caches is not None
 
     def expert_bytes(self) -> int:
-        """Bytes of all active versions."""
+        """Return the bytes of all active versions."""
         return sum(layer.resident_bytes for layer in self._layers)
 
     def expert_parameters(self) -> int:
-        """How many numbers the experts' matrices and biases hold, whatever their versions."""
+        """Return how many numbers the experts' matrices and biases hold, at any version."""
         layers = [x.of.layer for x in self._layers]
         return sum(x.experts * sum(m.weights + m.rows * m.bias for m in x.matrices) for x in layers)
 
     def refuse_copies(self) -> NoReturn:
-        """Say what a copy or a pickle of the model is told."""
+        """Raise InputError for a copy or a pickle of the model."""
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 
     # --- traces
 
     def trace_to(self, path: str | Path, policy: str, bundle: Bundle, resident: Callable[[], int]) -> None:
-        """Write every step from now on into a file; `resident` gives the bytes that are taken."""
+        """Write every step from now on into a file; `resident` returns the device memory in use."""
         self.end_trace()
         layers = [(layer.index, layer.experts) for layer in bundle.layers]
         self._resident = resident
@@ -270,7 +259,7 @@ class ForwardWrapper:
 
     def _write(self, counts: list[list[int]], seen: Sequence[Snapshot]) -> None:
         manager, now = self._manager, time.monotonic()
-        queues = manager.transitions.queues() if manager is not None else None
+        queues = manager.transitions.queues() if manager is not None else Queues(0, 0, 0)
         with self._lock:
             if self._trace is None:
                 return
@@ -280,21 +269,18 @@ class ForwardWrapper:
                 now - self._began,
                 [[-1 if h.version is None else x.of.number(h.version) for h in x.handles] for x in seen],
                 counts,
-                queues.updates if queues else 0,
-                queues.evictions if queues else 0,
-                queues.in_flight if queues else 0,
+                queues.updates,
+                queues.evictions,
+                queues.in_flight,
                 manager.moved if manager is not None else 0,
                 self._resident(),
                 manager.transitions.refusals if manager is not None else 0,
                 manager.waits if manager is not None else 0,
             )
-            try:
-                self._trace.write(record)
-            except OSError as error:
-                self._broken(error)
+            self._unless_broken(functools.partial(self._trace.write, record))
 
     def close(self) -> None:
-        """End the trace, and serve no more."""
+        """End the trace, and refuse later passes."""
         self._closed = True
         if self.caches is not None:
             self.caches.closed = True
@@ -305,34 +291,22 @@ class ForwardWrapper:
         with self._lock:
             trace, self._trace = self._trace, None
             if trace is not None:
-                try:
+                self._unless_broken(trace.close)
+
+    def _unless_broken(self, write: Callable[[], None]) -> None:
+        """Call what writes the trace. If that fails, serving goes on without a trace, and the log says so once."""
+        try:
+            write()
+        except OSError as error:
+            trace, self._trace = self._trace, None
+            log.warning("the trace ends early, it cannot be written: %s", error.strerror or error)
+            if trace is not None:
+                with contextlib.suppress(OSError):  # unwritten lines fail again; the file is closed all the same
                     trace.close()
-                except OSError as error:
-                    self._broken(error)
-
-    def _broken(self, error: OSError) -> None:
-        """The trace's file cannot be written: serving goes on without it, and says so once."""
-        trace, self._trace = self._trace, None
-        log.warning("the trace ends early, it cannot be written: %s", error.strerror or error)
-        if trace is not None:
-            with contextlib.suppress(OSError):  # what is left fails again; the file is closed all the same
-                trace.close()
-
-
-def _ignore(out: Any) -> None:
-    """Do nothing with a pass's result."""
-
-
-def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:
-    def done(out: Any) -> None:
-        first(out)
-        second(out)
-
-    return done
 
 
 def _text(given: dict[str, Any]) -> Tensor | None:
-    """int64 [tokens], 0 where a pass's token is padding; None without a mask that says so."""
+    """Return int64 [tokens], 0 for padding; None without an attention mask for each token."""
     ids, mask = inputs(given), given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or ids is None or mask.shape[1] < ids.shape[1]:
         return None

@@ -41,16 +41,16 @@ def load(
     """Load a bundle as a transformers causal language model. Its threads stop with it, or at `model.moepack.close()`.
 
     Args:
-        bundle: its directory, or a Hub id, of which the versions that the policy may serve are fetched.
+        bundle: its directory, or a Hub id; then the versions that the policy may serve are fetched.
         progress: called while experts are loaded, with the bytes loaded and the bytes in all.
 
-    `moepack.runtime.planning.options.LoadOptions` describes the other arguments, field by field.
+    `moepack.runtime.planning.options.LoadOptions` describes the other arguments.
 
     Raises:
         BundleError: when the bundle is damaged.
-        InputError: for an argument that cannot be, or a policy that does not fit the bundle.
-        BudgetExceeded: when the memory is not enough; both an InputError and torch's OutOfMemoryError. It names the
-            least that would do.
+        InputError: for an invalid argument, or a policy that does not fit the bundle.
+        BudgetExceeded: when there is too little memory, with the least that is enough; also an InputError and torch's
+            OutOfMemoryError.
     """
     options = LoadOptions(
         device=device, device_memory=device_memory, policy=policy, dtype=dtype, kv_tokens=kv_tokens, batch=batch,
@@ -62,7 +62,7 @@ def load(
 
 
 def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[int, int], None] | None = None) -> Any:
-    """`load`, with its options in one record."""
+    """Load a bundle as `load` does, with its options in one record."""
     check_bundle(bundle, options)
 
     import torch
@@ -83,7 +83,7 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
 
 
 def _config(bundle: str | Path, options: LoadOptions) -> tuple[Any, Any]:
-    """The configuration of a bundle, and the model class that it asks for."""
+    """Return the configuration of a bundle, and its model class."""
     from moepack.families.model_class import auto_class
     from moepack.runtime.planning.config import read_config
 
@@ -98,19 +98,19 @@ def _config(bundle: str | Path, options: LoadOptions) -> tuple[Any, Any]:
 
 
 def from_pretrained(kind: Any, name: str | Path, revision: str = "main", token: Any = None, **options: Any) -> Any:
-    """Have a model class of transformers load a bundle or a checkpoint.
+    """Load a bundle or a checkpoint with a model class of transformers.
 
     Raises:
-        InputError: where transformers' code does not take its configuration, or what it says of generation.
+        InputError: where transformers' code rejects its configuration or generation configuration.
     """
     import torch
     from transformers import GenerationConfig
 
     try:
         generation = GenerationConfig.from_pretrained(name, revision=revision, token=token)
-    except OSError:  # there is none
+    except OSError:  # the file does not exist
         generation = None
-    except Exception as error:  # it may hold anything
+    except Exception as error:  # the file may hold anything
         raise InputError(
             f"{name}: transformers does not take its generation_config.json: {in_a_line(error)}"
         ) from error
@@ -123,7 +123,7 @@ def from_pretrained(kind: Any, name: str | Path, revision: str = "main", token: 
 
 
 def check_bundle(name: str | Path, options: LoadOptions) -> None:
-    """See that a name is a bundle's, on disk or on the Hub, and that a bundle on disk has what the options ask for.
+    """Check that a name is a bundle on disk or on the Hub, and that one on disk has the versions of the options.
 
     Imports neither torch nor transformers.
 
@@ -133,10 +133,9 @@ def check_bundle(name: str | Path, options: LoadOptions) -> None:
     """
     path = Path(name)
     options.with_environment().parsed_policy()
+    held = (path / MANIFEST).is_file()
     if not path.exists():
         held = on_hub(str(name), MANIFEST, revision=options.revision, token=options.token) is not None
-    else:
-        held = (path / MANIFEST).is_file()
     if not held:
         raise InputError(f"{name}: not a bundle: it has no {MANIFEST}; make one with moepack build")
     if path.exists():
@@ -146,11 +145,7 @@ def check_bundle(name: str | Path, options: LoadOptions) -> None:
 
 
 def check_options(bundle: Bundle, options: LoadOptions) -> None:
-    """See that a bundle has the versions that the options or the environment name, before weights are read.
-
-    Raises:
-        InputError: when it does not.
-    """
+    """Raise InputError unless a bundle has the versions that the options or the environment name. Reads no weights."""
     options = options.with_environment(bool(bundle.manifest.dense))
     policy = options.parsed_policy()
     choose_dense(options.dense, bundle, options.policy)
@@ -163,14 +158,9 @@ def check_options(bundle: Bundle, options: LoadOptions) -> None:
 
 
 def check_device(device: str) -> None:
-    """See that a device is here.
-
-    Raises:
-        InputError: when it is not.
-    """
+    """Raise InputError unless a device is available."""
     if device == "cpu":
         return  # without importing torch: other mistakes are then reported sooner
-
     import torch
 
     try:

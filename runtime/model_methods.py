@@ -1,7 +1,7 @@
-"""A loaded model's methods, where transformers' own would be wrong: they count the experts too, or refuse in one line.
+"""A loaded model's methods that replace transformers' own: they count the experts, or refuse in one line.
 
-Without these, a saved decoder would lack its experts without a word, a cast or a paged cache would take memory that the
-budget has not counted, and other experts' code would look for weights that are not there. Decides nothing else.
+Without these, a saved decoder would silently lack its experts, a cast or a paged cache would take memory that the
+budget does not count, and other implementations of experts would look for weights that are not there.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
     """Return methods for a class derived from `kind`, a transformers model class with a `_moepack_wrapper`."""
 
     def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-        """Bytes of parameters and buffers, and of the experts."""
+        """Return the bytes of parameters, buffers and experts."""
         return int(kind.get_memory_footprint(self, return_buffers) + self._moepack_wrapper.expert_bytes())
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Parameters, those of experts and packed matrices included, as of the checkpoint's model."""
+        """Count parameters as the checkpoint's model does, with experts and packed matrices."""
         own = kind.num_parameters(self, only_trainable, exclude_embeddings)
         packed = (m.matrix for m in self.modules() if isinstance(m, PackedLinear))
         held = sum(x.weights + x.rows * x.bias for x in packed) + self._moepack_wrapper.expert_parameters()
         return int(own + (0 if only_trainable else held))
 
     def refuse_copies(self: Any, *_: Any) -> Any:
-        """A loaded bundle is not pickled or copied."""
+        """Refuse pickles and copies."""
         self._moepack_wrapper.refuse_copies()
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adapters alone are saved: the model without its experts would load as another."""
+        """Save adapters alone: the model without its experts would load as another."""
         _adapters_alone(self)
         return kind.save_pretrained(self, *args, **kwargs)
 
     def push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adapters alone are pushed."""
+        """Push adapters alone."""
         _adapters_alone(self)
         return kind.push_to_hub(self, *args, **kwargs)
 
@@ -52,7 +52,7 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         return kind._apply(self, fn, *args, **kwargs)
 
     def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Refused in a budget, which has counted the embeddings as they are, and where the output's rows are packed."""
+        """Refuse in a budget, which has counted the embeddings, and where the output's rows are packed."""
         now = self.get_input_embeddings().weight.shape[0]
         if self._moepack_wrapper.in_budget and (new_num_tokens or now) != now:
             raise InputError("embeddings of a model served in a budget keep their size: load it without one")
@@ -61,14 +61,14 @@ def model_methods(kind: Any) -> dict[str, Callable[..., Any]]:
         return kind.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)
 
     def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-        """A bundle's experts are run by moepack."""
+        """Refuse other implementations: moepack runs a bundle's experts."""
         named = experts_implementation if isinstance(experts_implementation, dict) else {"": experts_implementation}
         if set(named.values()) - {IMPLEMENTATION}:
             raise InputError("a bundle's experts are run by moepack's own implementation, and by no other")
         kind.set_experts_implementation(self, experts_implementation)
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Not in a budget: its paged cache takes what memory there is."""
+        """Refuse in a budget: the paged cache takes all free memory."""
         if self._moepack_wrapper.in_budget:
             raise InputError(UNCOUNTED)
         return kind.init_continuous_batching(self, *args, **kwargs)

@@ -25,12 +25,12 @@ UNUSED = ("hqq", "scipy", "sklearn", "torchao")
 
 
 def quiet_libraries() -> None:
-    """Silence torch's warning of torchao's enumerations, given whenever transformers is imported: users cannot act."""
+    """Silence torch's warning of torchao's enumerations at every import of transformers: users cannot act on it."""
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def leave_out(command: str) -> None:
-    """Have Python report the UNUSED libraries as missing, in a process that runs a command of SERVING.
+    """Let Python report the UNUSED libraries as missing, in a process that runs a command of SERVING.
 
     transformers imports them wherever it finds them, for other ways to quantise and for losses. No bundle needs them,
     and importing them takes a second of such a command's start (`python -m benchmarks.start`).
@@ -42,8 +42,8 @@ def leave_out(command: str) -> None:
 def register_plugin() -> None:
     """Register the plug-in with transformers, so that a bundle loads like any quantised model.
 
-    transformers registers a config and a quantiser by its own interface. How it merges config.json's config with a
-    caller's it decides by the classes that it knows: it would drop most of what the caller asked for, with a warning.
+    transformers has an interface to register a config and a quantiser. But it merges config.json's config with a
+    caller's by the classes that it knows, and would drop most of the caller's options, with a warning.
     """
     from transformers.integrations.moe import ExpertsInterface
     from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
@@ -86,7 +86,7 @@ def extend_from_pretrained() -> None:
         ours = isinstance(given, MoepackConfig) or kwargs.keys() & keywords
         if ours or (os.environ.get(DEVICE_MEMORY) and kwargs.keys() & set(WORKLOAD)):
             if not isinstance(given, MoepackConfig | None):
-                raise InputError(f"policy and device_memory are for bundles, and so is no {type(given).__name__}")
+                raise InputError(f"policy and device_memory are for bundles, not for a {type(given).__name__}")
             mine = {} if given is None else given.given
             asks = {name: kwargs.pop(name) for name in SERVED if name in kwargs}
             kwargs["quantization_config"] = MoepackConfig(**{**mine, **asks})
@@ -101,7 +101,7 @@ def extend_from_pretrained() -> None:
     kind.from_pretrained = classmethod(from_pretrained)
 
 
-_AFTER: dict[str, Callable[[], object]] = {  # modules, and what is called right after each has run
+_AFTER: dict[str, Callable[[], object]] = {  # modules, and the function to call right after each has run
     "transformers.quantizers.auto": lambda: importlib.import_module("moepack.runtime.plugin"),
     "moepack.runtime.plugin": register_plugin,
     "transformers.modeling_utils": extend_from_pretrained,
@@ -125,7 +125,7 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of `_AFTER`, each until it has run once."""
+    """Finds the modules of `_AFTER`, each until it has run."""
 
     def __init__(self) -> None:
         self._left = dict(_AFTER)
@@ -144,7 +144,7 @@ class _Finder(MetaPathFinder):
         return spec
 
     def ran(self, name: str) -> None:
-        """Call what comes after a module, once."""
+        """Call the function that follows a module, once."""
         if (after := self._left.pop(name, None)) is not None:
             after()
 

@@ -1,7 +1,7 @@
 """The plug-in: transformers' quantiser hooks, through which a bundle loads like any model.
 
-patches.py imports it right after transformers' quantisers, and registers it with them. Before the weights are loaded it
-takes the expert parameters off the skeleton; after, it attaches the handles.
+patches.py imports it right after transformers' quantisers, and registers it with them. It removes the expert parameters
+from the skeleton before weights are loaded, and attaches the handles afterwards.
 """
 
 from __future__ import annotations
@@ -37,31 +37,22 @@ HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how files 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a call of `from_pretrained` asked for, as far as transformers does not tell.
-
-    Attributes:
-        name: of the model.
-        hub: those of HUB that were given.
-        experts: the experts' implementation.
-    """
+    """Arguments of `from_pretrained` that transformers does not tell a quantiser."""
 
     name: str = "the model"
-    hub: Mapping[str, Any] = field(default_factory=dict)
-    experts: str | Mapping[str, str] | None = None
+    hub: Mapping[str, Any] = field(default_factory=dict)  # the arguments of HUB that were given
+    experts: str | Mapping[str, str] | None = None  # the experts' implementation
 
 
 asked: ContextVar[Asked] = ContextVar("moepack_asked", default=Asked())  # noqa: B039 (frozen)
 
 
 class MoepackConfig(QuantizationConfigMixin):
-    """What config.json, `moepack.load` or a caller of `from_pretrained` says about serving.
+    """Options for serving, from config.json, `moepack.load` or a caller of `from_pretrained`.
 
     Args:
         workload: fields of `Workload`, in one mapping.
-        given: fields of `LoadOptions`. What else config.json has is left alone.
-
-    Attributes:
-        given: those fields that were given.
+        given: fields of `LoadOptions`; others, which config.json may have, are ignored.
     """
 
     def __init__(self, workload: Mapping[str, Any] | None = None, **given: Any) -> None:
@@ -73,17 +64,17 @@ class MoepackConfig(QuantizationConfigMixin):
         LoadOptions(**self.given)
 
     def options(self, has_dense: bool = False) -> LoadOptions:
-        """The fields that were given, and the environment's."""
+        """Return the given options, and the environment's."""
         return LoadOptions(**self.given).with_environment(has_dense)
 
     def merged(self, own: Any) -> MoepackConfig:
-        """These fields over those of config.json's own configuration."""
+        """Return these fields over those of config.json's own configuration."""
         if (own.get("quant_method") if isinstance(own, dict) else own.quant_method) != METHOD:
             raise _no_bundle()
         return MoepackConfig(**{**(MoepackConfig(**own) if isinstance(own, dict) else own).given, **self.given})
 
     def to_dict(self) -> dict[str, Any]:
-        """For config.json, which also shows how a loaded model is served."""
+        """Return the fields for config.json, which also shows how a loaded model is served."""
         return {"quant_method": METHOD, **self.given}
 
 
@@ -102,11 +93,11 @@ class MoepackQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters beside a bundle are trained; transformers asks this of a model that has some. The experts stay."""
+        """Whether adapters beside a bundle can be trained. The experts do not change."""
         return True
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """A loaded bundle cannot be saved as a checkpoint: copy the bundle."""
+        """Return False: a loaded bundle cannot be saved as a checkpoint. Copy the bundle instead."""
         return False
 
     def _dequantize(self, model: Any, dtype: Any = None) -> NoReturn:
@@ -156,8 +147,7 @@ class MoepackQuantizer(HfQuantizer):
 
 
 def _bundle_of(model: Any, checkpoint_files: Any, options: LoadOptions) -> Bundle:
-    """The bundle that transformers is loading from: a directory, or a Hub snapshot that is completed by what a policy
-    needs."""
+    """Open the bundle that transformers loads: a directory, or a Hub snapshot with the files that a policy needs."""
     if not checkpoint_files:
         raise InputError("a bundle is loaded from its directory or its Hub id, not from a state dict")
     root = Path(checkpoint_files[0]).parent

@@ -1,4 +1,4 @@
-"""A loaded bundle as a user sees it: `model.moepack`. Counts what happens; decides nothing."""
+"""A loaded bundle for users: `model.moepack`, with its state and counters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from moepack.pack.reader import Bundle
@@ -38,77 +37,69 @@ UNCOUNTED_GRADIENTS = "gradients keep activations that a budget does not count: 
 
 
 class Serving:
-    """What is being served: the bundle, the policy, the bytes they take, and what has happened since loading.
-
-    Attributes:
-        fixed: the bytes outside the experts; without a budget, of dense tensors alone.
-        tracker: the budget, where there is one.
-        caches: who keeps the KV caches inside it.
-        replaced: how many modules of each class the kernels stand in for, but for linear maps.
-    """
+    """What is being served: the bundle, the policy, the bytes they take, and what has happened since loading."""
 
     def __init__(
         self,
+        model: Any,
         bundle: Bundle,
         policy: str,
         layers: list[LayerExperts],
         fixed: Fixed,
-        budget: int | None,
-        manager: ResidencyManager | None = None,
-        tracker: BudgetTracker | None = None,
+        manager: ResidencyManager | None,
+        tracker: BudgetTracker | None,
+        replaced: dict[str, int],
     ) -> None:
-        self.bundle, self.policy, self.layers, self.manager = bundle, policy, layers, manager
-        self.fixed, self.budget_bytes, self.tracker = fixed, budget, tracker
-        self.caches: KvBudget | None = None
-        self.replaced: dict[str, int] = {}
-        self._wrapper: ForwardWrapper | None = None
+        """Wrap the model's forward passes.
 
-    def watch(self, model: Any) -> None:
-        """Watch the model's forward passes, from now on."""
-        self._wrapper = ForwardWrapper(model, self.layers, self.manager)
-        weakref.finalize(model, _let_go, list(self.layers), self.manager)
+        Args:
+            fixed: the bytes outside the experts; without a budget, of dense tensors alone.
+            tracker: the budget, if there is one.
+            replaced: how many modules of each class the kernels replace, without linear maps.
+        """
+        self.bundle, self.policy, self.layers, self.manager = bundle, policy, layers, manager
+        self.fixed, self.tracker, self.replaced = fixed, tracker, replaced
+        self.budget_bytes = None if tracker is None else tracker.budget
+        self.caches: KvBudget | None = None  # keeps the KV caches inside the budget
+        self._wrapper = ForwardWrapper(model, layers, manager)
+        weakref.finalize(model, _let_go, list(layers), manager)
 
     def watch_caches(self, model: Any, needs: MeasuredNeeds) -> None:
         """Keep the caches of the model's forward passes inside the budget, from now on."""
-        assert self.tracker is not None and self.budget_bytes is not None
+        assert self.tracker is not None
         reserve = FreeReserve(self.tracker) if self.manager is None else EvictionReserve(self.manager)
-        assert self._wrapper is not None
         for layer in self.layers:
             layer.no_gradients = layer.no_gradients or UNCOUNTED_GRADIENTS
         routed = sum(layer.of.layer.experts for layer in self.layers)
         outputs = Outputs.of(model, routed, needs.workload.all_logits)
-        self.caches = self._wrapper.caches = KvBudget(model.config, needs, reserve, self.budget_bytes, outputs)
+        self.caches = self._wrapper.caches = KvBudget(model.config, needs, reserve, self.tracker.budget, outputs)
         if self.manager is not None:
             self.manager.each_round = self.caches.settle
 
     def count_routing(self, counter: RoutingCounter) -> None:
         """Let another counter see every layer's routing, from now on."""
-        assert self._wrapper is not None
         self._wrapper.watchers = (*self._wrapper.watchers, counter)
 
     def trace(self, path: str | Path) -> None:
         """Write every step from now on into a file (trace.py)."""
-        assert self._wrapper is not None
-        self._wrapper.trace_to(path, self.policy, self.bundle, lambda: self.resident_bytes())
+        self._wrapper.trace_to(path, self.policy, self.bundle, self.resident_bytes)
 
     def close(self) -> None:
-        """End the trace and stop changing versions. A forward pass from now on says that the model was closed."""
+        """End the trace and stop changing versions. Later forward passes raise InputError."""
         try:
-            if self._wrapper is not None:
-                self._wrapper.close()
+            self._wrapper.close()
         finally:
             if self.manager is not None:
                 self.manager.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled or copied, as the model is."""
-        assert self._wrapper is not None
+        """Refuse pickles and copies, as the model does."""
         self._wrapper.refuse_copies()
 
     def __enter__(self) -> Serving:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -117,14 +108,14 @@ class Serving:
         return tuple(tuple(str(h) for h in layer.current.handles) for layer in self.layers)
 
     def resident_bytes(self, model: Any = None) -> int:
-        """Bytes of device memory that are taken: in a budget all that is reserved, else those of weights."""
+        """Return the device memory in use: in a budget the reserved bytes, otherwise those of weights."""
         if self.tracker is not None:
             return self.tracker.reserved
         return self.fixed.total + sum(layer.resident_bytes for layer in self.layers)
 
     @property
     def resident_bytes_peak(self) -> int:
-        """The most of `resident_bytes` since loading began."""
+        """The largest `resident_bytes` since loading began."""
         return self.tracker.peak if self.tracker is not None else self.resident_bytes()
 
     def counters(self) -> dict[str, int]:
@@ -138,10 +129,11 @@ class Serving:
         return {**counts, "kv_waits": kv_waits, **asdict(moved)}
 
     def health(self) -> dict[str, Any]:
-        """Whether versions still change as they should, ready for JSON.
+        """Describe whether versions still change, for JSON.
 
-        `ok`; `worker`, "none" where nothing changes, else "running", "failing" (its rounds raise `error`, and are
-        tried again), "stuck" (a round has not ended for long) or "stopped"; `failed_rounds`; `last_round_seconds_ago`.
+        The keys are `ok`, `worker`, `error`, `failed_rounds` and `last_round_seconds_ago`. `worker` is "none" where
+        nothing changes, else "running", "failing" (its rounds raise `error`, and are tried again), "stuck" (a round
+        has not ended for long) or "stopped".
         """
         if self.manager is None:
             return {"ok": True, "worker": "none", "error": None, "failed_rounds": 0, "last_round_seconds_ago": 0.0}
@@ -149,7 +141,7 @@ class Serving:
 
 
 def _let_go(layers: list[LayerExperts], manager: ResidencyManager | None) -> None:
-    """The model has gone: its experts' memory goes too, whenever the last step has ended."""
+    """Free the experts of a model that was deleted, once the last step has ended."""
     if manager is not None:
         manager.abandon()
     for layer in layers:

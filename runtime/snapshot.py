@@ -1,6 +1,6 @@
-"""A bundle in the Hub's cache: what a policy serves of it is fetched, and nothing else.
+"""A bundle in the Hub's cache: only the files that a policy serves are fetched.
 
-Works on a commit, of which transformers has fetched its own part. Decides nothing about policies.
+It works on one commit; transformers has fetched its own files of that.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from moepack.runtime.planning.options import LoadOptions
 
 
 def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]) -> Bundle:
-    """Complete the snapshot of a bundle by what a policy needs, and open it.
+    """Fetch the files of a bundle that a policy needs into its snapshot, and open it.
 
-    Versions that a download left unfinished count as absent. Where nothing may be fetched, those that are here are all
-    there is.
+    Versions whose download has not ended count as absent. Offline, only the versions in the cache count.
 
     Args:
         name: the repository's.
-        commit: of it.
-        asked: which versions are served; with the environment's.
+        commit: of the repository.
+        asked: the options, with the environment's.
         options: token, cache_dir, local_files_only and force_download, as huggingface_hub takes them.
 
     Raises:
-        InputError: for a repository that is no bundle, or a policy that does not fit it.
-        BundleError: for a manifest that is not one.
+        InputError: for a repository that is not a bundle, or a policy that does not fit it.
+        BundleError: for an invalid manifest.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -53,7 +52,7 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     first = {expert_file(v.name, manifest.layers[0].index) for v in manifest.versions}
     first |= {files[0] for v in manifest.dense_versions if (files := manifest.dense_files(v.name))}
     found = HfApi(token=options.get("token")).get_paths_info(name, sorted(first), revision=commit)
-    there = {f.path for f in found}  # a bundle may be published in part
+    there = {f.path for f in found}  # a bundle may be published without some versions
     could = Bundle(
         root,
         manifest,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -128,14 +128,12 @@ class _CompiledPass:
     """
 
     def __init__(self, step: AbstractContextManager[Any]) -> None:
-        self._step: AbstractContextManager[Any] | None = step
-        step.__enter__()
+        self._stack = ExitStack()
+        self._stack.enter_context(step)
 
     def end(self) -> None:
         """Close the step. May be called twice."""
-        step, self._step = self._step, None
-        if step is not None:
-            step.__exit__(None, None, None)
+        self._stack.close()
 
     __del__ = end
 

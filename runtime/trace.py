@@ -1,7 +1,7 @@
 """Traces of serving: one line of JSON a step, written while serving and read back for replays.
 
 The first line describes the model: {"format": "moepack-trace", "version": 2, "policy", "versions": [name, ...],
-"layers": [{"index", "experts"}, ...]}. Every other line is a step; `Record` says what it holds. Decides nothing.
+"layers": [{"index", "experts"}, ...]}. Every other line is a step, a `Record`.
 """
 
 from __future__ import annotations
@@ -22,36 +22,24 @@ FORMAT = {"format": "moepack-trace", "version": 2}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One step.
+    """One step. Sums count since serving began."""
 
-    Attributes:
-        step: its number, from 1.
-        time: seconds since serving began, at its end.
-        active: [layers][experts], numbers of the versions that were active, -1 for an expert that was absent.
-        counts: [layers][experts], how often the router chose each.
-        updates, evictions, in_flight: lengths of the queues at its end, and copies in flight.
-        bytes_moved: stored bytes copied since serving began.
-        reserved_bytes: of the budget, at its end.
-        refusals: promotions put off for want of room since serving began.
-        waits: times that a forward pass waited for a copy since serving began.
-    """
-
-    step: int
-    time: float
-    active: list[list[int]]
-    counts: list[list[int]]
-    updates: int
-    evictions: int
-    in_flight: int
-    bytes_moved: int
-    reserved_bytes: int
-    refusals: int
-    waits: int
+    step: int  # its number, from 1
+    time: float  # seconds since serving began, at its end
+    active: list[list[int]]  # [layers][experts], numbers of the active versions, -1 for an absent expert
+    counts: list[list[int]]  # [layers][experts], how often the router chose each
+    updates: int  # promotions that had not begun at its end
+    evictions: int  # demotions that had not begun
+    in_flight: int  # copies in flight
+    bytes_moved: int  # stored bytes copied
+    reserved_bytes: int  # of the budget, at its end
+    refusals: int  # promotions put off for want of room
+    waits: int  # times that a forward pass waited for a copy
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace that was read: what the model is, and its steps in order."""
+    """A trace that was read: the model, and its steps in order."""
 
     policy: str
     layers: list[dict[str, int]]
@@ -60,7 +48,7 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes a trace; each step's line goes out at once."""
+    """Writes a trace, each step's line at once."""
 
     def __init__(self, path: Path, policy: str, layers: Sequence[tuple[int, int]], versions: Sequence[str]) -> None:
         """`layers` are pairs (index in the model, experts)."""
@@ -84,7 +72,7 @@ def read_trace(path: Path | str) -> Trace:
     """Read a trace back.
 
     Raises:
-        InputError: naming the line that is not one of a trace.
+        InputError: for a line that is not of a trace, with its number.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -109,7 +97,7 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def replay(trace: Trace, policy: LivePolicy, capacity: Sequence[int]) -> Iterator[tuple[Record, Wanted | None]]:
-    """What a policy wants after each step of a trace."""
+    """Yield each step of a trace, and what a policy wants after it."""
     for record in trace.records:
         counts = [np.array(row, np.int64) for row in record.counts]
         yield record, policy.decide(Interval(record.time, capacity, counts))

@@ -17,16 +17,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Ladder:
-    """The chains of one layer's experts.
-
-    Attributes:
-        base: the lowest placement.
-        steps: upgrades in the longest chain.
-        cost: int64 [experts, steps], bytes that an upgrade adds.
-        saved: float64 [experts, steps], loss that it saves per token, above 0 where there is an upgrade.
-        to: int64 [experts, steps], the placement that it leads to; -1 behind the chain's end.
-        first: float64 [experts], loss that the first upgrade saves per token and byte.
-    """
+    """The chains of one layer's experts."""
 
     def __init__(self, sizes: Sequence[int], losses: Floats, base: int) -> None:
         """Args:
@@ -49,12 +40,14 @@ class Ladder:
             cost.append(np.where(climbs, more[rows, best], 0))
             saved.append(np.where(climbs, less[rows, best], 0.0))
             at = np.where(climbs, best, at)
-        self.base, self.steps = base, len(to)
+        self.base, self.steps = base, len(to)  # the lowest placement; upgrades in the longest chain
+        # Arrays [experts, steps]: the placement of each upgrade (-1 behind the chain's end), the bytes that it adds,
+        # and the loss that it saves per token, above 0 where there is an upgrade
         self.to: Ints = np.array(to, np.int64).reshape(-1, len(loss)).T
         self.cost: Ints = np.array(cost, np.int64).reshape(-1, len(loss)).T
         self.saved: Floats = np.array(saved, np.float64).reshape(-1, len(loss)).T
         self._rate: Floats = self.saved / np.maximum(self.cost, 1)
-        self.first: Floats = self._rate[:, 0] if self.steps else np.zeros(len(loss))
+        self.first: Floats = self._rate[:, 0] if self.steps else np.zeros(len(loss))  # [experts], of first upgrades
         self._loss, self._size = loss, size
         self._sizes, self._least = size.tolist(), int(self.cost[self.cost > 0].min()) if self.steps else 0
 

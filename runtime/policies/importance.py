@@ -16,7 +16,7 @@ import numpy as np
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 
-from .contract import Changes, Event, Floats, Ints, Key, Ladder, LayerReached, LiveOptions, Needs, Setting, live_entry
+from .contract import Changes, Event, Floats, Ints, Ladder, LayerReached, LiveOptions, Needs, Setting, live_entry
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, find_version
 
@@ -118,6 +118,7 @@ class Importance:
         self._low, self._base = min(LOW, setting.base), setting.base
         self._random = np.random.default_rng(options.seed)
         self._cache = MixedCache(setting.sizes, options.reuse == "yes", setting.most)
+        self.worth = self._cache.last_used
 
     def decide(self, event: Event) -> Changes | None:
         """Return what the layer lacks, the prefetches for the next layer, and the experts that leave for both."""
@@ -151,10 +152,6 @@ class Importance:
         """Return the experts to prefetch: the most frequent in a prompt, the predicted in decoding (eq. 7 and 8)."""
         wants = self._designated(layer, ranked(counts, counts, gates) if is_prompt else ranked(counts, gates))
         return {e: v for e, v in wants.items() if v == HIGH or (v != self._base and not is_prompt)}
-
-    def worth(self, key: Key) -> float:
-        """Rate an expert by its last use."""
-        return float(self._cache.last_used(key))
 
 
 def ranked(counts: Ints, *scores: Ints | Floats) -> list[int]:

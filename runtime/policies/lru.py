@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from moepack.pack.spec import Version
 
-from .contract import Changes, DeviceOptions, Event, Key, Ladder, LayerReached, Needs, Setting, live_entry
+from .contract import Changes, DeviceOptions, Event, Ladder, LayerReached, Needs, Setting, live_entry
 from .mixed_cache import MixedCache
 from .placements import ABSENT, Placement, find_version
 
@@ -51,6 +51,7 @@ class Recent:
     def __init__(self, setting: Setting, options: RecentOptions | None = None) -> None:
         sizes = [[max(1, int(row[0] - row[-1])), 0] for row in setting.sizes]
         self._cache, self._strict = MixedCache(sizes, most=setting.most), setting.ladder[-1] == ABSENT
+        self.worth = self._cache.last_used
 
     def decide(self, event: Event) -> Changes | None:
         """Return the experts to load for a layer, and those that leave for them."""
@@ -60,10 +61,6 @@ class Recent:
         return self._cache.serve(
             event.layer, needed, sum(event.capacity), event.placed, event.coming, all_of_them=self._strict
         )
-
-    def worth(self, key: Key) -> float:
-        """Rate an expert by its last use."""
-        return float(self._cache.last_used(key))
 
 
 ENTRY = live_entry("lru", RecentOptions, Recent)

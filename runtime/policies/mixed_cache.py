@@ -45,7 +45,7 @@ class MixedCache:
                     self._most[placement, size] += blocks[placement]
 
     def last_used(self, key: Key) -> int:
-        """Return the time of an expert's last use, as a count."""
+        """Return the time of an expert's last use, as a count: its `worth` for policies."""
         return self._used.get(key, 0)
 
     def serve(

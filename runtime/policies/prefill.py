@@ -138,8 +138,10 @@ class Prefill:
         if mine is None:
             counts, gates = ([np.zeros(n) for n in self._setting.experts] for _ in range(2))
             mine = self._sequences[event.sequence] = _Sequence(counts, gates)
-        for total, more in zip((*mine.counts, *mine.gates), (*event.counts, *event.gates), strict=True):
-            total += more
+        for total, tokens in zip(mine.counts, event.counts, strict=True):
+            total += tokens
+        for total, weights in zip(mine.gates, event.gates, strict=True):
+            total += weights
 
     def _importance(self, mine: _Sequence) -> Importance:
         rows = zip(mine.counts, mine.gates, strict=True)

@@ -8,6 +8,7 @@ refused before it runs.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
 import time
@@ -21,7 +22,7 @@ from moepack.families.arguments import cache_of, caches_in, inputs, uses_cache
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.planning.fixed import MeasuredNeeds
-from moepack.runtime.planning.kv_cache import KvShape, cache_bytes, static_length
+from moepack.runtime.planning.kv_cache import cache_bytes, static_length
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.step import PackedCache
 
@@ -49,7 +50,8 @@ class KvBudget:
         outputs: a pass's outputs beyond what was measured.
         """
         self.waits, self.waited = 0, 0.0  # passes that waited for room, and the seconds
-        self._config, self._needs, self._reserve, self._budget = config, needs, reserve, budget
+        self._config, self.needs, self._reserve, self._budget = config, needs, reserve, budget
+        self.shape = needs.kv  # how a sequence's cache grows
         self._outputs = outputs if needs.workload.prefill_tokens else None
         self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._dead: deque[int] = deque()  # a weak reference's callback may run anywhere: it takes no lock
@@ -59,23 +61,13 @@ class KvBudget:
         self._lock = threading.RLock()
         self._needed_at = 0.0
 
-    @property
-    def all_logits(self) -> bool:
-        """Whether memory is reserved for a pass's logits of all tokens."""
-        return self._needs.workload.all_logits
-
-    @property
-    def shape(self) -> KvShape:
-        """How a sequence's cache grows."""
-        return self._needs.kv
-
     def fits(self, size: int, tokens: int, length: int) -> bool:
         """Return whether the budget can hold caches of `size` bytes and a pass, with every expert at its least.
 
         The pass reads `tokens` tokens, and its longest sequence has `length`.
         """
-        beside = max(0, self._needs.beside(tokens, length, 1) - self._needs.activations)
-        return size - self._needs.kv_bytes + beside <= self._reserve.most
+        beside = max(0, self.needs.beside(tokens, length, 1) - self.needs.activations)
+        return size - self.needs.kv_bytes + beside <= self._reserve.most
 
     @property
     def used(self) -> int:
@@ -114,11 +106,11 @@ class KvBudget:
         """
         with self._lock:
             passes = [*self._passes, also] if also is not None else [*self._passes]
-            beside = max(0, sum(p.beside for p in passes) - self._needs.activations)
-            return max(0, self._used(passes) - self._needs.kv_bytes + beside)
+            beside = max(0, sum(p.beside for p in passes) - self.needs.activations)
+            return max(0, self._used(passes) - self.needs.kv_bytes + beside)
 
     def _step(self, batch: int) -> int:
-        return max(1, STEP * batch * self._needs.kv.token_bytes)
+        return max(1, STEP * batch * self.needs.kv.token_bytes)
 
     # --- passes
 
@@ -139,9 +131,9 @@ class KvBudget:
         if cache is not None:
             size, length = self._after_pass(cache, tokens, batch)
         elif uses_cache(self._config, given):
-            size = self._needs.kv.bytes(tokens, batch)
+            size = self.needs.kv.bytes(tokens, batch)
         returned = self._outputs.bytes(self._config, given, tokens, length, batch) if self._outputs else 0
-        beside = self._needs.beside(tokens, length, batch) + returned
+        beside = self.needs.beside(tokens, length, batch) + returned
         mine = PassClaim(None if cache is None else id(cache), size, beside, returned)
         try:
             self._provide(mine, tokens, length, batch)
@@ -174,7 +166,7 @@ class KvBudget:
         """Return the bytes and tokens of a cache after a pass. A `PackedCache` knows them itself."""
         if isinstance(cache, PackedCache):
             return cache.needed()
-        kv, now = self._needs.kv, cache_bytes(cache)
+        kv, now = self.needs.kv, cache_bytes(cache)
         before = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         whole = static_length(cache)
         if whole:
@@ -234,7 +226,7 @@ class KvBudget:
 
     def _is_hopeless(self, mine: PassClaim) -> bool:
         """Return whether to refuse a pass: too large, blocked by caches that cannot die, or waiting for too long."""
-        needs, late = self._needs, mine.first is not None and time.perf_counter() - mine.first > PATIENCE
+        needs, late = self.needs, mine.first is not None and time.perf_counter() - mine.first > PATIENCE
         if late or mine.size - needs.kv_bytes + max(0, mine.beside - needs.activations) > self._reserve.most:
             return True
         return self._is_blocked(mine) and not self._passes and not self._may_end(mine)
@@ -244,14 +236,15 @@ class KvBudget:
 
         A pass with a live cache does not wait for passes that wait for that cache.
         """
-        if self._reserve.one_at_a_time or all(_is_own(thread) for thread in threading.enumerate()):
+        own, threads = threading.current_thread(), threading.enumerate()
+        if self._reserve.one_at_a_time or all(t is own or t.name.startswith("moepack-") for t in threads):
             return False
         goes_on = mine.cache in self._caches
         stuck = {p.cache for p in self._queue.waiting if self._is_blocked(p)} if goes_on else set()
         return any(key != mine.cache and key not in stuck for key in self._caches)
 
     def _refused(self, mine: PassClaim, tokens: int, length: int, batch: int) -> BudgetExceeded:
-        kv, needs = self._needs.kv, self._needs
+        kv, needs = self.shape, self.needs
         sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
         if mine.began is not None and not self._is_blocked(mine):
             waited = time.perf_counter() - mine.began
@@ -265,31 +258,24 @@ class KvBudget:
         room = self._reserve.most + needs.kv_bytes - caches
         per = (mine.size / kv.bytes(length, batch)) if mine.size else 0.0
 
-        def takes(middle: int) -> float:
-            read = min(tokens, middle)
-            here = needs.beside(read, middle, batch) + mine.returned * read // max(1, tokens)
-            return per * kv.bytes(middle, batch) + max(0, beside + here - needs.activations)
+        def takes(length: int) -> float:
+            read = min(tokens, length)
+            here = needs.beside(read, length, batch) + mine.returned * read // max(1, tokens)
+            return float(per * kv.bytes(length, batch) + max(0, beside + here - needs.activations))
 
-        low, high = 0, length
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if takes(middle) <= room else (low, middle - 1)
+        fitting = bisect.bisect_right(range(1, length + 1), float(room), key=takes)
         more = max(0, beside + mine.beside - needs.activations)
         running = f"; {len(self._passes)} other passes run" if self._passes else ""
         return BudgetExceeded(
             f"a forward pass over {length} tokens of {sequences} needs {mine.size} bytes of KV cache and {more} "
             "more than is held back for activations: beside the experts at their least and other caches the budget of "
-            f"{self._budget} bytes has {max(0, room)}, which holds {low} tokens{running}"
+            f"{self._budget} bytes has {max(0, room)}, which holds {fitting} tokens{running}"
         )
 
 
 def _died(dead: deque[int], waiting: PassQueue, key: int, _: object) -> None:
     dead.append(key)
     waiting.wake()
-
-
-def _is_own(thread: threading.Thread) -> bool:
-    return thread is threading.current_thread() or thread.name.startswith("moepack-")
 
 
 def _up(size: int, step: int) -> int:

@@ -61,7 +61,7 @@ class OnDemandLoader:
 
     def where(self, position: int) -> tuple[Ints, Ints]:
         """Return the placements of a layer's experts, and those being copied (-1: none), int64 [experts]."""
-        with self._transitions.held():
+        with self._transitions.lock:
             self._note()
             entries = [self._residency.entries[position, e] for e in range(self._residency.experts[position])]
             coming = [-1 if x.flying is None or x.coming is None else x.coming for x in entries]
@@ -75,7 +75,7 @@ class OnDemandLoader:
             InputError: when the model was closed meanwhile.
         """
         residency = self._residency
-        with self._transitions.held():  # another pass, waiting for room, would note what has arrived before this one
+        with self._transitions.lock:  # another pass, waiting for room, would note what has arrived before this one
             stay = dict(wanted)
             if not isinstance(wanted, Changes):
                 stay |= dict.fromkeys(residency.above() - wanted.keys(), residency.base)
@@ -100,7 +100,7 @@ class OnDemandLoader:
     def drop_all(self) -> None:
         """Return every expert to the base and free every block, whatever was interrupted."""
         residency = self._residency
-        with self._transitions.held():
+        with self._transitions.lock:
             residency.recover(self._transitions.pools)
             for key in [*residency.above(), *self._ahead]:
                 self._leave(key)

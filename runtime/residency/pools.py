@@ -52,6 +52,7 @@ class Pool:
         """
         self.name, self.block_bytes, self.blocks = name, align(block_bytes, PAGE), blocks
         self.budget_bytes = 0 if on_host else self.block_bytes  # of the device's budget
+        self.returnable = memory.returnable  # whether free blocks can be given back
         if len(memory.tensor) < self.block_bytes * blocks:
             raise ValueError(f"pool {name}: {blocks} blocks of {self.block_bytes} bytes need more memory")
         self._tracker, self._memory = tracker, memory
@@ -60,7 +61,7 @@ class Pool:
         self._taken = [False] * blocks
         self._reserved: list[int] = []  # free and reserved: taken first, their pages are there
         self._untouched = list(range(blocks - 1, -1, -1))  # free and not reserved
-        if not memory.returnable:
+        if not self.returnable:
             if not tracker.try_reserve(name, self.block_bytes * blocks):
                 raise ValueError(f"pool {name}: {blocks} blocks of {self.block_bytes} bytes pass the budget")
             self._reserved, self._untouched = self._untouched, []
@@ -114,7 +115,7 @@ class Pool:
     def trim(self, size: int) -> int:
         """Give free blocks back to the device and the budget, at least `size` bytes if there are; return the bytes."""
         given = 0
-        while given < size and self._memory.returnable:
+        while given < size and self.returnable:
             with self._lock:
                 if not self._reserved:
                     break
@@ -124,11 +125,6 @@ class Pool:
                 self._untouched.append(index)
             given += back
         return given
-
-    @property
-    def returnable(self) -> bool:
-        """Whether free blocks can be given back."""
-        return self._memory.returnable
 
     @property
     def can_grow(self) -> bool:

@@ -77,10 +77,8 @@ class Residency:
             MemoryError: when the pool or the budget does not hold it: the caller's arithmetic was wrong.
             MoepackError: when its bytes are damaged.
         """
-        pool = self.pool(key[0], version)
-        if pool is None:
-            made = Complete(None, self._make(key, version, None))
-        else:
+        pool, block = self.pool(key[0], version), None
+        if pool is not None:
             block = pool.allocate()
             if block is None:
                 raise MemoryError(f"no block for version {version} of expert {key}")
@@ -89,7 +87,7 @@ class Residency:
             if event.error is not None:
                 pool.free(block)
                 raise event.error
-            made = Complete(block, self._make(key, version, block.tensor))
+        made = Complete(block, self._make(key, version, None if block is None else block.tensor))
         self.entries[key] = ExpertState(self.base, version, {version: made})
         if version != self.base:
             self._above.add(key)

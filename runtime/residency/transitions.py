@@ -11,9 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from moepack.pack.errors import MoepackError
 from moepack.runtime.planning.budget import BudgetTracker
@@ -66,7 +64,7 @@ class Transitions:
         self._limit, self._retry, self._clock = in_flight, retry_after, clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # bytes of a promotion
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # stops other threads' transitions
         self._wanted: dict[Key, int] = {}
         self._worth: Callable[[Key], float] = lambda key: 0.0
         self._exact = False
@@ -88,13 +86,9 @@ class Transitions:
         leave the device move at once, before all others. An expert that is not named and would free no bytes stays.
         Transitions that are no longer wanted are cancelled.
         """
-        with self._lock:
+        with self.lock:
             self._wanted, self._worth, self._exact = dict(wanted), worth, exact
             self._queue()
-
-    def held(self) -> AbstractContextManager[Any]:
-        """Return the lock that stops other threads' transitions."""
-        return self._lock
 
     def _queue(self) -> None:
         self._updates.clear()
@@ -128,7 +122,7 @@ class Transitions:
 
     def tick(self) -> None:
         """Run one round: publish ended copies, reclaim old versions, evict, admit promotions. Never waits."""
-        with self._lock:
+        with self.lock:
             for key, version, error in self.residency.poll(lambda key, version: self._target(key) == version):
                 self.note_failure(key, version, error)
             self.residency.publish_ready()
@@ -295,7 +289,7 @@ class Transitions:
         Raises:
             MemoryError: when the base versions, or pools that cannot shrink, leave fewer bytes.
         """
-        with self._lock:
+        with self.lock:
             most = self.headroom.most_kv()
             if self.kv_bytes + self.kv_asked + size > most:
                 raise MemoryError(f"a KV reserve of {self.kv_bytes + size} bytes: the experts leave {most}")
@@ -304,7 +298,7 @@ class Transitions:
 
     def shrink_kv(self, size: int) -> None:
         """Give back bytes of the KV reserve, first those that were asked for and are not reserved yet."""
-        with self._lock:
+        with self.lock:
             asked = min(size, self.kv_asked)
             self.kv_asked -= asked
             self.tracker.release("kv", size - asked)
@@ -362,10 +356,10 @@ class Transitions:
 
     def waiting(self) -> dict[Key, int]:
         """Return the promotions that have not begun, and their versions."""
-        with self._lock:
+        with self.lock:
             return dict(self._updates)
 
     def queues(self) -> Queues:
         """Return the lengths of the queues."""
-        with self._lock:
+        with self.lock:
             return Queues(len(self._updates), len(self._evictions), len(self.residency.flying))

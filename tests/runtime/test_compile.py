@@ -40,9 +40,9 @@ def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
     compared = 0
     with torch.no_grad():
         for seed in (0, 1, 2, 3, 4, 5, 5, 5, 5):  # the same again: by then there is nothing to change
-            steps, versions = live.residency.counts.steps if live else 0, model.moepack.versions
+            steps, versions = live.residency.steps.begun if live else 0, model.moepack.versions
             got = compiled(ids(seed=seed), use_cache=False).logits
-            assert not live or live.residency.counts.steps == steps + 1, "one step a pass"
+            assert not live or live.residency.steps.begun == steps + 1, "one step a pass"
             assert not live or not live.residency.steps.open
             want = model(ids(seed=seed), use_cache=False).logits
             if model.moepack.versions == versions:
@@ -130,8 +130,8 @@ def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None
             compiled(ids(), use_cache=False)
         third.steps = steps
         assert len(residency.steps.open) == 1
-        before, out = residency.counts.steps, model(ids(), use_cache=True)
-        assert residency.counts.steps == before + 1 and not residency.steps.open
+        before, out = residency.steps.begun, model(ids(), use_cache=True)
+        assert residency.steps.begun == before + 1 and not residency.steps.open
         assert model.moepack.caches.used > 0, "and its cache is counted"
         del out
     model.moepack.close()

@@ -1,1 +1,1 @@
-"""Bytes before anything is allocated: what fits a budget, and what is taken outside the experts."""
+"""Memory in bytes before anything is allocated: what fits a budget, and the bytes outside the experts."""

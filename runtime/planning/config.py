@@ -58,6 +58,6 @@ def check_config(name: str | Path, **options: Any) -> None:
 
     try:
         document, _ = PretrainedConfig.get_config_dict(name, **options)
-    except Exception:  # the next reader reports what is wrong
+    except Exception:  # the next reader reports the fault
         return
     check_counts(f"{name}: its {CONFIG}", document)

@@ -1,8 +1,8 @@
-"""What serving tells a policy, and what a policy answers. Pure: numbers in, decisions out, no torch.
+"""The events that serving tells a policy, and the policy's answers. Pure: numbers in, decisions out, no torch.
 
 A policy is one file with an `Entry`, and one line in registry.py. A policy that never changes anything answers with a
-map (`versions`). A policy that changes placements is made when a model is loaded (`make`). It says what it needs to
-know, and receives events.
+map (`versions`). A policy that changes placements is made when a model is loaded (`make`). It names the events that it
+needs, and receives them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class LivePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a policy that changes placements is made for."""
+    """The model and the budget for which a policy that changes placements is made."""
 
     experts: Sequence[int]  # [layers]
     ladder: Ladder  # the placements, the best first; a policy answers with indices into it
@@ -229,14 +229,15 @@ class LiveOptions:
 
     @property
     def on_demand(self) -> bool:
-        """Whether experts are absent until a layer wants them. The budget must then hold any one layer's experts at the
-        best placement."""
+        """Whether experts are absent until a layer wants them.
+
+        The budget must then hold any one layer's experts at the best placement.
+        """
         return False
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Bytes inside a pass for measuring what the policy needs to know: the least that works, and the most that
-        helps."""
+        """Bytes inside a pass for the policy's measurements: the least that works, and the most that helps."""
         return 0, 0
 
     @property

@@ -25,7 +25,7 @@ ENTRIES: tuple[Entry, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy as a user wrote it: its entry, the text after the colon, and the options read from that."""
+    """A policy as a user wrote it: its entry, the text after the colon, and its options."""
 
     entry: Entry
     argument: str

@@ -17,7 +17,7 @@ class Outcome(enum.Enum):
     NOTHING = "nothing"  # the version is active, or on its way
     READY = "ready"  # the version is resident, and is published next
     STARTED = "started"  # its copy has begun
-    REFUSED = "refused"  # there is no block for it, or no budget: ask again
+    REFUSED = "refused"  # there is no free block, or no budget for one: ask again
     BUSY = "busy"  # another copy for the expert is in flight: ask again
 
 

@@ -164,7 +164,7 @@ class Residency:
             self.leaving[key, version] = self.steps.begun
 
     def _left(self, key: Key, version: int) -> None:
-        """Make spare a version that no step can read any more."""
+        """Make a version spare that no step can read any more."""
         del self.leaving[key, version]
         self.entries[key].leaving.discard(version)
         self._set_aside(key, version)
@@ -276,7 +276,7 @@ class Residency:
         return failed
 
     def reclaim(self) -> None:
-        """Make spare the versions that no step can read any more."""
+        """Make versions spare that no step can read any more."""
         with self.lock:
             oldest = self.steps.oldest()
             for (key, version), last in list(self.leaving.items()):

@@ -62,7 +62,7 @@ class Sequences:
             yield prompt, lambda out: made.extend(caches_in(out))
         finally:
             with self._lock:
-                self._bury()  # a cache that died meanwhile may have had the address of the one that was made
+                self._bury()  # a cache that died meanwhile may have had the new cache's address
                 if cache is None and not (made and self._follow(made[0], mine)):
                     self._over.append(mine.number)
 

@@ -93,12 +93,12 @@ def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> 
     """A bundle of the model at these versions. `own` stands in place of arguments."""
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import parse_recipe
-    from moepack.progress import RichReporter
+    from moepack.progress import progress
 
     asked = {"length": 256, **vars(args), **own}
     shown = f"calibration: {{samples: {asked['samples']}, length: {asked['length']}, batch_size: 16}}"
     recipe = parse_recipe(f"versions: [{versions}]\nquantize: {{method: {asked['method']}}}\n{shown}", "benchmark")
-    with RichReporter() as reporter:
+    with progress() as reporter:
         build(args.checkpoint, bundle, recipe, texts(args)[0], reporter=reporter)
     return bundle
 

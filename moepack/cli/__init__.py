@@ -1,7 +1,7 @@
 """The command line: each command parses its arguments and calls one library function.
 
-What a command is asked for goes to stdout: its report, generated text, or with --json only JSON. Progress and notes go
-to stderr. An error is one line there and exit code 2.
+Results go to stdout: a report, generated text, or with --json only JSON. Progress and notes go to stderr. An error is
+one line there and exit code 2.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _root(
 
 
 def main() -> None:
-    """The console script: runs a command and turns the errors that a user can act on into one line."""
+    """Run a command, and print an error that a user can act on as one line."""
     from moepack.runtime.patches import leave_out, quiet_libraries
 
     quiet_libraries()

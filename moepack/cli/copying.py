@@ -1,4 +1,4 @@
-"""The commands that copy a bundle, or some of its versions: to another directory, to the Hub, from the Hub."""
+"""Commands that copy a bundle or some versions: to another directory, to the Hub, from the Hub."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Annotated
 
 import typer
 
+from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
 
 from .options import Bundle, Dense, Fitted, Json, Names, Output, Quiet, loading, names_of
-from .output import print_json, progress
+from .output import print_json, show
 
 _fit = loading("policy", "device", "kv_tokens", device_memory=(Fitted, None))  # --fit is the budget
+
+
+_Repository = Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)]
 
 
 def _budgeted(options: LoadOptions) -> LoadOptions | None:
@@ -29,7 +33,7 @@ def shrink(
         bool,
         typer.Option(
             "--allocation",
-            help="Only what one map names, and the map, for static:allocation: the manifest's, with --fit the plan's.",
+            help="Only one map's versions, and the map, for static:allocation: the manifest's, with --fit the plan's.",
         ),
     ] = False,
     dense: Dense = "",
@@ -41,20 +45,15 @@ def shrink(
 
     with progress(quiet) as reporter:
         result = run(bundle, output, names_of(versions), _budgeted(options), allocation, reporter, names_of(dense))
-    if as_json:
-        from dataclasses import asdict
-
-        print_json(asdict(result))
-    else:
-        kept = ", ".join((*result.versions, *(f"dense {name}" for name in result.dense)))
-        kept = f"{kept}{f' and the map {result.allocation!r}' if result.allocation else ''}"
-        typer.echo(f"{result.bundle}: keeps {kept}: {result.bytes_after:,} of {result.bytes_before:,} bytes")
+    kept = ", ".join((*result.versions, *(f"dense {name}" for name in result.dense)))
+    kept += f" and the map {result.allocation!r}" if result.allocation else ""
+    show(result, as_json, f"{result.bundle}: keeps {kept}: {result.bytes_after:,} of {result.bytes_before:,} bytes")
 
 
 def push(
     bundle: Bundle,
-    repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
-    private: Annotated[bool, typer.Option("--private", help="Create it private.")] = False,
+    repo: _Repository,
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="The branch to push to.")] = None,
     base_model: Annotated[
         str | None, typer.Option("--base-model", help="The checkpoint's Hub id, for the model card.")
@@ -62,30 +61,27 @@ def push(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Verify a bundle and upload it to the Hub; run again, it goes on."""
+    """Verify and upload a bundle to the Hub; run again to continue."""
     from moepack.hub import push as run
 
     with progress(quiet) as reporter:
         address = run(bundle, repo, private, revision, reporter, base_model)
-    if as_json:
-        print_json({"repo": repo, "commit": address})
-    else:
-        typer.echo(f"pushed to {repo}: {address}")
+    show({"repo": repo, "commit": address}, as_json, f"pushed to {repo}: {address}")
 
 
 @_fit
 def pull(
-    repo: Annotated[str, typer.Argument(help="The Hub repository, as owner/name.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.", show_default=False)],
+    repo: _Repository,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The bundle's directory.", show_default=False)],
     options: LoadOptions,
     versions: Names = "",
-    add: Annotated[str, typer.Option("--add", help="Add these to a bundle that was pulled before.")] = "",
+    add: Annotated[str, typer.Option("--add", help="Add these versions to a pulled bundle.")] = "",
     dense: Dense = "",
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Download a bundle, or some versions of it; run again, it goes on."""
+    """Download a bundle or some versions; run again to continue."""
     from moepack.hub import pull as run
 
     with progress(quiet) as reporter:

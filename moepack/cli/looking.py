@@ -1,18 +1,20 @@
-"""The commands that look: at a bundle, what a budget would hold of it, and this machine."""
+"""Commands that report: on a bundle, on what a budget would hold of it, and on this machine."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import usages
 
 from .options import Bundle, Json, Quiet, loading
-from .output import console, fail, print_json, progress
+from .output import console, fail, print_json, show
 
 
 def inspect(
@@ -20,9 +22,7 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the loss tables into this .png, .svg or .pdf.")
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="Write a report into this .html, all in one file.")
-    ] = None,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a report into this single .html file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show versions, bytes, bits per weight and losses."""
@@ -35,15 +35,14 @@ def inspect(
         from moepack.reports.page import write_page
 
         write_page(bundle, facts, page)
-    if as_json:
-        print_json(facts)
-    else:
-        console().print(report.render(facts))
+    show(facts, as_json, report.render)
 
 
 def verify(
     bundle: Bundle,
-    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Compare with it, bit for bit.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", help="Compare with this checkpoint, bit for bit.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -53,8 +52,7 @@ def verify(
     with progress(quiet) as reporter:
         problems = run(bundle, checkpoint, reporter)
     if as_json:
-        listed = [{"location": p.location, "kind": p.kind, "message": p.message} for p in problems]
-        print_json({"ok": not problems, "problems": listed})
+        print_json({"ok": not problems, "problems": [asdict(problem) for problem in problems]})
     else:
         for problem in problems:
             typer.echo(problem)
@@ -65,11 +63,11 @@ def verify(
 
 
 _BUDGET = typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456.", show_default=False)
-_ANYWHERE = typer.Option("--device", help="cpu, cuda ...; it need not be here.")
-_POLICY = typer.Option("--policy", help=f"{usages()}; hotness without it.")
+_ANYWHERE = typer.Option("--device", help="cpu, cuda ...; not necessarily on this machine.")
+_POLICY = typer.Option("--policy", help=f"{usages()}; by default hotness.")
 _CACHED = typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")
 _PASS = typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")
-_ALL = typer.Option("--all-logits", help="A pass returns the logits of all its tokens, as moepack.load assumes.")
+_ALL = typer.Option("--all-logits", help="A pass returns the logits of all its tokens, the default of moepack.load.")
 _SEQUENCES = typer.Option("--batch", min=1, help="Sequences at a time.")
 
 
@@ -85,7 +83,7 @@ _SEQUENCES = typer.Option("--batch", min=1, help="Sequences at a time.")
     device=(Annotated[str, _ANYWHERE], "cpu"),
 )
 def plan(bundle: Bundle, options: LoadOptions, as_json: Json = False) -> None:
-    """Say what a memory budget holds, at which loss and speed: for generate, with a prompt of 512 tokens."""
+    """Plan a memory budget: versions, loss and speed. By default for generate with a prompt of 512 tokens."""
     from moepack.reports import plan as planning
 
     planned = planning.plan(bundle, options)
@@ -95,39 +93,35 @@ def plan(bundle: Bundle, options: LoadOptions, as_json: Json = False) -> None:
         fail(planned.message)
     if not as_json:
         table, text = planning.render(planned)
-        screen = console()
-        screen.print(table)
-        screen.print(text)
+        console().print(table)
+        console().print(text)
 
 
 @loading("policy", "dense", "device_memory")
 def doctor(
     options: LoadOptions,
     directory: Annotated[Path | None, typer.Option("--directory", help="Where to measure disk rates.")] = None,
-    kernels: Annotated[bool, typer.Option("--kernels", help="Measure and show which kernel runs what.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Measure and show the kernel for each version and device.")
+    ] = False,
     token: Annotated[
-        str | None, typer.Option("--token", help="A bundle: serve it on the CPU and show where a token's time goes.")
+        str | None, typer.Option("--token", help="Serve this bundle on the CPU and show where a token's time goes.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what this machine can do: which methods can build here, devices, memory, codec and disk rates."""
+    """Show this machine's build methods, devices, memory and rates."""
     from moepack.reports.doctor import doctor as run
     from moepack.reports.doctor import kernels as measure
 
     if token is not None:
-        from moepack.reports import token as taken
+        from moepack.reports.token import render, token_time
 
-        found = taken.token_time(token, options)
-        print_json(taken.as_json(found)) if as_json else console().print(taken.render(found))
+        show(token_time(token, options), as_json, render)
         return
     if kernels:
         rows = measure()
-        if as_json:
-            print_json({"kernels": rows})
-        else:
-            for row in rows:
-                shown = f"{row['device']:<16} {row['version']:<16} {row['tokens']:>6} tokens an expert: {row['kernel']}"
-                typer.echo(shown)
+        line = "{device:<16} {version:<16} {tokens:>6} tokens an expert: {kernel}"
+        show({"kernels": rows}, as_json, "\n".join(line.format(**row) for row in rows))
         return
     facts = run(directory)
     if as_json:

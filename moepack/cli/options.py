@@ -4,172 +4,163 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import usages
+from moepack.server.options import Sampling
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1 ...")]
 EngineName = Annotated[str, typer.Option("--engine", help="Where experts are quantised: local, or ray for a cluster.")]
-Address = Annotated[str | None, typer.Option("--address", help="The Ray cluster; without it one is started here.")]
+Address = Annotated[str | None, typer.Option("--address", help="The Ray cluster; by default one is started here.")]
 Bounded = Annotated[
-    str | None,
-    typer.Option("--memory", help="The most memory that the process may take: 24GiB, 800MB; refused if it cannot be."),
+    int | None,
+    typer.Option(
+        "--memory",
+        parser=parse_size,
+        metavar="<size>",
+        help="The most memory for the process: 24GiB, 800MB; refused if too little.",
+    ),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Throw finished pieces away, or go on from them.")]
+Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Discard finished pieces, or resume from them.")]
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")]
 Texts = Annotated[
     list[str] | None,
-    typer.Option("--calibration", "-c", help="Text to calibrate on, in place of the recipe's: file or Hub data set."),
+    typer.Option("--calibration", "-c", help="Calibrate on this file or Hub data set, not on the recipe's."),
 ]
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="The bundle to make; a new or empty directory.", show_default=False)
 ]
 Revision = Annotated[
-    str | None, typer.Option("--revision", help="Of a checkpoint on the Hub: a branch, tag or commit.")
+    str | None, typer.Option("--revision", help="The branch, tag or commit of a checkpoint on the Hub.")
 ]
 Bundle = Annotated[Path, typer.Argument(help="A bundle's directory.", show_default=False)]
 Checkpoint = Annotated[str, typer.Argument(help="A model directory or a Hub id.", show_default=False)]
-Model = Annotated[
-    str, typer.Argument(help="A bundle or a checkpoint: its directory, or its Hub id.", show_default=False)
-]
-PolicyName = Annotated[
-    str | None,
-    typer.Option(
-        "--policy",
-        help=f"{usages(in_budget=False)}; with --device-memory also {usages(in_budget=True)}. Without it the best "
-        "version, with --device-memory hotness.",
-    ),
-]
-DenseName = Annotated[
-    str | None,
-    typer.Option(
-        "--dense",
-        help="The version of attention, shared experts and lm_head, where the bundle has versions of them: bf16, w8, "
-        "allocation; the most precise without it.",
-    ),
-]
-MaxTpot = Annotated[
-    str | None,
-    typer.Option(
-        "--max-tpot",
-        help="The most that decoding a token may take: 50ms, or bytes that it reads: 2GB. Versions that may take "
-        "longer are not served.",
-    ),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--device-memory",
-        help="The most that all may take there, weights, KV cache, activations and buffers: 24GiB, 800MB, 123456.",
-    ),
-]
-Cached = Annotated[
-    int | None,
-    typer.Option("--kv-tokens", min=0, help="In a budget: tokens of KV cache a sequence that it leaves room for."),
-]
-Prefill = Annotated[
-    int | None,
-    typer.Option("--prefill-tokens", min=0, help="In a budget: tokens a sequence of a pass that it leaves room for."),
-]
-Logits = Annotated[
-    bool,
-    typer.Option("--all-logits", help="In a budget: leave room for the logits of all those tokens, not the last's."),
-]
-Batch = Annotated[
-    int | None, typer.Option("--batch", min=1, help="In a budget: sequences that it leaves room for; 1 without it.")
-]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-Names = Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; all without it.")]
-Dense = Annotated[
-    str, typer.Option("--dense", help="Of the matrices outside the experts, where they have versions: only these.")
-]
+Model = Annotated[str, typer.Argument(help="The directory or Hub id of a bundle or checkpoint.", show_default=False)]
+Names = Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; by default all.")]
+Dense = Annotated[str, typer.Option("--dense", help="Only these versions of the matrices outside the experts.")]
 Fitted = Annotated[
     str | None,
-    typer.Option(
-        "--fit", help="Only the versions that moepack plan serves in this budget of device memory: 24GiB, 800MB."
-    ),
+    typer.Option("--fit", help="Only the versions that moepack plan serves in this device memory: 24GiB, 800MB."),
 ]
 Work = Annotated[Path, typer.Option("--work", help="The work directory.", show_default=False)]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")]
-TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from tokens that make up this share.")]
-TopK = Annotated[int, typer.Option("--top-k", min=0, help="Sample from so many tokens; 0: from all.")]
-MinP = Annotated[
-    float, typer.Option("--min-p", min=0.0, max=1.0, help="Leave out what is below this share of the best.")
+StopTexts = Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; may be repeated.")]
+System = Annotated[str, typer.Option("--system", help="The system message that begins a chat.")]
+Template = Annotated[
+    Path | None, typer.Option("--chat-template", help="A Jinja file that replaces the model's own template.")
 ]
-Repetition = Annotated[float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")]
-StopTexts = Annotated[list[str] | None, typer.Option("--stop", help="A text at which to stop; several times.")]
-Seed = Annotated[int, typer.Option("--seed", help="For sampling.")]
-System = Annotated[str, typer.Option("--system", help="What a chat begins with.")]
-Template = Annotated[Path | None, typer.Option("--chat-template", help="A file, in place of the model's own.")]
 
-
-LOADING: dict[str, Any] = {  # the flags of fields of LoadOptions
-    "policy": PolicyName,
-    "device_memory": Memory,
-    "dense": DenseName,
-    "max_tpot": MaxTpot,
-    "kv_tokens": Cached,
-    "batch": Batch,
-    "prefill_tokens": Prefill,
-    "all_logits": Logits,
+_LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
+    "policy": Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            help=f"{usages(in_budget=False)}; with --device-memory also {usages(in_budget=True)}. By default the best "
+            "version, with --device-memory hotness.",
+        ),
+    ],
+    "device_memory": Annotated[
+        str | None,
+        typer.Option(
+            "--device-memory",
+            help="The most memory to use there, for weights, KV cache, activations and buffers: 24GiB, 800MB, 123456.",
+        ),
+    ],
+    "dense": Annotated[
+        str | None,
+        typer.Option(
+            "--dense",
+            help="The version of attention, shared experts and lm_head, if the bundle has versions of them: bf16, w8, "
+            "allocation; by default the most precise.",
+        ),
+    ],
+    "max_tpot": Annotated[
+        str | None,
+        typer.Option(
+            "--max-tpot",
+            help="The most that decoding a token may take: 50ms, or the bytes it reads: 2GB. Versions that may take "
+            "longer are not served.",
+        ),
+    ],
+    "kv_tokens": Annotated[
+        int | None,
+        typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for so many tokens a sequence."),
+    ],
+    "batch": Annotated[
+        int | None,
+        typer.Option("--batch", min=1, help="In a budget: reserve memory for so many sequences; by default 1."),
+    ],
+    "prefill_tokens": Annotated[
+        int | None,
+        typer.Option(
+            "--prefill-tokens", min=0, help="In a budget: reserve memory for passes of so many tokens a sequence."
+        ),
+    ],
+    "all_logits": Annotated[
+        bool,
+        typer.Option(
+            "--all-logits", help="In a budget: reserve memory for the logits of all those tokens, not the last."
+        ),
+    ],
     "device": Device,
-    "dtype": Dtype,
+    "dtype": Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")],
 }
-SAMPLING: dict[str, Any] = {  # of Sampling
-    "temperature": Temperature,
-    "top_p": TopP,
-    "top_k": TopK,
-    "min_p": MinP,
-    "repetition": Repetition,
-    "seed": Seed,
+_SAMPLING: dict[str, Any] = {  # field of Sampling -> its flag
+    "temperature": Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")],
+    "top_p": Annotated[
+        float,
+        typer.Option("--top-p", min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share."),
+    ],
+    "top_k": Annotated[int, typer.Option("--top-k", min=0, help="Sample from so many tokens; 0: from all.")],
+    "min_p": Annotated[
+        float,
+        typer.Option("--min-p", min=0.0, max=1.0, help="Leave out tokens below this share of the best probability."),
+    ],
+    "repetition": Annotated[float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")],
+    "seed": Annotated[int, typer.Option("--seed", help="The seed of sampling.")],
 }
-Flags = Mapping[str, tuple[Any, Any]]  # parameters of a command: their annotation, their default
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def flags(known: Mapping[str, Any], record: type, *names: str, **others: Any) -> dict[str, tuple[Any, Any]]:
-    """The flags of these fields of a record, with its defaults.
-
-    Args:
-        known: the annotation of each field.
-        record: a dataclass.
-        names: of its fields.
-        others: fields with another default, or another annotation and default.
-    """
-    defaults = inspect.signature(record).parameters
-    found = {name: (known[name], defaults[name].default) for name in names}
-    return found | {n: v if isinstance(v, tuple) else (known[n], v) for n, v in others.items()}
-
-
-def loading(*names: str, **others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def loading(*names: str, **others: Any) -> Decorator:
     """Give a command the flags of these fields of `LoadOptions`, which it takes as `options`.
 
-    Arguments as of `flags`. The one place that turns flags into `LoadOptions`.
+    `others` are fields with another default, or with another annotation and default.
     """
-    return taking("options", LoadOptions, flags(LOADING, LoadOptions, *names, **others))
+    return _taking("options", LoadOptions, _LOADING, names, others)
 
 
-def taking(
-    parameter: str, make: Callable[..., Any], given: Flags
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace one parameter of a command by several flags, of which `make` makes its value."""
+def sampling(temperature: float) -> Decorator:
+    """Give a command the flags of `Sampling`, which it takes as `sampling`."""
+    names = ("top_p", "top_k", "min_p", "repetition")
+    return _taking("sampling", Sampling, _SAMPLING, names, {"temperature": temperature, "seed": 0})
+
+
+def _taking(
+    parameter: str, record: type, known: Mapping[str, Any], names: Sequence[str], others: Mapping[str, Any]
+) -> Decorator:
+    """Replace one parameter of a command, a dataclass, by the flags of its fields."""
+    defaults = inspect.signature(record).parameters
+    flags = {name: (known[name], defaults[name].default) for name in names}
+    flags |= {n: v if isinstance(v, tuple) else (known[n], v) for n, v in others.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            made = make(**{name: values.pop(name) for name in given})
+            made = record(**{name: values.pop(name) for name in flags})
             command(**values, **{parameter: made})
 
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters: list[inspect.Parameter] = []
         for name, old in inspect.signature(command, eval_str=True).parameters.items():
-            new = given.items() if name == parameter else [(name, (old.annotation, old.default))]
+            new = flags.items() if name == parameter else [(name, (old.annotation, old.default))]
             parameters += [inspect.Parameter(n, kind, annotation=a, default=d) for n, (a, d) in new]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
         return run
@@ -178,5 +169,5 @@ def taking(
 
 
 def names_of(text: str) -> list[str]:
-    """Names with commas between."""
+    """Split a comma-separated list of names."""
     return [name.strip() for name in text.split(",") if name.strip()]

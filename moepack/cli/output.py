@@ -1,9 +1,11 @@
-"""What commands write: tables and JSON to stdout, progress and the one line of an error to stderr."""
+"""Output of commands: results to stdout, one-line errors to stderr."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,26 +15,28 @@ from moepack.pack.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moepack.progress import Reporter
-
 
 def console() -> Console:
-    """For tables and text that is to be folded, which a terminal's width decides; elsewhere 120 columns."""
+    """A console that folds text at the terminal's width, or at 120 columns elsewhere."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
 
 
-def progress(quiet: bool) -> Reporter:
-    """Shows on stderr how far a command is, unless it is to be quiet."""
-    from moepack.progress import Reporter, RichReporter
-
-    return Reporter() if quiet else RichReporter()
-
-
 def print_json(value: Any) -> None:
-    """On stdout."""
+    """Write a value as JSON to stdout; a dataclass as its fields."""
+    value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+
+
+def show(value: Any, as_json: bool, text: str | Callable[[Any], Any]) -> None:
+    """Write a result as JSON, as a line of text, or as `text` renders it for the console."""
+    if as_json:
+        print_json(value)
+    elif isinstance(text, str):
+        typer.echo(text)
+    else:
+        console().print(text(value))
 
 
 def fail(message: str) -> None:

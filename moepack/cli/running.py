@@ -1,37 +1,28 @@
-"""The commands that run a model: evaluation, text, chat and the server."""
+"""Commands that run a model: evaluation, text, chat and the server."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moepack.progress import progress
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.options import Sampling
 
-from .options import (
-    SAMPLING,
-    Json,
-    Model,
-    Quiet,
-    StopTexts,
-    System,
-    Template,
-    flags,
-    loading,
-    names_of,
-    taking,
-)
-from .output import console, print_json, progress
+from .options import Json, Model, Quiet, StopTexts, System, Template, loading, names_of, sampling
+from .output import console, print_json
 
-_PASS = typer.Option("--batch", min=1, help="Windows a forward pass; 16, or in a budget 1024 tokens, without it.")
+_PASS = typer.Option("--batch", min=1, help="Windows a forward pass; by default 16, or 1024 tokens in a budget.")
 _HELD = typer.Option(
-    "--kv-tokens", min=0, help="In a budget: tokens of KV cache reserved at the start; 4096 where experts make no room."
+    "--kv-tokens",
+    min=0,
+    help="In a budget: tokens of KV cache reserved at the start; 4096 if experts cannot make room.",
 )
 _LOADED = ("policy", "device_memory", "dense", "max_tpot", "kv_tokens", "device", "dtype")
-_SHOWN = ("top_p", "top_k", "min_p", "repetition")
 
 
 @loading(*_LOADED, "prefill_tokens", all_logits=False, batch=(Annotated[int | None, _PASS], None))
@@ -42,26 +33,23 @@ def evaluate(
         list[str] | None,
         typer.Option("--data", "-d", help="Text or chats: files or Hub data sets.", show_default=False),
     ] = None,
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window, or of a task's question.")] = 512,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Windows a file, at the most.")] = 256,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window or of a task's question.")] = 512,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="The most windows a file.")] = 256,
     trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Write routing and versions, a line of JSON a forward pass."),
+        Path | None, typer.Option("--trace", help="Write routing and versions, a line of JSON a forward pass.")
     ] = None,
     kl: Annotated[
-        bool, typer.Option("--kl", help="Compare with the bundle's own bf16: divergence and agreement a token.")
+        bool, typer.Option("--kl", help="Compare with the bundle's bf16: divergence and agreement a token.")
     ] = False,
-    tasks: Annotated[str, typer.Option("--tasks", help="Of lm-evaluation-harness, as gsm8k,arc_easy.")] = "",
-    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before a task's question.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions a task, at the most.")] = None,
-    task_folder: Annotated[Path | None, typer.Option("--task-folder", help="A folder with tasks of your own.")] = None,
+    tasks: Annotated[str, typer.Option("--tasks", help="Tasks of lm-evaluation-harness, as gsm8k,arc_easy.")] = "",
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before each question.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="The most questions a task.")] = None,
+    task_folder: Annotated[Path | None, typer.Option("--task-folder", help="A folder with your own tasks.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the model's chat template.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Perplexity on text, with its 95 % interval; or scores of tasks."""
-    from dataclasses import asdict
-
+    """Measure perplexity with its 95 % interval, or score tasks."""
     from moepack.reports import evaluate as scoring
     from moepack.reports import tasks as harness
 
@@ -86,33 +74,34 @@ def evaluate(
 
 
 @loading(*_LOADED, "prefill_tokens", "batch", all_logits=False)
-@taking("sampling", Sampling, flags(SAMPLING, Sampling, *_SHOWN, temperature=0.0, seed=0))
+@sampling(temperature=0.0)
 def generate(
     path: Model,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue.", show_default=False)],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue.", show_default=False)],
     options: LoadOptions,
     sampling: Sampling,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens to add.")] = 64,
     stop: StopTexts = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message: use the chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")
+    ] = False,
     system: System = "",
     chat_template: Template = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt, or answer a message; the text is printed as it comes."""
+    """Continue a prompt, or answer a message."""
     from moepack.generation import generate as run
     from moepack.opening import read_template
 
-    messages = None
+    messages, began = None, False
     if chat or system:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-    began = False
 
     def tell(text: str) -> None:
         nonlocal began
         if not as_json:
-            typer.echo(text if began or messages else prompt + text, nl=False)  # an answer stands by itself
+            typer.echo(text if began or messages else prompt + text, nl=False)  # an answer comes without its prompt
             sys.stdout.flush()
             began = True
 
@@ -127,63 +116,71 @@ def generate(
 
 
 @loading(*_LOADED)
-@taking("sampling", Sampling, flags(SAMPLING, Sampling, *_SHOWN, temperature=0.7, seed=0))
+@sampling(temperature=0.7)
 def chat(
     path: Annotated[str, typer.Argument(help="A bundle or checkpoint, or a server's http:// address.")],
     options: LoadOptions,
     sampling: Sampling,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")] = 256,
     stop: StopTexts = None,
     system: System = "",
     chat_template: Template = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="MOEPACK_API_KEY", help="A server's.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="MOEPACK_API_KEY", help="The server's key.")
+    ] = None,
 ) -> None:
     """Chat, a line at a time."""
-    from moepack.chat import Here, There, talk
+    from moepack.chat import local_model, server, talk
     from moepack.generation import CHAT_TOKENS, PROMPT, Session
     from moepack.opening import read_template
 
     if path.startswith(("http://", "https://")):
-        talk(There(path, api_key, max_new_tokens, sampling, stop or ()), system)
+        talk(server(path, api_key, max_new_tokens, sampling, stop or ()), system)
         return
     with Session(path, options, read_template(chat_template)) as session:
-        session.chat([{"role": "user", "content": "?"}])  # refused before weights are read
+        session.chat([{"role": "user", "content": "?"}])  # raises before weights are read
         session.load(CHAT_TOKENS, PROMPT)
-        talk(Here(session, max_new_tokens, sampling, stop or ()), system)
+        talk(local_model(session, max_new_tokens, sampling, stop or ()), system)
 
 
 @loading(*_LOADED, kv_tokens=(Annotated[int | None, _HELD], None))
 def serve(
-    bundle: Annotated[str, typer.Argument(help="A bundle: its directory, or its Hub id.", show_default=False)],
+    bundle: Annotated[str, typer.Argument(help="A bundle's directory or Hub id.", show_default=False)],
     options: LoadOptions,
     host: Annotated[str, typer.Option("--host", help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option("--api-key", help="Clients must send it; better given as MOEPACK_API_KEY.")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The model's, as clients ask for it.")] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option("--chat-template", help="A Jinja file in place of the model's own template.")
-    ] = None,
-    max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Answered at a time.")] = 32,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Waiting for it; more are refused.")] = 256,
+    name: Annotated[str | None, typer.Option("--name", help="The model's name for clients.")] = None,
+    chat_template: Template = None,
+    max_sequences: Annotated[
+        int, typer.Option("--max-sequences", min=1, help="The most requests answered at a time.")
+    ] = 32,
+    max_waiting: Annotated[
+        int, typer.Option("--max-waiting", min=1, help="The most requests that wait; more are refused.")
+    ] = 256,
     step_tokens: Annotated[int, typer.Option("--step-tokens", min=1, help="Tokens of a forward pass.")] = 256,
     max_kv_tokens: Annotated[
-        int | None, typer.Option("--max-kv-tokens", min=2, help="Of all caches together: experts keep the rest.")
+        int | None,
+        typer.Option("--max-kv-tokens", min=2, help="The most tokens of all KV caches; experts use the rest."),
     ] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option("--max-prompt-tokens", min=1, help="Of a prompt.")] = None,
-    max_body: Annotated[str, typer.Option("--max-body", help="Bytes of a request, as 4MiB.")] = "4MiB",
-    grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds that a stop lets answers finish.")] = 30.0,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Print a line a request.")] = False,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option("--max-prompt-tokens", min=1, help="The most tokens of a prompt.")
+    ] = None,
+    max_body: Annotated[str, typer.Option("--max-body", help="The most bytes of a request, as 4MiB.")] = "4MiB",
+    grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds for answers to finish at a stop.")] = 30.0,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Print a line for each request.")] = False,
     replicas: Annotated[
-        int, typer.Option("--replicas", min=1, help="Copies on Ray Serve, each with the budget to itself.")
+        int, typer.Option("--replicas", min=1, help="Copies on Ray Serve, each with its own budget.")
     ] = 1,
     address: Annotated[
-        str | None, typer.Option("--address", help="Of the Ray cluster for them: ray://HOST:10001; else this machine.")
+        str | None,
+        typer.Option("--address", help="The Ray cluster of the copies: ray://HOST:10001; by default this machine."),
     ] = None,
 ) -> None:
-    """Answer the OpenAI interface over HTTP, with a page that shows what is served."""
-    given = dict(locals())  # the parameters, which are the fields of Serve
+    """Serve the OpenAI interface over HTTP, with a live page."""
+    given = dict(locals())  # the parameters are the fields of Serve
     from moepack.server.command import Serve
 
     if replicas > 1 or address is not None:

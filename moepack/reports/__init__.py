@@ -1,1 +1,1 @@
-"""What is said of a bundle or of a machine: inspect, verify, evaluate, plan, doctor."""
+"""Reports on a bundle or a machine: inspect, verify, evaluate, plan, doctor."""

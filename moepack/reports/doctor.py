@@ -1,4 +1,4 @@
-"""What this machine can do for moepack: libraries, methods of quantising, devices, memory, codec and disk rates."""
+"""Report what this machine offers: libraries, quantisation methods, devices, memory, codec and disk rates."""
 
 from __future__ import annotations
 
@@ -22,25 +22,20 @@ READY = "ready"
 
 
 def doctor(directory: Path | None = None) -> dict[str, Any]:
-    """The facts, ready for JSON. `problems` lists what would keep moepack from working.
+    """The facts, ready for JSON. `problems` lists what keeps moepack from working.
 
-    `methods` says of each method that a recipe may ask for whether a build by it can run here, or what it lacks;
-    `can_build` is whether one by the default method can.
-
-    Args:
-        directory: where disk rates are measured; the temporary directory without it.
+    `methods` says of each method of a recipe whether it can run here, or what it lacks. `can_build` tells it of the
+    default method. Disk rates are measured in `directory`, by default the temporary directory.
     """
     import psutil
 
+    from moepack.runtime.experts import backends
+
     problems: list[str] = []
     builds = quantisers()
-    libraries: dict[str, str | None] = {}
-    for name, least in _LIBRARIES.items():
-        try:
-            libraries[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            libraries[name] = None
-        version = libraries[name]
+    libraries = {name: _installed(name) for name in _LIBRARIES}
+    for name, version in libraries.items():
+        least = _LIBRARIES[name]
         if version is None and name not in _OPTIONAL:
             problems.append(f"{name} is not installed: pip install moepack")
         elif version is not None and _parts(version) < _parts(least):
@@ -52,7 +47,7 @@ def doctor(directory: Path | None = None) -> dict[str, Any]:
         "methods": builds,
         "can_build": builds[methods.DEFAULT] == READY,
         "cpu": _cpu(),
-        "kernel_limits": _kernel_limits(),
+        "kernel_limits": backends.source(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_free_bytes": psutil.virtual_memory().available,
         "devices": _devices(),
@@ -72,25 +67,25 @@ def quantisers() -> dict[str, str]:
     out = {}
     for name in methods.named():
         entry = methods.get(name)
-        lacks = [f"{x} to read text" for x in ("datasets",) if not _installed(x)]
-        lacks += [x.name for x in (entry.library,) if x is not None and not _installed(x.name)]
-        for library in (methods.get(other).library for other in entry.fallbacks):
-            if library is not None and not _installed(library.name):
-                lacks.append(f"{library.name} for experts with few tokens")
+        needs = [("datasets", " to read text")]
+        needs += [(x.name, "") for x in (entry.library,) if x is not None]
+        others = (methods.get(other).library for other in entry.fallbacks)
+        needs += [(x.name, " for experts with few tokens") for x in others if x is not None]
+        lacks = [library + purpose for library, purpose in needs if not _installed(library)]
         out[name] = f"lacks {', '.join(lacks)}: pip install 'moepack[build]'" if lacks else READY
     return out
 
 
-def _installed(name: str) -> bool:
+def _installed(name: str) -> str | None:
+    """A library's version, or None."""
     try:
-        metadata.version(name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def kernels() -> list[dict[str, str]]:
-    """The backend table, measured anew: which kernel runs which version on which device, by tokens an expert."""
+    """Measure the backend table: the kernel for each device, version and number of tokens an expert."""
     from moepack.runtime.experts import backends
 
     backends.autotune()
@@ -102,20 +97,13 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def _cpu() -> dict[str, Any]:
-    """Cores, the instruction set that kernels use, and the best there is; None where they are not compiled."""
+    """Cores, the instruction set of the kernels, and the best one here; None if no kernels are compiled."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         from moepack.runtime.kernels import affine_native as native
     except OSError:
         return {"cores": cores, "isa": None, "isa_best": None}
     return {"cores": cores, "isa": native.LEVELS[native.level], "isa_best": native.levels()[-1]}
-
-
-def _kernel_limits() -> str:
-    """Where the numbers of tokens come from up to which experts run straight from packed bytes."""
-    from moepack.runtime.experts import backends
-
-    return backends.source()
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -131,9 +119,9 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def host_memory() -> dict[str, Any]:
-    """How a GPU's extents are kept on the host here: the mode a store would take, why not a better one, and limits.
+    """How the host would keep a GPU's extents: the mode, why no better one works, and limits.
 
-    Every way of pinning is tried on 64 MiB; without a GPU `mode` is "files", and there is nothing to try.
+    Every way of pinning is tried on 64 MiB. Without a GPU, `mode` is "files" and nothing is tried.
     """
     import torch
 
@@ -141,24 +129,20 @@ def host_memory() -> dict[str, Any]:
     from moepack.runtime.store.host_limit import host_limits
     from moepack.runtime.store.pinning import probe
 
-    facts: dict[str, Any] = {
-        "mode": "files",
-        "reason": "no CUDA device: the page cache holds the files",
-        **host_limits(),
-    }
-    if torch.cuda.is_available():
-        try:
-            ways = probe(Cudart(torch.cuda.current_device()))
-        except OSError as error:
-            return {**facts, "mode": "staged", "reason": str(error)}
-        facts["ways"] = ways
-        facts["mode"] = next(way["mode"] for way in ways if way["works"])
-        facts["reason"] = "; ".join(f"not {way['mode']}: {way['reason']}" for way in ways if not way["works"])
-    return facts
+    limits = host_limits()
+    if not torch.cuda.is_available():
+        return {"mode": "files", "reason": "no CUDA device: the page cache holds the files", **limits}
+    try:
+        ways = probe(Cudart(torch.cuda.current_device()))
+    except OSError as error:
+        return {"mode": "staged", "reason": str(error), **limits}
+    mode = next(way["mode"] for way in ways if way["works"])
+    reason = "; ".join(f"not {way['mode']}: {way['reason']}" for way in ways if not way["works"])
+    return {"mode": mode, "reason": reason, **limits, "ways": ways}
 
 
 def _codec() -> dict[str, Any]:
-    """Rates of the exponent codec on all cores, in bytes of BF16 a second, and what runs it."""
+    """The engine of the exponent codec, and its rates on all cores, in bytes of BF16 a second."""
     import numpy as np
 
     from moepack.pack.codec import exponent_fast
@@ -182,7 +166,7 @@ def _codec() -> dict[str, Any]:
 
 
 def disk_rates(directory: Path) -> dict[str, Any]:
-    """Rates of writing (synced) and reading back 64 MiB, in bytes a second; reading may come from the page cache."""
+    """Rates of writing (synced) and reading 64 MiB, in bytes a second. The page cache may serve the reads."""
     size = 64 << 20
     facts: dict[str, Any] = {"directory": str(directory), "free_bytes": shutil.disk_usage(directory).free}
     try:

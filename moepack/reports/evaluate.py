@@ -1,7 +1,7 @@
-"""Perplexity, of a bundle under a policy or of a plain checkpoint.
+"""Measure the perplexity of a bundle under a policy, or of a plain checkpoint.
 
-Perplexity is over the windows of `moepack.calibrate.text.windows`: documents joined with the end-of-text token, cut
-into windows of one length, each window scored from its second token on.
+The text is that of `moepack.calibrate.text.windows`: documents joined with the end-of-text token and cut into windows
+of one length. Each window is scored from its second token on.
 """
 
 from __future__ import annotations
@@ -30,90 +30,59 @@ if TYPE_CHECKING:
 
 Interval = tuple[float, float]
 
-_LOGITS = 1 << 26  # bytes of logits that are scored at a time where there is no budget
-_TOKENS = 1024  # of a forward pass in a budget: what they take of it grows with them
+_LOGITS = 1 << 26  # bytes of logits that are scored at a time without a budget
+_TOKENS = 1024  # tokens of a forward pass in a budget; its memory grows with them
 
 
-@dataclass(frozen=True, slots=True)
-class FileScore:
-    """Scores over one file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Scores over text. Intervals are 95 %, over documents, or over windows if documents are few (intervals.py)."""
 
-    Attributes:
-        perplexity, tokens: over the scored tokens, and how many.
-        perplexity_interval: 95 %, over documents, or over windows where there are few documents (intervals.py).
-        kl: of the distribution under `bf16` from the one served, nats a token, where it was asked for.
-        top1_agreement: share of tokens at which both find the same token most likely.
-    """
-
-    file: str
     perplexity: float
-    tokens: int
+    tokens: int  # scored tokens
     tokens_per_second: float
     perplexity_interval: Interval
-    kl: float | None = None
+    kl: float | None = None  # divergence of the distribution under `bf16` from the served one, nats a token; on request
     kl_interval: Interval | None = None
-    top1_agreement: float | None = None
+    top1_agreement: float | None = None  # share of tokens at which both find the same token most likely
     top1_interval: Interval | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Scores of all files in one session, and what the session took of the device.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileScore(Scores):
+    """Scores over one file."""
 
-    Attributes:
-        forward_waits: how often a forward pass waited for a copy; 0 but for policies that load on demand.
-        transition_failures: copies that failed; their experts stayed on the versions they had.
-        refusals: promotions put off for want of room.
-        bytes_moved: stored bytes copied, those of loading included.
-        kv_waits: how often a forward pass waited until experts had made room for its KV cache.
-        worker_failures: rounds of transitions that failed.
-        host_bytes: bytes of weights that the host read for the experts that it executed.
-        demand_bytes: stored bytes that passes waited for, of policies that load on demand.
-        prefetch_bytes: those fetched ahead; of them `prefetch_in_time` were there when they were needed,
-            `prefetch_late` were on their way, and `prefetch_wasted` were not needed.
-        fixed: what is taken outside the experts, by parts; of a bundle.
-        perplexity_interval, kl, kl_interval, top1_agreement, top1_interval: as of `FileScore`, over all files.
-    """
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Scores):
+    """Scores over all files in one session, and the session's use of the device."""
 
     files: tuple[FileScore, ...]
-    perplexity: float
-    tokens: int
-    tokens_per_second: float
     policy: str | None
     resident_bytes_peak: int
     budget_bytes: int | None
     promotions: int = 0
     demotions: int = 0
-    forward_waits: int = 0
+    forward_waits: int = 0  # of forward passes for copies; 0 except for policies that load on demand
     cancelled: int = 0
-    transition_failures: int = 0
-    refusals: int = 0
-    bytes_moved: int = 0
-    kv_waits: int = 0
-    worker_failures: int = 0
-    host_bytes: int = 0
-    demand_bytes: int = 0
-    prefetch_bytes: int = 0
+    transition_failures: int = 0  # failed copies, whose experts stayed on their versions
+    refusals: int = 0  # promotions put off for want of room
+    bytes_moved: int = 0  # stored bytes copied, with those of loading
+    kv_waits: int = 0  # of forward passes for experts to make room for the KV cache
+    worker_failures: int = 0  # failed rounds of transitions
+    host_bytes: int = 0  # bytes of weights that the host read for the experts it ran
+    demand_bytes: int = 0  # stored bytes that passes waited for, under policies that load on demand
+    prefetch_bytes: int = 0  # bytes fetched ahead, of which the next three had arrived, were late, or were not needed
     prefetch_in_time: int = 0
     prefetch_late: int = 0
     prefetch_wasted: int = 0
-    fixed: Fixed | None = None
-    perplexity_interval: Interval | None = None
-    kl: float | None = None
-    kl_interval: Interval | None = None
-    top1_agreement: float | None = None
-    top1_interval: Interval | None = None
-
-
-def _check_trace(path: str | Path, is_bundle: bool, trace: Path) -> None:
-    if not is_bundle:
-        raise InputError(f"{path}: not a bundle: a trace needs one")
-    if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
-        raise InputError(f"{trace}: a trace cannot be written there: name a file in a folder that is there")
+    fixed: Fixed | None = None  # bytes of a bundle outside the experts, by parts
 
 
 def _shown(reporter: Reporter) -> Callable[[int, int], None]:
-    """Shows the bytes of experts that are loaded."""
+    """Show the loaded bytes of experts."""
     shown = -1
 
     def loaded(done: int, total: int) -> None:
@@ -125,14 +94,6 @@ def _shown(reporter: Reporter) -> Callable[[int, int], None]:
         shown = done // 10**6
 
     return loaded
-
-
-def resident_bytes(model: Any) -> int:
-    """Bytes of device memory that a model's weights take."""
-    serving = getattr(model, "moepack", None)
-    if serving is not None:
-        return int(serving.resident_bytes(model))
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def evaluate(
@@ -148,16 +109,16 @@ def evaluate(
     """Perplexity of a bundle or checkpoint on text files, one after another in one session.
 
     Args:
-        path: a bundle or a checkpoint: its directory, or its Hub id.
+        path: the directory or Hub id of a bundle or checkpoint.
         data: files or Hub data sets.
         options: how it is loaded. `batch` windows make up a forward pass: 16 by default, in a budget as many as have
             1,024 tokens. `prefill_tokens` is a window's tokens by default. `all_logits` is False by default: logits are
             made in pieces. `kv_tokens` are not used, but the budget leaves room for them.
-        length: tokens of a window; at most what the model was made for.
+        length: tokens of a window; at most the model's longest context.
         samples: windows a file, from its beginning.
-        reporter: shows progress.
+        reporter: receives progress.
         trace: write every forward pass into this file (moepack.runtime.trace); for bundles.
-        kl: compare with the same bundle served at `bf16` without a budget, which runs first: divergence and agreement.
+        kl: first run the same bundle at `bf16` without a budget, and report divergence and agreement.
     """
     reporter = reporter or Reporter()
     if not data:
@@ -183,19 +144,28 @@ def evaluate(
         stack.enter_context(products(model))
         scored = [_score(model, name, pool, batch, room, reference, reporter) for name, pool in pools]
     reporter.step("done")
-    if serving is not None:
+    if serving is None:
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        session: dict[str, Any] = {"policy": None, "resident_bytes_peak": size}
+    else:
         serving.close()
-    return _evaluation(model, scored, options.budget, kl)
+        peak = serving.resident_bytes_peak
+        session = {"policy": serving.policy, "resident_bytes_peak": peak, "fixed": serving.fixed, **serving.counters()}
+    files = tuple(FileScore(file=s.file, **_scores([s], kl)) for s in scored)
+    return Evaluation(files=files, budget_bytes=options.budget, **_scores(scored, kl), **session)
 
 
 def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace: Path | None) -> Source:
-    """Find the model, and see that it, the texts and the trace's file can be used."""
+    """Find the model, and check that the model, the texts and the trace's file are usable."""
     from moepack.calibrate.text.documents import check_source
 
     source = locate(path)
     check(source, options)
     if trace is not None:
-        _check_trace(path, source.is_bundle, trace)
+        if not source.is_bundle:
+            raise InputError(f"{path}: not a bundle: a trace needs one")
+        if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
+            raise InputError(f"{trace}: a trace cannot be written there: name a file in an existing folder")
     for name in data:
         check_source(name)
     return source
@@ -203,28 +173,19 @@ def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far a policy's distribution is from that of `bf16`, by cluster of text: a document or a window.
+    """The divergence of a policy's distribution from that of `bf16`, by cluster of text: a document or a window."""
 
-    Attributes:
-        counts: tokens of each cluster.
-        sums: of the divergence over them, nats.
-    """
-
-    counts: tuple[float, ...]
-    sums: tuple[float, ...]
+    counts: tuple[float, ...]  # tokens of each cluster
+    sums: tuple[float, ...]  # of the divergence over them, nats
 
 
 def divergences(
     path: str | Path, data: Sequence[str], policies: Sequence[str], dtype: str = "float32", length: int = 512,
     samples: int = 256, reporter: Reporter | None = None,
 ) -> list[Divergence]:  # fmt: skip
-    """The divergence of several policies from the bundle's own `bf16`, on the same clusters, to be paired.
+    """The divergence of several policies from the bundle's own `bf16`, on the same clusters, for paired comparison.
 
-    Args:
-        path: a bundle's directory.
-        data: files or Hub data sets.
-        policies: each served without a budget, on the CPU.
-        dtype, length, samples, reporter: as of `evaluate`.
+    Each policy is served on the CPU, without a budget. Other arguments are those of `evaluate`.
     """
     reporter = reporter or Reporter()
     source, options = locate(path), LoadOptions(dtype=dtype, batch=16)
@@ -247,9 +208,9 @@ def divergences(
 def _compare_with(
     reference: _Reference, source: Source, options: LoadOptions, pools: Any, batch: int, reporter: Reporter
 ) -> None:
-    """Run the bundle at `bf16`, without a budget, over all files first."""
+    """Run the bundle at `bf16`, without a budget, over all files."""
     if not source.is_bundle:
-        raise InputError(f"{source.path}: not a bundle: a divergence is that of a bundle from its own bf16")
+        raise InputError(f"{source.path}: not a bundle: a divergence needs one, to compare with its own bf16")
     reporter.stage("reference", len(pools))
     best = LoadOptions(policy=f"static:{LOSSLESS}", device=options.device, dtype=options.dtype, dense=LOSSLESS)
     model = load_model(source, best)
@@ -259,31 +220,29 @@ def _compare_with(
 
 
 def _window(source: str | Path, length: int) -> int:
-    """Tokens of a window: at most what the model was made for."""
+    """Tokens of a window: at most the model's longest context."""
     from transformers import AutoConfig
 
     most = None
-    with suppress(Exception):  # loading says what is wrong
+    with suppress(Exception):  # loading reports the error
         most = getattr(AutoConfig.from_pretrained(source).get_text_config(), "max_position_embeddings", None)
     return min(length, most) if isinstance(most, int) and most > 1 else length
 
 
 def _windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
-    """Each file with its windows and the documents they are of; InputError for one that does not fill any."""
+    """Each file with its windows and their documents; raise InputError for a file shorter than a window."""
     from moepack.calibrate.text.windows import document_windows, load_tokenizer
 
     tokenizer = load_tokenizer(Path(source.path))
     pools = [(name, document_windows(name, tokenizer, length, samples)) for name in data]
     for name, (pool, _) in pools:
         if not len(pool):
-            raise InputError(
-                f"{name}: shorter than one window of {length} tokens: give more text or a shorter --length"
-            )
+            raise InputError(f"{name}: shorter than one window of {length} tokens: give more text, or lower --length")
     return pools
 
 
 class _Scored(NamedTuple):
-    """What one file gave: sums over each cluster of its tokens (see `_clusters`), and seconds."""
+    """The sums of one file over each cluster of its tokens (see `_clusters`), and seconds."""
 
     file: str
     counts: list[float]
@@ -294,8 +253,10 @@ class _Scored(NamedTuple):
 
 
 class _Reference:
-    """Hidden states of a bundle served at `bf16`, a row a token, and its output projection where that has versions; in
-    files that the system may write out."""
+    """Hidden states of a bundle at `bf16`, a row a token, and its output projection if that has versions.
+
+    They are mapped files, which the system may write out.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder, self._kept = folder, dict[str, Any]()
@@ -328,29 +289,27 @@ class _Reference:
         if not any(model.get_submodule(d.module) is head for d in model.moepack.bundle.manifest.dense):
             return
         path, like = f"{self._folder}/head", head.weight
-        weight = (
-            torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like).copy_(like.detach())
-        )
+        weight = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like)
+        weight.copy_(like.detach())
         self._head = torch.nn.Linear(head.in_features, head.out_features, device="meta")
         self._head.weight = torch.nn.Parameter(weight, requires_grad=False)
-        self._head.bias = (
-            None if head.bias is None else torch.nn.Parameter(head.bias.cpu().clone(), requires_grad=False)
-        )
+        bias = head.bias
+        self._head.bias = None if bias is None else torch.nn.Parameter(bias.cpu().clone(), requires_grad=False)
 
     def of(self, file: str, pool: Any) -> Any:
-        """[windows, length, hidden]."""
+        """The hidden states of a file, [windows, length, hidden]."""
         return self._kept[file].view(*pool.shape, -1)
 
     def head_for(self, model: Any) -> Any:
-        """The reference's output projection, where the model's own is of another version."""
+        """The reference's output projection if the model's own is of another version, else None."""
         from moepack.runtime.dense.packed import PackedLinear
 
         return self._head if isinstance(model.get_output_embeddings(), PackedLinear) else None
 
 
 def _clusters(pool: Any, documents: Any) -> Any:
-    """What is the sample, int64 [windows, length - 1]: the documents that scored tokens are of; where there are fewer
-    than `FEW` of them, the windows."""
+    """The cluster of each scored token, int64 [windows, length - 1]: its document, or its window if documents are fewer
+    than `FEW`."""
     import torch
 
     if len(documents[:, 1:].unique()) >= FEW:
@@ -385,46 +344,25 @@ def _score(
     return _Scored(file, counts, nll, divergence, agrees, seconds)
 
 
-def _score_of(file: str, scored: Sequence[_Scored], compared: bool) -> FileScore:
-    """Over all clusters of some files."""
+def _scores(scored: Sequence[_Scored], compared: bool) -> dict[str, Any]:
+    """The fields of `Scores` over all clusters of some files."""
     counts = [n for s in scored for n in s.counts]
     perplexity = clustered([x for s in scored for x in s.nll], counts).exp()
-    tokens, seconds = int(sum(counts)), sum(s.seconds for s in scored)
-    score = FileScore(file, perplexity.mean, tokens, tokens / seconds, perplexity.interval)
-    if not compared:
-        return score
-    divergence = clustered([x for s in scored for x in s.kl], counts)
-    agreement = clustered([x for s in scored for x in s.agrees], counts)
-    return replace(
-        score, kl=divergence.mean, kl_interval=divergence.interval, top1_agreement=agreement.mean,
-        top1_interval=agreement.interval,
-    )  # fmt: skip
-
-
-def _evaluation(model: Any, scored: Sequence[_Scored], device_memory: int | None, compared: bool) -> Evaluation:
-    """The scores of all files, and what the session took."""
-    serving = getattr(model, "moepack", None)
-    whole = _score_of("", scored, compared)
-    return Evaluation(
-        tuple(_score_of(s.file, [s], compared) for s in scored),
-        whole.perplexity,
-        whole.tokens,
-        whole.tokens_per_second,
-        None if serving is None else serving.policy,
-        resident_bytes(model) if serving is None else serving.resident_bytes_peak,
-        device_memory,
-        **({} if serving is None else serving.counters()),
-        fixed=None if serving is None else serving.fixed,
-        perplexity_interval=whole.perplexity_interval,
-        kl=whole.kl,
-        kl_interval=whole.kl_interval,
-        top1_agreement=whole.top1_agreement,
-        top1_interval=whole.top1_interval,
-    )
+    tokens = int(sum(counts))
+    out = {
+        "perplexity": perplexity.mean, "tokens": tokens, "tokens_per_second": tokens / sum(s.seconds for s in scored),
+        "perplexity_interval": perplexity.interval,
+    }  # fmt: skip
+    if compared:
+        divergence = clustered([x for s in scored for x in s.kl], counts)
+        agreement = clustered([x for s in scored for x in s.agrees], counts)
+        out |= {"kl": divergence.mean, "kl_interval": divergence.interval}
+        out |= {"top1_agreement": agreement.mean, "top1_interval": agreement.interval}
+    return out
 
 
 def render(result: Evaluation, title: str) -> Any:
-    """A table for the terminal: a file a row, 95 % intervals in brackets."""
+    """A table with a row a file, and 95 % intervals."""
     from rich.table import Table
 
     columns = ["file", "perplexity", "95 %", "tokens", "tokens/s"]
@@ -433,12 +371,8 @@ def render(result: Evaluation, title: str) -> Any:
     table = Table(*columns, title=f"{title}: {result.policy or 'as it is'}")
     for score in result.files:
         low, high = score.perplexity_interval
-        row = [
-            f"{score.perplexity:.4f}",
-            f"{low:.4g}-{high:.4g}",
-            f"{score.tokens:,}",
-            f"{score.tokens_per_second:,.0f}",
-        ]
+        row = [f"{score.perplexity:.4f}", f"{low:.4g}-{high:.4g}"]
+        row += [f"{score.tokens:,}", f"{score.tokens_per_second:,.0f}"]
         if score.kl is not None and score.kl_interval is not None:
             low, high = score.kl_interval
             row += [f"{score.kl:.3g}", f"{low:.3g}-{high:.3g}", f"{score.top1_agreement:.2%}"]

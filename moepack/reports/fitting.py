@@ -1,14 +1,14 @@
-"""Which versions of a bundle are worth having for a memory budget: those at which its plan serves experts; all that a
-policy may serve, where it places them as they are needed, or elsewhere than on the device.
+"""The versions of a bundle that are useful in a memory budget: those at which its plan serves experts.
 
-The arithmetic is `moepack plan`'s. It needs the manifest, the tables and the configuration, none of the weights: so it
-also says what to fetch. Decides nothing about where versions come from or go.
+A policy that places experts as they are needed, or off the device, may serve all its versions. The arithmetic is that
+of `moepack plan`. It needs the manifest, the tables and the configuration, but no weights, so it also serves downloads.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from moepack.pack.errors import InputError
@@ -26,59 +26,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """What a budget serves.
+    """What a budget serves."""
 
-    Attributes:
-        versions: names, the most precise first.
-        experts: how many the plan has at each.
-        table: [layers][experts], the version that the plan has each at; None where no map of versions says it.
-    """
-
-    versions: tuple[str, ...]
-    experts: tuple[int, ...]
-    table: Versions | None
+    versions: tuple[str, ...]  # the most precise first
+    experts: tuple[int, ...]  # how many the plan has at each
+    table: Versions | None  # [layers][experts], the planned version of each; None if no map determines it
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Describe it in words."""
         if self.table is None:
             return f"experts at {', '.join(self.versions)}, as they are needed"
         return ", ".join(f"{n:,} experts at {v}" for v, n in zip(self.versions, self.experts, strict=True))
 
 
 class Described(Bundle):
-    """A bundle whose layer files are elsewhere: extents are taken to be as large as the manifest lets them be."""
+    """A bundle without layer files: each extent counts with the largest size that the manifest allows."""
 
     def layer_file(self, version: str, position: int) -> LayerFile:
-        """Something that knows the sizes of extents, and holds none."""
-        return cast(LayerFile, _Sizes(self, version, position))
+        """Return an object that knows the sizes of extents only.
 
-
-class _Sizes:
-    """Stands for a layer file. A lossless extent has no size that its shape tells: that of its weights bounds it, which
-    makes the staging buffer larger than it will be, by a third of an expert."""
-
-    def __init__(self, bundle: Bundle, version: str, position: int) -> None:
-
-        self.layer = bundle.layers[position]
-        self._size = bundle.manifest.version(version).resident_size(self.layer.matrices)
-
-    def extent_size(self, expert: int) -> int:
-        return self._size
+        The shape of a lossless extent does not give its size. The size of its weights bounds it, which makes the
+        staging buffer larger by a third of an expert.
+        """
+        layer = self.layers[position]
+        size = self.manifest.version(version).resident_size(layer.matrices)
+        return cast(LayerFile, SimpleNamespace(layer=layer, extent_size=lambda expert: size))
 
 
 def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
-    """The versions that `moepack plan` serves in a budget, of those that the bundle has.
+    """The versions of the bundle that `moepack plan` serves in a budget.
 
     Raises:
-        InputError: for a budget that does not hold the least there is, which it names; for a policy whose plan measures
-            how fast weights are brought, where they are elsewhere.
+        InputError: for a budget that is too small, with the least; for a policy whose plan measures how fast weights
+            are brought, if they are not here.
     """
     options = options.filled(**PLANNED)
     policy = options.parsed_policy()
     if isinstance(bundle, Described) and policy.is_live and any(map(paged_version, ladders_of(bundle, policy.options))):
         needed = ",".join(versions_of(options.policy, bundle, True))
-        raise InputError(f"policy {policy} is planned by rates that are measured on weights: fetch {needed} by name")
+        raise InputError(f"policy {policy}: its plan measures rates on weights: fetch {needed} by name")
     planned = plan(bundle, options)
     if planned.message is not None:
         raise InputError(planned.message)

@@ -1,4 +1,4 @@
-"""What a bundle holds: sizes, losses and routing, as numbers, as tables, and as a picture."""
+"""Report what a bundle holds: sizes, losses and routing, as numbers, tables and a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
-    """The facts of a bundle, ready for JSON."""
+    """Read the facts of a bundle, ready for JSON."""
     bundle = open_bundle(path)
     tables = bundle.calibration()
     found = bundle.manifest.provenance.get("calibration")
@@ -66,7 +66,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
 
 
 def render(facts: dict[str, Any]) -> Table:
-    """The facts as a table."""
+    """A table of the facts."""
     from rich.table import Table
 
     title = (
@@ -78,31 +78,29 @@ def render(facts: dict[str, Any]) -> Table:
         notes.insert(0, f"{exact.name} holds {exact.holds[facts['expert_dtype']]}")
     if few := facts["few_tokens"]["experts"]:
         below = facts["few_tokens"]["below"]
-        notes.append(f"{few:,} experts had fewer than {below} calibration tokens: their losses lean on their layers'")
+        notes.append(f"{few:,} experts had fewer than {below} calibration tokens: their losses draw on their layers'")
     columns = ("version", "bytes", "bits/weight", "group", "mean relative loss", "made by")
     table = Table(*columns, title=title, caption="; ".join(notes) or None)
     for name, v in facts["versions"].items():
-        made = ", ".join(f"{m} {n}" for m, n in facts["methods"][name].items() if m != "none") or "exact"
-        row = (
-            f"{v['bytes']:,}",
-            f"{v['bits_per_weight']:.3f}",
-            str(v["group_size"] or "-"),
-            shown_loss(facts["loss"][name], facts["loss_error"][name]),
-        )
-        table.add_row(name, *row, made)
+        loss = shown_loss(facts["loss"][name], facts["loss_error"][name])
+        table.add_row(name, *_sizes(v), loss, made_by(facts["methods"][name]))
     for name, v in facts["dense_versions"].items():
-        row = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", str(v["group_size"] or "-"), f"{v['loss']:.5f}")
-        table.add_row(f"dense {name}", *row, f"{facts['dense_matrices']} matrices outside the experts")
+        matrices = f"{facts['dense_matrices']} matrices outside the experts"
+        table.add_row(f"dense {name}", *_sizes(v), f"{v['loss']:.5f}", matrices)
     return table
 
 
-def plot(path: str | Path, out: Path) -> None:
-    """Draw the loss tables into a file (`draw_tables`).
+def _sizes(version: dict[str, Any]) -> tuple[str, str, str]:
+    return f"{version['bytes']:,}", f"{version['bits_per_weight']:.3f}", str(version["group_size"] or "-")
 
-    Raises:
-        InputError: for a kind of file that is not drawn.
-        MissingExtraError: without matplotlib.
-    """
+
+def made_by(methods: dict[str, int]) -> str:
+    """The quantisation methods of a version, each with its experts."""
+    return ", ".join(f"{method} {n:,}" for method, n in methods.items() if method != "none") or "exact"
+
+
+def plot(path: str | Path, out: Path) -> None:
+    """Draw the loss tables (`draw_tables`) into a file. Raises InputError for another kind of file."""
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"{out}: a picture is a .png, a .svg or a .pdf")
     picture = draw_tables(open_bundle(path), out.suffix[1:])
@@ -111,11 +109,7 @@ def plot(path: str | Path, out: Path) -> None:
 
 
 def draw_tables(bundle: Bundle, kind: str) -> bytes:
-    """A picture of the loss tables: tokens by expert, then one panel a lossy version; a row is a layer.
-
-    Args:
-        bundle: the bundle.
-        kind: "png", "svg" or "pdf".
+    """Draw the loss tables as "png", "svg" or "pdf": tokens by expert, then a panel a lossy version; a row is a layer.
 
     Raises:
         MissingExtraError: without matplotlib.

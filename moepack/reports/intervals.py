@@ -1,4 +1,4 @@
-"""How sure a mean over tokens is, where the tokens come in documents that differ from one another. Pure arithmetic."""
+"""Confidence intervals of a mean over tokens that come in documents. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FEW = 20  # documents below which windows are the sample: an interval over fewer says little
-# Two-sided 95 % quantiles of Student's t by degrees of freedom, the next smaller of which is taken: a little too wide.
+# Two-sided 95 % quantiles of Student's t by degrees of freedom. The next smaller is taken: a little too wide.
 _T = {1: 12.71, 2: 4.31, 3: 3.19, 4: 2.78, 5: 2.58, 7: 2.37, 10: 2.23, 15: 2.14, 20: 2.09, 30: 2.05, 60: 2.0, 120: 1.98}
 
 
 @dataclass(frozen=True, slots=True)
 class MeanInterval:
-    """A mean and its 95 % interval.
-
-    Attributes:
-        mean: over tokens.
-        low, high: the interval's ends; infinite of a single cluster.
-    """
+    """A mean over tokens and its 95 % interval, which is infinite for a single cluster."""
 
     mean: float
     low: float
@@ -26,20 +21,18 @@ class MeanInterval:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its ends."""
+        """Both ends."""
         return self.low, self.high
 
     def exp(self) -> MeanInterval:
-        """Of the exponential: perplexity from nats."""
-        return MeanInterval(math.exp(self.mean), math.exp(self.low), _exp(self.high))
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+        """The exponential of all three: perplexity from nats."""
+        return MeanInterval(
+            math.exp(self.mean), math.exp(self.low), math.exp(self.high) if self.high < 700 else math.inf
+        )
 
 
 def clustered(sums: Sequence[float], counts: Sequence[float]) -> MeanInterval:
-    """The mean of all tokens' values, and how sure it is, the clusters being drawn by chance and not their tokens.
+    """The mean of all tokens' values and its interval, with clusters, not tokens, as the sample.
 
     The ratio estimator of cluster sampling: with m = sum(s) / sum(n), its variance is K / (K - 1) sum (s_k - m n_k)^2 /
     sum(n)^2 over the K clusters (Cochran, Sampling Techniques, section 9A.1).

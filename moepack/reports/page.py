@@ -1,7 +1,7 @@
-"""`moepack inspect --html`: what a bundle holds on one page that needs nothing else: no scripts, no requests.
+"""Write a bundle's report (`moepack inspect --html`) as one page without scripts or requests.
 
-The bundle's words are escaped, whatever they are, and its numbers are taken for numbers only where they are. inspect.py
-gives the facts and draws the picture.
+Text from the bundle is escaped. Its numbers are used only if they are numbers. inspect.py gives the facts and draws the
+picture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import lossy
 from moepack.pack.tables import CalibrationTables, shown_loss
 
-from .inspect import draw_tables
+from .inspect import draw_tables, made_by
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5c5c5c; --paper: #ffffff; --line: #d8d8d8;
@@ -41,19 +41,14 @@ _STYLE += ".rest { background: var(--soft); }\n"
 
 
 def write_page(path: str | Path, facts: Mapping[str, Any], out: Path) -> None:
-    """Write the page.
-
-    Args:
-        path: the bundle's directory.
-        facts: what `inspect` says of it.
-        out: a file that ends in .html; it is replaced.
+    """Write the page of a bundle, with the facts that `inspect` returns, into a .html file.
 
     Raises:
         InputError: for another kind of file.
         BundleError: for a damaged bundle.
     """
     if out.suffix not in (".html", ".htm"):
-        raise InputError(f"{out}: a report is a .html")
+        raise InputError(f"{out}: a report is a .html file")
     bundle = open_bundle(path)
     tables = bundle.calibration()
     name = _object(bundle.manifest.provenance.get("checkpoint")).get("name") or Path(path).name
@@ -86,17 +81,14 @@ def _versions(facts: Mapping[str, Any], classes: Mapping[str, str]) -> str:
     most = max([facts["dense_bytes"], *(v["bytes"] for v in facts["versions"].values())]) or 1
     rows = []
     for name, v in facts["versions"].items():
-        made = ", ".join(f"{m} {n:,}" for m, n in facts["methods"][name].items() if m != "none") or "exact"
-        cells = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", v["group_size"] or "", _loss(facts, name))
-        rows.append([_key(name, classes), *map(_text, cells), _text(made), _bar(v["bytes"] / most, classes[name])])
+        loss, made = shown_loss(facts["loss"][name], facts["loss_error"][name]), made_by(facts["methods"][name])
+        cells = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", v["group_size"] or "", loss, made)
+        key = f'<span class="key {classes[name]}"></span>{_text(name)}'
+        rows.append([key, *map(_text, cells), _bar(v["bytes"] / most, classes[name])])
     dense = facts["dense_bytes"]
-    rows.append(["outside the experts", f"{dense:,}", "", "", "", "", _bar(dense / most, "")])
+    rows.append(["outside the experts", f"{dense:,}", "", "", "", "", _bar(dense / most, "rest")])
     head = ("version", "bytes", "bits a weight", "group", "mean relative error", "made by", "size")
     return f"<h2>Versions and sizes</h2>{_table(head, rows)}"
-
-
-def _loss(facts: Mapping[str, Any], name: str) -> str:
-    return shown_loss(facts["loss"][name], facts["loss_error"][name])
 
 
 def _losses(bundle: Bundle, tables: CalibrationTables) -> str:
@@ -108,9 +100,9 @@ def _losses(bundle: Bundle, tables: CalibrationTables) -> str:
     return (
         "<h2>What a version costs</h2>"
         + _paragraph(
-            "Squared error of an expert's output over its square, for tokens like those routed to it in calibration "
-            "but not among those that it was fitted to, against its output in the original's precision; ± two "
-            "standard errors, where the bundle has them."
+            "Squared error of an expert's output, relative to its output in the original's precision, for tokens like "
+            "those that calibration routed to it, except the tokens it was fitted to; ± two standard errors, where the "
+            "bundle has them."
         )
         + _picture(bundle)
         + f"<details><summary>By layer</summary>{_table(('layer', *names), rows)}</details>"
@@ -130,18 +122,10 @@ def _routing(tables: CalibrationTables) -> str:
     for t in tables.layers:
         tokens = np.sort(t.tokens.astype(np.float64).clip(0))[::-1]
         whole = tokens.sum() or 1.0
-        busy = tokens[: -(-len(tokens) // 10)].sum() / whole
-        tenth.append(busy)
-        even = whole / len(tokens)
-        rows.append(
-            [
-                str(t.index),
-                f"{tokens[0] / even:.1f}",
-                f"{busy:.1%}",
-                f"{skew(tokens):.3f}",
-                f"{int((tokens == 0).sum()):,}",
-            ]
-        )
+        busiest, tenths = tokens[0] * len(tokens) / whole, tokens[: -(-len(tokens) // 10)].sum() / whole
+        tenth.append(tenths)
+        without = int((tokens == 0).sum())
+        rows.append([str(t.index), f"{busiest:.1f}", f"{tenths:.1%}", f"{skew(tokens):.3f}", f"{without:,}"])
     head = ("layer", "busiest, times the mean", "busiest tenth's tokens", "Gini", "experts without tokens")
     return (
         "<h2>Where tokens go</h2>"
@@ -153,11 +137,7 @@ def _routing(tables: CalibrationTables) -> str:
 
 
 def skew(tokens: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """The Gini coefficient of tokens by expert: 0 where all have as many, near 1 where one has all.
-
-    Args:
-        tokens: float64 [experts], in falling order.
-    """
+    """The Gini coefficient of tokens by expert, float64 [experts], falling: 0 if equal, near 1 if one has all."""
     n, whole = len(tokens), float(tokens.sum())
     if not whole:
         return 0.0
@@ -177,7 +157,7 @@ def _widths(bundle: Bundle) -> str:
 
 
 def _phases(found: Any) -> str:
-    """Time and memory of the build, where its record has them: a list of `name`, `seconds` and `peak_bytes`."""
+    """Time and memory of the build, if its record has a list of `name`, `seconds` and `peak_bytes`."""
     rows = []
     for item in found if isinstance(found, list) else ():
         item = _object(item)
@@ -207,16 +187,12 @@ def _paragraph(text: str) -> str:
     return f"<p>{_text(text)}</p>"
 
 
-def _key(name: str, classes: Mapping[str, str]) -> str:
-    return f'<span class="key {classes.get(name, "")}"></span>{_text(name)}'
-
-
 def _bar(share: float, kind: str) -> str:
-    return f'<div class="bar {kind or "rest"}" style="width:{max(1.0, 100 * share):.0f}px"></div>'
+    return f'<div class="bar {kind}" style="width:{max(1.0, 100 * share):.0f}px"></div>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; cells are HTML."""
+    """A table of HTML cells."""
     top = "".join(f"<th>{_text(h)}</th>" for h in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

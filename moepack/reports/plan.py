@@ -1,8 +1,8 @@
-"""What a budget holds, said before anything is loaded: versions by layer, expected loss, expected speed.
+"""Plan a budget before anything is loaded: versions by layer, expected loss, expected speed.
 
-The numbers are those of `moepack.load`: the same skeleton is measured, the same plan made. Reads the bundle's headers
-and tables and none of its weights. On a GPU activations are estimated from shapes, which loading measures there, and
-memory is then divided between versions once and for all: the map may differ by a few experts.
+The plan is that of `moepack.load`: the same skeleton is measured. It reads the bundle's headers and tables, and no
+weights. On a GPU, the plan estimates activations from shapes, and loading measures them. Loading then divides memory
+between versions once, so the map may differ by a few experts.
 """
 
 from __future__ import annotations
@@ -33,90 +33,63 @@ PLANNED = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": Fa
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One layer: how many experts would be loaded at which placement.
+    """One layer: how many experts would be loaded at each placement."""
 
-    Attributes:
-        layer: the decoder layer's index.
-        hi, lo: how many at the best placement of the map, and at all others.
-        version_hi, version_lo: the best and the last placement of the map.
-        versions: how many at each.
-    """
-
-    layer: int
-    hi: int
-    lo: int
-    version_hi: str
-    version_lo: str
-    versions: dict[str, int]
+    layer: int  # the decoder layer's index
+    hi: int  # experts at the best placement of the map
+    lo: int  # experts at all others
+    version_hi: str  # the best placement of the map
+    version_lo: str  # the last placement of the map
+    versions: dict[str, int]  # placement -> experts
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan.
-
-    Attributes:
-        feasible: whether the budget holds the least there is.
-        fixed_bytes: M_fixed, and by parts in `fixed`.
-        least_bytes: the smallest budget that would do.
-        used_bytes: what is reserved with the experts as they are shown, kept base versions included.
-        kv_bytes_per_token: that a sequence's cache grows by.
-        kv_tokens_most: tokens of cache of each sequence that fit, with every expert at the lowest version; what longer
-            caches add to activations comes off that. At most 2^40, for a model without a cache that grows.
-        host_bytes: of the files of the versions that are served.
-        expected_relative_loss: squared error of the experts' outputs over their squares, a mean over calibration's
-            routed tokens, with the experts as they would be loaded.
-        expected_relative_loss_error: its standard error; None of a bundle that keeps none.
-        bytes_per_token: that a decoding step of one sequence reads.
-        bandwidth: measured bytes a second of the device's memory; None for a device that is not here.
-        expected_tokens_per_second: of decoding one sequence, were reading those bytes all it did.
-        estimated: whether activations are an estimate from shapes.
-        message: where it is not feasible, one line that says why.
-        table: [layers][experts], the placement of each; not in JSON.
-        moving: whether passes choose placements, or some are not on the device: what is served is then more than the
-            table names; not in JSON.
-    """
+    """A plan."""
 
     bundle: str
     policy: str
     device: str
-    feasible: bool
+    feasible: bool  # whether the budget holds the least there is
     budget_bytes: int
-    fixed_bytes: int
-    fixed: Fixed
-    least_bytes: int
-    used_bytes: int
+    fixed_bytes: int  # M_fixed
+    fixed: Fixed  # M_fixed by parts
+    least_bytes: int  # the smallest sufficient budget
+    used_bytes: int  # reserved with the experts as shown, with kept base versions
     kv_tokens: int
     batch: int
     prefill_tokens: int
     all_logits: bool
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # by which a sequence's cache grows
+    # Cached tokens a sequence that fit with every expert at the lowest version. What longer caches add to activations
+    # comes off that. At most 2^40, for a model without a cache that grows.
     kv_tokens_most: int
-    host_bytes: int
+    host_bytes: int  # of the files of the served versions
     per_layer: tuple[LayerPlan, ...]
+    # Squared error of the experts' outputs over their squares: the mean over calibration's routed tokens, with the
+    # experts as they would be loaded.
     expected_relative_loss: float | None
-    expected_relative_loss_error: float | None
-    bytes_per_token: int | None
-    bandwidth: float | None
-    expected_tokens_per_second: float | None
-    estimated: bool
-    message: str | None = None
-    table: Versions = ()
+    expected_relative_loss_error: float | None  # its standard error; None if the bundle keeps none
+    bytes_per_token: int | None  # read by a decoding step of one sequence
+    bandwidth: float | None  # measured bytes a second of the device's memory; None for a device that is not here
+    expected_tokens_per_second: float | None  # of decoding one sequence, if reading those bytes took all its time
+    estimated: bool  # whether activations are an estimate from shapes
+    message: str | None = None  # why the plan is not feasible, in one line
+    table: Versions = ()  # [layers][experts], the placement of each; not in JSON
+    # Whether passes choose placements, or some are not on the device: more is then served than `table` names. Not in
+    # JSON.
     moving: bool = False
 
 
 def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
-    """Foretell what `moepack.load` with these options would serve in their budget.
-
-    Args:
-        path: a bundle, or its directory.
-        options: as of `moepack.load`; `device` need not be here. (The command plans for `moepack generate`.)
+    """Predict what `moepack.load` would serve with these options, whose device need not be here.
 
     Raises:
         InputError: for a policy that does not fit the bundle, or without a budget; not for a budget that is too small.
     """
     budget = options.budget
     if budget is None:
-        raise InputError("a plan is made for a memory budget: device_memory, or --device-memory")
+        raise InputError("a plan needs a memory budget: device_memory, or --device-memory")
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     check_options(bundle, options)
 
@@ -178,19 +151,17 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
 
 
 class _Decided(NamedTuple):
-    """What a budget holds: a map as it is loaded, the names of the placements in it, the best first, the staging
-    buffer's bytes and the workspace's, the experts' bytes with all of them at the least, and as mapped. Or no map, and
-    the least that would do. `moving` as of `Planned`."""
+    """What a budget holds: a map as it is loaded, or the least sufficient budget. Sizes are bytes."""
 
-    table: Versions | None
-    names: tuple[str, ...]
+    table: Versions | None  # None if the budget is too small
+    names: tuple[str, ...]  # placements in the map, the best first
     staging: int
     workspace: int
-    floor: int
-    used: int
+    floor: int  # the experts, all at the least
+    used: int  # the experts, as mapped
     least: int
     window: int = 0
-    moving: bool = False
+    moving: bool = False  # see `Planned`
 
 
 def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: torch.device) -> _Decided:
@@ -219,7 +190,7 @@ def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: t
 
 
 def _version(placement: str) -> str:
-    """The version of a placement's name; nothing for what is absent."""
+    """The version in a placement's name; empty for `absent`."""
     return "" if placement == "absent" else placement.partition("@")[0]
 
 
@@ -230,14 +201,10 @@ def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]
     )
 
 
-def _rows(bundle: Bundle, table: Versions) -> list[tuple[Any, tuple[str, ...]]]:
-    return list(zip(bundle.layers, table, strict=True))
-
-
 def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float | None]:
     """The mean relative loss of a map over calibration's routed tokens (pack/FORMAT.md, "Calibration tables").
 
-    With its standard error, the experts' errors taken as independent; None where a layer has none.
+    Its standard error takes the experts' errors as independent. It is None if a layer has no errors.
     """
     lost = routed = square = 0.0
     known = True
@@ -257,10 +224,9 @@ def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, fl
 
 
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
-    """Bytes of the experts that a token goes to, as calibration's tokens did."""
-
+    """Bytes of the experts that a token is routed to, with calibration's frequencies."""
     total = 0.0
-    for layer, (described, row) in zip(tables.layers, _rows(bundle, table), strict=True):
+    for layer, described, row in zip(tables.layers, bundle.layers, table, strict=True):
         tokens = [float(n) + 1 for n in layer.tokens]
         here = {name: _version(name) for name in set(row)}
         size = {n: bundle.manifest.version(v).resident_size(described.matrices) if v else 0 for n, v in here.items()}
@@ -270,13 +236,11 @@ def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, ch
 
 def as_json(planned: Planned) -> dict[str, Any]:
     """The plan for JSON."""
-    facts = asdict(planned)
-    del facts["table"], facts["moving"]
-    return facts
+    return {name: value for name, value in asdict(planned).items() if name not in ("table", "moving")}
 
 
 def render(planned: Planned) -> tuple[Any, str]:
-    """The plan for people: a table in which layers with equal numbers share a row, and a paragraph."""
+    """A table in which layers with equal numbers share a row, and a paragraph."""
     from rich.table import Table
 
     names = planned.per_layer[0].versions if planned.per_layer else {}
@@ -301,7 +265,7 @@ def render(planned: Planned) -> tuple[Any, str]:
     taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)
     text = (
         f"For {asked(planned)}, {_size(planned.used_bytes)} are used: {taken}. "
-        f"The least that would do is {planned.least_bytes:,} bytes; with every expert at the lowest version the cache "
+        f"The least that would do is {planned.least_bytes:,} bytes. With every expert at the lowest version, the cache "
         f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
         f"{_size(planned.host_bytes)} on the host. Expected relative loss "
         f"{shown_loss(planned.expected_relative_loss or 0.0, planned.expected_relative_loss_error)}. "
@@ -309,12 +273,12 @@ def render(planned: Planned) -> tuple[Any, str]:
     )
     rate, bandwidth = planned.expected_tokens_per_second, planned.bandwidth
     if rate is None or bandwidth is None:
-        return table, f"{text}; how fast, is known where {planned.device} is."
+        return table, f"{text}; the speed is known on a machine with {planned.device}."
     return table, f"{text}: at most {rate:,.0f} tokens/s at the {bandwidth / 1e9:.1f} GB/s measured here."
 
 
 def asked(work: Workload | Planned) -> str:
-    """A workload in words."""
+    """Describe a workload in words."""
     sequences = f"{work.batch:,} sequence{'s' * (work.batch > 1)}"
     logits = "all logits" if work.all_logits else "the last token's logits"
     return f"{sequences} of {work.kv_tokens:,} cached tokens, passes of {work.prefill_tokens:,} tokens and {logits}"

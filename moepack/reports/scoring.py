@@ -1,9 +1,9 @@
-"""What a model makes of each token of a text, and how far that is from another's. Tensors in, tensors out.
+"""Score the tokens of a text under a model, and compare the model with a reference. Tensors in, tensors out.
 
-The logits of all tokens are the largest thing in a forward pass by far. They are made in pieces: the model's own
-forward runs again and again on what its decoder has returned once, for some tokens of it at a time. For a comparison
-the other model's decoder output is kept, a hidden state a token, and its logits are made beside, by the same head or a
-kept one: so the two models need not be in memory at once.
+The logits of all tokens are by far the largest tensor of a forward pass, so they are made in pieces: the decoder runs
+once, and the model's own forward runs on some tokens of the decoder's output at a time. A comparison keeps the
+reference's decoder output, a hidden state a token, and makes its logits beside, by the same head or a kept one. The two
+models need not be in memory at once.
 """
 
 from __future__ import annotations
@@ -21,23 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of every token of a batch but the first of each row, float64 [batch, length - 1].
+    """Scores of every token of a batch but the first of each row, float64 [batch, length - 1]."""
 
-    Attributes:
-        nll: negative log-likelihood, nats.
-        kl: Kullback-Leibler divergence of the reference's distribution from this one's, nats; None without a reference.
-        agrees: 1 where both find the same token most likely.
-        hidden: what the decoder returned, [batch, length, hidden]; None of a model whose head cannot run by itself.
-    """
-
-    nll: Tensor
-    kl: Tensor | None
-    agrees: Tensor | None
-    hidden: Tensor | None
+    nll: Tensor  # negative log-likelihood, nats
+    kl: Tensor | None  # Kullback-Leibler divergence of the reference's distribution from this one's, nats
+    agrees: Tensor | None  # 1 where both models find the same token most likely; None, as `kl`, without a reference
+    hidden: Tensor | None  # the decoder's output [batch, length, hidden]; None if the head cannot run by itself
 
 
 def products(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Around passes: a plain model multiplies as calibration does where BF16 is emulated; a served one has its own."""
+    """Wrap passes of a plain model: where BF16 is emulated, it multiplies as calibration does."""
     if hasattr(model, "moepack"):
         return contextlib.nullcontext()
     from moepack.calibrate.products import widened
@@ -51,9 +44,9 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
     Args:
         model: a causal language model.
         ids: int64, on the model's device.
-        room: bytes that a piece of logits may take.
-        reference: `hidden` of the model that this one is compared with, as that gave it for the same ids.
-        head: that model's output projection, on the CPU; None where this model has the same.
+        room: bytes for a piece of logits.
+        reference: the reference's `hidden` for the same ids.
+        head: the reference's output projection, on the CPU; None if this model has the same.
 
     Raises:
         InputError: with a reference, for a model whose head cannot run by itself.
@@ -68,9 +61,7 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
         nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
         return TokenScores(nll.double(), None, None, None)
     output = _decoded(model, decoder, ids)
-    theirs = None
-    if reference is not None:
-        theirs = type(output)(last_hidden_state=reference.to(output.last_hidden_state))
+    theirs = None if reference is None else type(output)(last_hidden_state=reference.to(output.last_hidden_state))
     # A logit takes 2 or 4 bytes as the model makes it, 4 in float32, 4 more as a logarithm; twice with a reference.
     each = 12 * len(ids) * model.config.get_text_config().vocab_size * (1 if theirs is None else 3)
     piece, last = max(1, room // each), ids.shape[1] - 1
@@ -93,7 +84,7 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
 
 
 def _decoded(model: Any, decoder: Any, ids: Tensor) -> Any:
-    """What the decoder returns in a pass of the whole model, whose logits are of the last token alone."""
+    """Run the whole model with the last token's logits alone, and return its decoder's output."""
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda _, args, out: kept.append(out))
     try:
@@ -105,33 +96,19 @@ def _decoded(model: Any, decoder: Any, ids: Tensor) -> Any:
 
 @contextlib.contextmanager
 def _logits(model: Any, decoder: Any, output: Any, head: Any = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """The model's forward on what a decoder has returned, by another head if one is given: (ids, positions) to logits,
-    float32."""
+    """The model's forward on a given decoder output, by `head` if given: (ids, positions) -> float32 logits."""
+    import torch
+
     from moepack.runtime.forward_wrapper import unwrapped_forward
 
     forward, own = unwrapped_forward(model), model.get_output_embeddings()
-
-    def logits(ids: Tensor, these: Tensor) -> Tensor:
-        made: Tensor = forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float()
-        return made
-
+    on_the_host = torch.nn.Module()
+    on_the_host.forward = lambda x: head(x.cpu()).to(x.device)
     decoder.forward = lambda *_, **__: output
     try:
         if head is not None:
-            model.set_output_embeddings(_on_the_host(head))
-        yield logits
+            model.set_output_embeddings(on_the_host)
+        yield lambda ids, these: forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float()
     finally:
         del decoder.forward
         model.set_output_embeddings(own)
-
-
-def _on_the_host(head: Any) -> Any:
-    """A module that multiplies by a head on the CPU, wherever its input is."""
-    from torch import nn
-
-    class Host(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = head(x.cpu()).to(x.device)
-            return made
-
-    return Host()

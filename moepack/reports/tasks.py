@@ -1,4 +1,4 @@
-"""A bundle's scores on the tasks of lm-evaluation-harness, which loads, asks and scores. Decides nothing about them."""
+"""Run the tasks of lm-evaluation-harness on a bundle or checkpoint. The harness loads, asks and scores."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ def run_tasks(
     chat: bool = False,
     reporter: Reporter | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Score a bundle or a checkpoint.
+    """Score a bundle or a checkpoint, by its directory or Hub id.
 
     Args:
-        path: its directory, or its Hub id.
+        path: the bundle or checkpoint.
         tasks: names, as `lm_eval --tasks` takes them.
-        options: how it is loaded; `batch` questions are asked at a time, 1 without it.
+        options: how it is loaded; `batch` questions are asked at a time, by default 1.
         length: the most tokens of a question with its answer; a budget leaves room for them.
-        shots: examples before each; None: what the task says.
-        limit: questions a task; None: all.
-        folder: with tasks of one's own.
+        shots: examples before each question; None for the task's own number.
+        limit: questions a task; None for all.
+        folder: a folder of additional tasks.
         chat: ask through the model's chat template.
+        reporter: receives progress.
 
     Returns:
         Metrics and their standard errors by task, as the harness names them.
 
     Raises:
-        InputError: for a task that does not exist, or data that cannot be had.
+        InputError: for an unknown task, or data that cannot be downloaded.
         MissingExtraError: without lm-eval.
     """
     try:
@@ -77,7 +78,7 @@ def run_tasks(
                     apply_chat_template=chat, log_samples=False, bootstrap_iters=1000, verbosity="ERROR",
                 )  # fmt: skip
         except (ConnectionError, FileNotFoundError) as error:
-            raise InputError(f"{', '.join(tasks)}: their data cannot be had: {str(error).splitlines()[0]}") from None
+            raise InputError(f"{', '.join(tasks)}: their data cannot be read: {str(error).splitlines()[0]}") from None
         finally:
             if source.is_bundle:
                 model.moepack.close()
@@ -87,7 +88,7 @@ def run_tasks(
 
 
 def render(results: dict[str, dict[str, Any]], title: str) -> Any:
-    """A table for the terminal: a metric a row."""
+    """A table with a row a metric."""
     from rich.table import Table
 
     table = Table("task", "metric", "value", "standard error", title=title)

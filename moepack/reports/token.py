@@ -1,8 +1,8 @@
-"""Where a token's time goes: one decoding step taken apart by its modules, beside what reading their bytes takes.
+"""Where a token's time goes: one decoding step by module, beside the time to read the modules' bytes.
 
-The model's own forward runs, with a clock around its modules: what a module's inner modules take is theirs. The floor
-of a part is the bytes of the weights that it reads over the rate at which the same threads read such memory and do
-nothing else. A clock costs about a microsecond, which falls to "other", and stands beside the total.
+The model's own forward runs, with a clock around each module that leaves out inner modules. The floor of a part is the
+bytes of the weights it reads over the rate at which the same threads read memory and do nothing else. A clock costs
+about a microsecond, which counts as "other" and stands beside the total.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,49 +27,32 @@ PARTS = ("experts", "lm_head", "linears", "attention", "router", "norms", "embed
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a step.
+    """A part of a step."""
 
-    Attributes:
-        name: of PARTS.
-        calls: modules that were called.
-        seconds: of one step, the median of the steps measured.
-        bytes: of weights that it reads in one step.
-        floor: seconds that reading them takes.
-    """
-
-    name: str
-    calls: int
-    seconds: float
-    bytes: int
-    floor: float
+    name: str  # one of PARTS
+    calls: int  # of modules
+    seconds: float  # of one step: the median of the measured steps
+    bytes: int  # of weights that one step reads
+    floor: float  # seconds to read them
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTime:
-    """One decoding step of one sequence.
-
-    Attributes:
-        policy, dense, threads, context: how it was served, and the tokens of its cache.
-        seconds: of a step without clocks, the median.
-        clocked: the same with them.
-        rate: bytes a second that the threads read.
-        parts: largest first.
-        replaced: how many modules of each class kernels stand in for.
-    """
+    """One decoding step of one sequence."""
 
     policy: str
-    dense: str | None
+    dense: str | None  # the version of the dense matrices
     threads: int
-    context: int
-    seconds: float
-    clocked: float
-    rate: float
-    parts: tuple[Part, ...]
-    replaced: dict[str, int]
+    context: int  # tokens in the cache
+    seconds: float  # of a step without clocks: the median
+    clocked: float  # of a step with clocks: the median
+    rate: float  # bytes a second that the threads read
+    parts: tuple[Part, ...]  # largest first
+    replaced: dict[str, int]  # class -> its modules that kernels replace
 
 
 class _Clock:
-    """Seconds by part, of modules inside one another: the inner one's are not the outer one's."""
+    """Seconds and calls by part. An inner module's time does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -93,16 +76,16 @@ class _Clock:
 
 
 def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int = 128, steps: int = 32) -> TokenTime:
-    """Serve a bundle on this machine's CPU and take decoding steps apart.
+    """Serve a bundle on this machine's CPU and measure decoding steps by module.
 
     Args:
-        path: a bundle: its directory, or its Hub id.
+        path: a bundle's directory or Hub id.
         options: how it is served.
-        context: tokens that are in the cache before.
-        steps: how many are measured, with clocks and without.
+        context: tokens in the cache before the first step.
+        steps: how many steps are measured with clocks, and again without.
 
     Raises:
-        InputError: for what is not a bundle.
+        InputError: if it is not a bundle.
     """
     source = locate(path)
     if not source.is_bundle:
@@ -116,7 +99,7 @@ def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int =
 
     model = load_model(source, options)
     with model.moepack as serving, torch.inference_mode():
-        for _ in _steps(model, context, 4):  # what is compiled and cached is
+        for _ in _steps(model, context, 4):  # compile kernels and fill caches
             pass
         plain = statistics.median(_steps(model, context, steps))
         clock, parts = _Clock(), _parts(model, serving)
@@ -143,7 +126,7 @@ def token_time(path: str | Path, options: LoadOptions = DEFAULTS, context: int =
 
 
 def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) -> Any:
-    """Seconds of each of so many steps after a prompt of `context` tokens."""
+    """Yield the seconds of each step after a prompt of `context` tokens."""
     import torch
     from transformers import DynamicCache
 
@@ -162,15 +145,14 @@ def _steps(model: Any, context: int, steps: int, clock: _Clock | None = None) ->
 
 
 def _parts(model: Any, serving: Any) -> dict[str, str]:
-    """What each module is a part of."""
+    """The part of each module, by the module's name."""
     from torch import nn
 
     from moepack.runtime.dense.packed import PackedLinear
 
     experts = {layer.module for layer in serving.bundle.layers}
     blocks = {name.rpartition(".")[0] for name in experts}
-    out: dict[str, str] = {}
-    head = model.get_output_embeddings()
+    out, head = dict[str, str](), model.get_output_embeddings()
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         if any(name.startswith(f"{e}.") for e in experts):
@@ -193,29 +175,23 @@ def _parts(model: Any, serving: Any) -> dict[str, str]:
 
 
 def _bytes(model: Any, serving: Any, parts: dict[str, str]) -> dict[str, int]:
-    """Bytes of weights that one step reads, by part: of experts as many as a token has, of a layer's mean size."""
-    out: dict[str, int] = {}
+    """Bytes of weights that one step reads, by part: a token's `top_k` experts count at their layer's mean size."""
+    from moepack.runtime.planning.fixed import top_k
+
+    out, chosen = dict[str, int](), top_k(model.config)
     for name, part in parts.items():
         if part in ("linears", "lm_head", "router", "norms"):
             module = model.get_submodule(name)
             held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             out[part] = out.get(part, 0) + sum(t.numel() * t.element_size() for t in held)
-    from moepack.runtime.planning.fixed import top_k
-
-    chosen = top_k(model.config)
     for layer in serving.layers:
         sizes = [handle.extent.numel() for handle in layer.current.handles]
         out["experts"] = out.get("experts", 0) + chosen * sum(sizes) // max(1, len(sizes))
     return out
 
 
-def as_json(found: TokenTime) -> dict[str, Any]:
-    """Ready for JSON."""
-    return asdict(found)
-
-
 def render(found: TokenTime) -> Table:
-    """For people: a row a part, in microseconds."""
+    """A table with a row a part, in microseconds."""
     from rich.table import Table
 
     title = (
@@ -223,7 +199,7 @@ def render(found: TokenTime) -> Table:
         f"threads, {found.context} tokens of cache, memory read at {found.rate / 1e9:.1f} GB/s"
     )
     named = ", ".join(f"{count} {name}" for name, count in found.replaced.items())
-    table = Table("part", title=title, caption=f"by kernels, beside linear maps and experts: {named or 'nothing'}")
+    table = Table("part", title=title, caption=f"kernels replace, beside linear maps and experts: {named or 'nothing'}")
     for column in ("calls", "us", "share", "MB read", "floor, us", "over floor"):
         table.add_column(column, justify="right")
     for part in found.parts:

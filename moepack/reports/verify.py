@@ -1,4 +1,4 @@
-"""Verification: digests and structure of a bundle, and bit-identity with the checkpoint it was made from."""
+"""Verify a bundle: its digests, its structure, and its bits against the checkpoint it was made from."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights
     from moepack.pack.dense import DenseTensors
 
-_AT_ONCE = 1 << 30  # bytes of tensors beside the model that are compared at a time
+_AT_ONCE = 1 << 30  # bytes of MTP tensors that are compared at a time
 
 
 def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Reporter | None = None) -> list[Problem]:
-    """Every problem of a bundle; with a checkpoint, every tensor of it that the bundle does not hold bit for bit."""
+    """List the problems of a bundle; with a checkpoint, also its tensors that the bundle does not hold bit for bit."""
     reporter = reporter or Reporter()
     try:
         bundle = open_bundle(path)
@@ -35,7 +35,7 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
     reporter.step("done")
     if more := unlisted(bundle):
         shown = ", ".join(printable(name) for name in more[:5]) + ", ..." * (len(more) > 5)
-        reporter.note(f"not in the manifest, and no part of the bundle: {shown}")
+        reporter.note(f"not in the manifest, so not part of the bundle: {shown}")
     if checkpoint is not None and not problems:
         problems += _against(bundle, checkpoint, reporter)
     return problems
@@ -47,14 +47,14 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
 
     exact, dense_exact = lossless(bundle.versions), lossless(bundle.dense_versions)
     if exact is None:
-        raise InputError(f"{bundle.path}: has no lossless version here: there is nothing to compare with a checkpoint")
+        raise InputError(f"{bundle.path}: has no lossless version here to compare with a checkpoint")
     if bundle.manifest.dense and dense_exact is None:
         raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here to compare")
     stream = StreamedModel(open_checkpoint(checkpoint))
     if tuple(stream.expert_layers.values()) != bundle.layers:
         return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
     positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
-    dense = bundle.dense(check_digests=False)  # they have just been
+    dense = bundle.dense(check_digests=False)  # verified above
     packed = {f"{d.module}.{part}": (d.module, part) for d in bundle.manifest.dense for part in ("weight", "bias")}
     problems: list[Problem] = []
     reporter.stage("compare with checkpoint", len(stream.layers) + 1)
@@ -120,8 +120,7 @@ def _compare(dense: DenseTensors, location: str, name: str, tensor: Any) -> list
     if name not in dense:
         return [Problem(location, "missing", f"has no tensor {name}, which the checkpoint has")]
     ours = dense.torch(name)
-    same = ours.dtype == tensor.dtype and ours.shape == tensor.shape
-    if same:
+    if ours.dtype == tensor.dtype and ours.shape == tensor.shape:
         pair = [t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, tensor)]
         if torch.equal(*pair):
             return []

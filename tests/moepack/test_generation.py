@@ -12,7 +12,7 @@ import torch
 
 import moepack
 from moepack.calibrate.text.windows import load_tokenizer
-from moepack.chat import Here, There, talk
+from moepack.chat import local_model, server, talk
 from moepack.generation import GREEDY, Session, generate
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
@@ -52,17 +52,15 @@ def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> Non
     def answers(fresh: bool) -> tuple[list[str], int]:
         with Session(bundle, LoadOptions(policy="static:w4"), chat_template=TEMPLATE) as session:
             session.load(512, 64)
-            spy, here, told = Spy(session.model), Here(session, 8, GREEDY, ("\n",)), list[str]()
+            spy, here, told = Spy(session.model), local_model(session, 8, GREEDY, ("\n",)), list[str]()
 
-            class Fresh:
-                def answer(self, messages: Any, tell: Any) -> str:
-                    if fresh:
-                        session._cache = None
-                    return here.answer(messages, tell)
+            def answer(messages: Any, tell: Any) -> str:
+                if fresh:
+                    session._cache = None
+                return here(messages, tell)
 
-            talk(
-                Fresh(), lines=["one and two", "", "three", "/reset", "one and two", "/quit", "never"], tell=told.append
-            )
+            lines = ["one and two", "", "three", "/reset", "one and two", "/quit", "never"]
+            talk(answer, lines=lines, tell=told.append)
             return "".join(told).split("\n"), spy.tokens
 
     kept, fresh = answers(False), answers(True)
@@ -73,19 +71,18 @@ def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> Non
 def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle: Path) -> None:
     with Session(bundle, LoadOptions(policy="hotness", device_memory=20_000_000), chat_template=TEMPLATE) as session:
         session.load(256, 16)
-        here, seen = Here(session, 6, GREEDY), list[list[Any]]()
+        here, seen = local_model(session, 6, GREEDY), list[list[Any]]()
 
-        class Interrupted:
-            def answer(self, messages: Any, tell: Any) -> str:
-                seen.append(list(messages))
+        def interrupted(messages: Any, tell: Any) -> str:
+            seen.append(list(messages))
 
-                def stop(text: str) -> None:
-                    if len(seen) == 1:
-                        raise KeyboardInterrupt
+            def stop(text: str) -> None:
+                if len(seen) == 1:
+                    raise KeyboardInterrupt
 
-                return here.answer(messages, stop)
+            return here(messages, stop)
 
-        talk(Interrupted(), system="Be short.", lines=["one", "two"], tell=lambda text: None)
+        talk(interrupted, system="Be short.", lines=["one", "two"], tell=lambda text: None)
         assert [m["content"] for m in seen[1]] == ["Be short.", "two"]
         assert session.model.moepack.counters()["worker_failures"] == 0
 
@@ -106,7 +103,7 @@ def test_what_cannot_chat_says_so(bundle: Path, monkeypatch: pytest.MonkeyPatch)
             bundle, "", messages=[{"role": "user", "content": "hi"}], chat_template="{{ raise_exception('no system') }}"
         )  # fmt: skip
     with pytest.raises(InputError, match=r"http://127.0.0.1:9: .*refused"):
-        talk(There("http://127.0.0.1:9", None, 4, GREEDY), lines=["hi"], tell=lambda text: None)
+        talk(server("http://127.0.0.1:9", None, 4, GREEDY), lines=["hi"], tell=lambda text: None)
 
 
 def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -140,18 +137,18 @@ def test_a_chat_with_a_server(bundle: Path) -> None:
     from moepack.server.options import Options
 
     model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
-    server, end = begin(model, load_tokenizer(bundle), Options("mini", key="secret", template=TEMPLATE))
+    running, end = begin(model, load_tokenizer(bundle), Options("mini", key="secret", template=TEMPLATE))
     try:
         how = Sampling(temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
         lines, there, here = ["one and two", "three"], list[str](), list[str]()
-        talk(There(f"{server.url}/v1/", "secret", 8, how, ("\n",)), "Be short.", lines, there.append)
+        talk(server(f"{running.url}/v1/", "secret", 8, how, ("\n",)), "Be short.", lines, there.append)
         with Session(bundle, LoadOptions(policy="static:bf16", dtype="float32"), chat_template=TEMPLATE) as session:
             session.load(256, 64)
-            talk(Here(session, 8, how, ("\n",)), "Be short.", lines, here.append)
+            talk(local_model(session, 8, how, ("\n",)), "Be short.", lines, here.append)
         assert "".join(there) == "".join(here) and len("".join(here)) > 10
         for key, new, words in (("wrong", 8, "key"), ("secret", 1 << 20, "max_tokens|tokens of a sequence")):
             with pytest.raises(InputError, match=words):
-                talk(There(server.url, key, new, how), lines=lines, tell=lambda text: None)
+                talk(server(running.url, key, new, how), lines=lines, tell=lambda text: None)
     finally:
         end()
         model.moepack.close()

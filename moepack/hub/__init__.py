@@ -1,7 +1,7 @@
-"""Publish bundles to a Hugging Face Hub, and fetch them: whole, by version, or by what fits a budget.
+"""Publish bundles to a Hugging Face Hub, and fetch them: whole, by version, or as a budget allows.
 
-Works with any endpoint of huggingface_hub (HF_ENDPOINT). A repository is not trusted: names, sizes and digests are
-checked against the manifest, and the manifest against the format.
+Any endpoint of huggingface_hub works (HF_ENDPOINT). A repository is not trusted: names, sizes and digests are checked
+against the manifest, and the manifest against the format.
 """
 
 from .download import pull

@@ -1,7 +1,6 @@
-"""Fetch bundles: whole, some versions, or what a budget would serve. A stopped pull can be continued.
+"""Fetch bundles: whole, some versions, or the versions that a budget serves. A stopped pull can be continued.
 
-Only files that the manifest names are fetched, with the sizes that it gives. Their digests are checked before they
-enter the target.
+Only the manifest's files are fetched, in the sizes it gives. Their digests are checked before they enter the target.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from moepack.pack.errors import BundleError, InputError, Problem, TargetError
 from moepack.pack.hub_files import fetch_files
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import MANIFEST
+from moepack.pack.manifest import CARD, MANIFEST
 from moepack.pack.reader import Bundle, verify
 from moepack.pack.spec import version_names
 from moepack.pack.tables import TABLES
@@ -24,7 +23,7 @@ from moepack.reports.fitting import Described, fitting
 from moepack.runtime.planning.options import LoadOptions
 
 from .errors import HubError, hub_errors
-from .remote import CARD, PUSHING, Remote, read_remote
+from .remote import PUSHING, Remote, read_remote
 from .staging import Staging, read_record
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ def pull(
 ) -> Path:
     """Download a bundle, or only some of its versions, and verify it.
 
-    Running a stopped pull again continues it. If the target already is this bundle, the pull completes it from the
-    commit that it was pulled from.
+    A second run continues a stopped pull. If the target already is this bundle, the pull completes it from its commit.
 
     Args:
         repo: OWNER/NAME.
@@ -114,11 +112,11 @@ def _check(
         if name not in version_names():
             raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")
     if add and not (target / MANIFEST).is_file():
-        raise TargetError(f"{target}: is no bundle that a version could be added to: pull one with --versions")
+        raise TargetError(f"{target}: not a bundle to add a version to: pull one with --versions")
 
 
 def _same(api: HfApi, remote: Remote, target: Path, revision: str | None, reporter: Reporter) -> Remote:
-    """The commit to pull from; for a target that is a bundle, one with the same manifest."""
+    """The commit to pull from, with the target's manifest if the target is a bundle."""
     mine = target / MANIFEST
     if not mine.is_file() or mine.read_bytes() == remote.data:
         return remote
@@ -187,15 +185,15 @@ def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> 
 
 
 def _fitting(api: HfApi, remote: Remote, staging: Staging, fit: LoadOptions, reporter: Reporter) -> tuple[str, ...]:
-    """The versions that a budget's plan serves, by the manifest, the loss tables and the configuration."""
+    """The versions that a budget's plan serves, from the manifest, the loss tables and the configuration."""
     names = ["config.json", TABLES]
     for name in names:
         if name not in remote.manifest.files:
             raise BundleError.single(f"{remote.repo}/{name}", "missing", "not in the manifest")
-    here = all(_has(staging.target / n, remote.manifest.files[n].size) for n in names)
-    root = staging.target if here else staging.files
-    if not here:
-        _fetch(api, remote, root, remote.listed(names), Reporter())
+    sizes, root = remote.listed(names), staging.target
+    if not all(_has(root / name, size) for name, size in sizes.items()):
+        root = staging.files
+        _fetch(api, remote, root, sizes, Reporter())
     _verify(remote, root, set(names), Reporter())
     versions = tuple(v for v in remote.manifest.versions if v.name in remote.versions)
     chosen = fitting(Described(root, remote.manifest, versions), fit)

@@ -1,4 +1,4 @@
-"""Errors of the Hub library, each as one line."""
+"""Turn errors of the Hub library into one line each."""
 
 from __future__ import annotations
 
@@ -23,24 +23,21 @@ def hub_errors(repo: str) -> Iterator[None]:
     except MoepackError:
         raise
     except GatedRepoError:
-        raise HubError(f"{repo}: access is granted on request: ask for it on its page, and log in with hf auth login") \
-            from None  # fmt: skip
+        raise HubError(f"{repo}: gated: ask for access on its page, and log in with hf auth login") from None
     except RepositoryNotFoundError:
         raise HubError(f"{repo}: no such repository, or no access to it: log in with hf auth login") from None
     except RevisionNotFoundError:
         raise HubError(f"{repo}: has no such revision") from None
-    except Exception as error:  # of the library, of the operating system, or of the HTTP library
+    except Exception as error:  # of the library, the operating system or the HTTP library
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         if _unreachable(error):
-            raise HubError(
-                f"{repo}: the Hub cannot be reached ({constants.ENDPOINT}: {text}): check the network, and run the "
-                "same command again: it goes on where it stopped"
-            ) from None
+            text = f"the Hub cannot be reached ({constants.ENDPOINT}: {text}): check the network, and run the same "
+            text += "command again to continue"
         raise HubError(f"{repo}: {text}") from None
 
 
 def _unreachable(error: BaseException) -> bool:
-    """Whether no answer came. By name, as the class depends on huggingface_hub's HTTP library."""
+    """Whether no answer came. Tells classes by name, as they depend on huggingface_hub's HTTP library."""
     names = {"TransportError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "IncompleteSnapshotError"}
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, ConnectionError | TimeoutError) or bool(kinds & names)

@@ -1,4 +1,4 @@
-"""Read what a repository holds: its commit, its manifest, and which of the manifest's files it has."""
+"""Read a repository: its commit, its manifest, and the manifest's files that it has."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import BundleError
-from moepack.pack.manifest import CARD as CARD
-from moepack.pack.manifest import MANIFEST, MAX_BYTES, Manifest
+from moepack.pack.manifest import CARD, MANIFEST, MAX_BYTES, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.spec import expert_file
 
@@ -29,8 +28,8 @@ class Remote:
     repo: str  # OWNER/NAME
     commit: str  # 40 hexadecimal digits
     data: bytes  # the manifest's bytes
-    manifest: Manifest  # the manifest
-    sizes: Mapping[str, int]  # file name -> bytes, of the manifest's and the card's files that the repository has
+    manifest: Manifest
+    sizes: Mapping[str, int]  # file name -> bytes, of the files of manifest and card that the repository has
 
     @property
     def versions(self) -> tuple[str, ...]:
@@ -54,7 +53,7 @@ class Remote:
 
 
 def files_of(api: HfApi, repo: str, names: Iterable[str], revision: str | None) -> dict[str, RepoFile]:
-    """The files of `names` that the repository has, without listing it: that takes time with its size."""
+    """The files of `names` that the repository has. Listing the whole repository would take longer."""
     from huggingface_hub import RepoFile
 
     wanted, files = list(names), dict[str, RepoFile]()
@@ -64,13 +63,8 @@ def files_of(api: HfApi, repo: str, names: Iterable[str], revision: str | None) 
     return files
 
 
-def sizes_of(api: HfApi, repo: str, names: Iterable[str], revision: str | None) -> dict[str, int]:
-    """The bytes of the files of `names` that the repository has."""
-    return {name: file.size for name, file in files_of(api, repo, names, revision).items()}
-
-
 def is_same(file: RepoFile | None, local: Path | bytes) -> bool:
-    """Whether a repository's file has these bytes, by digest: SHA-256 for LFS files, git's for others."""
+    """Compare a repository's file with local bytes by digest: SHA-256 for LFS files, git's for others."""
     if file is None or file.size != (len(local) if isinstance(local, bytes) else local.stat().st_size):
         return False
     with io.BytesIO(local) if isinstance(local, bytes) else local.open("rb") as f:
@@ -83,7 +77,7 @@ def read_small(api: HfApi, repo: str, name: str, revision: str | None) -> tuple[
     """Read a small file and its commit; None if the file is missing.
 
     Raises:
-        BundleError: for a file larger than a manifest may be; nothing of it is fetched.
+        BundleError: before fetching, for a file larger than the largest manifest.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
@@ -100,15 +94,11 @@ def read_small(api: HfApi, repo: str, name: str, revision: str | None) -> tuple[
 
 
 def read_remote(api: HfApi, repo: str, revision: str | None) -> Remote | None:
-    """Read the bundle in a repository; None without a manifest.
-
-    Raises:
-        BundleError: for an invalid manifest.
-    """
+    """Read the bundle in a repository; None without a manifest. Raises BundleError for an invalid manifest."""
     found = read_small(api, repo, MANIFEST, revision)
     if found is None:
         return None
     data, commit = found
     manifest = parse_manifest(data)
-    names = {*manifest.files, *manifest.expert_files, *CARD}
-    return Remote(repo, commit, data, manifest, sizes_of(api, repo, sorted(names), commit))
+    files = files_of(api, repo, sorted({*manifest.files, *manifest.expert_files, *CARD}), commit)
+    return Remote(repo, commit, data, manifest, {name: file.size for name, file in files.items()})

@@ -1,7 +1,7 @@
 """The folder inside the target where a pull keeps files until all are fetched and checked.
 
-The target gets whole files, then whole versions, then its manifest. A pull killed at any moment leaves the fetched
-files, and a directory that is a bundle only if it was one before.
+The target gets whole files, then whole versions, then its manifest. A killed pull leaves the fetched files, and leaves
+the directory a bundle only if it was one before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ RECORD = ".pulled.json"
 
 
 class Staging:
-    """The locked target of a pull. A context manager.
-
-    Attributes:
-        target: the bundle's directory.
-        files: the folder of fetched files, under their names in the bundle.
-    """
+    """The locked target of a pull. A context manager."""
 
     def __init__(self, target: Path) -> None:
         """Lock a target that is new, empty, a bundle, or left by a stopped pull.
@@ -37,7 +32,7 @@ class Staging:
             TargetError: for any other target, or while another pull runs in it.
         """
         self.target, self._folder = target, target / FOLDER
-        self.files = self._folder / "files"
+        self.files = self._folder / "files"  # fetched files, under their names in the bundle
         if not (target / MANIFEST).is_file() and not self._folder.is_dir():
             check_target(target)
         try:
@@ -55,8 +50,8 @@ class Staging:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(lock)
-                raise TargetError(f"{self.target}: another pull is at work here: wait for it") from None
-            if os.fstat(lock).st_nlink:  # otherwise a pull that has just ended removed the folder
+                raise TargetError(f"{self.target}: another pull is running here: wait for it") from None
+            if os.fstat(lock).st_nlink:  # else a pull that has just ended removed the folder
                 return lock
             os.close(lock)
             self.files.mkdir(parents=True, exist_ok=True)
@@ -98,10 +93,8 @@ class Staging:
 
     def _write(self, name: str, data: bytes) -> None:
         temporary = self._folder / name
-        with temporary.open("wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
+        temporary.write_bytes(data)
+        sync(temporary)
         temporary.replace(self.target / name)
 
     def __enter__(self) -> Staging:

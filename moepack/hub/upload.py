@@ -1,20 +1,21 @@
 """Publish a bundle in commits that a stopped push continues; the manifest comes last.
 
-A repository without a manifest is not a bundle. The first commit removes the old manifest and files that the new one
-does not name, and adds the new manifest under another name. Further commits add the missing files, some at a time. The
-last one adds the manifest and the card. The Hub does not ask again for bytes that it has received, committed or not.
+A repository without a manifest is not a bundle. The first commit removes the old manifest and the files absent from the
+new one, and adds the new manifest under another name. Further commits add groups of missing files. The last commit adds
+the manifest and the card. The Hub does not ask again for bytes that it has received, committed or not.
 huggingface_hub's own large uploads choose their order, so a partial bundle could look complete.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import BundleError, MissingExtraError
-from moepack.pack.manifest import MANIFEST, Manifest
+from moepack.pack.manifest import CARD, MANIFEST, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
@@ -24,7 +25,7 @@ from moepack.reports.inspect import plot
 from moepack.reports.verify import verify
 
 from .errors import HubError, hub_errors
-from .remote import CARD, PUSHING, files_of, is_same, read_small, sizes_of
+from .remote import PUSHING, files_of, is_same, read_small
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -45,7 +46,7 @@ def push(
 ) -> str:
     """Verify and upload a bundle; returns the address of the last commit.
 
-    Running a stopped push again continues it. The card on the repository's page is written again.
+    A second run continues a stopped push, and writes the repository's card again.
 
     Args:
         path: the bundle.
@@ -53,8 +54,7 @@ def push(
         private: whether a new repository is private.
         revision: the branch to push to; created if missing.
         reporter: receives progress.
-        base_model: the checkpoint's Hub id for the card; by default the one the bundle was built from, if it came from
-            the Hub.
+        base_model: the checkpoint's Hub id for the card; by default that of the build, if it was on the Hub.
 
     Raises:
         BundleError: if the bundle is damaged; nothing is uploaded then.
@@ -63,8 +63,7 @@ def push(
     from huggingface_hub import HfApi
 
     reporter = reporter or Reporter()
-    problems = verify(path, reporter=reporter)
-    if problems:
+    if problems := verify(path, reporter=reporter):
         raise BundleError(problems)
     bundle = open_bundle(path)
     manifest = replace(bundle.manifest, files={n: e for n, e in bundle.manifest.files.items() if n not in CARD})
@@ -82,9 +81,8 @@ def push(
 class _There:
     """What a repository holds before a push."""
 
-    # `repo`, `revision`: the repository and the branch.
     repo: str
-    revision: str | None
+    revision: str | None  # the branch
     commit: str  # the head of the branch
     manifest: bytes | None  # its manifest's bytes; None without one
     pushing: bytes | None  # the manifest's bytes of a stopped push
@@ -92,7 +90,7 @@ class _There:
 
 
 def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There:
-    """Read a repository; raise HubError unless it is empty, or holds a bundle of this model or part of one."""
+    """Read a repository; raise HubError unless it is empty, or holds a whole or partial bundle of this model."""
     info = api.model_info(repo, revision=revision)
     commit, found, listed = str(info.sha), dict[str, bytes](), set[str]()
     for name in (MANIFEST, PUSHING):
@@ -110,7 +108,7 @@ def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There
     if not found:
         others = [s.rfilename for s in info.siblings or () if s.rfilename.lower() not in _EMPTY]
         if others:
-            raise HubError(f"{repo}: holds {others[0]}, and is no bundle: name another repository")
+            raise HubError(f"{repo}: holds {others[0]}, and is not a bundle: name another repository")
     return _There(repo, revision, commit, found.get(MANIFEST), found.get(PUSHING), frozenset(listed))
 
 
@@ -154,7 +152,10 @@ def _push(
         paths = {name: (bundle.path / name).resolve() for name in group}
         if new := {name: path for name, path in paths.items() if not is_same(held.get(name), path)}:
             send(f"Upload {len(new)} files: {next(iter(new))} ...", new)
-    _check(api, there, ours, commit)
+    arrived = files_of(api, there.repo, ours, commit)
+    for name, size in ours.items():
+        if name not in arrived or arrived[name].size != size:  # a .gitignore there silently excludes files
+            raise HubError(f"{there.repo}: {name} did not arrive: does the repository's .gitignore exclude it?")
     last = {**card, MANIFEST: manifest}
     held = files_of(api, there.repo, [*last, PUSHING], commit)
     gone = [PUSHING] if PUSHING in held else []
@@ -176,18 +177,8 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         yield group
 
 
-def _check(api: HfApi, there: _There, ours: Mapping[str, int], commit: str) -> None:
-    """Raise unless all files arrived: a .gitignore in the repository silently excludes files."""
-    found = sizes_of(api, there.repo, ours, commit)
-    for name, size in ours.items():
-        if found.get(name) != size:
-            raise HubError(f"{there.repo}: {name} did not arrive: does the repository's .gitignore leave it out?")
-
-
 def _card(bundle: Bundle, repo: str, base_model: str | None, reporter: Reporter) -> dict[str, bytes]:
     """Make the card, and its picture if matplotlib is installed."""
-    import tempfile
-
     out: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -278,7 +278,7 @@ def test_a_version_is_added_from_where_the_others_came(client: Client, bundle: P
     """The repository has another build of the model by then."""
     target, w4 = tmp_path / "got", ("pull", "someone/mini", "-o", tmp_path / "got", "--versions", "w4", "-q")
     out = client("pull", "someone/mini", "-o", target, "--add", "w2", "-q")
-    assert out.returncode == 2 and "is no bundle that a version could be added to" in out.stderr
+    assert out.returncode == 2 and "not a bundle to add a version to" in out.stderr
     assert client(*w4).returncode == 0
     shrink(bundle, tmp_path / "other", ["w2", "w1"])
     out = client("push", tmp_path / "other", "someone/mini", "-q")
@@ -315,7 +315,7 @@ def test_a_repository_of_something_else_is_left_alone(
         assert out.returncode == 2 and word in out.stderr and client.hub.files["someone/mini"] == before, out.stderr
 
     client.hub.files["someone/mini"] = {".gitattributes": b"", "config.json": b"{}"}
-    refused("holds config.json, and is no bundle", bundle)
+    refused("holds config.json, and is not a bundle", bundle)
     client.hub.files["someone/mini"] = {"manifest.json": b"{}", "a": b""}
     refused("is not a bundle's", bundle)
     client.hub.files["someone/mini"] = {".gitattributes": b"", "README.md": b"---\nlicense: mit\n---\n"}

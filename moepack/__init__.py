@@ -1,18 +1,19 @@
-"""moepack: a Mixture-of-Experts model with every expert at several precisions, served inside a memory budget.
+"""moepack: Mixture-of-Experts models with every expert at several precisions, served inside a memory budget.
 
-`build` makes a bundle of a checkpoint, `open` reads a bundle, `load` serves one as a transformers model. Importing this
-package is light, and lets `transformers.AutoModelForCausalLM.from_pretrained` load bundles.
+`build` makes a bundle of a checkpoint, `open` reads a bundle, and `load` serves it as a transformers model. Importing
+this package is light, and lets `transformers.AutoModelForCausalLM.from_pretrained` load bundles.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .pack.errors import BundleError, InputError, MoepackError
 from .runtime.patches import install
 from .version import __version__
 
 __all__ = ["BudgetExceeded", "BundleError", "InputError", "MoepackError", "__version__", "build", "load", "open"]
 
 if TYPE_CHECKING:
-    from moepack.pack.errors import BundleError, InputError, MoepackError
     from moepack.pack.reader import open_bundle as open
     from moepack.pipeline.build import build
     from moepack.runtime.load import load
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "BudgetExceeded": ("moepack.runtime.planning.exceeded", "BudgetExceeded"),
-    "BundleError": ("moepack.pack.errors", "BundleError"),
-    "InputError": ("moepack.pack.errors", "InputError"),
-    "MoepackError": ("moepack.pack.errors", "MoepackError"),
     "build": ("moepack.pipeline.build", "build"),
     "load": ("moepack.runtime.load", "load"),
     "open": ("moepack.pack.reader", "open_bundle"),
@@ -30,13 +28,11 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, when it is asked for."""
+    """Import a name on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module 'moepack' has no attribute {name!r}")
-    import importlib
-
     module, attribute = _LAZY[name]
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(import_module(module), attribute)
 
 
 install()

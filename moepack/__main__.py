@@ -1,4 +1,4 @@
-"""`python -m moepack`."""
+"""Run the command line: `python -m moepack`."""
 
 from .cli import main
 

@@ -1,4 +1,4 @@
-"""A Ray cluster: one that is there, or one started on this machine. Decides nothing about what runs on it."""
+"""Connect to a Ray cluster, or start one on this machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moepack.pack.errors import InputError, MissingExtraError
 
 
 def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
-    """Ray, and whether it was started here, to be shut down again.
+    """Return Ray, and whether this call started it, so that the caller shuts it down.
 
     Args:
-        address: of the cluster; None for RAY_ADDRESS's, or one that is started on this machine.
-        local: options of one that is started here.
+        address: the cluster's; None for RAY_ADDRESS's, or a cluster that starts on this machine.
+        local: options of a cluster that starts here.
 
     Raises:
-        InputError: when nobody answers there.
-        MissingExtraError: when Ray is not installed.
+        InputError: if nothing answers at the address.
+        MissingExtraError: without Ray.
     """
     try:
         import ray
@@ -42,16 +42,12 @@ def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
 
 
 def asked(address: str | None) -> str | None:
-    """The address of the cluster that is meant: RAY_ADDRESS's where none is named, as in a job that a cluster runs."""
+    """The given address, or RAY_ADDRESS, which a job on a cluster has."""
     return address or os.environ.get("RAY_ADDRESS")
 
 
 def reach(address: str | None) -> None:
-    """Connect to a cluster's port: Ray itself tries an address where nobody listens for minutes.
-
-    Raises:
-        InputError: when nobody answers there.
-    """
+    """Connect to a cluster's port, or raise InputError: Ray itself tries a dead address for minutes."""
     at = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or "")
     if at is None:
         return

@@ -1,4 +1,4 @@
-"""Text from a bundle or a checkpoint: prompts and chats are continued, inside the budget that the model has."""
+"""Continue prompts and chats by a bundle or checkpoint, inside the model's budget."""
 
 from __future__ import annotations
 
@@ -17,23 +17,19 @@ from .server.batching.text import Stops
 from .server.batching.tokens import end_tokens
 from .server.options import Sampling
 
-PROMPT = 512  # tokens of a prompt that go in at once, in a budget
-NEW_TOKENS = 64  # that a prompt is continued by
-CHAT_TOKENS = 2048  # of a chat that a budget leaves room for from the start
+PROMPT = 512  # tokens of a prompt in one pass, in a budget
+NEW_TOKENS = 64  # the most tokens of a continuation
+CHAT_TOKENS = 2048  # tokens of a chat for which a budget reserves cache from the start
 GREEDY = Sampling(temperature=0.0)
 Messages = Sequence[dict[str, str]]
 Tell = Callable[[str], None]
 
 
 class Session:
-    """A loaded model that continues one text after another; as a context it ends with the model's."""
+    """A loaded model that continues one text after another. A context manager, which closes the model."""
 
     def __init__(self, path: str | Path, options: LoadOptions = DEFAULTS, chat_template: str | None = None) -> None:
-        """Look at what there is; `load` loads it.
-
-        Raises:
-            InputError: when it is not there, or the options do not fit it.
-        """
+        """Find the model and read its tokenizer. Raises InputError if it is missing or the options do not fit it."""
         self._path, self._options = path, options
         with Reporter().hub_bars():
             self._source = locate(path)
@@ -48,14 +44,14 @@ class Session:
         self._cached: list[int] = []
 
     def load(self, kv_tokens: int, prefill_tokens: int) -> None:
-        """Load the model, with these numbers where the options name none."""
+        """Load the model, with these numbers where the options have none."""
         from transformers import GenerationConfig
 
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
         self._chunk = options.workload.prefill_tokens or PROMPT
         with Reporter().hub_bars():
             self.model = load_model(self._source, options)
-        # What else its generation_config.json asks for, chosen by this program's caller, would be heard as well.
+        # Other settings of its generation_config.json would act beside the caller's.
         self.model.generation_config = GenerationConfig(eos_token_id=end_tokens(self.model.generation_config) or None)
 
     def __enter__(self) -> Session:
@@ -67,11 +63,7 @@ class Session:
             self.model.moepack.close()
 
     def text(self, prompt: str) -> list[int]:
-        """The tokens of a plain text.
-
-        Raises:
-            InputError: when there are none.
-        """
+        """The tokens of a plain text. Raises InputError if there are none."""
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
         if not ids:
             raise InputError("the prompt is empty")
@@ -81,13 +73,13 @@ class Session:
         """The tokens of a chat by the model's template, up to where the answer begins.
 
         Raises:
-            InputError: without a template, or where it does not take these messages.
+            InputError: without a template, or if it rejects these messages.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(f"{self._path}: its tokenizer has no chat template: give one with --chat-template")
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # of any kind, from the template
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(f"{self._path}: its chat template does not take this chat: {what}") from None
         return self.text(str(text))
@@ -96,14 +88,14 @@ class Session:
         self, ids: list[int], new_tokens: int, sampling: Sampling = GREEDY, stop: Sequence[str] = (),
         tell: Tell = lambda text: None,
     ) -> str:  # fmt: skip
-        """Continue a prompt. What an earlier one with the same beginning left in the cache is not read again.
+        """Continue a prompt's tokens by at most `new_tokens`. The cache of the last text serves a common beginning.
 
         Args:
-            ids: its tokens.
-            new_tokens: at the most.
-            sampling: how tokens are chosen; the same seed gives what `moepack serve` answers.
+            ids: the prompt's tokens.
+            new_tokens: the most tokens to add.
+            sampling: how tokens are chosen; the same seed gives the answer of `moepack serve`.
             stop: texts at which the answer ends; they are not part of it.
-            tell: is given the text as it comes.
+            tell: receives the text as it comes.
         """
         import torch
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -153,10 +145,10 @@ class Session:
         return "".join(told)
 
     def _reuse(self, ids: list[int]) -> tuple[Any, int]:
-        """The cache of the last text as far as a prompt begins like it, and how many tokens that is."""
+        """The last text's cache, cut to the common beginning with a prompt, and that beginning's tokens."""
         from transformers.cache_utils import DynamicLayer
 
-        cache, self._cache = self._cache, None  # a pass that is interrupted leaves it between two states
+        cache, self._cache = self._cache, None  # an interrupted pass leaves the cache between two states
         done = next((n for n, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), len(self._cached))
         done = min(done, len(ids) - 1)
         if cache is None or not done:
@@ -168,7 +160,7 @@ class Session:
         return cache, done
 
     def _prefill(self, ids: Any, cache: Any, done: int) -> Any:
-        """The cache of a prompt's first tokens, put in a chunk at a time; the last chunk is left to generation."""
+        """Read a prompt into the cache a chunk at a time, except the last chunk, and return the cache."""
         import torch
 
         last: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
@@ -190,13 +182,13 @@ def generate(
     chat_template: str | None = None,
     tell: Tell = lambda text: None,
 ) -> str:
-    """The continuation of a prompt, or the answer to `messages`. `tell` is given the text as it comes.
+    """Continue a prompt, or answer `messages`. `tell` receives the text as it comes.
 
-    Where the options name no `kv_tokens`, a budget leaves room for the KV cache of the prompt and all new tokens. Where
-    they name no `prefill_tokens`, for passes of the prompt's tokens, at most 512: so many of it go in at once.
+    By default, a budget reserves memory for the KV cache of the prompt and all new tokens (`kv_tokens`), and for passes
+    of the prompt's tokens, at most 512 (`prefill_tokens`).
 
     Raises:
-        InputError: for an empty prompt, or a model without a chat template that is given messages.
+        InputError: for an empty prompt, or messages without a chat template.
     """
     with Session(path, options, chat_template) as session:
         ids = session.text(prompt) if messages is None else session.chat(messages)

@@ -1,4 +1,4 @@
-"""Find a bundle or a checkpoint by its name, check what is asked of it, and load it for a command."""
+"""Find a bundle or checkpoint by its name, check the options for it, and load it for a command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moepack.runtime.planning.options import LoadOptions
 
 
 class Source(NamedTuple):
-    """Where transformers finds a model: a directory, or the Hub id of a bundle, which is fetched when it is loaded."""
+    """Where transformers finds a model: a directory, or the Hub id of a bundle, which loading fetches."""
 
     path: str | Path
     is_bundle: bool
@@ -23,7 +23,7 @@ def locate(path: str | Path) -> Source:
     """Find a bundle or checkpoint by its directory or Hub id. A checkpoint on the Hub is downloaded.
 
     Raises:
-        InputError: when it is neither a directory nor on the Hub, or an incomplete checkpoint.
+        InputError: if it is neither a directory nor on the Hub, or is an incomplete checkpoint.
     """
     if Path(path).exists():
         return Source(path, (Path(path) / MANIFEST).is_file())
@@ -36,11 +36,7 @@ def locate(path: str | Path) -> Source:
 
 
 def check(source: Source, options: LoadOptions) -> None:
-    """See that a model has what the options ask for, before anything is loaded, and where possible without torch.
-
-    Raises:
-        InputError: when it does not.
-    """
+    """Raise InputError unless the options fit the model; before loading, and where possible without torch."""
     path, is_bundle = source
     if not is_bundle and (options.policy, options.budget, options.dense) != (None, None, None):
         raise InputError(f"{path}: not a bundle: a policy, dense versions and a memory budget need one")
@@ -62,7 +58,7 @@ def check(source: Source, options: LoadOptions) -> None:
 
 
 def load_model(source: Source, options: LoadOptions, progress: Callable[[int, int], None] | None = None) -> Any:
-    """Load a bundle, or a plain checkpoint, as a transformers model. `progress` is as of `moepack.load`."""
+    """Load a bundle or a plain checkpoint as a transformers model. `progress` is that of `moepack.load`."""
     from moepack.calibrate.stream import quiet_transformers
     from moepack.runtime.load import from_pretrained, load_bundle
 
@@ -78,11 +74,7 @@ def load_model(source: Source, options: LoadOptions, progress: Callable[[int, in
 
 
 def read_template(file: Path | None) -> str | None:
-    """Read a chat template from its file.
-
-    Raises:
-        InputError: when it cannot be read.
-    """
+    """Read a chat template from its file. Raises InputError if it cannot be read."""
     try:
         return None if file is None else file.read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -44,7 +44,7 @@ class Session:
         self._cached: list[int] = []
 
     def load(self, kv_tokens: int, prefill_tokens: int) -> None:
-        """Load the model, with these numbers where the options have none."""
+        """Load the model, with these numbers if the options have none."""
         from transformers import GenerationConfig
 
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
@@ -70,7 +70,7 @@ class Session:
         return ids
 
     def chat(self, messages: Messages) -> list[int]:
-        """The tokens of a chat by the model's template, up to where the answer begins.
+        """The tokens of a chat by the model's template, up to the start of the answer.
 
         Raises:
             InputError: without a template, or if it rejects these messages.

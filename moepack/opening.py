@@ -36,7 +36,7 @@ def locate(path: str | Path) -> Source:
 
 
 def check(source: Source, options: LoadOptions) -> None:
-    """Raise InputError unless the options fit the model; before loading, and where possible without torch."""
+    """Raise InputError unless the options fit the model; before loading, and mostly without torch."""
     path, is_bundle = source
     if not is_bundle and (options.policy, options.budget, options.dense) != (None, None, None):
         raise InputError(f"{path}: not a bundle: a policy, dense versions and a memory budget need one")

@@ -24,8 +24,8 @@ READY = "ready"
 def doctor(directory: Path | None = None) -> dict[str, Any]:
     """The facts, ready for JSON. `problems` lists what keeps moepack from working.
 
-    `methods` says of each method of a recipe whether it can run here, or what it lacks. `can_build` tells it of the
-    default method. Disk rates are measured in `directory`, by default the temporary directory.
+    `methods` says for each quantisation method that it is ready, or what it lacks here. `can_build` says whether the
+    default method is ready. Disk rates are measured in `directory`, by default the temporary directory.
     """
     import psutil
 

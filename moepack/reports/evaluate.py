@@ -74,10 +74,10 @@ class Evaluation(Scores):
     worker_failures: int = 0  # failed rounds of transitions
     host_bytes: int = 0  # bytes of weights that the host read for the experts it ran
     demand_bytes: int = 0  # stored bytes that passes waited for, under policies that load on demand
-    prefetch_bytes: int = 0  # bytes fetched ahead, of which the next three had arrived, were late, or were not needed
-    prefetch_in_time: int = 0
-    prefetch_late: int = 0
-    prefetch_wasted: int = 0
+    prefetch_bytes: int = 0  # stored bytes fetched ahead, split below
+    prefetch_in_time: int = 0  # had arrived when needed
+    prefetch_late: int = 0  # were on their way when needed
+    prefetch_wasted: int = 0  # were not needed
     fixed: Fixed | None = None  # bytes of a bundle outside the experts, by parts
 
 

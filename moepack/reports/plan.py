@@ -50,7 +50,7 @@ class Planned:
     bundle: str
     policy: str
     device: str
-    feasible: bool  # whether the budget holds the least there is
+    feasible: bool  # whether the budget suffices
     budget_bytes: int
     fixed_bytes: int  # M_fixed
     fixed: Fixed  # M_fixed by parts

@@ -1,6 +1,4 @@
-"""From measured tables to a version for every expert: the losses and bytes that the allocators of
-`moepack.runtime.allocation` work on.
-"""
+"""Allocation: measured losses and bytes to a version for every expert, by `moepack.runtime.allocation`."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest import Allocation
 from moepack.pack.spec import ExpertLayer, Version, lossy
 from moepack.runtime.allocation.knapsack import BudgetError, greedy, spent, uniform
 from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, prefix_split
@@ -26,26 +25,20 @@ Rows = list[list[float]]
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one layer's experts cost at every version, and what calibration sent to them.
+    """What one layer's experts cost at every version, and what calibration sent to them."""
 
-    Attributes:
-        tokens, gate_sum: [experts], tokens routed to each and the sum of their gate weights.
-        sizes: [experts][versions], bytes of extents.
-        mse, gated, relative: [experts][versions], as in calibration.safetensors (pack/FORMAT.md, "Calibration tables").
-        gated_error: standard errors of `gated`, zeros where the bundle has none.
-    """
-
-    tokens: list[float]
-    gate_sum: list[float]
-    sizes: Rows
+    tokens: list[float]  # [experts], tokens routed to each
+    gate_sum: list[float]  # [experts], the sum of their gate weights
+    sizes: Rows  # [experts][versions], bytes of extents
+    # [experts][versions], as in calibration.safetensors (pack/FORMAT.md, "Calibration tables")
     mse: Rows
     gated: Rows
     relative: Rows
-    gated_error: Rows
+    gated_error: Rows  # standard errors of `gated`, zeros where the bundle has none
 
     @staticmethod
     def of(layer: LayerTables, columns: Sequence[int], sizes: Rows) -> LayerCosts:
-        """From a layer's tables; `columns` are those of the versions wanted."""
+        """From a layer's tables, at the versions in these columns."""
         error = 0 * layer.gated if layer.gated_error is None else layer.gated_error
         losses = (table[:, columns].tolist() for table in (layer.mse, layer.gated, layer.relative, error))
         return LayerCosts(layer.tokens.tolist(), layer.gate_sum.tolist(), sizes, *losses)
@@ -53,27 +46,20 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class DenseCosts:
-    """What the dense matrices cost at every version of theirs.
+    """What the dense matrices cost at each of their versions."""
 
-    Attributes:
-        matrices: how many weights each has.
-        versions: names, the most precise first.
-        sizes: [matrices][versions], bytes of extents.
-        losses: [matrices][versions], in the unit of `expected_losses` by gates.
-    """
-
-    matrices: list[int]
-    versions: list[str]
-    sizes: Rows
-    losses: Rows
+    matrices: list[int]  # weights of each
+    versions: list[str]  # names, the most precise first
+    sizes: Rows  # [matrices][versions], bytes of extents
+    losses: Rows  # [matrices][versions], in the unit of `expected_losses` by gates
 
     @staticmethod
     def of(weights: Sequence[int], versions: Sequence[str], tables: DenseTables, sizes: Rows) -> DenseCosts:
         """From their tables.
 
-        What a matrix loses is expected to reach the hidden state in proportion: its relative error, times what one of 1
-        would add there (`signal`), times the tokens. That is what `expected_losses` says of an expert, and exact for a
-        matrix whose output is what its block adds (docs/design/allocation.md has how the others were measured).
+        A matrix' loss is expected to reach the hidden state in proportion: its relative error, times what an error of 1
+        would add there (`signal`), times the tokens. `expected_losses` has the same unit. The rule is exact for a
+        matrix whose output its block adds unchanged; docs/design/allocation.md says how the others were measured.
         """
         columns = [tables.versions.index(name) for name in versions]
         scale = (tables.signal.astype(float) * tables.tokens)[:, None]
@@ -81,18 +67,8 @@ class DenseCosts:
         return DenseCosts(list(weights), list(versions), sizes, losses)
 
 
-def bundle_dense_costs(bundle: Bundle) -> DenseCosts:
-    """The costs of the versions of dense matrices that are here."""
-    tables, names = bundle.calibration().dense, [v.name for v in bundle.dense_versions]
-    if tables is None:
-        raise InputError(f"{bundle.path}: its dense matrices have no versions")
-    sizes = [[float(bundle.dense_file(name, layer).extent_size(e)) for name in names]
-             for layer in bundle.dense_layers for e in range(layer.extents)]  # fmt: skip
-    return DenseCosts.of([m.matrix.weights for m in bundle.manifest.dense], names, tables, sizes)
-
-
 def bundle_costs(bundle: Bundle, versions: Sequence[Version] = ()) -> list[LayerCosts]:
-    """The costs of these versions, or else of all that are here, layer by layer."""
+    """The costs of these versions, or of all versions of the bundle, layer by layer."""
     tables, out = bundle.calibration(), list[LayerCosts]()
     wanted = versions or bundle.versions
     columns = tables.columns([v.name for v in wanted])
@@ -106,14 +82,13 @@ def bundle_costs(bundle: Bundle, versions: Sequence[Version] = ()) -> list[Layer
 
 
 def expected_losses(costs: LayerCosts, weight: str) -> Rows:
-    """What each expert of a layer is expected to lose at each version, [experts][versions].
+    """The expected loss of each expert of a layer at each version, [experts][versions].
 
     Args:
-        costs: the layer's tables.
-        weight: "gates": squared error that it adds to the layer's output over the calibration tokens, each token's by
-            its gate weight squared; "tokens": squared error of its own output over those tokens; "none": mean squared
-            error, every expert counting alike. To each expert's tokens one is added: what calibration never reached may
-            be reached in use, and is not free.
+        weight: "gates": the squared error that the expert adds to the layer's output over the calibration tokens, each
+            token weighted by its squared gate weight. "tokens": the squared error of the expert's own output over those
+            tokens. "none": the mean squared error. Each expert counts one token more than it had: use may reach an
+            expert that calibration never reached, and its error is not free.
     """
     if weight == "none":
         return costs.mse
@@ -122,50 +97,38 @@ def expected_losses(costs: LayerCosts, weight: str) -> Rows:
 
 
 def allocate(
-    how: Allocate, layers: Sequence[ExpertLayer], versions: Sequence[Version], costs: list[LayerCosts]
-) -> Versions:
-    """A version for every expert, as a recipe's `allocation` asks.
-
-    Raises:
-        InputError: when the average cannot be met, naming the least that could.
-    """
-    weights = sum(layer.experts * layer.expert_weights for layer in layers)
-    budget = how.average_bits / 8 * weights
-    sizes = [row for layer in costs for row in layer.sizes]
-    losses = [row for layer in costs for row in expected_losses(layer, how.weight)]
-    try:
-        if how.method == "prefix_split":
-            return prefix_within(versions, costs, budget)
-        chosen = uniform(sizes, budget) if how.method == "uniform" else greedy(sizes, losses, budget)
-    except BudgetError as error:
-        raise _unmet(how, 8 * error.least / weights) from None
-    return named(chosen, versions, costs)
-
-
-def allocate_both(
     how: Allocate,
     layers: Sequence[ExpertLayer],
     versions: Sequence[Version],
     costs: Sequence[LayerCosts],
-    dense: DenseCosts,
-) -> tuple[Versions, tuple[str, ...]]:
-    """A version for every expert and for every dense matrix under one budget: `average_bits` of the weights of both.
+    dense: DenseCosts | None = None,
+) -> Allocation:
+    """Choose a version for every expert, and with `dense` for every dense matrix, under one budget.
+
+    The budget is `average_bits` times the weights of all of them. Dense matrices need the method greedy.
 
     Raises:
-        InputError: when the average cannot be met, naming the least that could.
+        InputError: when the average cannot be met; names the least possible one.
     """
-    weights = sum(layer.experts * layer.expert_weights for layer in layers) + sum(dense.matrices)
+    weights = sum(layer.experts * layer.expert_weights for layer in layers) + sum(dense.matrices if dense else ())
+    budget = how.average_bits / 8 * weights
     sizes = [row for layer in costs for row in layer.sizes]
     losses = [row for layer in costs for row in expected_losses(layer, how.weight)]
+    experts = len(sizes)
+    if dense is not None:
+        sizes, losses = [*sizes, *dense.sizes], [*losses, *dense.losses]
     try:
-        chosen = greedy([*sizes, *dense.sizes], [*losses, *dense.losses], how.average_bits / 8 * weights)
+        if how.method == "prefix_split":
+            return Allocation(str(how), prefix_within(versions, costs, budget))
+        chosen = uniform(sizes, budget) if how.method == "uniform" else greedy(sizes, losses, budget)
     except BudgetError as error:
         raise _unmet(how, 8 * error.least / weights) from None
-    return named(chosen[: len(sizes)], versions, costs), tuple(dense.versions[v] for v in chosen[len(sizes) :])
+    both = None if dense is None else tuple(dense.versions[v] for v in chosen[experts:])
+    return Allocation(str(how), named(chosen[:experts], versions, costs), both)
 
 
 def named(chosen: Sequence[int], versions: Sequence[Version], costs: Sequence[LayerCosts]) -> Versions:
-    """Versions' indexes of all experts, one layer after another, as a map of names."""
+    """Turn version indexes of all experts, layer after layer, into a map of names."""
     names = iter(versions[v].name for v in chosen)
     return tuple(tuple(next(names) for _ in layer.tokens) for layer in costs)
 
@@ -179,13 +142,9 @@ def total_bytes(table: Versions, versions: Sequence[Version], costs: Sequence[La
 def split_layers(
     versions: Sequence[Version], costs: Sequence[LayerCosts], importance: Sequence[Sequence[float]], bits: float
 ) -> Versions:
-    """`prefix_split` in every layer at an average of `bits` code bits; the losses are mean squared errors, unweighted.
+    """Run `prefix_split` in every layer at an average of `bits` code bits, on unweighted mean squared errors.
 
-    Args:
-        versions: must hold w4, w3, w2 and w1.
-        costs: the layers' tables.
-        importance: [layers][experts].
-        bits: the average in every layer.
+    `versions` must hold w4, w3, w2 and w1. `importance` is [layers][experts].
     """
     column = {v.name: i for i, v in enumerate(versions)}
     out = []
@@ -201,10 +160,10 @@ def calibrated_importance(costs: Sequence[LayerCosts]) -> list[list[float]]:
 
 
 def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budget: float) -> Versions:
-    """`prefix_split` at the greatest average, the same in all layers, whose extents fit the budget.
+    """Run `prefix_split` at the greatest average, the same in all layers, whose extents fit the budget.
 
     Raises:
-        BudgetError: when even one bit for all does not fit.
+        BudgetError: when one bit for every expert does not fit.
     """
     importance = calibrated_importance(costs)
     steps = max(len(layer.tokens) for layer in costs)
@@ -212,7 +171,7 @@ def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budg
     least = total_bytes(best, versions, costs)
     if least > budget:
         raise BudgetError(least, budget)
-    low, high = 0, 3 * steps + 1  # `low` increments an expert of the widest layer fit, `high` do not
+    low, high = 0, 3 * steps + 1  # `low` steps of 1 / steps bits fit, `high` steps do not
     while high - low > 1:
         middle = (low + high) // 2
         table = split_layers(versions, costs, importance, 1 + middle / steps)
@@ -230,7 +189,7 @@ def check_allocation(
     dense: Sequence[DenseMatrix] = (),
     dense_versions: Sequence[Version] = (),
 ) -> None:
-    """Refuse, before any work, an average that even the smallest versions pass."""
+    """Refuse, before any work, an average below that of the smallest versions."""
     small = lossy(versions)
     if how is None or not small:
         return

@@ -30,7 +30,7 @@ from moepack.pack.writer import BundleWriter
 from moepack.progress import Reporter
 from moepack.quantize import methods
 
-from .allocate import DenseCosts, LayerCosts, allocate, allocate_both
+from .allocate import DenseCosts, LayerCosts, allocate
 from .artifacts import SHARD, quantised_recipe, run_record, save
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe
@@ -43,36 +43,22 @@ JOINED = "joined"  # the work directory's folder of losses of several stages
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """The result of a build.
+    """The result of a build."""
 
-    Attributes:
-        bundle: its directory.
-        calibration_tokens: how many.
-        methods: version -> method -> experts that it made.
-        unused_tensors: tensors of the checkpoint that the model lacks.
-        dense: versions of dense matrices.
-    """
-
-    bundle: Path
+    bundle: Path  # the directory
     calibration_tokens: int
-    methods: dict[str, dict[str, int]]
-    unused_tensors: int
-    dense: tuple[str, ...] = ()
+    methods: dict[str, dict[str, int]]  # version -> method -> experts that it made
+    unused_tensors: int  # tensors of the checkpoint that the model lacks
+    dense: tuple[str, ...] = ()  # versions of dense matrices
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The parts of a bundle.
+    """The parts of a bundle."""
 
-    Attributes:
-        stages: versions, the most precise first, each with the work directory's stage that made it.
-        recipe: the recipe of all of them.
-        dense: like `stages`, for dense matrices.
-    """
-
-    stages: Mapping[Version, str]
-    recipe: Recipe
-    dense: Mapping[Version, str]
+    stages: Mapping[Version, str]  # the most precise first; each with the stage that made it
+    recipe: Recipe  # makes all of these versions
+    dense: Mapping[Version, str]  # like `stages`, for dense matrices
 
 
 def quantised_settings(work: WorkDirectory) -> dict[str, Any]:
@@ -324,14 +310,14 @@ def _allocation(
         extents = [_extents(work.piece(s, layer.index, f"{v.name}.safetensors"), layer) for v, s in stages.items()]
         costs.append(LayerCosts.of(table, columns, [list(row) for row in zip(*extents, strict=True)]))
     if not how.dense or tables.dense is None:
-        return Allocation(str(how), allocate(how, layers, versions, costs))
+        return allocate(how, layers, versions, costs)
     rows = []
     for part in dense_layers(matrices):
         sizes = [_extents(work.piece(s, part.index, file_name(v.name)), part) for v, s in chosen.dense.items()]
         rows += [list(row) for row in zip(*sizes, strict=True)]
     weights = [m.matrix.weights for m in matrices]
     both = DenseCosts.of(weights, [v.name for v in chosen.dense], tables.dense, rows)
-    return Allocation(str(how), *allocate_both(how, layers, versions, costs, both))
+    return allocate(how, layers, versions, costs, both)
 
 
 def _extents(path: Path, layer: Layer) -> list[float]:

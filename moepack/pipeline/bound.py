@@ -25,68 +25,41 @@ MAPPED = 48 * MIB  # of activations in a file, the most in memory at once beside
 
 @dataclass(frozen=True, slots=True)
 class BuildNeeds:
-    """Bytes by part; those of a layer are of the largest.
+    """Bytes by part. Those of a layer are of the largest layer."""
 
-    Attributes:
-        process: the process itself, before the first layer.
-        loading: while a layer is read: the files' mapped pages and the tensors made of them.
-        outside: while the part outside the layers is read and computed with, with the layers for MTP.
-        layer: a layer while windows go through it: as in the checkpoint, and as it is computed with.
-        waiting: a layer while it is quantised, as in the checkpoint.
-        loading_on_disk, layer_on_disk, waiting_on_disk: the same where the experts of a layer lie on disk; 0 where none
-            can.
-        mapped: the experts of one batch, read from there.
-        experts: the bytes of a layer's experts that lie on disk then.
-        hidden: the activations between two layers.
-        seen: what a layer's experts read.
-        routing: which experts were chosen, and their gates.
-        window: one window's forward through a layer.
-        forward: a forward's bytes that do not depend on the windows.
-        batches: by layer, how many expert batches are made at once at the most, and bytes of one.
-        row_shards: the same for row shards of dense matrices, by part; empty where none get versions.
-        dense: the moments of a part's dense matrices.
-        each: the activations of one window.
-    """
-
-    process: int
-    loading: int
-    layer: int
-    hidden: int
-    seen: int
-    routing: int
-    window: int
-    forward: int
-    batches: tuple[tuple[int, int], ...]
-    row_shards: tuple[tuple[int, int], ...] = ()
-    outside: int = 0
-    waiting: int = 0
-    dense: int = 0
-    each: int = 0
+    process: int  # the process before the first layer
+    loading: int  # while a layer is read: the files' mapped pages and the tensors made of them
+    layer: int  # a layer while windows go through it: the checkpoint's dtype and the computed one
+    hidden: int  # the activations between two layers
+    seen: int  # what a layer's experts read
+    routing: int  # the chosen experts and their gates
+    window: int  # one window's forward through a layer
+    forward: int  # a forward's bytes that do not depend on the windows
+    batches: tuple[tuple[int, int], ...]  # by layer: the most expert batches at once, and bytes of one
+    row_shards: tuple[tuple[int, int], ...] = ()  # by part: the same for row shards; empty without dense versions
+    outside: int = 0  # while the part outside the layers is read and computed with, MTP layers included
+    waiting: int = 0  # a layer while it is quantised, as in the checkpoint
+    dense: int = 0  # the moments of a part's dense matrices
+    each: int = 0  # the activations of one window
+    # The same with a layer's experts on disk; 0 where that is impossible.
     loading_on_disk: int = 0
     layer_on_disk: int = 0
     waiting_on_disk: int = 0
-    mapped: int = 0
-    experts: int = 0
+    mapped: int = 0  # the experts of one batch, read from disk
+    experts: int = 0  # a layer's experts, on disk
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How a build fits into a bound.
+    """How a build fits into a bound."""
 
-    Attributes:
-        batch_size: windows that go through a layer together.
-        hidden_on_disk, seen_on_disk, experts_on_disk: whether these lie on disk; see `BuildNeeds`.
-        batches, row_shards: made at once at the most; 0 leaves that to the executor.
-        reuse: whether a forward takes the memory that the one before freed, which saves time.
-    """
-
-    batch_size: int
-    hidden_on_disk: bool = False
+    batch_size: int  # windows that go through a layer together
+    hidden_on_disk: bool = False  # see `BuildNeeds`
     seen_on_disk: bool = False
-    batches: int = 0
-    row_shards: int = 0
+    batches: int = 0  # the most at once; 0 leaves it to the executor
+    row_shards: int = 0  # the same
     experts_on_disk: bool = False
-    reuse: bool = field(default=False, compare=False)
+    reuse: bool = field(default=False, compare=False)  # a forward takes the memory that the last one freed: faster
 
     @property
     def on_disk(self) -> str:

@@ -44,30 +44,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A build's cost.
+    """A build's cost."""
 
-    Attributes:
-        versions: bytes of each version's files, exact.
-        dense_bytes: bytes of all other tensors, exact, without dense matrices that have versions.
-        work_bytes: the most that the work directory holds beside the bundle, about.
-        memory: bytes in memory by part in the step that takes most, about; the peak is their sum.
-        seconds: by kind of work, about.
-        experts, layers: how many experts, in how many layers.
-        dense_versions: bytes of the files of each version of dense matrices, exact.
-        batch_size: windows that go through a layer together.
-        on_disk: the activations and experts that lie on disk meanwhile, in words; empty for none.
-    """
-
-    versions: dict[str, int]
-    dense_bytes: int
-    work_bytes: int
-    memory: dict[str, int]
-    seconds: dict[str, float]
+    versions: dict[str, int]  # bytes of each version's files, exact
+    dense_bytes: int  # bytes of all other tensors, exact, without dense matrices that have versions
+    work_bytes: int  # the most in the work directory, beside the bundle, about
+    memory: dict[str, int]  # bytes by part in the largest step, about; the peak is their sum
+    seconds: dict[str, float]  # by kind of work, about
     experts: int
     layers: int
-    dense_versions: dict[str, int] = field(default_factory=dict)
-    batch_size: int = 0
-    on_disk: str = ""
+    dense_versions: dict[str, int] = field(default_factory=dict)  # bytes of each dense version's files, exact
+    batch_size: int = 0  # windows that go through a layer together
+    on_disk: str = ""  # `MemoryPlan.on_disk`
 
 
 def estimate(

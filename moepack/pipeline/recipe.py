@@ -53,40 +53,26 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the model is shown.
-
-    Attributes:
-        data: where the text is from.
-        samples: windows of `length` tokens.
-        until: take windows beyond `samples` until every expert has so many tokens, 0: do not.
-        most: the most windows that `until` takes.
-    """
+    """The text that the model reads."""
 
     data: tuple[TextSource, ...] = ()
-    samples: int = 128
+    samples: int = 128  # windows of `length` tokens
     length: int = 2048
     batch_size: int = 8
     seed: int = 0
     dtype: str = "bfloat16"
-    until: int = 0
-    most: int = 0
+    until: int = 0  # take more windows until every expert has this many tokens; 0: do not
+    most: int = 0  # the most windows that `until` takes
 
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Which version each expert gets in the bundle's own map; see `moepack.pipeline.allocate.allocate`.
+    """Which version each expert gets in the bundle's own map; see `moepack.pipeline.allocate.allocate`."""
 
-    Attributes:
-        average_bits: bytes of all extents, with tables and padding, as bits an expert weight.
-        method: "greedy", "prefix_split" or "uniform".
-        weight: of the losses, for greedy: "gates", "tokens" or "none" (`allocate.expected_losses`).
-        dense: whether dense matrices are chosen with the experts, and their bytes and weights counted.
-    """
-
-    average_bits: float
-    method: str = "greedy"
-    weight: str = "gates"
-    dense: bool = False
+    average_bits: float  # bytes of all extents, with tables and padding, as bits an expert weight
+    method: str = "greedy"  # "greedy", "prefix_split" or "uniform"
+    weight: str = "gates"  # of the losses, for greedy: "gates", "tokens" or "none" (`allocate.expected_losses`)
+    dense: bool = False  # choose dense matrices with the experts, and count their bytes and weights
 
     def __str__(self) -> str:
         weighted = f", losses weighted by {self.weight}" if self.method == "greedy" else ""

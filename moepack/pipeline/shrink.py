@@ -27,22 +27,14 @@ _LINKED = (".safetensors",)  # others are small, and edited by people: a link wo
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The new bundle.
+    """The new bundle."""
 
-    Attributes:
-        bundle: its directory.
-        versions: names, the most precise first.
-        dense: those of the dense matrices.
-        bytes_before, bytes_after: of the manifests' files that exist.
-        allocation: the name of its manifest's map, or None.
-    """
-
-    bundle: Path
-    versions: tuple[str, ...]
-    dense: tuple[str, ...]
-    bytes_before: int
+    bundle: Path  # the directory
+    versions: tuple[str, ...]  # names, the most precise first
+    dense: tuple[str, ...]  # the same for dense matrices
+    bytes_before: int  # of the manifest's files that exist
     bytes_after: int
-    allocation: str | None
+    allocation: str | None  # the name of the manifest's map
 
 
 def shrink(

@@ -26,13 +26,9 @@ NAMES = ("local", "ray")
 
 
 class Executor(Protocol):
-    """Runs the tasks of a model's parts.
+    """Runs the tasks of a model's parts."""
 
-    Attributes:
-        reads: whether it reads weights from the checkpoint itself; otherwise `submit` gets them.
-    """
-
-    reads: bool
+    reads: bool  # whether it reads weights from the checkpoint itself; otherwise `submit` gets them
 
     @property
     def left(self) -> int:

@@ -39,21 +39,13 @@ SHARE = 0.5  # of this node's object store that tokens and moments of unfinished
 
 @dataclass
 class Traffic:
-    """Bytes that went through this process.
+    """Bytes that went through this process."""
 
-    Attributes:
-        tokens: observations, put into the object store.
-        moments: moments of dense matrices, put there.
-        orders: all else that was sent to tasks.
-        answers: all answers but results.
-        results: results that workers could not write into the work directory.
-    """
-
-    tokens: int = 0
-    moments: int = 0
-    orders: int = 0
-    answers: int = 0
-    results: int = 0
+    tokens: int = 0  # observations, put into the object store
+    moments: int = 0  # moments of dense matrices, put there
+    orders: int = 0  # all else that was sent to tasks
+    answers: int = 0  # all answers but results
+    results: int = 0  # results that workers could not write into the work directory
 
 
 @dataclass

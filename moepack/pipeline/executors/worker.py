@@ -38,18 +38,14 @@ ANSWER = 32 << 20  # bytes of a chunk of an answer
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """What calibration measured for a task, as NumPy arrays: inputs, experts and gates of an observation, or the two
-    moments of a group of dense matrices (`moepack.calibrate.dense.DenseMoments`).
-
-    Attributes:
-        arrays: each tensor's bytes, uint8 [first axis, bytes of the rest]; one that is given twice is one array.
-        dtypes: of the tensors, as torch names them.
-        length: tokens of an observation's window.
+    """A task's measurements as NumPy arrays: inputs, experts and gates of an observation, or the two moments of a
+    group of dense matrices (`moepack.calibrate.dense.DenseMoments`).
     """
 
+    # uint8 [first axis, bytes of the other axes]; a tensor given twice is one array
     arrays: tuple[Buffer, ...]
-    dtypes: tuple[str, ...]
-    length: int = 0
+    dtypes: tuple[str, ...]  # torch's names
+    length: int = 0  # tokens of an observation's window
 
     @staticmethod
     def of(*tensors: torch.Tensor, length: int = 0) -> SharedTensors:
@@ -77,15 +73,10 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class WorkerCheckpoint:
-    """A checkpoint by the path that it has on every machine.
-
-    Attributes:
-        path: its directory.
-        files: file name -> its entry of `moepack.calibrate.identity.identity`.
-    """
+    """A checkpoint by the path that it has on every machine."""
 
     path: str
-    files: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, Mapping[str, Any]]  # file name -> its entry of `moepack.calibrate.identity.identity`
 
 
 @dataclass(frozen=True)

@@ -32,23 +32,14 @@ _HASHED = 4096  # rows that are hashed at once
 
 @dataclass(frozen=True)
 class ExpertBatchTask:
-    """What an expert batch is made of, without the layer's observation.
+    """The inputs of an expert batch, without the layer's observation."""
 
-    Attributes:
-        checkpoint: SHA-256 over its files' digests.
-        layer: the decoder layer's index.
-        experts: their numbers in the layer.
-        versions: all versions wanted, the lossless one among them.
-        settings: how to quantise.
-        device: the kind of device that computes, as torch names it.
-    """
-
-    checkpoint: str
+    checkpoint: str  # SHA-256 over its files' digests
     layer: int
     experts: range
-    versions: tuple[Version, ...]
+    versions: tuple[Version, ...]  # includes the lossless one
     settings: Settings
-    device: str
+    device: str  # the kind of device that computes, as torch names it
 
     @property
     def count(self) -> int:

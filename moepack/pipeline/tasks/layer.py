@@ -47,19 +47,12 @@ _COLUMNS = ("relative", "mse", "method")
 
 @dataclass(frozen=True)
 class DenseWork:
-    """The dense matrices of a part that get versions.
-
-    Attributes:
-        layer: the matrices.
-        versions: wanted, the lossless one among them.
-        signal: by matrix, `moepack.calibrate.dense.DenseMoments.signal`.
-        tokens: that went through the part.
-    """
+    """The dense matrices of a part that get versions."""
 
     layer: DenseLayer
-    versions: tuple[Version, ...]
-    signal: tuple[float, ...]
-    tokens: int
+    versions: tuple[Version, ...]  # includes the lossless one
+    signal: tuple[float, ...]  # by matrix, `moepack.calibrate.dense.DenseMoments.signal`
+    tokens: int  # that the part read
 
     @property
     def note(self) -> dict[str, Any]:
@@ -69,21 +62,12 @@ class DenseWork:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A part's tasks and where their results go; `LayerInputs` holds the tensors. Travels to other machines.
+    """A part's tasks and where their results go; `LayerInputs` holds the tensors. Travels to other machines."""
 
-    Attributes:
-        part: the decoder layer's index; None for what is outside them.
-        tasks: the row shards of its dense matrices, then its expert batches in the order of their experts.
-        kept: by task, the file of its result.
-        folder: for the part's files.
-        experts: the layer's, where it has them.
-        dense: its matrices that get versions, where there are any.
-    """
-
-    part: int | None
-    tasks: tuple[RowShardTask | ExpertBatchTask, ...]
-    kept: tuple[Path, ...]
-    folder: Path
+    part: int | None  # the decoder layer's index; None for the part outside the layers
+    tasks: tuple[RowShardTask | ExpertBatchTask, ...]  # row shards, then expert batches, both in order
+    kept: tuple[Path, ...]  # by task, the file of its result
+    folder: Path  # for the part's files
     experts: ExpertLayer | None = None
     dense: DenseWork | None = None
 
@@ -107,21 +91,13 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The tensors of a part's tasks, where they are in this process.
+    """The tensors of a part's tasks, where they are in this process."""
 
-    Attributes:
-        observation: what the layer's experts read on the calibration tokens.
-        module: the layer's experts module.
-        weights: of its experts; None where the executor reads them itself.
-        moments: of what its dense matrices read.
-        tensors: the dense matrices by their names in the model; empty where the executor reads them itself.
-    """
-
-    observation: Observation | None = None
-    module: Any = None
-    weights: ExpertWeights | None = None
-    moments: DenseMoments | None = None
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    observation: Observation | None = None  # what the layer's experts read on the calibration tokens
+    module: Any = None  # the layer's experts module
+    weights: ExpertWeights | None = None  # None where the executor reads them itself
+    moments: DenseMoments | None = None  # of the dense matrices' inputs
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # dense, by name; empty like `weights`
 
 
 def write_layer(work: LayerWork) -> dict[str, Any]:

@@ -23,17 +23,12 @@ THREADS = 1
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task made.
+    """The extents and losses that a task made."""
 
-    Attributes:
-        extents: version -> one extent an expert, or that of a row shard, uint8.
-        payloads: version -> bytes of each extent without padding.
-        losses: for an expert batch `moepack.quantize.pooling.MEASURED`, for a row shard "error" and "power", float64,
-            and "method", uint8; each [extents of a version, versions].
-    """
-
-    extents: dict[str, list[Buffer]]
-    payloads: dict[str, list[int]]
+    extents: dict[str, list[Buffer]]  # version -> one extent an expert, or a row shard's, uint8
+    payloads: dict[str, list[int]]  # version -> bytes of each extent without padding
+    # [extents of a version, versions]: float64 `moepack.quantize.pooling.MEASURED` of an expert batch, "error" and
+    # "power" of a row shard; uint8 "method"
     losses: dict[str, torch.Tensor]
 
     def add(self, version: str, extent: Buffer, payload: int) -> None:

@@ -27,23 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowShardTask:
-    """What a row shard is made of, without the moments of the matrix' inputs.
+    """The inputs of a row shard, without the moments of the matrix' inputs."""
 
-    Attributes:
-        checkpoint: SHA-256 over its files' digests.
-        matrix: the dense matrix.
-        rows: of the matrix.
-        versions: all versions wanted.
-        method: the quantiser's name.
-        device: the kind of device that computes, as torch names it.
-    """
-
-    checkpoint: str
+    checkpoint: str  # SHA-256 over its files' digests
     matrix: DenseMatrix
     rows: range
     versions: tuple[Version, ...]
-    method: str
-    device: str
+    method: str  # the quantiser's name
+    device: str  # the kind of device that computes, as torch names it
 
     count = 1  # units of a build's progress
 

@@ -19,7 +19,6 @@ from moepack.pipeline.allocate import (
     DenseCosts,
     LayerCosts,
     allocate,
-    allocate_both,
     bundle_costs,
     calibrated_importance,
     expected_losses,
@@ -177,7 +176,7 @@ def test_every_allocator_keeps_to_the_bytes(
     measured: tuple[Bundle, list[LayerCosts]], method: str, bits: float
 ) -> None:
     opened, costs = measured
-    table = allocate(Allocate(bits, method), opened.layers, opened.versions, costs)
+    table = allocate(Allocate(bits, method), opened.layers, opened.versions, costs).versions
     used, budget = total_bytes(table, opened.versions, costs), bits / 8 * opened.expert_weights
     widest = max(max(row) - min(row) for layer in costs for row in layer.sizes)
     assert used <= budget
@@ -192,7 +191,7 @@ def test_greedy_loses_less_than_the_others(measured: tuple[Bundle, list[LayerCos
     opened, costs = measured
     losses = []
     for method in ("greedy", "prefix_split", "uniform"):
-        table = allocate(Allocate(3.0, method), opened.layers, opened.versions, costs)
+        table = allocate(Allocate(3.0, method), opened.layers, opened.versions, costs).versions
         names = [v.name for v in opened.versions]
         chosen = [[names.index(v) for v in row] for row in table]
         losses.append(sum(spent(expected_losses(c, "gates"), r) for c, r in zip(costs, chosen, strict=True)))
@@ -229,13 +228,12 @@ def test_experts_and_dense_matrices_under_one_budget(measured: tuple[Bundle, lis
     sizes, losses = ([r for c in costs for r in c.sizes], [r for c in costs for r in expected_losses(c, "gates")])
     for bits in (2.5, 4.0, 9.0):
         budget = bits / 8 * weights
-        table, chosen = allocate_both(
-            Allocate(bits, "greedy", "gates", True), opened.layers, opened.versions, costs, dense
-        )
-        taken = [dense.versions.index(name) for name in chosen]
-        assert total_bytes(table, opened.versions, costs) + spent(rows, taken) <= budget
+        how = Allocate(bits, "greedy", "gates", True)
+        made = allocate(how, opened.layers, opened.versions, costs, dense)
+        taken = [dense.versions.index(name) for name in made.dense or ()]
+        assert total_bytes(made.versions, opened.versions, costs) + spent(rows, taken) <= budget
         want = greedy([*sizes, *rows], [*losses, *dense.losses], budget)
         assert taken == want[len(sizes) :]
         assert rows[0][taken[0]] <= rows[1][taken[1]] <= rows[3][taken[3]], "by what their errors cost"
     with pytest.raises(InputError, match=r"cannot be met: the smallest versions take 1\.\d+ bits"):
-        allocate_both(Allocate(1.0, "greedy", "gates", True), opened.layers, opened.versions, costs, dense)
+        allocate(Allocate(1.0, "greedy", "gates", True), opened.layers, opened.versions, costs, dense)

@@ -1,13 +1,10 @@
-"""Recipes: the YAML that says how a bundle is made, validated key by key.
-
-A recipe is a frozen record. Its text travels into the bundle's manifest.
-"""
+"""Recipes: YAML that says how to make a bundle, validated key by key. The bundle's manifest keeps the text."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,11 @@ from moepack.quantize import methods
 MOMENTS = ("routed", "gated", "all")
 
 ALLOCATORS = ("greedy", "prefix_split", "uniform")
-OLD_ALLOCATORS = {"milp": "greedy"}  # solved the same problem, with gains below what is measurable: read as greedy
+OLD_ALLOCATORS = {"milp": "greedy"}  # solved the same problem, with gains too small to measure: read as greedy
 WEIGHTS = ("gates", "tokens", "none")
+MOST = 8  # times `samples`: the default of `most`
 
-
-MOST = 8  # times `samples`: where `until` ends if a recipe does not say
-
-# What a recipe makes that names none: experts at 8 bits are seldom worth their bytes beside those at 4.
+# Experts at 8 bits are seldom worth their bytes beside those at 4.
 DEFAULT_VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
 
 
@@ -42,10 +37,14 @@ class Quantize:
     loss_tokens: int = 4096
     moments: str = "routed"
 
+    def size(self, version: str) -> int:
+        """The group size of a version."""
+        return self.group_size if isinstance(self.group_size, int) else self.group_size.get(version, 64)
+
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """Text to calibrate on: a file or a Hub data set (NAME[:CONFIG[:SPLIT[:COLUMN]]]), and its part beside others'."""
+    """Calibration text: a file or a Hub data set (NAME[:CONFIG[:SPLIT[:COLUMN]]]), and its weight in the mixture."""
 
     source: str
     weight: float = 1.0
@@ -67,7 +66,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Which version each expert gets in the bundle's own map; see `moepack.pipeline.allocate.allocate`."""
+    """How the bundle's map chooses a version for each expert; see `moepack.pipeline.allocate.allocate`."""
 
     average_bits: float  # bytes of all extents, with tables and padding, as bits an expert weight
     method: str = "greedy"  # "greedy", "prefix_split" or "uniform"
@@ -82,10 +81,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A validated recipe, and the text it came from.
-
-    `mtp` says whether a checkpoint's layers for multi-token prediction are kept beside the model, as they are, or not.
-    """
+    """A validated recipe, and its text."""
 
     versions: tuple[str, ...] = DEFAULT_VERSIONS
     quantize: Quantize = field(default_factory=Quantize)
@@ -93,36 +89,31 @@ class Recipe:
     allocation: Allocate | None = None
     dense: tuple[str, ...] = ()
     text: str = ""
-    mtp: str = "drop"
+    mtp: str = "drop"  # "keep": a checkpoint's layers for multi-token prediction stay beside the model, unchanged
 
     def version_specs(self) -> tuple[Version, ...]:
         """The versions as descriptors, from most to least precise."""
         return self._specs(self.versions)
 
     def dense_specs(self) -> tuple[Version, ...]:
-        """Those of the dense matrices, the lossless one always among them; none where the recipe asks for none."""
+        """The versions of dense matrices, with the lossless one; none where the recipe names none."""
         return self._specs((LOSSLESS, *self.dense)) if self.dense else ()
 
     def _specs(self, names: Sequence[str]) -> tuple[Version, ...]:
-        size = self.quantize.group_size
-        return tuple(
-            Version.of(name, size if isinstance(size, int) else size.get(name, 64))
-            for name in version_names()
-            if name in names
-        )
+        return tuple(Version.of(name, self.quantize.size(name)) for name in version_names() if name in names)
 
 
 def shipped() -> list[str]:
-    """Names of the recipes that come with moepack."""
+    """List the names of the recipes that come with moepack."""
     root = resources.files("moepack.recipes")
     return sorted(f.name.removesuffix(".yaml") for f in root.iterdir() if f.name.endswith(".yaml"))
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe by its shipped name or its file.
+    """Load a recipe by its shipped name or its file.
 
     Raises:
-        InputError: naming the file, the key and, for an unknown key, the nearest known one.
+        InputError: names the file, the key and, for an unknown key, the nearest known one.
     """
     if name in shipped():
         return parse_recipe(resources.files("moepack.recipes").joinpath(f"{name}.yaml").read_text(), name)
@@ -142,34 +133,23 @@ def parse_recipe(text: str, where: str) -> Recipe:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-    top = _mapping(
-        where,
-        {} if document is None else document,
-        ["versions", "dense", "quantize", "calibration", "allocation", "mtp"],
-    )
-    versions = tuple(_list(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)), version_names()))
-    if not versions or len(set(versions)) != len(versions):
-        raise InputError(f"{where}: versions: name each version once, and at least one")
-    dense = tuple(_list(f"{where}: dense", top.get("dense", []), version_names()))
-    if len(set(dense)) != len(dense):
-        raise InputError(f"{where}: dense: name each version once")
+    known = [f.name for f in fields(Recipe) if f.name != "text"]
+    top = _mapping(where, {} if document is None else document, known)
+    versions = _names(f"{where}: versions", top.get("versions", list(DEFAULT_VERSIONS)))
+    if not versions:
+        raise InputError(f"{where}: versions: name at least one")
+    dense = _names(f"{where}: dense", top.get("dense", []))
     at = f"{where}: quantize"
-    q = _mapping(at, top.get("quantize", {}), [f.name for f in fields(Quantize)])
-    size = q.get("group_size", 64)
+    rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS}
+    quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
+    size = quantize.group_size
     if isinstance(size, dict):
-        size = _mapping(f"{at}.group_size", size, [v for v in version_names() if encoding_of(v).group_sizes])
+        _mapping(f"{at}.group_size", size, [v for v in version_names() if encoding_of(v).group_sizes])
         for name, value in size.items():
             _choice(f"{at}.group_size.{name}", value, encoding_of(name).group_sizes)
     else:
         possible = [sizes for sizes in (encoding_of(v).group_sizes for v in (*versions, *dense)) if sizes]
         _choice(f"{at}.group_size", size, [g for g in GROUPS if all(g in sizes for sizes in possible)])
-    quantize = Quantize(
-        _choice(f"{at}.method", q.get("method", methods.DEFAULT), methods.named()),
-        size,
-        _integer(f"{at}.min_tokens", q.get("min_tokens", 0), 0),
-        _integer(f"{at}.loss_tokens", q.get("loss_tokens", 4096), 1),
-        _choice(f"{at}.moments", q.get("moments", "routed"), MOMENTS),
-    )
     calibration = _calibration(f"{where}: calibration", top.get("calibration", {}))
     allocation = (
         _allocation(f"{where}: allocation", top["allocation"], versions, dense) if "allocation" in top else None
@@ -179,11 +159,10 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
 
 def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[Version]) -> Recipe:
-    """A recipe that makes these versions of experts and of dense matrices in place of its own; its text is written
-    anew, without comments.
+    """Replace a recipe's versions of experts and of dense matrices. The new text has no comments.
 
     Raises:
-        InputError: where both have one of them with other group sizes: a recipe has one for both.
+        InputError: where experts and dense matrices have a version in different group sizes: a recipe has one for both.
     """
     sizes = {v.name: v.group_size for v in (*dense, *versions) if v.group_size}
     for v in dense:
@@ -197,17 +176,16 @@ def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[V
     if dense or recipe.dense:
         document["dense"] = [v.name for v in dense]
     alike = len(set(sizes.values())) <= 1
-    quantize = dict(document.get("quantize") or {})
-    quantize["group_size"] = next(iter(sizes.values()), 64) if alike else sizes
-    document["quantize"] = quantize
-    return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
+    size = next(iter(sizes.values()), 64) if alike else sizes
+    document["quantize"] = {**document.get("quantize", {}), "group_size": size}
+    return _written(document)
 
 
 def with_text(recipe: Recipe) -> Recipe:
-    """A recipe with the text that says it: its own, or where it was made or changed in Python a text written anew.
+    """Give a recipe that was made or changed in Python a text that matches it; others stay.
 
     Raises:
-        InputError: where it says what no text may.
+        InputError: where the recipe is not valid.
     """
     if parse_recipe(recipe.text, "recipe") == recipe:
         return recipe
@@ -219,25 +197,23 @@ def with_text(recipe: Recipe) -> Recipe:
         del document["allocation"]
     elif recipe.allocation.method != "greedy":
         del document["allocation"]["weight"]
+    return _written(document)
+
+
+def _written(document: Mapping[str, Any]) -> Recipe:
     return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
 
 
 def _calibration(at: str, value: Any) -> Calibration:
-    c = _mapping(at, value, [f.name for f in fields(Calibration)])
-    samples = _integer(f"{at}.samples", c.get("samples", 128), 1)
-    until = _integer(f"{at}.until", c.get("until", 0), 0)
-    if "most" in c and not until:
-        raise InputError(f"{at}.most: says when `until` ends: give until as well, as until: 256")
-    return Calibration(
-        _sources(f"{at}.data", c.get("data", [])),
-        samples,
-        _integer(f"{at}.length", c.get("length", 2048), 2),
-        _integer(f"{at}.batch_size", c.get("batch_size", 8), 1),
-        _integer(f"{at}.seed", c.get("seed", 0), 0),
-        _choice(f"{at}.dtype", c.get("dtype", "bfloat16"), ("bfloat16", "float32")),
-        until,
-        _integer(f"{at}.most", c.get("most", MOST * samples), samples) if until else 0,
-    )
+    rules = {"samples": 1, "length": 2, "batch_size": 1, "seed": 0, "until": 0, "dtype": ("bfloat16", "float32")}
+    given = _settings(at, value, Calibration, rules)
+    found = Calibration(**given | {"data": _sources(f"{at}.data", given.get("data", []))})
+    if not found.until:
+        if "most" in given:
+            raise InputError(f"{at}.most: says when `until` ends: give until as well, as until: 256")
+        return found
+    most = _integer(f"{at}.most", given.get("most", MOST * found.samples), found.samples)
+    return replace(found, most=most)
 
 
 def _sources(at: str, value: Any) -> tuple[TextSource, ...]:
@@ -245,36 +221,30 @@ def _sources(at: str, value: Any) -> tuple[TextSource, ...]:
         raise InputError(f"{at}: must be a list of names, or of mappings as {{source: NAME, weight: 2}}")
     out = []
     for i, item in enumerate(value):
-        where, known = f"{at}[{i}]", [f.name for f in fields(TextSource)]
-        item = {"source": item} if isinstance(item, str) else _mapping(where, item, known)
-        name, weight = item.get("source"), item.get("weight", 1)
+        where = f"{at}[{i}]"
+        item = {"source": item} if isinstance(item, str) else _settings(where, item, TextSource, {})
+        name = item.get("source")
         if not isinstance(name, str) or not name:
             raise InputError(f"{where}.source: must name a file or a Hub data set")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-3 <= weight <= 1e3:
-            raise InputError(f"{where}.weight: {weight!r} is not a number from 0.001 to 1000")
-        out.append(TextSource(name, float(weight)))
+        out.append(TextSource(name, float(_number(f"{where}.weight", item.get("weight", 1), 1e-3, 1e3))))
     return tuple(out)
 
 
 def _allocation(at: str, value: Any, versions: Sequence[str], dense: Sequence[str]) -> Allocate:
-    a = _mapping(at, value, [f.name for f in fields(Allocate)])
-    bits = a.get("average_bits")
-    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 20:
-        raise InputError(f"{at}.average_bits: {bits!r} is not a number from 1 to 20")
+    a = _settings(at, value, Allocate, {"weight": WEIGHTS})
     method = a.get("method", "greedy")
-    method = _choice(
-        f"{at}.method", OLD_ALLOCATORS.get(method, method) if isinstance(method, str) else method, ALLOCATORS
-    )
-    if method == "prefix_split" and not {"w4", "w3", "w2", "w1"} <= set(versions):
+    method = OLD_ALLOCATORS.get(method, method) if isinstance(method, str) else method
+    bits = _number(f"{at}.average_bits", a.get("average_bits"), 1, 20)
+    how = Allocate(**a | {"average_bits": bits, "method": _choice(f"{at}.method", method, ALLOCATORS)})
+    if how.method == "prefix_split" and not {"w4", "w3", "w2", "w1"} <= set(versions):
         raise InputError(f"{at}.method: prefix_split needs the versions w4, w3, w2 and w1")
-    if method != "greedy" and "weight" in a:
-        raise InputError(f"{at}.weight: {method} reads no weighted loss: leave weight out")
-    weight, both = _choice(f"{at}.weight", a.get("weight", "gates"), WEIGHTS), a.get("dense", False)
-    if not isinstance(both, bool):
-        raise InputError(f"{at}.dense: {both!r} is not true or false")
-    if both and (not dense or method != "greedy" or weight != "gates"):
+    if how.method != "greedy" and "weight" in a:
+        raise InputError(f"{at}.weight: {how.method} reads no weighted loss: leave weight out")
+    if not isinstance(how.dense, bool):
+        raise InputError(f"{at}.dense: {how.dense!r} is not true or false")
+    if how.dense and (not dense or how.method != "greedy" or how.weight != "gates"):
         raise InputError(f"{at}.dense: needs dense: in the recipe, method greedy, and weight gates")
-    return Allocate(bits, method, weight, both)
+    return how
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:
@@ -291,18 +261,34 @@ def _mapping(where: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
     return value
 
 
-def _list(where: str, value: Any, known: Sequence[str] | None) -> list[str]:
+def _settings(where: str, value: Any, kind: type, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """The given fields of the dataclass `kind`; a rule is an integer's least value, or the possible values."""
+    given = _mapping(where, value, [f.name for f in fields(kind)])
+    for key in rules.keys() & given.keys():
+        (_integer if isinstance(rules[key], int) else _choice)(f"{where}.{key}", given[key], rules[key])
+    return given
+
+
+def _names(where: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise InputError(f"{where}: must be a list of names")
     for v in value:
-        if known is not None and v not in known:
-            raise InputError(f"{where}: {_unknown('version', v, known)}")
-    return value
+        if v not in version_names():
+            raise InputError(f"{where}: {_unknown('version', v, version_names())}")
+    if len(set(value)) != len(value):
+        raise InputError(f"{where}: name each version once")
+    return tuple(value)
 
 
 def _choice(where: str, value: Any, known: Sequence[Any]) -> Any:
     if isinstance(value, bool) or value not in known:
         raise InputError(f"{where}: {value!r} is not one of {', '.join(map(str, known))}")
+    return value
+
+
+def _number(where: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InputError(f"{where}: {value!r} is not a number from {low:g} to {high:g}")
     return value
 
 
